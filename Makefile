@@ -1,0 +1,30 @@
+# make demo | make test | make install | make bench | make lint
+# One environment, .venv. With an NVIDIA GPU the CUDA stack is installed, otherwise the CPU lock: same versions.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.txt)
+export HF_HUB_OFFLINE ?= 1
+
+demo: $(VENV)/.installed
+	$(BIN)/accelerate launch train.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+
+install: $(VENV)/.installed
+
+# The lock is complete, so nothing is resolved (--no-deps): that is what keeps a CUDA torchvision out of the CPU stack.
+$(VENV)/.installed: $(LOCK)
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or set PYTHON="; exit 2; }
+	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(if $(findstring cpu,$(LOCK)),--no-deps) -r $(LOCK) || { echo "error: install failed; \
+	the CPU build of torch comes from PyTorch's own CPU wheel index: put its address into PIP_EXTRA_INDEX_URL"; exit 2; }
+	touch $@
+
+.PHONY: demo test lint install

@@ -1,0 +1,407 @@
+"""PPO without what it does not need: engines, packing, log-probs, values, advantages, the two losses and their updates.
+
+Owns policy and critic (Hugging Face bodies in DeepSpeed engines), rows, estimators, updates; never sees text.
+Deviations from Open-Reasoner-Zero (ORZ), each proved in tests/test_ppo.py, which runs this file alone:
+- one denominator: a loss is a sum over response tokens divided by the *global* number of them in the optimizer step, so
+  packing, micro-batches and ranks do not change the gradient (ORZ: mean of per-pack means);
+- no old log-probs, reference, ratio or clip: with one update per rollout the ratio is 1 and the clip does nothing;
+- the LM head works in chunks with its own backward: the (T, V) logits never exist (ORZ held four copies);
+- group scores are divided by their std and not whitened again (ORZ's GRPO did neither).
+Shapes: R packed rows, L row length, T response tokens, V vocabulary, H hidden, N samples.
+"""
+import sys
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from heapq import heapreplace
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient became NaN or inf; raised on every rank, before the weights changed."""
+
+
+class ChunkedLogprob(torch.autograd.Function):
+    """log p(token) and entropy from hidden states, chunk by chunk; backward recomputes each chunk's logits.
+
+    Costs a fourth head matmul, saves T*V*4 bytes several times over (5 GB at 8k tokens and V 152k)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, token_ids, temperature, chunk):
+        logprobs, entropy = torch.empty_like(hidden[:, 0], dtype=torch.float32).expand(2, -1).clone()  # (T,), (T,)
+        for h, ids, logp, ent in zip(*(x.split(chunk) for x in (hidden, token_ids, logprobs, entropy))):
+            logits = F.linear(h, weight).float() / temperature  # (chunk, V)
+            lse = logits.logsumexp(-1)  # (chunk,)
+            logp.copy_(logits.gather(1, ids[:, None])[:, 0] - lse)
+            ent.copy_(lse - torch.einsum("tv,tv->t", (logits - lse[:, None]).exp_(), logits))
+        ctx.save_for_backward(hidden, weight, token_ids, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)  # entropy is mostly only logged: then its gradient is None and costs nothing
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, token_ids, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)  # (T, H)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H) fp32: many small terms are added up
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logp = (F.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
+            grad = torch.zeros_like(logp)  # (chunk, V)
+            if grad_logprobs is not None:  # d log p_y / d z = 1[y] - p
+                grad -= logp.exp() * grad_logprobs[part, None]
+                grad.scatter_add_(1, token_ids[part, None], grad_logprobs[part, None])
+            if grad_entropy is not None:  # d entropy / d z = -p (log p + entropy)
+                grad -= grad_entropy[part, None] * logp.exp() * (logp + entropy[part, None])
+            grad = (grad / ctx.temperature).to(hidden.dtype)  # (chunk, V)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+class ChunkedHead(nn.Linear):
+    """The LM head as log-probs and entropies. One call a micro-batch, so that ZeRO-3 gathers its weight once: a gather
+    per chunk would hang where ranks have different numbers of chunks."""
+
+    def forward(self, hidden: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        floats = 2**27 if hidden.is_cuda else 2**23  # per chunk of logits: 512 MB on a GPU, 32 MB on a CPU
+        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, max(16, floats // self.out_features))
+
+
+class Policy(nn.Module):
+    """A Hugging Face causal LM whose logits are a linear head without bias over its body's last hidden state."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.head = model, [model.get_output_embeddings()]  # in a list: not a second name for the parameter
+        self.head[0].__class__ = ChunkedHead  # same parameter, same name, tied or not
+
+    def forward(self, rows: "MicroBatch", temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the rows' response tokens, (T,) and (T,), at the sampling temperature."""
+        body = self.model.base_model(rows.input_ids, position_ids=rows.position_ids, use_cache=False)
+        return self.head[0](body.last_hidden_state[rows.predict], rows.token_ids, temperature)  # (T,), (T,)
+
+
+class Critic(nn.Module):
+    """A full separate body and a linear head H -> 1 without bias, from N(0, std 1/(H+1)): ORZ's code, not its paper."""
+
+    def __init__(self, model: nn.Module, seed: int):
+        super().__init__()
+        self.model, hidden = model, model.config.hidden_size
+        self.value_head = nn.Linear(hidden, 1, bias=False, dtype=model.dtype)
+        start = torch.randn((1, hidden), generator=torch.Generator().manual_seed(seed)) / (hidden + 1)  # (1, H)
+        self.value_head.weight.data.copy_(start)
+
+    def forward(self, rows: "MicroBatch") -> Tensor:
+        """V(s_t) of the rows' response tokens, (T,), read from the state *before* each token."""
+        body = self.model(rows.input_ids, position_ids=rows.position_ids, use_cache=False)
+        return self.value_head(body.last_hidden_state[rows.predict]).squeeze(-1).float()  # (T,)
+
+
+def check_architecture(config) -> None:
+    """Raises ValueError for layers that cannot be packed: sliding windows and recurrent states cross sample borders."""
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        kinds.add(f"sliding_window={config.sliding_window}")
+    if kinds:
+        raise ValueError(f"layers of kind {', '.join(sorted(kinds))} cannot be packed; use a model with full attention")
+
+
+def load_body(cfg, auto_class) -> nn.Module:
+    """The model folder's weights in the training dtype, dropout off: a dropped unit would break ratio = 1."""
+    model = auto_class.from_pretrained(cfg.model, dtype=torch.bfloat16 if cfg.bf16 else torch.float32,
+                                       attn_implementation=cfg.attention, attention_dropout=0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def deepspeed_config(cfg, zero_stage: int) -> dict:
+    """DeepSpeed's settings. Every key overrides a default that would change the mathematics or make noise."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # a required name; our sizes vary and losses are divided by token counts
+        "gradient_clipping": cfg.max_norm,  # silent default: 1.0
+        "zero_optimization": {"stage": zero_stage, "memory_efficient_linear": False,  # True patches vLLM's F.linear too
+                              "stage3_param_persistence_threshold": cfg.zero3_persistence_threshold},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": cfg.bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose a ninth of the norm over 65 micro-batches
+        "communication_data_type": "fp32",
+        "steps_per_print": sys.maxsize,
+    }
+
+
+def make_engine(module: nn.Module, cfg, lr: float, optimizer_class=torch.optim.AdamW, **kwargs):
+    """A DeepSpeed engine with AdamW (0.9, 0.95), no weight decay. Tests pass SGD: its step shows the gradient."""
+    if optimizer_class is torch.optim.AdamW:
+        kwargs = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
+    optimizer = optimizer_class(module.parameters(), lr=lr, **kwargs)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(cfg, cfg.zero_stage))[0]
+
+
+def make_policy(cfg, trained: bool = True):
+    """The policy; untrained, it is `--log_kl`'s reference: no optimizer, sharded under ZeRO-3, else a copy per rank."""
+    policy = Policy(load_body(cfg, AutoModelForCausalLM))
+    if trained:
+        return make_engine(policy, cfg, cfg.actor_learning_rate)
+    return deepspeed.initialize(model=policy, config=deepspeed_config(cfg, 3 if cfg.zero_stage == 3 else 0))[0]
+
+
+def make_critic(cfg):
+    """The critic starts from the base model's body."""
+    return make_engine(Critic(load_body(cfg, AutoModel), cfg.seed), cfg, cfg.critic_learning_rate)
+
+
+def named_weights(engine):
+    """Yields (Hugging Face name, full tensor) on every rank, one parameter gathered at a time; do not keep the tensors.
+
+    A tied head is named too: vLLM on a CPU would silently keep the old one."""
+    params = list(engine.module.named_parameters())
+    if isinstance(engine.module, Policy) and engine.module.model.config.tie_word_embeddings:
+        params.append(("lm_head.weight", engine.module.model.get_input_embeddings().weight))
+    for name, param in params:
+        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            yield name.removeprefix("model."), param.data
+
+
+@dataclass
+class Batch:
+    """A whole rollout, the same on every rank. In flat token tensors sample i owns start[i] to start[i] + length[i]."""
+
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    groups: Tensor  # (N,) which problem a sample answers
+    rewards: Tensor  # (N,) float64
+    tokens: dict[str, Tensor]  # each (T,): values, advantages, returns, logprobs (the sampler's), ref_logprobs
+
+    def __post_init__(self):
+        self.length = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
+        self.start = self.length.cumsum(0) - self.length  # (N,)
+        self.size = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]  # tokens of each sample
+        self.mask = torch.arange(int(self.length.max())) < self.length[:, None]  # (N, longest), from lengths alone
+
+
+@dataclass
+class MicroBatch:
+    """R rows of packed samples, and which of their positions predict a response token."""
+
+    input_ids: Tensor  # (R, L)
+    position_ids: Tensor  # (R, L) restarts at 0 with each sample: that is what isolates them from each other
+    predict: Tensor  # (R, L) bool: the next token is a response token
+    token_ids: Tensor  # (T,) those next tokens
+    index: Tensor  # (T,) where they live in the batch's flat token tensors
+    weight: Tensor  # (T,) 1; 0 for the filler of a rank that has run out of samples
+
+
+def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
+    """Samples over ranks, longest first to the lightest rank: within 2 % of even from 32 samples per rank on."""
+    loads, dealt = [(0, rank) for rank in range(world)], [[] for _ in range(world)]
+    for i in sorted(samples, key=lambda i: (-sizes[i], i)):
+        load, rank = loads[0]
+        dealt[rank].append(i)
+        heapreplace(loads, (load + sizes[i], rank))
+    return dealt
+
+
+def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
+    """Best-fit decreasing: each sample goes into the fullest row that still has room for it."""
+    rows, rooms = [], []  # rooms: sorted (tokens left, row)
+    for i in sorted(samples, key=lambda i: (-sizes[i], i)):
+        k = bisect_left(rooms, (sizes[i],))
+        room, row = rooms.pop(k) if k < len(rooms) else (row_len, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(i)
+        insort(rooms, (room - sizes[i], row))
+    return rows
+
+
+def build_rows(batch: Batch, rows: list[list[int]], device) -> MicroBatch:
+    """Tensors of some packed rows; [[]] makes a filler: one token of weight 0 through body and head."""
+    longest = max(1, *(sum(batch.size[i] for i in row) for row in rows)) if rows[0] else 1
+    input_ids = np.zeros((len(rows), longest), dtype=np.int64)  # (R, L)
+    position_ids = np.tile(np.arange(longest), (len(rows), 1))  # (R, L)
+    predict = np.zeros((len(rows), longest), dtype=bool)  # (R, L)
+    token_ids, index = [], []
+    for r, row in enumerate(rows):
+        at = 0
+        for i in row:
+            end, response = at + batch.size[i], batch.response_ids[i]
+            input_ids[r, at:end] = batch.prompt_ids[i] + response
+            predict[r, end - len(response) - 1:end - 1] = True
+            token_ids += response
+            index.append(np.arange(batch.start[i], batch.start[i] + len(response)))
+            at = end
+            position_ids[r, at:] = np.arange(longest - at)  # the next sample, or the padding as a segment of its own
+    weight = np.full(max(1, len(token_ids)), bool(token_ids), dtype=np.float32)  # (T,)
+    if not token_ids:
+        predict[0, 0], token_ids, index = True, [0], [np.array([0])]
+    arrays = input_ids, position_ids, predict, np.array(token_ids), np.concatenate(index), weight
+    return MicroBatch(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def micro_batches(batch: Batch, samples: list[int], cfg, device) -> list[MicroBatch]:
+    """This rank's share of `samples`; [] on all ranks when there is nothing to do.
+
+    Every rank gets the same number of micro-batches, since ZeRO's collectives must match: fillers where it runs out."""
+    mine = deal(batch.size, samples, dist.get_world_size())[dist.get_rank()]
+    rows, many = pack(batch.size, mine, cfg.packing_max_len), cfg.micro_train_batch_size
+    micros = [rows[k:k + many] for k in range(0, len(rows), many)]
+    most = torch.tensor(len(micros), device=device)  # ()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    micros += [[[]]] * (int(most) - len(micros))
+    return [build_rows(batch, rows, device) for rows in micros]
+
+
+# HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T), groups (N,) to advantages (N, T); float64, CPU.
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv 1506.02438, eq. 16)."""
+    reward = torch.zeros_like(values).scatter_(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])  # (N, T) on the last
+    advantages, carry, next_value = torch.zeros_like(values), 0.0, 0.0
+    for t in reversed(range(values.shape[1])):
+        carry = reward[:, t] + cfg.gamma * next_value - values[:, t] + cfg.gamma * cfg.lambd * carry  # (N,)
+        advantages[:, t], next_value = carry, values[:, t]
+    return advantages
+
+
+def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """(r - group mean) / group population std for all tokens alike; exactly 0 in a flat group (arXiv 2402.03300)."""
+    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
+    return torch.where(std > 0, (rewards - mean) / std, 0.0)[:, None] * mask
+
+
+def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r - mean of the *other* samples of the group = (r - mean) * n / (n - 1) (arXiv 2402.14740)."""
+    mean, std, count = group_stats(rewards, groups)  # (N,), (N,), (N,)
+    return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)[:, None] * mask
+
+
+def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r - mean over the batch of samples (Williams 1992 with a constant baseline)."""
+    return (rewards - rewards.mean())[:, None] * mask
+
+
+ESTIMATORS = {"gae": gae, "grpo": grpo, "rloo": rloo, "reinforce": reinforce}
+
+
+def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, population std and size of each sample's group, (N,) each; std is exactly 0 where all rewards are equal."""
+    _, inverse, count = groups.unique(return_inverse=True, return_counts=True)  # (N,), (groups,)
+    zeros = torch.zeros(len(count), dtype=rewards.dtype)  # (groups,)
+    mean = (zeros.index_add(0, inverse, rewards) / count)[inverse]  # (N,)
+    std = (zeros.index_add(0, inverse, (rewards - mean) ** 2) / count).sqrt()[inverse]  # (N,)
+    first = torch.zeros_like(zeros).scatter_(0, inverse, rewards)[inverse]  # (N,) some reward of the own group
+    differs = zeros.index_add(0, inverse, (rewards != first).double())[inverse] > 0  # (N,)
+    return mean, std.where(differs, 0.0), count[inverse]
+
+
+def compute_advantages(batch: Batch, cfg, device) -> dict[str, float]:
+    """Adds `advantages` and `returns` (T,) to the batch; gae and reinforce are whitened over all response tokens."""
+    values = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
+    if "values" in batch.tokens:
+        values[batch.mask] = batch.tokens["values"].double().cpu()
+    advantages = ESTIMATORS[cfg.estimator](batch.rewards, values, batch.mask, batch.groups, cfg)[batch.mask]  # (T,)
+    returns = advantages + values[batch.mask]  # (T,) the critic's target, before whitening
+    left, spread = (returns - values[batch.mask]).var(correction=0), returns.var(correction=0)
+    if cfg.advantage_normalization and cfg.estimator in ("gae", "reinforce"):
+        centred = advantages - advantages.mean()  # (T,)
+        advantages = centred / centred.square().mean().sqrt().clamp(min=1e-8)  # (T,)
+    batch.tokens |= {"advantages": advantages.float().to(device), "returns": returns.float().to(device)}
+    return {"advantage": advantages.mean().item(), "advantage_abs": advantages.abs().mean().item(),
+            "return": returns.mean().item(), "explained_variance": (1 - left / spread).item() if spread > 0 else None}
+
+
+@torch.no_grad()
+def token_pass(batch: Batch, cfg, device, forward) -> Tensor:
+    """One number per response token from `forward(rows)`, (T,), the same on every rank: values, reference log-probs."""
+    out = torch.zeros(int(batch.length.sum()), device=device)  # (T,)
+    for rows in micro_batches(batch, list(range(len(batch.size))), cfg, device):
+        out.index_add_(0, rows.index, forward(rows) * rows.weight)
+    dist.all_reduce(out)  # each token was computed by exactly one rank; the others add 0
+    return out
+
+
+def policy_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, dict]:
+    """-sum A_t log p(a_t): the gradient of the clipped ratio objective at ratio 1 (arXiv 1707.06347, eq. 7)."""
+    logprobs, entropy = engine(rows, cfg.temperature)  # (T,), (T,)
+    loss = -(batch.tokens["advantages"][rows.index] * logprobs * rows.weight).sum()
+    stats = {"policy_loss": loss.detach(), "entropy": (entropy.detach() * rows.weight).sum()}
+    if cfg.log_ratio:  # trainer against sampler: 1 up to rounding, or something is wrong
+        log_ratio = (logprobs.detach() - batch.tokens["logprobs"][rows.index]) * rows.weight  # (T,)
+        ratio = log_ratio.exp()  # (T,)
+        stats |= {"ratio": (ratio * rows.weight).sum(), "clipfrac": ((ratio - 1).abs() > 0.2).float().sum(),
+                  "approx_kl": (ratio - 1 - log_ratio).sum(), "logprob_diff": log_ratio.abs().sum()}
+    if cfg.log_kl:  # the k3 estimator against the base model; a number only, never in the loss
+        delta = (batch.tokens["ref_logprobs"][rows.index] - logprobs.detach()) * rows.weight  # (T,)
+        stats["kl"] = (delta.exp() - 1 - delta).sum()
+    return loss, stats
+
+
+def critic_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, dict]:
+    """0.5 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), summed over tokens (ORZ's ValueLoss)."""
+    values = engine(rows)  # (T,)
+    old, returns = batch.tokens["values"][rows.index], batch.tokens["returns"][rows.index]  # (T,), (T,)
+    clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (T,)
+    loss = 0.5 * (torch.maximum((values - returns) ** 2, (clipped - returns) ** 2) * rows.weight).sum()
+    return loss, {"critic_loss": loss.detach(), "values": (values.detach() * rows.weight).sum()}
+
+
+def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, device, report=None) -> dict[str, float]:
+    """One optimizer step over `samples`, dealt to all ranks. Returns global means per token, `grad_norm` and `lr`.
+
+    The denominator counts every response token of `samples`; for the policy, samples of zero advantage are then left
+    out of the passes. With nothing left there is no step. `report(totals, share done)` after each micro-batch."""
+    denominator = int(batch.length[samples].sum())
+    if loss_fn is policy_loss:
+        active = torch.zeros(batch.mask.shape, dtype=torch.bool)  # (N, longest)
+        active[batch.mask] = batch.tokens["advantages"].cpu() != 0
+        samples = [i for i in samples if active[i].any()]
+    micros, totals = micro_batches(batch, samples, cfg, device), {}
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    for k, rows in enumerate(micros):
+        engine.set_gradient_accumulation_boundary(k == len(micros) - 1)
+        loss, stats = loss_fn(engine, batch, rows, cfg)
+        # DeepSpeed averages gradients over ranks: times their number makes it a sum over all tokens of the step
+        engine.backward(loss * (dist.get_world_size() / denominator), scale_wrt_gas=False)
+        totals = {key: totals.get(key, 0) + value for key, value in stats.items()}
+        if k < len(micros) - 1:
+            engine.step()  # only counts the micro-batch
+        if report is not None:
+            report(totals, (k + 1) / len(micros))
+    stats = checked_step(engine, totals, denominator) if micros else {"grad_norm": 0.0}
+    return stats | {"lr": lr, "micro_batches": len(micros)}
+
+
+def checked_step(engine, totals: dict[str, Tensor], denominator: int) -> dict[str, float]:
+    """The optimizer's step, if loss and gradient are finite on all ranks; else NonFiniteError and unchanged weights."""
+    packed = torch.stack(list(totals.values())).double()  # (stats,)
+    dist.all_reduce(packed)
+    stats, norm = dict(zip(totals, (packed / denominator).tolist())), 0.0
+    if engine.zero_optimization_stage() == 0:  # would apply a NaN; its reduced gradients are in plain sight
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]).item()
+    skipped = engine.skipped_steps
+    if np.isfinite([norm, *stats.values()]).all():
+        engine.step()
+        norm = norm or float(engine.get_global_grad_norm())
+    if engine.skipped_steps > skipped or not np.isfinite([norm, *stats.values()]).all():  # ZeRO 1-3 skip silently: ask
+        raise NonFiniteError(f"loss or gradient is not finite: {stats}, gradient norm {norm}")
+    return stats | {"grad_norm": norm}
+
+
+def learning_rate(peak: float, end: float | None, warmup: int, total: int, step: int) -> float:
+    """Closed form of the step, from 0: linear from peak/warmup, then constant, or linear to `end` at `total`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak if end is None else peak + (end - peak) * min(1.0, (step + 1 - warmup) / max(1, total - warmup))

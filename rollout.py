@@ -1,0 +1,156 @@
+"""The sampler: vLLM inside the training process, one engine per rank, weights synced in memory.
+
+Owns: generation, weight sync, sleep and wake. Never sees scores or losses. Deviations from Open-Reasoner-Zero:
+- no Ray, no sampler processes: the engine lives in the trainer's process and takes turns with it on the same device;
+- sampled ids are what is returned and trained on (ORZ decodes and encodes again: the last action is often another one);
+- each sample's randomness is a hash of (seed, step, purpose, problem, index): not of rank, order or what ran before;
+- the prefix cache is reset after every sync (ORZ forgets it in one mode and reuses keys of old weights).
+
+Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
+"""
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core in this process, not in a child
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's thread count stands; ranks share a machine
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class SamplerError(ValueError):
+    """vLLM cannot run as asked (memory, model); the message says which flag to change."""
+
+
+@dataclass
+class Sample:
+    """One finished response. `response_ids` includes the stop token or the stop string's tokens."""
+
+    prompt: int  # position in the list of prompts given to `generate`
+    index: int  # which of the prompt's samples
+    response_ids: list[int]
+    logprobs: list[float] | None  # of the sampled ids, temperature applied
+    text: str
+    finish_reason: str  # "stop" (end token or stop string) or "length"
+
+
+def hash64(*parts) -> int:
+    """A seed in [0, 2**63) from any printable parts; the same on every machine and Python run."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def problem_order(seed: int, count: int, start: int, size: int) -> list[int]:
+    """Positions start .. start + size of an endless order, each pass shuffled anew: a function of seed and position."""
+    orders = {p: np.random.default_rng(hash64(seed, "order", p)).permutation(count)
+              for p in range(start // count, (start + size - 1) // count + 1)}
+    return [int(orders[k // count][k % count]) for k in range(start, start + size)]
+
+
+def start_distributed() -> tuple[int, int, torch.device]:
+    """Joins the process group that `accelerate launch` laid out, or makes one of one. Returns rank, world, device.
+
+    Comes before any engine: vLLM joins the same group and, on a CPU, keeps the number of threads it finds."""
+    if "RANK" not in os.environ:  # plain `accelerate launch train.py` sets none of these
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": str(s.getsockname()[1])}
+    local, gpu = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(local)
+    else:  # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local) if gpu else torch.device("cpu")
+
+
+class Sampler:
+    """A vLLM engine on this rank. On a GPU it sleeps (weights and KV cache freed) while the trainer works."""
+
+    def __init__(self, model: str, *, bf16: bool = True, max_len: int = 8192, max_num_seqs: int = 256, seed: int = 0,
+                 kv_cache_gb: float | None = None, gpu_memory_utilization: float = 0.5, eager: bool = False):
+        """Raises SamplerError where the KV cache cannot hold one sequence of `max_len` or vLLM refuses the model."""
+        from vllm import LLM  # 6-15 s: not paid by those who only want `Sample` or `hash64`
+
+        self.gpu = torch.cuda.is_available()
+        if not self.gpu:  # two helper functions of the log-prob path are compiled: 18 s on a CPU for nothing
+            torch.compiler.set_stance("force_eager")
+        try:
+            self.llm = LLM(
+                model=model, dtype="bfloat16" if bf16 else "float32", seed=seed % 2**32, max_model_len=max_len,
+                max_num_seqs=max_num_seqs, enforce_eager=eager or not self.gpu, enable_sleep_mode=self.gpu,
+                gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs",
+                # a cache sized from whatever memory is free changes the schedule, and with it the bits, between runs
+                kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None if self.gpu else 2**30,
+                distributed_executor_backend="external_launcher", use_tqdm_on_load=False)
+        except (ValueError, MemoryError) as error:
+            reason = " ".join(str(error).split())
+            raise SamplerError(f"vLLM cannot start with --model {model}, --kv_cache_gb {kv_cache_gb}, --max_len "
+                               f"{max_len}: {reason[:400]}; raise --kv_cache_gb or lower --max_len") from error
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def generate(self, prompts: list[list[int]], n: int, seeds: list[int], *, max_new_tokens: int, max_len: int,
+                 temperature: float = 1.0, top_p: float = 1.0, stop: Sequence[str] = (), logprobs: bool = False,
+                 first: int = 0) -> Iterator[Sample]:
+        """Yields each of the n samples per prompt as it ends; closing the generator early aborts the rest.
+
+        Sample k of prompt i is drawn with the seed hash64(seeds[i], k), k from `first` on: a second call can go on
+        where a first one ended. Without stop strings vLLM need not detokenize: faster on small models."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        stop = [text for text in stop if text]
+        engine, waiting = self.llm.llm_engine, {}
+        try:
+            for i, prompt in enumerate(prompts):
+                for k in range(first, first + n):
+                    params = SamplingParams(
+                        temperature=temperature, top_p=top_p, seed=hash64(seeds[i], k), stop=stop,
+                        detokenize=bool(stop), include_stop_str_in_output=bool(stop), logprobs=0 if logprobs else None,
+                        max_tokens=min(max_new_tokens, max_len - len(prompt)), output_kind=RequestOutputKind.FINAL_ONLY)
+                    waiting[f"{i}:{k}"] = i, k
+                    engine.add_request(f"{i}:{k}", tokens_input(prompt), params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        yield self.sample(*waiting.pop(output.request_id), output.outputs[0], bool(stop), logprobs)
+        finally:
+            engine.abort_request(list(waiting))
+
+    def sample(self, prompt: int, index: int, completion, detokenized: bool, logprobs: bool) -> Sample:
+        ids = list(completion.token_ids)
+        text = completion.text if detokenized else self.tokenizer.decode(ids, skip_special_tokens=True)
+        chosen = [step[token].logprob for step, token in zip(completion.logprobs, ids)] if logprobs else None
+        return Sample(prompt, index, ids, chosen, text, completion.finish_reason)
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the engine's weights by (Hugging Face name, tensor) pairs; all ranks call it. Wakes the engine.
+
+        On a GPU the order bounds the peak: weights awake, sync, and only then the KV cache."""
+        if self.gpu:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.gpu:
+            self.llm.wake_up(tags=["kv_cache"])
+        assert self.llm.reset_prefix_cache(), "requests are still running: keys of the old weights would be reused"
+
+    def sleep(self) -> None:
+        """Frees weights and KV cache on a GPU (level 2: the next sync brings the weights); nothing on a CPU."""
+        if self.gpu:
+            self.llm.sleep(level=2)
+
+
+if __name__ == "__main__":
+    start_distributed()
+    sampler = Sampler(sys.argv[1], bf16=False, max_len=256)
+    prompt = sampler.tokenizer.encode(sys.argv[2])
+    for sample in sampler.generate([prompt], 4, [0], max_new_tokens=128, max_len=256):
+        print(f"[{sample.index}, {sample.finish_reason}] {sample.text}")

@@ -1,0 +1,443 @@
+"""nanoORZ: reinforcement learning of reasoning on a base model (Open-Reasoner-Zero): `accelerate launch train.py`.
+
+Owns `Config`, the wiring, the loop, evaluation, signals and logging; never sees LaTeX or packing. One process per GPU
+(rank): each holds a shard of policy and critic (DeepSpeed) and a whole sampler (vLLM), which take turns on the device.
+Without --model it trains the demo's tiny base model, made on the spot, at the sizes of `DEMO`.
+"""
+import contextlib
+import ctypes
+import dataclasses
+import difflib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+import ckpt
+import ppo
+from reward import Grader, Problem, RewardError, load_problems, text_metrics
+from rollout import Sampler, SamplerError, hash64, problem_order, start_distributed
+from tools import demo, plan
+from tools.plan import ConfigError
+
+
+class Stopped(Exception):
+    """All ranks have agreed to save and leave."""
+
+
+@dataclass
+class Config:
+    """Every setting; ORZ's value is the default. A flag has its field's name: `--actor_learning_rate 2e-6`."""
+
+    model: str | None = None  # Hugging Face causal LM, folder or name; absent: the demo's tiny model and sizes
+    data: list[str] = field(default_factory=list)  # training problems: JSON, JSONL (ORZ or GSM8K form), dataset names
+    template: str = "orz"  # orz, demo, plain, or a text with {question}
+    seed: int = 42  # all randomness is a hash of this and of what it is for
+    num_episodes: int = 20  # passes over the problems
+    rollout_batch_size: int = 128  # prompts a step; a multiple of the ranks
+    n_samples_per_prompt: int = 64  # responses to each; 2 or more for grpo and rloo
+    temperature: float = 1.0  # log-probs and losses are taken at this temperature too
+    top_p: float = 1.0
+    stop: list[str] = field(default_factory=lambda: ["User:", "Human:", "Assistant:", "</answer>"])  # stay in the text
+    prompt_max_len: int = 2048  # tokens; longer prompts are left out, and counted aloud
+    generate_max_len: int = 8000  # tokens; a response gets min(this, max_len - prompt)
+    max_len: int = 8192  # tokens of prompt and response
+    estimator: str = "gae"  # gae (PPO with critic), grpo, rloo, reinforce
+    gamma: float = 1.0  # with lambd 1 the advantage is R - V: unbiased; less favours short answers
+    lambd: float = 1.0
+    advantage_normalization: bool = True  # whitening over all tokens; gae and reinforce only
+    policy_update_steps: int = 1  # more would need the ratio that this code leaves out
+    critic_update_steps: int = 12  # optimizer steps over one shuffled pass of the samples
+    actor_learning_rate: float = 1e-6
+    critic_learning_rate: float = 5e-6
+    num_warmup_steps: int = 50  # optimizer steps, from lr/n up
+    lr_end: float | None = None  # policy: linear decay to this value at the last step; absent: constant
+    value_clip: float = 0.2  # around the value before the update
+    max_norm: float = 1.0  # gradient clip
+    bf16: bool = True  # with fp32 masters and fp32 gradient sums; needs ZeRO 2 or 3
+    zero_stage: int = 3  # what DeepSpeed shards: 1 optimizer, 2 gradients, 3 parameters
+    debug: bool = False  # ORZ's debug sizes: 16 prompts x 2 samples, 1 critic step
+    # from here on, a resumed run may change them: they move when and where things happen, not what is learnt
+    run_dir: str = "out/run"  # everything the run writes; on several machines a shared folder
+    max_steps: int | None = None  # stop earlier than num_episodes say
+    eval_data: list[str] = field(default_factory=list)  # evaluation problems, any number of files
+    eval_interval: int = 10  # steps between evaluations; 0: only before and after
+    eval_n: int = 1  # responses per evaluation problem; ORZ's paper averages 16
+    save_interval: int = 50  # steps between checkpoints; one more at the end and on a signal
+    keep_last: int = 2  # newest checkpoints kept; 0: all
+    keep_every: int = 0  # and every step divisible by this
+    resume: str = "auto"  # auto: the newest complete checkpoint of run_dir; none: start over; or a checkpoint's path
+    resume_force: bool = False  # go on although a flag that changes the mathematics has changed
+    log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
+    log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
+    packing_max_len: int = 16384  # tokens a packed row, at least max_len; without FlashAttention short rows are faster
+    micro_train_batch_size: int = 1  # rows a forward pass
+    micro_rollout_batch_size: int = 256  # sequences in flight per engine: speed against KV cache
+    gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake
+    kv_cache_gb: float | None = None  # fixed KV cache size; absent: the rest of vLLM's share, or 1 on a CPU
+    enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory
+    zero3_persistence_threshold: int = 100_000  # parameters smaller than this stay whole under ZeRO-3
+    gradient_checkpointing: bool = True  # recompute activations: a third more compute, far less memory
+    attention: str = "auto"  # auto: flash_attention_2 where installed, else sdpa
+
+
+DEMO = {  # the overlay without --model: ORZ's headline result in miniature, on a CPU
+    "run_dir": "out/demo", "template": "demo", "rollout_batch_size": 64, "n_samples_per_prompt": 16, "max_steps": 16,
+    "eval_interval": 4, "stop": [], "prompt_max_len": 16, "generate_max_len": 48, "max_len": 64, "packing_max_len": 64,
+    "micro_train_batch_size": 64, "micro_rollout_batch_size": 1024, "actor_learning_rate": 3e-4,
+    "critic_learning_rate": 1e-3, "num_warmup_steps": 5, "zero_stage": 0, "bf16": False,
+    "gradient_checkpointing": False}
+DEBUG = {"rollout_batch_size": 16, "n_samples_per_prompt": 2, "critic_update_steps": 1}
+
+
+def parse_flags(argv: list[str]) -> Config:
+    """Defaults, then the overlays of an absent --model and of --debug, then the flags. Raises ConfigError."""
+    def error(message: str):
+        raise ConfigError(f"{message}; the fields of Config in train.py are the flags")
+
+    parser, names = HfArgumentParser(Config, allow_abbrev=False), [f.name for f in dataclasses.fields(Config)]
+    parser.error = error
+    given = {arg.split("=")[0] for arg in argv}
+    parser.set_defaults(**({} if "--model" in given else DEMO) | (DEBUG if "--debug" in given else {}))
+    cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].lstrip("-"), names, 1, 0)[0]
+        raise ConfigError(f"unknown flag {unknown[0]}: did you mean --{near}?")
+    return cfg
+
+
+def read_problems(paths: list[str], cfg: Config, tokenizer, say) -> tuple[list[Problem], list[list[int]]]:
+    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises RewardError, ConfigError."""
+    problems = [p for path in paths for p in load_problems(path, cfg.template, tokenizer.bos_token or "")]
+    problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
+    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
+    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.prompt_max_len]
+    if len(kept) < len(prompts):
+        many = f"{len(prompts) - len(kept)} of {len(prompts)} prompts"
+        note = f"{' '.join(paths)}: {many} exceed --prompt_max_len {cfg.prompt_max_len} tokens"
+        if not kept:
+            raise ConfigError(f"{note}; raise it")
+        say(f"{note} and are left out")
+    return [problems[i] for i in kept], [prompts[i] for i in kept]
+
+
+class Signals:
+    """SIGTERM, SIGINT or SIGUSR1 on any rank stops the run on all; a second SIGINT ends this process at once.
+
+    The news travels through a key-value store, since the other ranks may be deep in their own generation."""
+
+    def __init__(self):
+        host, first = os.environ["MASTER_ADDR"], dist.get_rank() == 0
+        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if first else None
+        port = ckpt.everywhere(own and own.port)[0]
+        self.store = own or dist.TCPStore(host, port, is_master=False)
+        self.asked, self.next_look = False, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.handle)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
+
+    def handle(self, number, frame) -> None:
+        if number == signal.SIGINT and self.asked:
+            os._exit(130)
+        self.asked = True
+
+    def poll(self) -> bool:
+        """For inner loops: has any rank been asked to stop? Looks at the store twice a second."""
+        if self.asked:
+            self.store.set("stop", "1")
+        elif time.monotonic() > self.next_look:
+            self.asked, self.next_look = self.store.check(["stop"]), time.monotonic() + 0.5
+        return self.asked
+
+    def agree(self) -> None:
+        """A collective: raises Stopped on every rank if any was asked."""
+        if any(ckpt.everywhere(self.poll())):
+            raise Stopped
+
+
+class Clock:
+    """Seconds per phase of one step: `with clock("rollout"): ...`; adds up over repeated phases."""
+
+    def __init__(self):
+        self.seconds, self.start = {}, time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        begin = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+def sample_and_score(sampler, grader, problems, prompts, n: int, purpose: str, step: int, cfg, clock, signals):
+    """n scored responses to each problem as dicts, ordered by problem and index, the same list on every rank.
+
+    Problems are dealt to engines in turn; a response goes to the grader as soon as it ends. Raises Stopped."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine, records = list(range(rank, len(problems), world)), []
+    with clock("rollout"):
+        stream = sampler.generate(
+            [prompts[i] for i in mine], n, [hash64(cfg.seed, step, purpose, problems[i].index) for i in mine],
+            max_new_tokens=cfg.generate_max_len, max_len=cfg.max_len, temperature=cfg.temperature, top_p=cfg.top_p,
+            stop=cfg.stop, logprobs=cfg.log_ratio)
+        with contextlib.closing(stream):
+            for sample in tqdm(stream, purpose, len(mine) * n, leave=False, unit="sample", disable=rank > 0 or None):
+                if signals.poll():
+                    break
+                i = mine[sample.prompt]
+                grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
+                records.append(vars(sample) | {"problem": i})
+        signals.agree()
+    with clock("reward"):
+        for key, reward in grader.results().items():
+            records[key]["reward"] = reward
+    with clock("gather"):
+        everyone = [record for part in ckpt.everywhere(records) for record in part]
+        return sorted(everyone, key=lambda r: (r["problem"], r["index"]))
+
+
+def make_batch(records: list[dict], prompts: list[list[int]], device) -> ppo.Batch:
+    """Responses to the same problem form a group; the sampled ids are taken as they are."""
+    tokens = {}
+    if records[0]["logprobs"] is not None:
+        tokens["logprobs"] = torch.tensor([x for r in records for x in r["logprobs"]], device=device)  # (T,)
+    rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)  # (N,)
+    return ppo.Batch([prompts[r["problem"]] for r in records], [r["response_ids"] for r in records],
+                     torch.tensor([r["problem"] for r in records]), rewards, tokens)
+
+
+def check_sampler(sampler: Sampler, policy, prompts: list[list[int]], cfg: Config, device) -> float:
+    """Raises ConfigError where any rank's sampler does not give the trainer's log-probs: a stale or different model."""
+    stream = sampler.generate(prompts[:4], 1, [0] * 4, max_new_tokens=32, max_len=cfg.max_len, logprobs=True,
+                              temperature=cfg.temperature)
+    records = [vars(sample) | {"problem": sample.prompt, "reward": 0.0} for sample in stream]
+    batch = make_batch(sum(ckpt.everywhere(records), []), prompts, device)  # (T,) of every rank's engine
+    ours = ppo.token_pass(batch, cfg, device, lambda rows: policy(rows, cfg.temperature)[0])  # (T,)
+    off = (ours - batch.tokens["logprobs"]).abs().mean().item()
+    if not off < (allowed := 0.05 if cfg.bf16 else 1e-4):
+        raise ConfigError(f"--model {cfg.model}: sampler and trainer disagree by {off:.2g} in mean |log-prob|, allowed "
+                          f"{allowed}; ppo.Policy does not compute this architecture's logits")
+    return off
+
+
+def evaluate(sampler, grader, sets: dict[str, tuple], step: int, cfg: Config, signals: Signals, run_dir: Path) -> None:
+    """Accuracy over eval_n samples and pass@n per set, a line each in eval.jsonl; the answers in eval_samples.jsonl."""
+    for name, (problems, prompts) in sets.items():
+        records = sample_and_score(sampler, grader, problems, prompts, cfg.eval_n, f"eval {name}", step, cfg, Clock(),
+                                   signals)
+        rewards = np.array([r["reward"] for r in records]).reshape(len(problems), cfg.eval_n)  # (problems, eval_n)
+        line = {"step": step, "set": name, "problems": len(problems), "n": cfg.eval_n, "accuracy": rewards.mean(),
+                "pass_at_n": (rewards > 0).any(1).mean(), "length": np.mean([len(r["response_ids"]) for r in records]),
+                "truncated": np.mean([r["finish_reason"] == "length" for r in records])}
+        if dist.get_rank() == 0:
+            append_jsonl(run_dir / "eval_samples.jsonl", sample_lines(records, problems, step, name))
+            append_jsonl(run_dir / "eval.jsonl", [line])
+            print(f"step {step}  {name}: accuracy {line['accuracy']:.3f}  length {line['length']:.1f}", flush=True)
+
+
+def append_jsonl(path: Path, lines) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def sample_lines(records: list[dict], problems: list[Problem], step: int, name: str):
+    for r in records:
+        problem = problems[r["problem"]]
+        yield {"step": step, "set": name, "problem": problem.index, "question": problem.question,
+               "label": problem.label, "index": r["index"], "response": r["text"], "reward": r["reward"],
+               "finish_reason": r["finish_reason"], "length": len(r["response_ids"])}
+
+
+def rollout_metrics(records: list[dict], batch: ppo.Batch, n: int) -> dict:
+    """What ORZ's users watch, from the samples alone."""
+    length, rewards = batch.length.double().numpy(), batch.rewards.numpy()  # (N,), (N,)
+    metrics = {"reward": rewards.mean(), "pass_at_n": (rewards.reshape(-1, n) > 0).any(1).mean(),
+               "truncated": np.mean([r["finish_reason"] != "stop" for r in records]),
+               "response_length": length.mean(), "total_length": np.mean(batch.size)}
+    for name, some in (("right", length[rewards > 0]), ("wrong", length[rewards <= 0])):
+        metrics |= {f"length_{name}_mean": some.mean(), f"length_{name}_std": some.std()} if len(some) else {}
+    texts = [text_metrics(r["text"]) for r in records]
+    metrics |= {key: np.mean([t[key] for t in texts]) for key in texts[0]}
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def learn(kind: str, engine, batch: ppo.Batch, parts: list, lrs: list[float], cfg: Config, device) -> dict[str, float]:
+    """One optimizer step per part of the samples, under a bar with ORZ's fields; the mean of their statistics."""
+    loss_fn, names = {"policy": (ppo.policy_loss, {"pg": "policy_loss", "ent": "entropy", "kl": "kl"}),
+                      "critic": (ppo.critic_loss, {"cri": "critic_loss", "vals": "values"})}[kind]
+    per_part = batch.length.sum().item() / len(parts)  # tokens
+    fixed = {"ret": batch.rewards.mean().item(), "glen": batch.length.double().mean().item(),
+             "tlen": np.mean(batch.size)}
+    with tqdm(desc=kind, leave=False, unit="micro", disable=dist.get_rank() > 0 or None) as bar:
+        def report(totals: dict, share: float) -> None:
+            bar.update()
+            if not bar.disable:
+                means = {k: totals[key].item() / per_part / share for k, key in names.items() if key in totals}
+                bar.set_postfix(fixed | means | {f"{kind[:3]}_lr": engine.optimizer.param_groups[0]["lr"]})
+        stats = [ppo.update(engine, loss_fn, batch, list(p), cfg, lr, device, report) for p, lr in zip(parts, lrs)]
+    shared = ("grad_norm", "lr", "micro_batches", "values")  # names that both models have
+    return {f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats])) for key in stats[0]}
+
+
+def report(records, problems, batch: ppo.Batch, learned: dict, step: int, total_steps: int, clock, cfg, run_dir):
+    """A line in metrics.jsonl, the samples in samples.jsonl, a line on the screen."""
+    seconds = time.perf_counter() - clock.start
+    metrics = {"step": step} | rollout_metrics(records, batch, cfg.n_samples_per_prompt) | learned | {
+        "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds} | {
+        f"seconds_{phase}": value for phase, value in clock.seconds.items()}
+    append_jsonl(run_dir / "metrics.jsonl", [metrics])
+    append_jsonl(run_dir / "samples.jsonl", sample_lines(records, problems, step, "train"))
+    print(f"step {step}/{total_steps}  reward {metrics['reward']:.3f}  length {metrics['response_length']:.1f}  "
+          + "  ".join(f"{key} {value:.1f}" for key, value in clock.seconds.items()) + f"  {seconds:.1f} s", flush=True)
+
+
+def finish(begin: float, base_seconds: float, cfg: Config, steps: int, run_dir: Path) -> None:
+    """result.json and a line on the screen: the first against the last evaluation of the first set."""
+    lines = [json.loads(line) for line in (run_dir / "eval.jsonl").open()] if cfg.eval_data else [{}]
+    lines = [line for line in lines if line.get("set") == lines[0].get("set")]
+    result = {f"{key}_before": lines[0].get(key) for key in ("accuracy", "length")}
+    result |= {f"{key}_after": lines[-1].get(key) for key in ("accuracy", "length")}
+    result |= {"steps": steps, "wall_seconds": time.time() - begin, "base_model_seconds": base_seconds,
+               "seed": cfg.seed, "versions": plan.versions()}
+    (run_dir / "result.json").write_text(json.dumps(result, indent=1))
+    print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {run_dir}", flush=True)
+
+
+def main() -> None:
+    begin, cfg = time.time(), parse_flags(sys.argv[1:])
+    rank, world, device = start_distributed()
+    say = print if rank == 0 else lambda *_, **__: None
+    plan.check_config(cfg, world)
+    flags, run_dir, base_seconds = dataclasses.asdict(cfg), Path(cfg.run_dir).absolute(), 0.0
+    lock = ckpt.preflight(run_dir, 0)  # noqa: F841  held until the process ends
+    if cfg.model is None:
+        base_seconds = ckpt.everywhere(rank == 0 and demo.build(str(run_dir / "base"), cfg.seed))[0]
+        cfg.model = str(run_dir / "base")
+        cfg.data, cfg.eval_data = cfg.data or [f"{cfg.model}/train.json"], cfg.eval_data or [f"{cfg.model}/eval.json"]
+    if cfg.attention == "auto":
+        flash = device.type == "cuda" and importlib.util.find_spec("flash_attn")
+        cfg.attention = "flash_attention_2" if flash else "sdpa"
+    tokenizer = plan.read_tokenizer(cfg)
+    problems, prompts = read_problems(cfg.data, cfg, tokenizer, say)
+    eval_sets = {Path(path).stem: read_problems([path], cfg, tokenizer, say) for path in cfg.eval_data}
+    total_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
+    total_steps = total_steps if cfg.max_steps is None else min(total_steps, cfg.max_steps)
+    start, path = 0, ckpt.newest(run_dir, cfg.resume)
+    if path:
+        saved = json.loads((path / "state.json").read_text())
+        plan.check_resume(path, saved, flags, world, say)
+        start = saved["step"]
+        if start >= total_steps and (run_dir / "result.json").exists():
+            say(f"{run_dir} is complete at step {start}: raise --max_steps to go on, --resume none to start over")
+            return
+
+    signals = Signals()
+    sampler = Sampler(cfg.model, bf16=cfg.bf16, max_len=cfg.max_len, max_num_seqs=cfg.micro_rollout_batch_size,
+                      seed=cfg.seed, kv_cache_gb=cfg.kv_cache_gb, eager=cfg.enforce_eager,
+                      gpu_memory_utilization=cfg.gpu_memory_utilization)
+    sampler.sleep()
+    engines = {"policy": ppo.make_policy(cfg)} | ({"critic": ppo.make_critic(cfg)} if cfg.estimator == "gae" else {})
+    policy, critic = engines["policy"], engines.get("critic")
+    reference = ppo.make_policy(cfg, trained=False) if cfg.log_kl else None
+    grader = Grader(workers=max(1, len(os.sched_getaffinity(0)) // world))
+    if path:
+        ckpt.load(path, engines)
+    if rank == 0:
+        ckpt.rewind(run_dir, saved["marks"] if path else {})
+        used = dataclasses.asdict(cfg) | {"world": world, "versions": plan.versions()}
+        (run_dir / "config.json").write_text(json.dumps(used, indent=1))
+    sampler.sync(ppo.named_weights(policy))
+    off = check_sampler(sampler, policy, prompts, cfg, device)
+    say(f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, {world} rank(s) of "
+        f"{torch.get_num_threads()} thread(s), ZeRO {cfg.zero_stage}; steps {start} to {total_steps}; sampler agrees "
+        f"with trainer to {off:.0e}; ready after {time.time() - begin:.0f} s", flush=True)
+
+    def save(step: int, marks: dict) -> bool:
+        state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
+                 "world": world, "marks": marks, "versions": plan.versions()}
+        hf = tokenizer, policy.module.model.config
+        error = ckpt.save(run_dir, step, engines, state, hf, cfg.keep_last, cfg.keep_every)
+        say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")
+        return error is None
+
+    due = False  # a checkpoint that is due, or failed at an earlier step
+    try:
+        for step in range(start, total_steps + 1):
+            marks, clock = ckpt.mark(run_dir), Clock()
+            due = due or step > start and (step % cfg.save_interval == 0 or step == total_steps)
+            due = due and not save(step, marks)
+            signals.agree()
+            if step in (0, total_steps) or cfg.eval_interval and step % cfg.eval_interval == 0:
+                evaluate(sampler, grader, eval_sets, step, cfg, signals, run_dir)
+            if step == total_steps:
+                break
+            # 1 prompts: a pure function of seed and step
+            order = problem_order(cfg.seed, len(problems), step * cfg.rollout_batch_size, cfg.rollout_batch_size)
+            picked, picked_prompts = [problems[i] for i in order], [prompts[i] for i in order]
+            # 2 rollout, 3 reward: a sample is scored as soon as it ends
+            records = sample_and_score(sampler, grader, picked, picked_prompts, cfg.n_samples_per_prompt, "train", step,
+                                       cfg, clock, signals)
+            sampler.sleep()
+            # 4 pack: one flat batch, the same on every rank
+            batch = make_batch(records, picked_prompts, device)
+            # 5 values, of the critic before its update
+            with clock("values"):
+                if critic:
+                    batch.tokens["values"] = ppo.token_pass(batch, cfg, device, critic)
+                if reference:
+                    batch.tokens["ref_logprobs"] = ppo.token_pass(
+                        batch, cfg, device, lambda rows: reference(rows, cfg.temperature)[0])
+            # 6 advantage: HACK HERE, in ppo.py
+            with clock("advantage"):
+                learned = ppo.compute_advantages(batch, cfg, device)
+            # 7 learn: the critic in several steps over one shuffle of the samples, then the policy in one
+            if critic:
+                with clock("critic"):
+                    order = np.random.default_rng(hash64(cfg.seed, step, "critic")).permutation(len(batch.size))
+                    parts = np.array_split(order, many := cfg.critic_update_steps)
+                    lrs = [ppo.learning_rate(cfg.critic_learning_rate, None, cfg.num_warmup_steps, 0, k)
+                           for k in range(step * many, (step + 1) * many)]
+                    learned |= learn("critic", critic, batch, parts, lrs, cfg, device)
+            with clock("policy"):
+                lr = ppo.learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total_steps, step)
+                learned |= learn("policy", policy, batch, [range(len(batch.size))], [lr], cfg, device)
+            # 8 sync
+            with clock("sync"):
+                sampler.sync(ppo.named_weights(policy))
+            # 9 report
+            if rank == 0:
+                report(records, picked, batch, learned, step + 1, total_steps, clock, cfg, run_dir)
+    except Stopped:
+        save(step, marks)
+        say(f"stopped at step {step}; to go on: accelerate launch {' '.join(sys.argv)}", flush=True)
+        return
+
+    for name, engine in engines.items():
+        ckpt.export(run_dir / name, engine.module.model, ppo.named_weights(engine), tokenizer)
+    if rank == 0:
+        finish(begin, base_seconds, cfg, total_steps, run_dir)
+        if flags["model"] is None:
+            demo.show(run_dir)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ConfigError, RewardError, SamplerError, ckpt.CheckpointError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
