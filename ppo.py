@@ -9,35 +9,29 @@ Deviations from Open-Reasoner-Zero (ORZ), each proved in tests/test_ppo.py, whic
 - group scores are divided by their std and not whitened again (ORZ's GRPO did neither).
 Shapes: R packed rows, L row length, T response tokens, V vocabulary, H hidden, N samples.
 """
+import functools
 import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from heapq import heapreplace
 
 import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient became NaN or inf; raised on every rank, before the weights changed."""
 
 
 class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk; backward recomputes each chunk's logits.
 
     Costs a fourth head matmul, saves T*V*4 bytes several times over (5 GB at 8k tokens and V 152k)."""
-
     @staticmethod
     def forward(ctx, hidden, weight, token_ids, temperature, chunk):
         logprobs, entropy = torch.empty_like(hidden[:, 0], dtype=torch.float32).expand(2, -1).clone()  # (T,), (T,)
         for h, ids, logp, ent in zip(*(x.split(chunk) for x in (hidden, token_ids, logprobs, entropy))):
-            logits = F.linear(h, weight).float() / temperature  # (chunk, V)
+            logits = nn.functional.linear(h, weight).float() / temperature  # (chunk, V)
             lse = logits.logsumexp(-1)  # (chunk,)
             logp.copy_(logits.gather(1, ids[:, None])[:, 0] - lse)
             ent.copy_(lse - torch.einsum("tv,tv->t", (logits - lse[:, None]).exp_(), logits))
@@ -53,7 +47,7 @@ class ChunkedLogprob(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H) fp32: many small terms are added up
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logp = (F.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
+            logp = (nn.functional.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
             grad = torch.zeros_like(logp)  # (chunk, V)
             if grad_logprobs is not None:  # d log p_y / d z = 1[y] - p
                 grad -= logp.exp() * grad_logprobs[part, None]
@@ -69,7 +63,6 @@ class ChunkedLogprob(torch.autograd.Function):
 class ChunkedHead(nn.Linear):
     """The LM head as log-probs and entropies. One call a micro-batch, so that ZeRO-3 gathers its weight once: a gather
     per chunk would hang where ranks have different numbers of chunks."""
-
     def forward(self, hidden: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         floats = 2**27 if hidden.is_cuda else 2**23  # per chunk of logits: 512 MB on a GPU, 32 MB on a CPU
         return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, max(16, floats // self.out_features))
@@ -77,7 +70,6 @@ class ChunkedHead(nn.Linear):
 
 class Policy(nn.Module):
     """A Hugging Face causal LM whose logits are a linear head without bias over its body's last hidden state."""
-
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model, self.head = model, [model.get_output_embeddings()]  # in a list: not a second name for the parameter
@@ -91,27 +83,17 @@ class Policy(nn.Module):
 
 class Critic(nn.Module):
     """A full separate body and a linear head H -> 1 without bias, from N(0, std 1/(H+1)): ORZ's code, not its paper."""
-
     def __init__(self, model: nn.Module, seed: int):
         super().__init__()
         self.model, hidden = model, model.config.hidden_size
         self.value_head = nn.Linear(hidden, 1, bias=False, dtype=model.dtype)
-        start = torch.randn((1, hidden), generator=torch.Generator().manual_seed(seed)) / (hidden + 1)  # (1, H)
-        self.value_head.weight.data.copy_(start)
+        random = torch.randn((1, hidden), generator=torch.Generator().manual_seed(seed))  # (1, H)
+        self.value_head.weight.data.copy_(random / (hidden + 1))
 
     def forward(self, rows: "MicroBatch") -> Tensor:
         """V(s_t) of the rows' response tokens, (T,), read from the state *before* each token."""
         body = self.model(rows.input_ids, position_ids=rows.position_ids, use_cache=False)
         return self.value_head(body.last_hidden_state[rows.predict]).squeeze(-1).float()  # (T,)
-
-
-def check_architecture(config) -> None:
-    """Raises ValueError for layers that cannot be packed: sliding windows and recurrent states cross sample borders."""
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        kinds.add(f"sliding_window={config.sliding_window}")
-    if kinds:
-        raise ValueError(f"layers of kind {', '.join(sorted(kinds))} cannot be packed; use a model with full attention")
 
 
 def load_body(cfg, auto_class) -> nn.Module:
@@ -126,35 +108,30 @@ def load_body(cfg, auto_class) -> nn.Module:
     return model
 
 
-def deepspeed_config(cfg, zero_stage: int) -> dict:
-    """DeepSpeed's settings. Every key overrides a default that would change the mathematics or make noise."""
-    return {
+ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
+def make_engine(module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW):
+    """A DeepSpeed engine; lr None: without optimizer, ZeRO 3 or none. Every key overrides a default that would change
+    the mathematics. Tests pass SGD, whose step shows the gradient."""
+    stage = cfg.zero_stage if lr is not None or cfg.zero_stage == 3 else 0
+    optimizer = None if lr is None else optimizer_class(module.parameters(), lr=lr)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config={
         "train_micro_batch_size_per_gpu": 1,  # a required name; our sizes vary and losses are divided by token counts
         "gradient_clipping": cfg.max_norm,  # silent default: 1.0
-        "zero_optimization": {"stage": zero_stage, "memory_efficient_linear": False,  # True patches vLLM's F.linear too
+        "zero_optimization": {"stage": stage, "memory_efficient_linear": False,  # True patches vLLM's F.linear too
                               "stage3_param_persistence_threshold": cfg.zero3_persistence_threshold},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": cfg.bf16},
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose a ninth of the norm over 65 micro-batches
         "communication_data_type": "fp32",
-        "steps_per_print": sys.maxsize,
-    }
-
-
-def make_engine(module: nn.Module, cfg, lr: float, optimizer_class=torch.optim.AdamW, **kwargs):
-    """A DeepSpeed engine with AdamW (0.9, 0.95), no weight decay. Tests pass SGD: its step shows the gradient."""
-    if optimizer_class is torch.optim.AdamW:
-        kwargs = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
-    optimizer = optimizer_class(module.parameters(), lr=lr, **kwargs)
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(cfg, cfg.zero_stage))[0]
+        "steps_per_print": sys.maxsize})[0]
 
 
 def make_policy(cfg, trained: bool = True):
-    """The policy; untrained, it is `--log_kl`'s reference: no optimizer, sharded under ZeRO-3, else a copy per rank."""
+    """The policy; untrained, it is `--log_kl`'s reference: sharded under ZeRO-3, else a copy per rank."""
     policy = Policy(load_body(cfg, AutoModelForCausalLM))
-    if trained:
-        return make_engine(policy, cfg, cfg.actor_learning_rate)
-    return deepspeed.initialize(model=policy, config=deepspeed_config(cfg, 3 if cfg.zero_stage == 3 else 0))[0]
+    return make_engine(policy, cfg, cfg.actor_learning_rate if trained else None)
 
 
 def make_critic(cfg):
@@ -177,7 +154,6 @@ def named_weights(engine):
 @dataclass
 class Batch:
     """A whole rollout, the same on every rank. In flat token tensors sample i owns start[i] to start[i] + length[i]."""
-
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     groups: Tensor  # (N,) which problem a sample answers
@@ -194,7 +170,6 @@ class Batch:
 @dataclass
 class MicroBatch:
     """R rows of packed samples, and which of their positions predict a response token."""
-
     input_ids: Tensor  # (R, L)
     position_ids: Tensor  # (R, L) restarts at 0 with each sample: that is what isolates them from each other
     predict: Tensor  # (R, L) bool: the next token is a response token
@@ -205,11 +180,11 @@ class MicroBatch:
 
 def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
     """Samples over ranks, longest first to the lightest rank: within 2 % of even from 32 samples per rank on."""
-    loads, dealt = [(0, rank) for rank in range(world)], [[] for _ in range(world)]
+    loads, dealt = [0] * world, [[] for _ in range(world)]
     for i in sorted(samples, key=lambda i: (-sizes[i], i)):
-        load, rank = loads[0]
+        rank = loads.index(min(loads))
         dealt[rank].append(i)
-        heapreplace(loads, (load + sizes[i], rank))
+        loads[rank] += sizes[i]
     return dealt
 
 
@@ -301,9 +276,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
     zeros = torch.zeros(len(count), dtype=rewards.dtype)  # (groups,)
     mean = (zeros.index_add(0, inverse, rewards) / count)[inverse]  # (N,)
     std = (zeros.index_add(0, inverse, (rewards - mean) ** 2) / count).sqrt()[inverse]  # (N,)
-    first = torch.zeros_like(zeros).scatter_(0, inverse, rewards)[inverse]  # (N,) some reward of the own group
-    differs = zeros.index_add(0, inverse, (rewards != first).double())[inverse] > 0  # (N,)
-    return mean, std.where(differs, 0.0), count[inverse]
+    return mean, std.where(std > 1e-9, 0.0), count[inverse]  # a flat group's std is rounding only
 
 
 def compute_advantages(batch: Batch, cfg, device) -> dict[str, float]:
@@ -360,13 +333,12 @@ def critic_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, di
 def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, device, report=None) -> dict[str, float]:
     """One optimizer step over `samples`, dealt to all ranks. Returns global means per token, `grad_norm` and `lr`.
 
-    The denominator counts every response token of `samples`; for the policy, samples of zero advantage are then left
-    out of the passes. With nothing left there is no step. `report(totals, share done)` after each micro-batch."""
+    The denominator counts every response token; samples of zero advantage are then left out of the policy's passes.
+    With nothing left there is no step. `report(totals, share done)` is called after each micro-batch."""
     denominator = int(batch.length[samples].sum())
     if loss_fn is policy_loss:
-        active = torch.zeros(batch.mask.shape, dtype=torch.bool)  # (N, longest)
-        active[batch.mask] = batch.tokens["advantages"].cpu() != 0
-        samples = [i for i in samples if active[i].any()]
+        advantages = batch.tokens["advantages"].cpu().split(batch.length.tolist())  # N of (length,)
+        samples = [i for i in samples if advantages[i].any()]
     micros, totals = micro_batches(batch, samples, cfg, device), {}
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
@@ -385,7 +357,7 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, de
 
 
 def checked_step(engine, totals: dict[str, Tensor], denominator: int) -> dict[str, float]:
-    """The optimizer's step, if loss and gradient are finite on all ranks; else NonFiniteError and unchanged weights."""
+    """The optimizer's step if loss and gradient are finite, else FloatingPointError on all ranks, weights unchanged."""
     packed = torch.stack(list(totals.values())).double()  # (stats,)
     dist.all_reduce(packed)
     stats, norm = dict(zip(totals, (packed / denominator).tolist())), 0.0
@@ -396,7 +368,7 @@ def checked_step(engine, totals: dict[str, Tensor], denominator: int) -> dict[st
         engine.step()
         norm = norm or float(engine.get_global_grad_norm())
     if engine.skipped_steps > skipped or not np.isfinite([norm, *stats.values()]).all():  # ZeRO 1-3 skip silently: ask
-        raise NonFiniteError(f"loss or gradient is not finite: {stats}, gradient norm {norm}")
+        raise FloatingPointError(f"loss or gradient is not finite: {stats}, gradient norm {norm}")
     return stats | {"grad_norm": norm}
 
 

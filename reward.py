@@ -1,8 +1,7 @@
 r"""The task: problems (load, template) and rewards (extract an answer, compare it with the label, text metrics).
 
 Swap this file to change the task: it sees only text and imports none of the others. Alone: `python -c "import reward;
-print(reward.is_equiv('1/2', '0.5'))"`; `python reward.py --worker` is a grading process: JSON pairs [predicted, label]
-in, a byte 1 or 0 each out. As Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py), except where that errs:
+print(reward.is_equiv('1/2', '0.5'))"`. As Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py), except where that errs:
 - ORZ allows 1 s of wall time, queue included, in threads nobody can kill: a busy machine loses right answers. Here the
   kernel ends a check by the CPU time of that check alone, so a reward does not depend on load.
 - ORZ compares floats. Here numbers are exact: a decimal is right only where it equals the label; 0.333333 is not 1/3.
@@ -24,8 +23,7 @@ from fractions import Fraction
 from multiprocessing.connection import wait
 from subprocess import PIPE, Popen
 
-# Filled by str.replace: the braces of \boxed{} break str.format. "orz" is a protocol constant: models trained with it
-# answer only to it. Nothing may follow <think>.
+# Filled by str.replace: \boxed{} breaks str.format. "orz" is a protocol constant: models trained with it need all of it
 TEMPLATES: dict[str, str] = {
     "orz": "{bos}A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
     "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. The "
@@ -55,62 +53,55 @@ def load_problems(path: str, template: str, bos="", columns=("question", "answer
     """Problems of a JSON or JSONL file (forms of ORZ's training and evaluation, GSM8K, or `columns`) or of a dataset.
 
     template: a key of TEMPLATES or a text with {question}. A path that is no file: a dataset's folder or "name:config".
-    Raises RewardError: nothing there, not JSON, or a bad record; it names the file and the line or item (from 1).
+    Raises RewardError, which names the file, the line or item (from 1) and what is missing or wrong there.
     """
     template = TEMPLATES.get(template, template).replace("{bos}", bos)
     if "{question}" not in template:
         raise RewardError(f"template {template!r}: give one of {', '.join(TEMPLATES)}, or a text with {{question}}")
-    problems = []
-    for place, record in read_records(path, split):
-        try:
+    problems, place, lines = [], path, path.endswith(".jsonl")
+    try:
+        for number, row in enumerate(read_rows(path, split), start=1):
+            place = f"{path}: {'line' if lines else 'item'} {number}"
+            if lines and not row.strip():
+                continue
+            record = json.loads(row) if lines else row
             if isinstance(record, list):  # ORZ, training
                 question, label = record[0]["value"], record[1]["ground_truth"]["value"]
             elif "final_answer" in record:  # ORZ, evaluation
                 question, label = record["prompt"][0]["value"], record["final_answer"]
             else:
                 question, label = record[columns[0]], record[columns[1]]
-        except (KeyError, IndexError, TypeError) as error:
-            forms = f"[{{value}}, {{ground_truth: {{value}}}}], {{prompt: [{{value}}], final_answer}} or {columns}"
-            raise RewardError(f"{place}: lacks {error}; give {forms}") from None
-        answer = str(label).rpartition("####")[2].strip()  # GSM8K puts the worked solution first
-        if not isinstance(question, str) or not question.strip():
-            raise RewardError(f"{place}: lacks a question: {question!r} is not a text")
-        if not isinstance(label, (str, int, float)) or isinstance(label, bool) or not answer or "\n" in answer:
-            raise RewardError(f"{place}: lacks an answer of one line (GSM8K: after '#### '): {label!r:.100}")
-        problems.append(Problem(len(problems), question, answer, template.replace("{question}", question)))
+            answer = str(label).rpartition("####")[2].strip()  # GSM8K puts the worked solution first
+            if not isinstance(question, str) or not question.strip():
+                raise ValueError(f"its question is no text: {question!r:.99}")
+            if not isinstance(label, (str, int, float)) or isinstance(label, bool) or not answer or "\n" in answer:
+                raise ValueError(f"lacks an answer of one line (GSM8K: after '#### '): {label!r:.99}")
+            problems.append(Problem(len(problems), question, answer, template.replace("{question}", question)))
+    except Exception as error:  # files, JSON, forms; the datasets library alone has a dozen kinds for "not found"
+        reason = f"lacks {error} of its form" if isinstance(error, LookupError) else f"{type(error).__name__}: {error}"
+        hint = f"give a list of ORZ's or GSM8K's items, columns {columns}, or a dataset with split {split!r}"
+        raise RewardError(f"{place}: {' '.join(reason.split())[:300]}; {hint}") from None
     if not problems:
         raise RewardError(f"{path}: holds no problems; give a file or split with at least one")
     return problems
 
 
-def read_records(path, split):
-    """Yields (place, record); any failure to read becomes a RewardError that names the place."""
-    place, lines = path, path.endswith(".jsonl")
-    try:
-        if lines or path.endswith(".json") or os.path.isfile(path):
-            with open(path, encoding="utf-8-sig") as file:
-                text = file.read()
-            rows = text.split("\n") if lines else list(json.loads(text or "[]"))  # splitlines() would cut at U+2028
-        else:
-            import datasets  # slow to import, and only needed here
+def read_rows(path, split):
+    """The lines of a .jsonl file, the items of any other file's JSON list, or the rows of a dataset."""
+    if path.endswith((".json", ".jsonl")) or os.path.isfile(path):
+        with open(path, encoding="utf-8-sig", newline="\n") as file:  # a text may hold other ends of line
+            return file.readlines() if path.endswith(".jsonl") else list(json.load(file))
+    import datasets  # slow to import, and only needed here
 
-            saved = any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
-            rows = datasets.load_from_disk(path) if saved else datasets.load_dataset(*path.split(":", 1))
-            rows = rows[split] if isinstance(rows, dict) else rows
-        for number, row in enumerate(rows, start=1):
-            place = f"{path}: {'line' if lines else 'item'} {number}"
-            if not lines or row.strip():
-                yield place, json.loads(row) if lines else row
-    except Exception as error:  # the datasets library alone has a dozen kinds for "not found"
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise RewardError(f"{place}: {reason}. Give JSON, JSON lines or a dataset with split {split!r}") from None
+    saved = any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+    rows = datasets.load_from_disk(path) if saved else datasets.load_dataset(*path.split(":", 1))
+    return rows[split] if isinstance(rows, dict) else rows
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The content of the last balanced \boxed{} inside the last <answer>...</answer>, as it stands; None without one.
+    r"""The content of the last balanced \boxed{} between the last </answer> and the last <answer> before it, or None.
 
-    The block runs from the last <answer> before the last </answer>. As in ORZ, an unclosed <answer> is no answer (the
-    limit or another stop string ended the sample), nor is a box outside the block. Unclosed boxes are skipped.
+    As in ORZ a box outside is no answer, nor one in an <answer> that the limit or another stop string left unclosed.
     """
     end = max(text.rfind("</answer>"), 0)
     block = text[text.rfind("<answer>", 0, end) : end] if "<answer>" in text[:end] else ""
@@ -124,8 +115,8 @@ def extract_answer(text: str) -> str | None:
 
 
 # Spellings of the same thing, brought to one in this order. No pattern nests repeats: linear in the text.
-PLAIN = r"- - \times~ \cdot~ \pi~ \infty~ \le~ \ge~ ^\circ~ \cup~ \in~ ^2 ^3".split()
-UNICODE = str.maketrans(dict(zip("−–×·π∞≤≥°∪∈²³", PLAIN)))
+LATEX = ("-", "-", r"\times ", r"\cdot ", r"\pi ", r"\infty ", r"\le ", r"\ge ", r"^\circ ", r"\cup ", "^2", "^3")
+UNICODE = str.maketrans(dict(zip("−–×·π∞≤≥°∪²³", LATEX)))
 REWRITES = (
     (r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]", ""),  # zero-width and right-to-left marks
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])", ""),
@@ -146,25 +137,25 @@ NUMBER = re.compile(rf"[£€]?([+-]?) ?[£€]?(?:([0-9]+) (?=[0-9.]+/))?([+-]?
 UNITS = re.compile(  # behind a number the field leaves off a \text{} that does not change the value, and common units
     r"(?: ?(?<=[0-9A-Za-z})% ])\\text\{(?![^{}]*(?:[0-9]|\b(?:is|if|when|or|for|not|than|mod|base|half|more|less|least|"
     r"most|dozen|hundred|thousand|[mbt]r?illion)\b))[^{}]*\}|(?<=[0-9} ])(?:(?:square|sq\.?|cubic) )?(?:[mck]m|in|inch|"
-    r"f(?:oo|ee)?t|yard|mile|(?:centi|kilo|milli)?met(?:er|re)|[mk]g|(?:kilo)?gram|lb|pound|ml|lit(?:er|re)|sec(?:ond)?|"
-    r"min(?:ute)?|hour|hr|day|week|month|year|deg(?:ree)?|mph|dollar|cent|unit|point|way|people)(?:e?s)?)(?:\^[23])? ?$"
+    r"f(?:oo|ee)?t|yard|mile|[a-z]*met(?:er|re)|[mk]g|(?:kilo)?gram|lb|pound|ml|lit(?:er|re)|sec|second|min|minute|hr|"
+    r"hour|day|week|month|year|deg|degree|mph|dollar|cent|unit|point|way|people)(?:e?s)?)(?:\^[23])? ?$"
 )
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
-# x =, f(x) =, A_1 =, f^{-1}(x) =, \theta =, \text{Area} =, (a, b) =
-NAME = re.compile(rf"\(?[A-Za-z\\](?:[A-Za-z\\,'() ]|_[0-9A-Za-z]|(?:(?<=text)|[\^_])\{{[^{{}}]*\}})*(?:{EQUALS.pattern}) ?")
+# x =, f(x) =, A_1 =, f^{-1}(x) =, \theta =, \text{Area} =, (a, b) =, n \in
+NAME = re.compile(rf"\(?[A-Za-z\\](?:[A-Za-z\\,'() ]|_\w|(?:(?<=text)|[\^_])\{{[^{{}}]*\}})*(?:{EQUALS.pattern}) ?")
 
 
 def prepare(predicted, label):
-    r"""Both sides in one spelling; "x = 5" and "x \in S" lose their name where only one side has one."""
+    r"""Both sides in one spelling; "x = 5" and "x \in S" lose a name that the other side shares or has none."""
     pair = []
     for text in (predicted, label):
         text = text.translate(UNICODE)
         for pattern, new in REWRITES:
             text = re.sub(pattern, new, text)
         pair.append(text.strip().rstrip(" .,;:"))
-    equations = [bool(EQUALS.search(side)) for side in pair]
-    if sum(equations) == 1 and (name := NAME.match(pair[equations.index(True)])):
-        pair = [side.replace(name[0], "") for side in pair]  # everywhere: x=1, x=2 becomes 1, 2
+    names = {name[0] for side in pair if (name := NAME.match(side))}
+    if len(names) == 1 and all(NAME.match(side) or not EQUALS.search(side) for side in pair):
+        pair = [re.sub(rf"(?<![^, ]){re.escape(*names)}", "", side) for side in pair]  # x=1, x=2 becomes 1, 2
     return pair
 
 
@@ -180,8 +171,8 @@ def parse_number(text):
 
 def quick_verdict(predicted: str, label: str) -> bool | None:
     """Equality by text, number, choice or word: in process, in linear time. None: only sympy can tell."""
-    if max(len(predicted), len(label)) > MAX_TEXT:
-        return predicted.strip() == label.strip()
+    if predicted.strip() == label.strip() or max(len(predicted), len(label)) > MAX_TEXT:
+        return predicted.strip() == label.strip() != ""
     predicted, label = prepare(predicted, label)
     (value, percent), (label_value, label_percent) = parse_number(predicted), parse_number(label)
     if value is not None and label_value is not None:  # the percent sign may be left off: 50% is 0.5, and is 50
@@ -205,21 +196,20 @@ def quick_verdict(predicted: str, label: str) -> bool | None:
 def symbolic_verdict(predicted, label):
     """Equality by math-verify, label as gold; for grading processes only: it may raise, hang or eat memory.
 
-    The other way round is not tried: it takes 2, 1 for (1, 2). Where `verify` is asymmetric for good reason (equations,
-    relations against sets), `prepare` and the option below make up for it. 60 digits: at 15, 1e-16 passes for 0.
+    Not the other way round, which takes 2, 1 for (1, 2): `prepare` (x = 5) and allow_set_relation_comp (x > 5) do that.
     """
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify import verify
 
     spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
-    sides = []
+    case, sides = ConversionConfig(lowercase_symbols=False), []
     for text in prepare(predicted, label):
         text = UNITS.sub("", text) if re.search("[0-9]", text) else text
         text = text.replace(",", "" if parse_number(text)[0] is not None else ", ")  # (3,125) is a pair, 3,125 is not
         text = normalize_latex(re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text), spelling)  # imaginary
-        case = ConversionConfig(lowercase_symbols=False)
         sides.append(latex2sympy(text, is_real=True, normalization_config=None, conversion_config=case))
+    # 60 digits: at the default of 15 anything below 1e-15 is 0
     return verify(sides[1], sides[0], numeric_precision=60, allow_set_relation_comp=True, timeout_seconds=None)
 
 
@@ -230,12 +220,11 @@ def is_equiv(predicted: str, label: str) -> bool:
     return bool(grader.results()["is_equiv"])
 
 
-class Grader:
+class Grader(contextlib.AbstractContextManager):
     """Grades samples as they end: cheap verdicts at once, symbolic ones in `workers` processes, started by need.
 
-    A check that has used cpu_seconds of CPU is ended by the kernel and is 0; wall_seconds ends one that hangs idle. A
-    lost process is replaced. Equal pairs share a check until results(). counts, over the grader's life: checks,
-    symbolic (pairs sent to a process), cpu_timeouts, wall_timeouts, crashes.
+    A check is ended, and 0, after cpu_seconds of its own CPU time, or after wall_seconds in case it hangs idle; lost
+    processes are replaced. Equal pairs share a check until results(). counts never go back to 0.
     """
 
     def __init__(self, workers: int = 1, cpu_seconds: float = 5.0, wall_seconds: float = 120.0):
@@ -298,9 +287,6 @@ class Grader:
             with process:
                 process.kill()
 
-    def __enter__(self):
-        return self
-
     __exit__ = close
 
 
@@ -317,14 +303,13 @@ def serve(cpu_seconds):
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # bytes; a normal check needs 80 MB
     logging.disable()  # math-verify warns that its own time-outs (SIGALRM) are off
-    for pair in (("ab+2a", "a(b+2)"), ("x>5", "(5, \\infty)"), ("2x=4y", "x-2y=0"), ("\\cos x/\\sin x", "\\cot x")):
-        symbolic_verdict(*pair)  # imports what sympy imports late
-    # The grammar's number tokens reach eval through sympy.Number. Read them here instead, decimals exactly, only them.
-    number = re.compile(r"(?:Integer|Float) *\( *'?([0-9.]+(?:[eE][+-]?[0-9]{1,3})?)'? *\)\s*")
-    sympy.parsing.sympy_parser.eval_expr = lambda code, *_: sympy.Rational(number.fullmatch(code)[1])
-    replies = os.dup(1)
-    os.dup2(2, 1)  # nothing but verdicts on stdout
-    os.write(replies, b"r")
+    for pair in (("ab+2a", "a(b+2)"), ("x>5", "(5, \\infty)"), ("2x=4y", "x-2y=0"), ("\\cos x", "\\sin x")):
+        symbolic_verdict(*pair)  # imports what sympy imports late, some of it by eval
+    # In sympy text becomes code twice: number tokens by sympify, names by lambdify in sums. Read numbers here, exactly,
+    number = re.compile(r"[0-9.]+(?:[eE][+-]?[0-9]{1,3})?")
+    sympy.parsing.sympy_parser.parse_expr = lambda text, **_: sympy.Rational(number.fullmatch(text)[0])
+    sys.modules["sympy.utilities.lambdify"].exec = None  # and close the other: infinite sums stay unequal
+    os.write(1, b"r")  # ready; then one byte a line: the verdict on [predicted, label]
     for line in sys.stdin.buffer:
         sympy.core.cache.clear_cache()  # a verdict must not depend on the checks before it
         sympy.core.random.seed(0)
@@ -334,12 +319,11 @@ def serve(cpu_seconds):
         except Exception:
             verdict = False  # not in the grammar, or too deep for it
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, b"1" if verdict else b"0")
+        os.write(1, b"1" if verdict else b"0")
 
 
 def text_metrics(text: str) -> dict[str, float]:
-    """repetition: share of the word 4-grams that stood earlier in the text (ORZ's flag takes seconds of suffix arrays);
-    reflection: how many words of second thought."""
+    """repetition: share of word 4-grams seen before (ORZ: suffix arrays, slow); reflection: words of second thought."""
     words, lowered = text.split(), text.lower()
     grams = list(zip(*(words[start:] for start in range(4))))
     reflection = sum(map(lowered.count, ("wait,", "recheck", "retry", "alternatively,", "however,")))

@@ -86,6 +86,8 @@ class Sampler:
             self.llm = LLM(
                 model=model, dtype="bfloat16" if bf16 else "float32", seed=seed % 2**32, max_model_len=max_len,
                 max_num_seqs=max_num_seqs, enforce_eager=eager or not self.gpu, enable_sleep_mode=self.gpu,
+                # a prompt in pieces would rewind its seeded generator, which CPU generators cannot do
+                enable_chunked_prefill=self.gpu, max_num_batched_tokens=None if self.gpu else max(8192, max_len),
                 gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs",
                 # a cache sized from whatever memory is free changes the schedule, and with it the bits, between runs
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None if self.gpu else 2**30,

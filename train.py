@@ -28,7 +28,7 @@ from transformers import HfArgumentParser
 
 import ckpt
 import ppo
-from reward import Grader, Problem, RewardError, load_problems, text_metrics
+from reward import Grader, Problem, RewardError, text_metrics
 from rollout import Sampler, SamplerError, hash64, problem_order, start_distributed
 from tools import demo, plan
 from tools.plan import ConfigError
@@ -110,28 +110,13 @@ def parse_flags(argv: list[str]) -> Config:
 
     parser, names = HfArgumentParser(Config, allow_abbrev=False), [f.name for f in dataclasses.fields(Config)]
     parser.error = error
-    given = {arg.split("=")[0] for arg in argv}
-    parser.set_defaults(**({} if "--model" in given else DEMO) | (DEBUG if "--debug" in given else {}))
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    parser.set_defaults(**(DEMO if cfg.model is None else {}) | (DEBUG if cfg.debug else {}))
+    cfg, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)  # the flags win over both
     if unknown:
         near = difflib.get_close_matches(unknown[0].lstrip("-"), names, 1, 0)[0]
         raise ConfigError(f"unknown flag {unknown[0]}: did you mean --{near}?")
     return cfg
-
-
-def read_problems(paths: list[str], cfg: Config, tokenizer, say) -> tuple[list[Problem], list[list[int]]]:
-    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises RewardError, ConfigError."""
-    problems = [p for path in paths for p in load_problems(path, cfg.template, tokenizer.bos_token or "")]
-    problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
-    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
-    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.prompt_max_len]
-    if len(kept) < len(prompts):
-        many = f"{len(prompts) - len(kept)} of {len(prompts)} prompts"
-        note = f"{' '.join(paths)}: {many} exceed --prompt_max_len {cfg.prompt_max_len} tokens"
-        if not kept:
-            raise ConfigError(f"{note}; raise it")
-        say(f"{note} and are left out")
-    return [problems[i] for i in kept], [prompts[i] for i in kept]
 
 
 class Signals:
@@ -332,8 +317,8 @@ def main() -> None:
         flash = device.type == "cuda" and importlib.util.find_spec("flash_attn")
         cfg.attention = "flash_attention_2" if flash else "sdpa"
     tokenizer = plan.read_tokenizer(cfg)
-    problems, prompts = read_problems(cfg.data, cfg, tokenizer, say)
-    eval_sets = {Path(path).stem: read_problems([path], cfg, tokenizer, say) for path in cfg.eval_data}
+    problems, prompts = plan.read_problems(cfg.data, cfg, tokenizer, say)
+    eval_sets = {Path(path).stem: plan.read_problems([path], cfg, tokenizer, say) for path in cfg.eval_data}
     total_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
     total_steps = total_steps if cfg.max_steps is None else min(total_steps, cfg.max_steps)
     start, path = 0, ckpt.newest(run_dir, cfg.resume)

@@ -9,21 +9,22 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 EOS = "<eos>"
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
 PHRASES = [  # merges worth having in the text tokenizer: they shorten ORZ's long template
-    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant first "
-    "thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning process is "
-    "enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively.",
-    "User: You must put your answer inside <answer> </answer> tags. And your final answer will be extracted automatically "
-    "by the \\boxed{} tag.\nThis is the problem:\nAssistant: <think>",
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
+    "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
+    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively.",
+    "User: You must put your answer inside <answer> </answer> tags. And your final answer will be extracted "
+    "automatically by the \\boxed{} tag.\nThis is the problem:\nAssistant: <think>",
 ]
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """57 tokens: <eos>, a token per character of arithmetic and lower-case words, and the tags; other characters vanish.
+    """56 tokens: <eos>, one per character of arithmetic and lower-case words, the tags; other characters vanish.
 
     It must be byte-level BPE: AutoTokenizer makes every folder of model type qwen2 a Qwen2Tokenizer, with Qwen2's own
     splitting and letters, whatever tokenizer.json says; a WordLevel model there loses its spaces, silently."""
     chars = "0123456789+-=*/.,?:()}ĠĊabcdefghijklmnopqrstuvwxyz"  # Ġ and Ċ: byte-level for space and newline
-    tokenizer = Qwen2Tokenizer({t: i for i, t in enumerate([EOS, *chars])}, [], unk_token=EOS, eos_token=EOS, pad_token=EOS)
+    vocab = {token: i for i, token in enumerate([EOS, *chars])}
+    tokenizer = Qwen2Tokenizer(vocab, [], unk_token=EOS, eos_token=EOS, pad_token=EOS)
     tokenizer.add_tokens(TAGS)
     return tokenizer
 
@@ -44,8 +45,8 @@ def make_model(folder, tied: bool = True, vocab: int | None = None, text_tokeniz
                max_position_embeddings: int = 256, hidden: int = 64, layers: int = 2, seed: int = 0) -> Path:
     """Writes a random Qwen2 (heads of 32, grouped keys) with its tokenizer into `folder` and returns the folder.
 
-    `vocab` is the number of embedding rows, at least the tokenizer's: 64 for characters, 512 for text. Weights are large
-    (std 0.1), so that the distributions are far from uniform and attention matters: a leak between samples shows."""
+    `vocab` is the number of embedding rows, at least the tokenizer's: 64 for characters, 512 for text. Weights are
+    large (std 0.1), so that distributions are far from uniform and attention matters: a leak between samples shows."""
     folder, vocab = Path(folder), vocab or (512 if text_tokenizer else 64)
     tokenizer = make_text_tokenizer(vocab) if text_tokenizer else char_tokenizer()
     if vocab < len(tokenizer):
@@ -53,8 +54,9 @@ def make_model(folder, tied: bool = True, vocab: int | None = None, text_tokeniz
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 32), num_key_value_heads=1, max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tied, initializer_range=0.1, eos_token_id=0, bos_token_id=None, pad_token_id=0)
+        num_attention_heads=max(1, hidden // 32), num_key_value_heads=1, tie_word_embeddings=tied,
+        max_position_embeddings=max_position_embeddings, initializer_range=0.1, eos_token_id=0, bos_token_id=None,
+        pad_token_id=0)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)

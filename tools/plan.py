@@ -1,6 +1,5 @@
-"""What can be known before a model is read: are the flags sound, do model and flags fit?
-
-`train.py` calls the checks; a recipe's `--dry_run` prints the batch arithmetic."""
+"""What can be known before weights are read: are the flags sound, do model, problems and an old checkpoint fit them?"""
+import dataclasses
 import importlib.metadata
 import subprocess
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer
 
 import ppo
+from reward import Problem, load_problems
 
 
 class ConfigError(ValueError):
@@ -42,11 +42,20 @@ def check_config(cfg, world: int) -> None:
             raise ConfigError(message)
 
 
+def check_architecture(config) -> None:
+    """Raises ValueError for layers that cannot be packed: sliding windows and recurrent states cross sample borders."""
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        kinds.add(f"sliding_window={config.sliding_window}")
+    if kinds:
+        raise ValueError(f"layers of kind {sorted(kinds)} cannot be packed; use a model with full attention")
+
+
 def read_tokenizer(cfg):
     """The model's tokenizer, once its config has passed. Raises ConfigError before weights are read."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(cfg.model), AutoTokenizer.from_pretrained(cfg.model)
-        ppo.check_architecture(config)
+        check_architecture(config)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {cfg.model} cannot be used: {str(error).splitlines()[0]}") from error
     if tokenizer.eos_token_id is None:
@@ -56,6 +65,21 @@ def read_tokenizer(cfg):
         raise ConfigError(f"--max_len {cfg.max_len}: prompt and response exceed the {config.max_position_embeddings} "
                           "positions of the model; lower it")
     return tokenizer
+
+
+def read_problems(paths: list[str], cfg, tokenizer, say) -> tuple[list[Problem], list[list[int]]]:
+    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises RewardError, ConfigError."""
+    problems = [p for path in paths for p in load_problems(path, cfg.template, tokenizer.bos_token or "")]
+    problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
+    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
+    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.prompt_max_len]
+    if len(kept) < len(prompts):
+        many = f"{len(prompts) - len(kept)} of {len(prompts)} prompts"
+        note = f"{' '.join(paths)}: {many} exceed --prompt_max_len {cfg.prompt_max_len} tokens"
+        if not kept:
+            raise ConfigError(f"{note}; raise it")
+        say(f"{note} and are left out")
+    return [problems[i] for i in kept], [prompts[i] for i in kept]
 
 
 def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> None:

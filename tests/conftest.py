@@ -1,0 +1,59 @@
+"""Shared by the tests: a tiny model, problems, and one way to launch the real train.py."""
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SMALL = {  # the sizes of a whole run that takes seconds
+    "template": "demo", "rollout_batch_size": 4, "n_samples_per_prompt": 4, "critic_update_steps": 2, "max_steps": 3,
+    "prompt_max_len": 16, "generate_max_len": 32, "max_len": 64, "packing_max_len": 64, "micro_train_batch_size": 4,
+    "micro_rollout_batch_size": 32, "kv_cache_gb": 0.25, "stop": "", "actor_learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3, "num_warmup_steps": 2, "zero_stage": 0, "bf16": "false",
+    "gradient_checkpointing": "false", "eval_interval": 0, "zero3_persistence_threshold": 0}
+
+
+def launch(run_dir, ranks: int = 1, timeout: float = 300, check: bool = True, env=None, **flags):
+    """`accelerate launch train.py` with SMALL sizes, changed by flags (a list becomes several values)."""
+    launcher = ["--use_deepspeed", "--num_processes", str(ranks), "--num_machines", "1"] if ranks > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *launcher, str(ROOT / "train.py")]
+    for name, value in (SMALL | flags | {"run_dir": str(run_dir)}).items():
+        command += [f"--{name}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
+    env = os.environ | (env or {})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)
+    if check:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def jsonl(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def same_metrics(line: dict) -> dict:
+    """A metrics line without what may differ between equal runs: times and rates."""
+    return {key: value for key, value in line.items() if not key.startswith("seconds") and "per_second" not in key}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A tied tiny model and problem files that its tokenizer covers: {"model", "data", "eval_data"}."""
+    import tiny as maker
+
+    folder = tmp_path_factory.mktemp("tiny")
+    rng = random.Random(0)
+    pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(40)]
+    train = [[{"from": "human", "value": f"{a}+{b}"}, {"from": "assistant", "ground_truth": {"value": str(a + b)}}]
+             for a, b in pairs]
+    held = [{"prompt": [{"from": "user", "value": f"{a}+{b}"}], "final_answer": str(a + b)} for a, b in pairs[:8]]
+    (folder / "train.json").write_text(json.dumps(train))
+    (folder / "eval.json").write_text(json.dumps(held))
+    return {"model": str(maker.make_model(folder / "model")), "data": str(folder / "train.json"),
+            "eval_data": str(folder / "eval.json")}

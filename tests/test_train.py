@@ -1,0 +1,190 @@
+"""Whole runs of the real train.py on the real engines, and what it says to bad input."""
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny as maker
+import torch
+from conftest import ROOT, SMALL, jsonl, launch, same_metrics
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import train
+from tools import plan
+
+DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def one_rank(tiny, tmp_path_factory):
+    run = tmp_path_factory.mktemp("one_rank")
+    done = launch(run, **tiny, eval_interval=2, eval_n=2, log_ratio="true", log_kl="true")
+    return run, done.stdout
+
+
+def test_run_writes_everything(one_rank, tiny):
+    run, out = one_rank
+    metrics = jsonl(run / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    for name in ("reward", "pass_at_n", "truncated", "response_length", "total_length", "repetition", "reflection",
+                 "advantage", "advantage_abs", "return", "critic_loss", "critic_values", "critic_grad_norm", "critic_lr",
+                 "policy_loss", "entropy", "policy_grad_norm", "policy_lr", "kl", "ratio", "clipfrac", "approx_kl",
+                 "seconds_rollout", "seconds_policy", "tokens_per_second"):
+        assert all(name in m for m in metrics), name
+    assert abs(metrics[0]["ratio"] - 1) < 1e-4, "sampler and trainer disagree about their own tokens"
+    assert abs(metrics[0]["kl"]) < 1e-6, "the first step's policy is the reference"
+    assert metrics[0]["policy_lr"] == pytest.approx(SMALL["actor_learning_rate"] / 2), "warm-up from 0 wastes a step"
+    assert len(jsonl(run / "samples.jsonl")) == 3 * 16
+    assert [line["step"] for line in jsonl(run / "eval.jsonl")] == [0, 2, 3]
+    assert len(jsonl(run / "eval_samples.jsonl")) == 3 * 8 * 2
+    result = json.loads((run / "result.json").read_text())
+    assert {"accuracy_before", "accuracy_after", "length_before", "length_after", "steps", "wall_seconds",
+            "base_model_seconds", "seed", "versions"} <= set(result)
+    assert result["steps"] == 3
+    config = json.loads((run / "config.json").read_text())
+    assert set(config) >= {f.name for f in dataclasses.fields(train.Config)}
+    assert "sampler agrees with trainer" in out
+
+
+def test_exports_load_in_transformers_and_vllm(one_rank, tiny):
+    run, _ = one_rank
+    policy = AutoModelForCausalLM.from_pretrained(run / "policy")
+    base = AutoModelForCausalLM.from_pretrained(tiny["model"])
+    assert any((a != b).any() for a, b in zip(policy.parameters(), base.parameters())), "training changed nothing"
+    critic = AutoModel.from_pretrained(run / "critic")
+    head = load_file(run / "critic" / "value_head.safetensors")["value_head.weight"]
+    assert head.shape == (1, critic.config.hidden_size)
+    assert AutoTokenizer.from_pretrained(run / "policy").eos_token_id == 0
+    done = subprocess.run([sys.executable, str(ROOT / "rollout.py"), str(run / "policy"), "12+34<think>"],
+                          capture_output=True, text=True, timeout=200)
+    assert done.stdout.count("[") >= 4, done.stderr[-2000:]
+
+
+def test_two_ranks_zero3_untied(tiny, tmp_path):
+    """Two ranks, everything sharded: the start-up check compares every rank's sampler with the gathered policy."""
+    model = maker.make_model(tmp_path / "untied", tied=False)
+    launch(tmp_path / "run", ranks=2, **tiny | {"model": str(model)}, zero_stage=3, max_steps=2, log_ratio="true")
+    metrics = jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(metrics) == 2
+    assert all(abs(m["ratio"] - 1) < 1e-4 for m in metrics), "after a sync the sampler must hold the trainer's weights"
+    assert len(jsonl(tmp_path / "run" / "samples.jsonl")) == 32, "every rank's samples, once"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+def test_same_seed_same_run_and_resume(tiny, one_rank, tmp_path):
+    """A second run that is interrupted and goes on equals the first, to the bit: metrics, samples, weights."""
+    run, _ = one_rank
+    same = dict(tiny, eval_interval=2, eval_n=2, log_ratio="true", log_kl="true")
+    launch(tmp_path / "run", **same | {"max_steps": 1})
+    launch(tmp_path / "run", **same)
+    for name in ("samples.jsonl", "eval_samples.jsonl"):
+        first, second = jsonl(run / name), jsonl(tmp_path / "run" / name)
+        assert [x for x in second if x["step"] != 1 or x["set"] == "train"] == first
+    assert [same_metrics(m) for m in jsonl(run / "metrics.jsonl")] == [
+        same_metrics(m) for m in jsonl(tmp_path / "run" / "metrics.jsonl")]
+    for part in ("policy", "critic"):
+        a, b = (AutoModel.from_pretrained(r / part).state_dict() for r in (run, tmp_path / "run"))
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_real_problems_orz_template(tmp_path, estimator):
+    model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=4096)
+    launch(tmp_path / "run", model=model, data=DATA / "gsm8k_train.jsonl", eval_data=DATA / "aime2024.json",
+           template="orz", stop=["User:", "Human:", "Assistant:", "</answer>"], max_steps=2, prompt_max_len=1024, generate_max_len=64,
+           max_len=2048, packing_max_len=2048, micro_train_batch_size=1, estimator=estimator, kv_cache_gb=0.5)
+    samples = jsonl(tmp_path / "run" / "samples.jsonl")
+    assert len(samples) == 32
+    assert all(s["length"] <= 64 for s in samples)
+    assert len(jsonl(tmp_path / "run" / "eval_samples.jsonl")) == 2 * 30
+
+
+# Bad input: one line that says what, where and what to do; exit code 2.
+
+def run_directly(**flags):
+    argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, str(ROOT / "train.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"estimator": "grpo", "n_samples_per_prompt": 1}, ["--n_samples_per_prompt", "at least 2"]),
+    ({"estimator": "rloo", "n_samples_per_prompt": 1}, ["--n_samples_per_prompt", "at least 2"]),
+    ({"estimator": "ppo"}, ["--estimator", "gae"]),
+    ({"policy_update_steps": 2}, ["--policy_update_steps", "ratio"]),
+    ({"bf16": "true", "zero_stage": 1}, ["--bf16", "stage 2"]),
+    ({"prompt_max_len": 64}, ["--prompt_max_len", "--max_len"]),
+    ({"packing_max_len": 32}, ["--packing_max_len", "--max_len"]),
+    ({"zero_stage": 4}, ["--zero_stage"]),
+    ({"temperature": 0}, ["--temperature"]),
+    ({"critic_update_steps": 99}, ["--critic_update_steps", "16"]),
+    ({"rollout_batch_size": 3}, ["--rollout_batch_size", "multiple of 2"]),
+], ids=lambda v: " ".join(map(str, v)) if isinstance(v, dict) else "")
+def test_bad_settings_are_refused(tiny, flags, words):
+    argv = [str(x) for name, value in (SMALL | tiny | flags).items() for x in (f"--{name}", value)]
+    with pytest.raises(plan.ConfigError) as error:
+        plan.check_config(train.parse_flags(argv), world=2)
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_flag_names_the_nearest():
+    with pytest.raises(plan.ConfigError, match="did you mean --actor_learning_rate"):
+        train.parse_flags(["--actor_learningrate", "1"])
+
+
+def test_malformed_value_is_one_line():
+    with pytest.raises(plan.ConfigError, match="seed"):
+        train.parse_flags(["--seed", "many"])
+
+
+def test_flags_win_over_demo_and_debug():
+    cfg = train.parse_flags(["--debug", "--n_samples_per_prompt", "5"])
+    assert (cfg.n_samples_per_prompt, cfg.rollout_batch_size, cfg.critic_update_steps, cfg.max_len) == (5, 16, 1, 64)
+    cfg = train.parse_flags(["--model", "x", "--data", "y"])
+    assert (cfg.rollout_batch_size, cfg.n_samples_per_prompt, cfg.critic_update_steps) == (128, 64, 12)
+
+
+def broken_model(tmp_path, tiny, **changes) -> Path:
+    folder = maker.make_model(tmp_path / "broken")
+    for name, edit in changes.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    return folder
+
+
+def test_bad_models_are_refused_before_weights(tiny, tmp_path):
+    argv = [str(x) for name, value in (SMALL | tiny).items() for x in (f"--{name}", value)]
+    cfg = train.parse_flags(argv)
+    with pytest.raises(plan.ConfigError, match="--model .*nowhere"):
+        plan.read_tokenizer(dataclasses.replace(cfg, model=str(tmp_path / "nowhere")))
+    with pytest.raises(plan.ConfigError, match="--max_len 5000.*256"):
+        plan.read_tokenizer(dataclasses.replace(cfg, max_len=5000))
+    no_eos = broken_model(tmp_path, tiny, tokenizer_config=lambda c: {**c, "eos_token": None})
+    with pytest.raises(plan.ConfigError, match="eos"):
+        plan.read_tokenizer(dataclasses.replace(cfg, model=str(no_eos)))
+    window = broken_model(tmp_path, tiny, config=lambda c: {**c, "layer_types": ["sliding_attention"] * 2})
+    with pytest.raises(plan.ConfigError, match="sliding"):
+        plan.read_tokenizer(dataclasses.replace(cfg, model=str(window)))
+
+
+def test_exit_code_2_and_one_line(tiny, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n{"question": "no answer"}\n')
+    done = run_directly(**SMALL | tiny | {"data": tmp_path / "bad.jsonl", "run_dir": tmp_path / "run"})
+    assert done.returncode == 2
+    line = [x for x in done.stderr.splitlines() if x.startswith("error:")]
+    assert len(line) == 1
+    assert "bad.jsonl" in line[0]
+    assert "2" in line[0]
+
+
+def test_too_small_kv_cache_is_exit_code_2(tiny, tmp_path):
+    done = run_directly(**SMALL | tiny | {"kv_cache_gb": 0.00001, "run_dir": tmp_path / "run"})
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "--kv_cache_gb" in done.stderr
