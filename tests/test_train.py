@@ -30,8 +30,8 @@ def test_run_writes_everything(one_rank, tiny):
     run, out = one_rank
     metrics = jsonl(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
-    for name in ("reward", "pass_at_n", "truncated", "response_length", "total_length", "repetition", "reflection",
-                 "advantage", "advantage_abs", "return", "critic_loss", "critic_values", "critic_grad_norm", "critic_lr",
+    for name in ("reward", "pass_at_n", "truncated", "response_length", "total_length", "repetition",
+                 "reflection", "advantage", "advantage_abs", "return", "critic_loss", "critic_values", "critic_grad_norm", "critic_lr",
                  "policy_loss", "entropy", "policy_grad_norm", "policy_lr", "kl", "ratio", "clipfrac", "approx_kl",
                  "seconds_rollout", "seconds_policy", "tokens_per_second"):
         assert all(name in m for m in metrics), name
