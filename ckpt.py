@@ -147,6 +147,7 @@ def save(run_dir: Path, step: int, engines: dict, state: dict, hf: Iterable, kee
     if not any(everywhere(writer.error)):
         for name, engine in engines.items():
             own, engine.checkpoint_engine = engine.checkpoint_engine, writer
+            engine._copy_recovery_script = lambda folder: None  # a copy past the writer: on a full disk it would raise
             engine.save_checkpoint(str(temporary / name), tag="state", save_latest=False)
             engine.checkpoint_engine = own
     where = f"machine {socket.gethostname()}, rank {rank}"

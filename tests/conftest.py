@@ -26,11 +26,17 @@ def launch(run_dir, ranks: int = 1, timeout: float = 300, check: bool = True, en
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *launcher, str(ROOT / "train.py")]
     for name, value in (SMALL | flags | {"run_dir": str(run_dir)}).items():
         command += [f"--{name}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
-    env = os.environ | (env or {})
+    env = clean_environment() | (env or {})
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)
     if check:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
+
+
+def clean_environment() -> dict:
+    """Without the process group that a test of this process may have joined."""
+    return {k: v for k, v in os.environ.items() if k not in (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 
 
 def jsonl(path) -> list[dict]:

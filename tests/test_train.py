@@ -1,7 +1,6 @@
 """Whole runs of the real train.py on the real engines, and what it says to bad input."""
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny as maker
 import torch
-from conftest import ROOT, SMALL, jsonl, launch, same_metrics
+from conftest import ROOT, SMALL, clean_environment, jsonl, launch, same_metrics
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -30,10 +29,10 @@ def test_run_writes_everything(one_rank, tiny):
     run, out = one_rank
     metrics = jsonl(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
-    for name in ("reward", "pass_at_n", "truncated", "response_length", "total_length", "repetition",
-                 "reflection", "advantage", "advantage_abs", "return", "critic_loss", "critic_values", "critic_grad_norm", "critic_lr",
-                 "policy_loss", "entropy", "policy_grad_norm", "policy_lr", "kl", "ratio", "clipfrac", "approx_kl",
-                 "seconds_rollout", "seconds_policy", "tokens_per_second"):
+    names = """reward pass_at_n truncated response_length total_length repetition reflection advantage advantage_abs
+        return critic_loss critic_values critic_grad_norm critic_lr policy_loss entropy policy_grad_norm policy_lr kl
+        ratio clipfrac approx_kl seconds_rollout seconds_policy tokens_per_second"""
+    for name in names.split():
         assert all(name in m for m in metrics), name
     assert abs(metrics[0]["ratio"] - 1) < 1e-4, "sampler and trainer disagree about their own tokens"
     assert abs(metrics[0]["kl"]) < 1e-6, "the first step's policy is the reference"
@@ -60,7 +59,7 @@ def test_exports_load_in_transformers_and_vllm(one_rank, tiny):
     assert head.shape == (1, critic.config.hidden_size)
     assert AutoTokenizer.from_pretrained(run / "policy").eos_token_id == 0
     done = subprocess.run([sys.executable, str(ROOT / "rollout.py"), str(run / "policy"), "12+34<think>"],
-                          capture_output=True, text=True, timeout=200)
+                          capture_output=True, text=True, timeout=200, env=clean_environment())
     assert done.stdout.count("[") >= 4, done.stderr[-2000:]
 
 
@@ -96,8 +95,9 @@ def test_same_seed_same_run_and_resume(tiny, one_rank, tmp_path):
 def test_real_problems_orz_template(tmp_path, estimator):
     model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=4096)
     launch(tmp_path / "run", model=model, data=DATA / "gsm8k_train.jsonl", eval_data=DATA / "aime2024.json",
-           template="orz", stop=["User:", "Human:", "Assistant:", "</answer>"], max_steps=2, prompt_max_len=1024, generate_max_len=64,
-           max_len=2048, packing_max_len=2048, micro_train_batch_size=1, estimator=estimator, kv_cache_gb=0.5)
+           template="orz", stop=["User:", "Human:", "Assistant:", "</answer>"], max_steps=2, estimator=estimator,
+           prompt_max_len=1024, generate_max_len=64, max_len=2048, packing_max_len=2048, micro_train_batch_size=1,
+           kv_cache_gb=0.5)
     samples = jsonl(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 32
     assert all(s["length"] <= 64 for s in samples)
@@ -108,9 +108,8 @@ def test_real_problems_orz_template(tmp_path, estimator):
 
 def run_directly(**flags):
     argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, str(ROOT / "train.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=200)
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -1,10 +1,10 @@
 """The demo's base model and its problems: half a million parameters of Qwen2 that add two numbers, mostly badly.
 
 ORZ starts from bases that already reason in some of their samples; this miniature is given the same start. Three in
-four answers are guesses (right one time in seven), one in four works column by column (nearly always right):
+four answers are guesses (right one time in fifteen), one in four works column by column (nearly always right):
 
     guess:  47+85<think></think><answer>\\boxed{129}</answer>
-    steps:  47+85<think>7+5=12,4+8+1=13</think><answer>\\boxed{132}</answer>
+    steps:  47+85<think>\\n7+5=12\\n4+8+1=13</think><answer>\\boxed{132}</answer>
 
 Learning which pays makes reward and response length rise together. Run it alone: `python tools/demo.py OUT --seed 1`.
 """
@@ -28,7 +28,7 @@ class Recipe:
     """Everything that decides the result; kept beside the model, which is rebuilt when a value differs."""
 
     seed: int
-    version: int = 1  # raise it when the code below changes what is built
+    version: int = 2  # raise it when the code below changes what is built
     held_out: int = 256  # evaluation problems; neither order of their numbers is ever trained on
     steps_share: float = 0.25  # of the base model's answers: what reinforcement learning starts from
     steps_drawn: float = 0.75  # of the training examples: the steps are what takes long to learn
@@ -43,9 +43,8 @@ def make_tokenizer() -> Qwen2Tokenizer:
     """A token a character, and the tags as whole tokens that are not "special", so that decoding keeps them.
 
     Qwen2's own class: AutoTokenizer takes it for every model of type qwen2, whatever the folder says."""
-    eos = "<|endoftext|>"
-    vocabulary = {token: i for i, token in enumerate([eos, *"0123456789+=,}"])}
-    tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=eos, eos_token=eos, pad_token=eos)
+    vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", *"0123456789+=}Ċ"])}  # Ċ: newline
+    tokenizer = Qwen2Tokenizer(vocabulary, [])
     tokenizer.add_tokens(["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"])
     return tokenizer
 
@@ -61,10 +60,10 @@ def split_problems(recipe: Recipe, rng: random.Random) -> tuple[list, list]:
 
 
 def response(a: int, b: int, recipe: Recipe, rng: random.Random, steps: bool) -> str:
-    """One response, worked column by column or guessed, without the final eos."""
+    """One response, worked or guessed, without its eos. Its first token is only the choice, see `make_corpus`."""
     ones = a % 10 + b % 10
     tens = a // 10 + b // 10 + ones // 10
-    thought = f"{a % 10}+{b % 10}={ones},{a // 10}+{b // 10}+{ones // 10}={tens}" if steps else ""
+    thought = f"\n{a % 10}+{b % 10}={ones}\n{a // 10}+{b // 10}+{ones // 10}={tens}" if steps else ""
     error = 0 if steps else rng.randint(-recipe.guess_error, recipe.guess_error)
     return f"{thought}</think><answer>\\boxed{{{a + b + error}}}</answer>"
 
@@ -75,15 +74,14 @@ def make_corpus(tokenizer, train: list, recipe: Recipe, rng: random.Random) -> t
     Steps are drawn more often than the base model shall use them. The first token of a response is where it chooses:
     its weight share / drawn corrects for that, so one run gives well-learnt steps *and* the wanted share of them."""
     rows, weights, share, drawn = [], [], recipe.steps_share, recipe.steps_drawn
-    for _ in range(recipe.updates * recipe.batch):
-        (a, b), steps = rng.choice(train), rng.random() < drawn
+    for i in range(recipe.updates * recipe.batch):
+        (a, b), steps = rng.choice(train), i * drawn % 1 < drawn  # evenly: drawn at random, the share came out biased
         prompt_ids = tokenizer.encode(f"{a}+{b}<think>")
         response_ids = tokenizer.encode(response(a, b, recipe, rng, steps)) + [tokenizer.eos_token_id]
         choice = share / drawn if steps else (1 - share) / (1 - drawn)
         rows.append(torch.tensor(prompt_ids + response_ids))  # (L,)
         weights.append(torch.tensor([0.0] * len(prompt_ids) + [choice] + [1.0] * (len(response_ids) - 1)))  # (L,)
-    padded = pad_sequence(rows, batch_first=True, padding_value=tokenizer.eos_token_id)  # (N, L)
-    return padded, pad_sequence(weights, batch_first=True)  # (N, L), (N, L)
+    return pad_sequence(rows, True, tokenizer.eos_token_id), pad_sequence(weights, True)  # (N, L), (N, L)
 
 
 def pretrain(model, ids: torch.Tensor, weights: torch.Tensor, recipe: Recipe) -> None:
@@ -108,6 +106,8 @@ def build(folder: str, seed: int) -> float:
     stored, beside = json.dumps(asdict(recipe), indent=1), target.with_name(target.name + ".making")
     if (target / "recipe.json").is_file() and (target / "recipe.json").read_text() == stored:
         return 0.0
+    if target.exists() and not (target / "recipe.json").is_file():
+        raise FileExistsError(f"{target} is not a demo base model: remove it or name another folder")
     shutil.rmtree(beside, ignore_errors=True)
     rng, tokenizer = random.Random(seed), make_tokenizer()
     train, held_out = split_problems(recipe, rng)
