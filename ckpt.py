@@ -249,10 +249,13 @@ def mark(run_dir: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(run_dir.glob("*.jsonl"))}
 
 
-def rewind(run_dir: Path, marks: dict[str, int]) -> None:
-    """Cuts the logs back to a mark, so that a resumed run leaves neither a gap nor a double line."""
+def rewind(run_dir: Path, step: int, marks: dict[str, int]) -> None:
+    """Cuts the logs back to a mark and drops checkpoints after `step`, damaged or of a future that will not be."""
     for path in run_dir.glob("*.jsonl"):
         os.truncate(path, min(marks.get(path.name, 0), path.stat().st_size))
+    for path in checkpoints(run_dir):
+        if step_of(path) > step:
+            shutil.rmtree(path)
 
 
 def export(out: Path, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer) -> None:

@@ -80,7 +80,7 @@ class Config:
     save_interval: int = 50  # steps between checkpoints; one more at the end and on a signal
     keep_last: int = 2  # newest checkpoints kept; 0: all
     keep_every: int = 0  # and every step divisible by this
-    resume: str = "auto"  # auto: the newest complete checkpoint of run_dir; none: start over; or a checkpoint's path
+    resume: str = "auto"  # auto: newest complete checkpoint of run_dir; none: start over; or a checkpoint's path
     resume_force: bool = False  # go on although a flag that changes the mathematics has changed
     log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
@@ -343,9 +343,8 @@ def main() -> None:
     if path:
         ckpt.load(path, engines)
     if rank == 0:
-        ckpt.rewind(run_dir, saved["marks"] if path else {})
-        used = dataclasses.asdict(cfg) | {"world": world, "versions": plan.versions()}
-        (run_dir / "config.json").write_text(json.dumps(used, indent=1))
+        ckpt.rewind(run_dir, start, saved["marks"] if path else {})
+        (run_dir / "config.json").write_text(json.dumps(vars(cfg) | {"world": world, "versions": plan.versions()}))
     sampler.sync(ppo.named_weights(policy))
     off = check_sampler(sampler, policy, prompts, cfg, device)
     say(f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, {world} rank(s) of "
