@@ -235,6 +235,25 @@ def test_resume_is_exact_everywhere(tiny, tmp_path, estimator, zero, ranks):
     resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=1)
 
 
+@pytest.mark.parametrize("zero, ranks", [(0, 1), (3, 2)])
+def test_export_from_checkpoint_equals_the_run_s_own(tiny, tmp_path, zero, ranks):
+    """`convert.py export` needs neither GPU nor process group and gives the very weights of the final export."""
+    from safetensors.torch import load_file
+
+    launch(tmp_path / "run", ranks=ranks, **tiny | {"zero_stage": zero, "max_steps": 1})
+    tool = [sys.executable, str(ROOT / "tools" / "convert.py")]
+    listed = subprocess.run([*tool, "list", tmp_path / "run"], capture_output=True, text=True, check=True)
+    assert "complete" in listed.stdout
+    subprocess.run([*tool, "export", tmp_path / "run" / "step_000001", tmp_path / "out"], check=True, capture_output=True)
+    for file in ("policy/model.safetensors", "critic/model.safetensors", "critic/value_head.safetensors"):
+        ours, theirs = load_file(tmp_path / "out" / file), load_file(tmp_path / "run" / file)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), file
+        assert len(ours) >= len(theirs) - 1
+    torn = subprocess.run([*tool, "export", tmp_path / "run", tmp_path / "no"], capture_output=True, text=True)
+    assert torn.returncode == 2
+    assert "not a complete checkpoint" in torn.stderr
+
+
 def wait_for(path: Path, text: str, process, seconds: float = 200) -> None:
     end = time.time() + seconds
     while time.time() < end and not (path.exists() and text in path.read_text()):
