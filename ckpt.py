@@ -143,7 +143,7 @@ def save(run_dir: Path, step: int, engines: dict, state: dict, hf: Iterable, kee
     if rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)  # incomplete: damaged after it was published
-        writer.error = attempt(lambda: temporary.mkdir(parents=True))
+        writer.error = attempt(lambda: (temporary / "hf").mkdir(parents=True))
     if not any(everywhere(writer.error)):
         for name, engine in engines.items():
             own, engine.checkpoint_engine = engine.checkpoint_engine, writer

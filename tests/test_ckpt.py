@@ -244,7 +244,8 @@ def test_export_from_checkpoint_equals_the_run_s_own(tiny, tmp_path, zero, ranks
     tool = [sys.executable, str(ROOT / "tools" / "convert.py")]
     listed = subprocess.run([*tool, "list", tmp_path / "run"], capture_output=True, text=True, check=True)
     assert "complete" in listed.stdout
-    subprocess.run([*tool, "export", tmp_path / "run" / "step_000001", tmp_path / "out"], check=True, capture_output=True)
+    source = tmp_path / "run" / "step_000001"
+    subprocess.run([*tool, "export", source, tmp_path / "out"], check=True, capture_output=True)
     for file in ("policy/model.safetensors", "critic/model.safetensors", "critic/value_head.safetensors"):
         ours, theirs = load_file(tmp_path / "out" / file), load_file(tmp_path / "run" / file)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours), file
