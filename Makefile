@@ -1,4 +1,4 @@
-# make demo | make test | make install | make bench | make lint
+# make demo | make test | make install | make lint
 # One environment, .venv. With an NVIDIA GPU the CUDA stack is installed, otherwise the CPU lock: same versions.
 PYTHON ?= python3.11
 VENV := .venv
@@ -25,6 +25,8 @@ $(VENV)/.installed: $(LOCK)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(if $(findstring cpu,$(LOCK)),--no-deps) -r $(LOCK) || { echo "error: install failed; \
 	the CPU build of torch comes from PyTorch's own CPU wheel index: put its address into PIP_EXTRA_INDEX_URL"; exit 2; }
+	rm -rf $(VENV)/torch_extensions  # a compilation that was killed leaves a lock, on which everybody waits for ever
+	$(BIN)/python -c "import rollout, deepspeed; rollout.start_distributed(); deepspeed.init_distributed()" >/dev/null
 	touch $@
 
 .PHONY: demo test lint install

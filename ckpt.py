@@ -5,8 +5,7 @@ state) and manifest.json (size and SHA-256 of every file, written last). Deviati
 - everything comes back: weights, fp32 masters, Adam moments, step; data order and random numbers are functions of it;
 - a checkpoint appears by one rename, after all ranks' files are flushed: a kill at any instant leaves the one before;
 - the folder is absolute, shared and large enough, or the run ends before a model is read (ORZ's issue 22).
-
-Run it alone: `python ckpt.py RUN` says which checkpoints of a run are complete.
+Run it alone: tests/test_ckpt.py does, around an engine of one layer.
 """
 import fcntl
 import hashlib
@@ -22,6 +21,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from safetensors.torch import save_file
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")  # ours to cut back; nobody else's files
 
 
 class CheckpointError(RuntimeError):
@@ -161,7 +162,7 @@ def save(run_dir: Path, step: int, engines: dict, state: dict, hf: Iterable, kee
         if error:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            prune(run_dir, keep_last, keep_every)
+            attempt(lambda: prune(run_dir, keep_last, keep_every))
     return error
 
 
@@ -174,8 +175,8 @@ def publish(temporary: Path, final: Path, files: dict, state: dict, hf: Iterable
     writer.write(temporary / "manifest.json", lambda file: file.write(json.dumps(files, indent=1).encode()))
     if not is_complete(temporary):
         raise OSError("a file is not the size that its rank wrote")
-    for path in [temporary, *temporary.rglob("*")]:  # names are on disk only when their folder is
-        fsync(path)
+    for path in [temporary, *temporary.rglob("*"), *map(final.parent.joinpath, mark(final.parent))]:
+        fsync(path)  # names are on disk only when their folder is; the logs must reach the state's marks
     os.rename(temporary, final)
     fsync(final.parent)
 
@@ -230,7 +231,7 @@ def newest(run_dir: Path, resume: str) -> Path | None:
         if not (problem := damage(path)):
             return path
         if resume != "auto":
-            raise CheckpointError(f"--resume {path}: {problem}; choose another of `python ckpt.py {path.parent}`")
+            raise CheckpointError(f"--resume {path}: {problem}; choose another of `tools/convert.py list RUN`")
         if dist.get_rank() == 0:
             print(f"warning: {path} is damaged ({problem}); going back to the one before", file=sys.stderr, flush=True)
     return None
@@ -246,12 +247,12 @@ def load(path: Path, engines: dict) -> None:
 
 def mark(run_dir: Path) -> dict[str, int]:
     """Bytes of each log: what belongs to the state of this instant."""
-    return {path.name: path.stat().st_size for path in sorted(run_dir.glob("*.jsonl"))}
+    return {path.name: path.stat().st_size for path in map(run_dir.joinpath, LOGS) if path.exists()}
 
 
 def rewind(run_dir: Path, step: int, marks: dict[str, int]) -> None:
     """Cuts the logs back to a mark and drops checkpoints after `step`, damaged or of a future that will not be."""
-    for path in run_dir.glob("*.jsonl"):
+    for path in map(run_dir.joinpath, mark(run_dir)):
         os.truncate(path, min(marks.get(path.name, 0), path.stat().st_size))
     for path in checkpoints(run_dir):
         if step_of(path) > step:
@@ -273,8 +274,3 @@ def export(out: Path, model, weights: Iterable[tuple[str, torch.Tensor]], tokeni
         if head:
             save_file(head, out / "value_head.safetensors")
     dist.barrier()
-
-
-if __name__ == "__main__":
-    for checkpoint in checkpoints(Path(sys.argv[1])):
-        print(checkpoint, "complete" if is_complete(checkpoint) else "INCOMPLETE")

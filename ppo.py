@@ -25,7 +25,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk; backward recomputes each chunk's logits.
-
     Costs a fourth head matmul, saves T*V*4 bytes several times over (5 GB at 8k tokens and V 152k)."""
     @staticmethod
     def forward(ctx, hidden, weight, token_ids, temperature, chunk):
@@ -105,7 +104,7 @@ def load_body(cfg, auto_class) -> nn.Module:
             module.p = 0.0
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return model.train()  # from_pretrained leaves eval mode, where checkpointing is silently off
 
 
 ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -122,7 +121,7 @@ def make_engine(module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW)
         "zero_optimization": {"stage": stage, "memory_efficient_linear": False,  # True patches vLLM's F.linear too
                               "stage3_param_persistence_threshold": cfg.zero3_persistence_threshold},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": cfg.bf16},
+        "bf16": {"enabled": cfg.bf16 and (lr is not None or stage == 3)},  # a plain reference is bf16 already
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose a ninth of the norm over 65 micro-batches
         "communication_data_type": "fp32",
         "steps_per_print": sys.maxsize})[0]
@@ -141,7 +140,6 @@ def make_critic(cfg):
 
 def named_weights(engine):
     """Yields (Hugging Face name, full tensor) on every rank, one parameter gathered at a time; do not keep the tensors.
-
     A tied head is named too: vLLM on a CPU would silently keep the old one."""
     params = list(engine.module.named_parameters())
     if isinstance(engine.module, Policy) and engine.module.model.config.tie_word_embeddings:
@@ -226,11 +224,13 @@ def build_rows(batch: Batch, rows: list[list[int]], device) -> MicroBatch:
 
 
 def micro_batches(batch: Batch, samples: list[int], cfg, device) -> list[MicroBatch]:
-    """This rank's share of `samples`; [] on all ranks when there is nothing to do.
-
-    Every rank gets the same number of micro-batches, since ZeRO's collectives must match: fillers where it runs out."""
+    """This rank's share of `samples`; [] on all ranks when there is nothing to do. Every rank gets the same number of
+    micro-batches, since ZeRO's collectives must match: fillers where it runs out."""
     mine = deal(batch.size, samples, dist.get_world_size())[dist.get_rank()]
-    rows, many = pack(batch.size, mine, cfg.packing_max_len), cfg.micro_train_batch_size
+    many, row_len = cfg.micro_train_batch_size, cfg.packing_max_len
+    if cfg.attention == "flash_attention_2":  # isolates samples only at batch size 1: one row of the same size
+        many, row_len = 1, many * row_len
+    rows = pack(batch.size, mine, row_len)
     micros = [rows[k:k + many] for k in range(0, len(rows), many)]
     most = torch.tensor(len(micros), device=device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -332,7 +332,6 @@ def critic_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, di
 
 def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, device, report=None) -> dict[str, float]:
     """One optimizer step over `samples`, dealt to all ranks. Returns global means per token, `grad_norm` and `lr`.
-
     The denominator counts every response token; samples of zero advantage are then left out of the policy's passes.
     With nothing left there is no step. `report(totals, share done)` is called after each micro-batch."""
     denominator = int(batch.length[samples].sum())
@@ -352,21 +351,23 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, de
             engine.step()  # only counts the micro-batch
         if report is not None:
             report(totals, (k + 1) / len(micros))
-    stats = checked_step(engine, totals, denominator) if micros else {"grad_norm": 0.0}
+    passed = int(batch.length[samples].sum())
+    stats = checked_step(engine, totals, denominator, passed) if micros else {"grad_norm": 0.0}
     return stats | {"lr": lr, "micro_batches": len(micros)}
 
 
-def checked_step(engine, totals: dict[str, Tensor], denominator: int) -> dict[str, float]:
-    """The optimizer's step if loss and gradient are finite, else FloatingPointError on all ranks, weights unchanged."""
-    packed = torch.stack(list(totals.values())).double()  # (stats,)
+def checked_step(engine, totals: dict[str, Tensor], denominator: int, passed: int) -> dict[str, float]:
+    """The optimizer's step if loss and gradient are finite, else FloatingPointError on all ranks, weights unchanged.
+    Losses are means over the denominator, other numbers over the tokens that went through the model."""
+    packed, stage, norm = torch.stack(list(totals.values())).double(), engine.zero_optimization_stage(), 0.0  # (stats,)
     dist.all_reduce(packed)
-    stats, norm = dict(zip(totals, (packed / denominator).tolist())), 0.0
-    if engine.zero_optimization_stage() == 0:  # would apply a NaN; its reduced gradients are in plain sight
+    stats = {key: x / (denominator if key.endswith("loss") else passed) for key, x in zip(totals, packed.tolist())}
+    if stage == 0:  # would apply a NaN; its reduced gradients are in plain sight
         norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]).item()
     skipped = engine.skipped_steps
     if np.isfinite([norm, *stats.values()]).all():
         engine.step()
-        norm = norm or float(engine.get_global_grad_norm())
+        norm = float(engine.get_global_grad_norm()) if stage else norm
     if engine.skipped_steps > skipped or not np.isfinite([norm, *stats.values()]).all():  # ZeRO 1-3 skip silently: ask
         raise FloatingPointError(f"loss or gradient is not finite: {stats}, gradient norm {norm}")
     return stats | {"grad_norm": norm}

@@ -12,10 +12,12 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core in this process, not in a child
+# DeepSpeed compiles an op at its first start: in this environment, not in a cache that environments rebuild in turn
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's thread count stands; ranks share a machine
 
 import numpy as np
@@ -92,7 +94,7 @@ class Sampler:
                 # a cache sized from whatever memory is free changes the schedule, and with it the bits, between runs
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None if self.gpu else 2**30,
                 distributed_executor_backend="external_launcher", use_tqdm_on_load=False)
-        except (ValueError, MemoryError) as error:
+        except (ValueError, MemoryError, RuntimeError, OSError) as error:  # what vLLM raises is not one class
             reason = " ".join(str(error).split())
             raise SamplerError(f"vLLM cannot start with --model {model}, --kv_cache_gb {kv_cache_gb}, --max_len "
                                f"{max_len}: {reason[:400]}; raise --kv_cache_gb or lower --max_len") from error
@@ -100,8 +102,8 @@ class Sampler:
 
     def generate(self, prompts: list[list[int]], n: int, seeds: list[int], *, max_new_tokens: int, max_len: int,
                  temperature: float = 1.0, top_p: float = 1.0, stop: Sequence[str] = (), logprobs: bool = False,
-                 first: int = 0) -> Iterator[Sample]:
-        """Yields each of the n samples per prompt as it ends; closing the generator early aborts the rest.
+                 first: int = 0, stopped: Callable[[], bool] = lambda: False) -> Iterator[Sample]:
+        """Yields each of the n samples per prompt as it ends; `stopped` or closing the generator aborts the rest.
 
         Sample k of prompt i is drawn with the seed hash64(seeds[i], k), k from `first` on: a second call can go on
         where a first one ended. Without stop strings vLLM need not detokenize: faster on small models."""
@@ -120,7 +122,7 @@ class Sampler:
                         max_tokens=min(max_new_tokens, max_len - len(prompt)), output_kind=RequestOutputKind.FINAL_ONLY)
                     waiting[f"{i}:{k}"] = i, k
                     engine.add_request(f"{i}:{k}", tokens_input(prompt), params)
-            while engine.has_unfinished_requests():
+            while engine.has_unfinished_requests() and not stopped():
                 for output in engine.step():
                     if output.finished:
                         yield self.sample(*waiting.pop(output.request_id), output.outputs[0], bool(stop), logprobs)

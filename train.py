@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -122,7 +123,6 @@ def parse_flags(argv: list[str]) -> Config:
 
 class Signals:
     """SIGTERM, SIGINT or SIGUSR1 on any rank stops the run on all; a second SIGINT ends this process at once.
-
     The news travels through a key-value store, since the other ranks may be deep in their own generation."""
 
     def __init__(self):
@@ -133,7 +133,6 @@ class Signals:
         self.asked, self.next_look = False, 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.handle)
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
 
     def handle(self, number, frame) -> None:
         if number == signal.SIGINT and self.asked:
@@ -145,7 +144,8 @@ class Signals:
         if self.asked:
             self.store.set("stop", "1")
         elif time.monotonic() > self.next_look:
-            self.asked, self.next_look = self.store.check(["stop"]), time.monotonic() + 0.5
+            self.next_look = time.monotonic() + 0.5
+            self.asked |= self.store.check(["stop"])
         return self.asked
 
     def agree(self) -> None:
@@ -156,7 +156,6 @@ class Signals:
 
 class Clock:
     """Seconds per phase of one step: `with clock("rollout"): ...`; adds up over repeated phases."""
-
     def __init__(self):
         self.seconds, self.start = {}, time.perf_counter()
 
@@ -171,7 +170,6 @@ class Clock:
 
 def sample_and_score(sampler, grader, problems, prompts, n: int, purpose: str, step: int, cfg, clock, signals):
     """n scored responses to each problem as dicts, ordered by problem and index, the same list on every rank.
-
     Problems are dealt to engines in turn; a response goes to the grader as soon as it ends. Raises Stopped."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine, records = list(range(rank, len(problems), world)), []
@@ -179,11 +177,9 @@ def sample_and_score(sampler, grader, problems, prompts, n: int, purpose: str, s
         stream = sampler.generate(
             [prompts[i] for i in mine], n, [hash64(cfg.seed, step, purpose, problems[i].index) for i in mine],
             max_new_tokens=cfg.generate_max_len, max_len=cfg.max_len, temperature=cfg.temperature, top_p=cfg.top_p,
-            stop=cfg.stop, logprobs=cfg.log_ratio)
+            stop=cfg.stop, logprobs=cfg.log_ratio, stopped=signals.poll)
         with contextlib.closing(stream):
             for sample in tqdm(stream, purpose, len(mine) * n, leave=False, unit="sample", disable=rank > 0 or None):
-                if signals.poll():
-                    break
                 i = mine[sample.prompt]
                 grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
                 records.append(vars(sample) | {"problem": i})
@@ -265,7 +261,7 @@ def learn(kind: str, engine, batch: ppo.Batch, parts: list, lrs: list[float], cf
     """One optimizer step per part of the samples, under a bar with ORZ's fields; the mean of their statistics."""
     loss_fn, names = {"policy": (ppo.policy_loss, {"pg": "policy_loss", "ent": "entropy", "kl": "kl"}),
                       "critic": (ppo.critic_loss, {"cri": "critic_loss", "vals": "values"})}[kind]
-    per_part = batch.length.sum().item() / len(parts)  # tokens
+    per_part = batch.length.sum().item() / len(parts) / dist.get_world_size()  # tokens of this rank
     fixed = {"ret": batch.rewards.mean().item(), "glen": batch.length.double().mean().item(),
              "tlen": np.mean(batch.size)}
     with tqdm(desc=kind, leave=False, unit="micro", disable=dist.get_rank() > 0 or None) as bar:
@@ -273,7 +269,8 @@ def learn(kind: str, engine, batch: ppo.Batch, parts: list, lrs: list[float], cf
             bar.update()
             if not bar.disable:
                 means = {k: totals[key].item() / per_part / share for k, key in names.items() if key in totals}
-                bar.set_postfix(fixed | means | {f"{kind[:3]}_lr": engine.optimizer.param_groups[0]["lr"]})
+                lr = engine.optimizer.param_groups[0]["lr"]
+                bar.set_postfix(fixed | means | {"cri_lr" if kind == "critic" else "act_lr": lr})
         stats = [ppo.update(engine, loss_fn, batch, list(p), cfg, lr, device, report) for p, lr in zip(parts, lrs)]
     shared = ("grad_norm", "lr", "micro_batches", "values")  # names that both models have
     return {f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats])) for key in stats[0]}
@@ -304,6 +301,7 @@ def finish(begin: float, base_seconds: float, cfg: Config, steps: int, run_dir: 
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
     begin, cfg = time.time(), parse_flags(sys.argv[1:])
     rank, world, device = start_distributed()
     say = print if rank == 0 else lambda *_, **__: None
@@ -344,6 +342,7 @@ def main() -> None:
         ckpt.load(path, engines)
     if rank == 0:
         ckpt.rewind(run_dir, start, saved["marks"] if path else {})
+        (run_dir / "result.json").unlink(missing_ok=True)  # it speaks of a run that goes on now
         (run_dir / "config.json").write_text(json.dumps(vars(cfg) | {"world": world, "versions": plan.versions()}))
     sampler.sync(ppo.named_weights(policy))
     off = check_sampler(sampler, policy, prompts, cfg, device)
@@ -363,7 +362,7 @@ def main() -> None:
     try:
         for step in range(start, total_steps + 1):
             marks, clock = ckpt.mark(run_dir), Clock()
-            due = due or step > start and (step % cfg.save_interval == 0 or step == total_steps)
+            due = due or step > start and (step == total_steps or cfg.save_interval and step % cfg.save_interval == 0)
             due = due and not save(step, marks)
             signals.agree()
             if step in (0, total_steps) or cfg.eval_interval and step % cfg.eval_interval == 0:
@@ -407,8 +406,9 @@ def main() -> None:
             if rank == 0:
                 report(records, picked, batch, learned, step + 1, total_steps, clock, cfg, run_dir)
     except Stopped:
-        save(step, marks)
-        say(f"stopped at step {step}; to go on: accelerate launch {' '.join(sys.argv)}", flush=True)
+        if not save(step, marks):
+            raise ckpt.CheckpointError(f"stopped at step {step}, which is NOT saved") from None
+        say(f"stopped at step {step}; to go on: accelerate launch {shlex.join([*sys.argv, '--resume', 'auto'])}")
         return
     finally:
         grader.close()

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))  # as rollout.py does
 
 SMALL = {  # the sizes of a whole run that takes seconds
     "template": "demo", "rollout_batch_size": 4, "n_samples_per_prompt": 4, "critic_update_steps": 2, "max_steps": 3,

