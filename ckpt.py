@@ -7,6 +7,7 @@ state) and manifest.json (size and SHA-256 of every file, written last). Deviati
 - the folder is absolute, shared and large enough, or the run ends before a model is read (ORZ's issue 22).
 Run it alone: tests/test_ckpt.py does, around an engine of one layer.
 """
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -57,8 +58,7 @@ def fsync(path: Path) -> None:
 def preflight(run_dir: Path, need_bytes: int) -> object:
     """Every rank writes a token, reads its neighbour's, measures free space; rank 0 locks the folder for this run.
 
-    Raises CheckpointError on all ranks, naming machine, rank, path, needed and free bytes. The lock lasts as long as
-    the returned object."""
+    Raises CheckpointError on all ranks, naming machine, rank, path and bytes. The lock lasts as long as the result."""
     rank, world = dist.get_rank(), dist.get_world_size()
     nonce = everywhere(os.urandom(8).hex())[0]
     tokens, lock, problem = run_dir / ".preflight", None, None
@@ -74,7 +74,7 @@ def preflight(run_dir: Path, need_bytes: int) -> object:
     except BlockingIOError:
         problem = "another run is using this folder; wait for it or choose another --run_dir"
     except OSError as error:
-        problem = f"not writable ({error.strerror})"
+        problem = f"not writable, or not lockable ({error.strerror})"
     dist.barrier()
     neighbour = (rank + 1) % world
     try:
@@ -95,6 +95,13 @@ def describe(path: Path) -> dict:
     """Size and SHA-256 of a file, read back. Hashing runs at 1-2 GB/s, mostly faster than the disk it waits for."""
     with open(path, "rb") as file:
         return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def matches(path: Path, entry: dict) -> bool:
+    """Is the file what the manifest says? No error: a sick disk on one rank must not leave the others waiting."""
+    with contextlib.suppress(OSError):
+        return describe(path) == entry
+    return False
 
 
 class DurableWriter(CheckpointEngine):
@@ -213,12 +220,8 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None; the hashing is dealt over the ranks."""
     if not everywhere(is_complete(path))[0]:
         return "files are missing or cut short"
-    wrong = []
-    manifest = sorted(json.loads((path / "manifest.json").read_text()).items())
-    for name, entry in manifest[dist.get_rank()::dist.get_world_size()]:
-        if describe(path / name) != entry:
-            wrong.append(name)
-    wrong = [name for part in everywhere(wrong) for name in part]
+    manifest = sorted(json.loads((path / "manifest.json").read_text()).items())[dist.get_rank()::dist.get_world_size()]
+    wrong = sum(everywhere([name for name, entry in manifest if not matches(path / name, entry)]), [])
     return f"{wrong[0]} does not match its hash" if wrong else None
 
 
@@ -256,6 +259,7 @@ def rewind(run_dir: Path, step: int, marks: dict[str, int]) -> None:
         os.truncate(path, min(marks.get(path.name, 0), path.stat().st_size))
     for path in checkpoints(run_dir):
         if step_of(path) > step:
+            print(f"dropping {path}: the run goes on from step {step}", file=sys.stderr, flush=True)
             shutil.rmtree(path)
 
 

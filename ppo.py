@@ -368,8 +368,8 @@ def checked_step(engine, totals: dict[str, Tensor], denominator: int, passed: in
     if np.isfinite([norm, *stats.values()]).all():
         engine.step()
         norm = float(engine.get_global_grad_norm()) if stage else norm
-    if engine.skipped_steps > skipped or not np.isfinite([norm, *stats.values()]).all():  # ZeRO 1-3 skip silently: ask
-        raise FloatingPointError(f"loss or gradient is not finite: {stats}, gradient norm {norm}")
+    if engine.skipped_steps > skipped or not np.isfinite([norm, *stats.values()]).all():  # ZeRO 1-3 skip silently
+        raise FloatingPointError(f"{type(engine.module).__name__}: loss or gradient not finite: {stats}, norm {norm}")
     return stats | {"grad_norm": norm}
 
 

@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
 from fractions import Fraction
 from multiprocessing.connection import wait
@@ -231,7 +231,7 @@ class Grader(contextlib.AbstractContextManager):
         self.cpu_seconds, self.wall_seconds = cpu_seconds, wall_seconds
         self.counts = dict.fromkeys(("checks", "symbolic", "cpu_timeouts", "wall_timeouts", "crashes"), 0)
         self.pairs, self.verdicts = {}, {}  # key -> pair; pair -> bool, or the future of one
-        self.threads = ThreadPoolExecutor(workers)  # each only feeds its own process and waits for it
+        self.threads = futures.ThreadPoolExecutor(workers)  # each only feeds its own process and waits for it
         self.own, self.lock, self.processes = threading.local(), threading.Lock(), set()
 
     def submit(self, key, text: str, finish_reason: str, label) -> None:
@@ -248,8 +248,10 @@ class Grader(contextlib.AbstractContextManager):
                 self.counts["symbolic"] += 1
                 self.verdicts[pair] = self.threads.submit(self.check, pair)
 
-    def poll(self) -> None:
-        """To be called between samples. Nothing to do here: the threads move the queue on."""
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; True once every verdict is there."""
+        pending = [verdict for verdict in self.verdicts.values() if not isinstance(verdict, bool)]
+        return not futures.wait(pending, seconds).not_done
 
     def results(self) -> dict:
         """{key: reward} of all that was submitted since the last call; waits for what is pending."""

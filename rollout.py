@@ -54,8 +54,9 @@ def problem_order(seed: int, count: int, start: int, size: int) -> list[int]:
     return [int(orders[k // count][k % count]) for k in range(start, start + size)]
 
 
-def start_distributed() -> tuple[int, int, torch.device]:
-    """Joins the process group that `accelerate launch` laid out, or makes one of one. Returns rank, world, device.
+def start_distributed() -> tuple[int, int, torch.device, dist.Store]:
+    """Joins the process group that `accelerate launch` laid out, or makes one of one. Returns rank, world,
+    device and the key-value store through which ranks can speak outside of collectives.
 
     Comes before any engine: vLLM joins the same group and, on a CPU, keeps the number of threads it finds."""
     if "RANK" not in os.environ:  # plain `accelerate launch train.py` sets none of these
@@ -69,8 +70,10 @@ def start_distributed() -> tuple[int, int, torch.device]:
     else:  # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    dist.init_process_group("nccl" if gpu else "gloo")
-    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local) if gpu else torch.device("cpu")
+    store, rank, world = next(dist.rendezvous("env://"))
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world)
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    return rank, world, device, dist.PrefixStore("nanoorz", store)
 
 
 class Sampler:

@@ -21,10 +21,14 @@ SMALL = {  # the sizes of a whole run that takes seconds
     "gradient_checkpointing": "false", "eval_interval": 0, "zero3_persistence_threshold": 0}
 
 
+ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+
+
 def launch(run_dir, ranks: int = 1, timeout: float = 300, check: bool = True, env=None, **flags):
-    """`accelerate launch train.py` with SMALL sizes, changed by flags (a list becomes several values)."""
-    launcher = ["--use_deepspeed", "--num_processes", str(ranks), "--num_machines", "1"] if ranks > 1 else []
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *launcher, str(ROOT / "train.py")]
+    """train.py with SMALL sizes, changed by flags (a list becomes several values); several ranks by accelerate, which
+    one rank is spared: it does nothing there but import itself for 5 s (test_trainer_does_not_outlive... has it)."""
+    launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", str(ranks), "--num_machines", "1"]
+    command = [sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "train.py")]
     for name, value in (SMALL | flags | {"run_dir": str(run_dir)}).items():
         command += [f"--{name}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
     env = clean_environment() | (env or {})

@@ -34,7 +34,7 @@ def work(run: Path, until: int) -> None:
 
     import rollout
 
-    rank, _, _ = rollout.start_distributed()
+    rank, *_ = rollout.start_distributed()
     lock = ckpt.preflight(run, 0)  # noqa: F841
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))

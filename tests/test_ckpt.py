@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SMALL, clean_environment, jsonl, launch, same_metrics
+from conftest import ACCELERATE, ROOT, SMALL, clean_environment, jsonl, launch, same_metrics
 
 import ckpt
 import rollout
+from tools import plan, reshard
 
 
 @pytest.fixture(scope="session")
@@ -187,7 +188,7 @@ def test_full_disk_keeps_the_old_one(group, small_disk):
 
 # ---- whole runs ----
 
-CELLS = [("gae", 0, 1), ("grpo", 3, 2)]
+CELLS = [("gae", 0, 1), ("grpo", 1, 2), ("grpo", 2, 1), ("gae", 3, 2)]  # every stage; every estimator with 1 and 2 ranks
 WIDE = [(e, z, w) for e in ("gae", "grpo") for z in range(4) for w in (1, 2) if (e, z, w) not in CELLS]
 
 
@@ -213,6 +214,20 @@ def compare(one, two, where: str) -> None:
         assert len(one) == len(two), where
         for k, (x, y) in enumerate(zip(one, two)):
             compare(x, y, f"{where}/{k}")
+
+
+@pytest.fixture(scope="session")
+def whole(tiny, tmp_path_factory):
+    """The folder of an undisturbed run with these flags, made once."""
+    runs = {}
+
+    def run(ranks=1, **flags) -> Path:
+        key = json.dumps([ranks, flags], sort_keys=True)
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("whole")
+            launch(runs[key], ranks=ranks, **tiny | flags)
+        return runs[key]
+    return run
 
 
 def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt):
@@ -272,11 +287,11 @@ def start(run: Path, flags: dict, *launcher):
     return subprocess.Popen(command, stdout=out, stderr=out, env=clean_environment())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["term", "usr1"])
-def test_signal_saves_and_resume_is_exact(tiny, tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=["term", "usr1", "int"])
+def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     """The run is stopped at an arbitrary moment of its second or third step; exit code 0, nothing is lost."""
-    same = dict(tiny, max_steps=6, save_interval=100, keep_last=0)
-    process = start(tmp_path / "run", same)
+    same = dict(max_steps=6, save_interval=100, keep_last=0)
+    process = start(tmp_path / "run", tiny | same)
     wait_for(tmp_path / "run" / "metrics.jsonl", '"step": 2', process)
     begin = time.time()
     process.send_signal(number)
@@ -284,14 +299,13 @@ def test_signal_saves_and_resume_is_exact(tiny, tmp_path, number):
     assert time.time() - begin < 20
     assert "to go on: accelerate launch" in (tmp_path / "run" / "out.txt").read_text()
     assert 2 <= ckpt.step_of(ckpt.checkpoints(tmp_path / "run")[0]) < 6
-    launch(tmp_path / "run", **same)
-    launch(tmp_path / "whole", **same)
-    equal_runs(tmp_path / "whole", tmp_path / "run")
+    launch(tmp_path / "run", **tiny | same)
+    equal_runs(whole(**same), tmp_path / "run")
 
 
 def test_trainer_does_not_outlive_its_launcher(tiny, tmp_path):
     """SIGTERM to a one-process `accelerate launch` kills the launcher only: the trainer must notice, save and leave."""
-    process = start(tmp_path / "run", dict(tiny, max_steps=500), "-m", "accelerate.commands.accelerate_cli", "launch")
+    process = start(tmp_path / "run", dict(tiny, max_steps=500), *ACCELERATE)
     wait_for(tmp_path / "run" / "metrics.jsonl", '"step": 2', process)
     process.terminate()
     process.wait(60)
@@ -306,12 +320,69 @@ def test_trainer_does_not_outlive_its_launcher(tiny, tmp_path):
 
 def test_changed_mathematics_is_refused_with_names(tiny, tmp_path):
     launch(tmp_path / "run", **tiny | {"max_steps": 1})
-    done = launch(tmp_path / "run", check=False, **tiny | {"max_steps": 2, "actor_learning_rate": 0.5})
-    assert "--actor_learning_rate was 0.001, is 0.5" in done.stdout
-    assert "changes the mathematics" in done.stderr
-    done = launch(tmp_path / "run", check=False, **tiny | {"max_steps": 2, "zero_stage": 1})
-    assert "reshard" in done.stderr
-    done = launch(tmp_path / "run", **tiny | {"max_steps": 2, "actor_learning_rate": 0.5, "resume_force": "true"})
+    path, said = tmp_path / "run" / "step_000001", []
+    saved = json.loads((path / "state.json").read_text())
+    flags, say = saved["config"], lambda line: said.append(line)  # noqa: E731
+    assert plan.check_resume(path, saved, flags | {"max_steps": 2, "run_dir": "elsewhere"}, 1, say) is False
+    said.clear()
+    with pytest.raises(plan.ConfigError, match="another --actor_learning_rate, which changes the mathematics"):
+        plan.check_resume(path, saved, flags | {"actor_learning_rate": 0.5}, 1, say)
+    assert said == ["resume: --actor_learning_rate was 0.001, is 0.5"]
+    for ranks, change in ((2, {}), (1, {"zero_stage": 1})):
+        with pytest.raises(plan.ConfigError, match="convert.py reshard .*step_000001"):
+            plan.check_resume(path, saved, flags | change, ranks, say)
+    launch(tmp_path / "run", **tiny | {"max_steps": 2, "actor_learning_rate": 0.5, "resume_force": "true"})
     assert len(jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
     done = launch(tmp_path / "run", **tiny | {"max_steps": 2, "actor_learning_rate": 0.5})
     assert "is complete" in done.stdout
+
+
+# ---- other numbers of ranks, other ZeRO stages ----
+
+def torchrun(ranks: int, *args) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0",
+               str(ROOT / "tests" / "reshard_worker.py"), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 4)])
+def test_reshard_is_exact(tmp_path, before, after):
+    """Parameters and moments of every (stage, ranks) arrive in every other one, to the bit. 33 hidden units and tied
+    embeddings: nothing divides evenly, and one parameter has two names."""
+    import tiny as maker
+
+    model = maker.make_model(tmp_path / "model", vocab=67)
+    torchrun(before, model, tmp_path / "saved")
+    for run in sorted((tmp_path / "saved").iterdir()):
+        reshard.reshard(run)
+    torchrun(after, model, tmp_path / "loaded", tmp_path / "saved")
+    crossings = sorted((tmp_path / "loaded").iterdir())
+    assert len(crossings) == 8
+    for crossing in crossings:
+        first, last = crossing.name.split("to")
+        one, step = reshard.merged(tmp_path / "saved" / first / "step_000003" / "policy", int(first))
+        two, other_step = reshard.merged(crossing / "step_000003" / "policy", int(last))
+        assert step == other_step == 3
+        assert one.keys() == two.keys()
+        assert len(one) % 3 == 0
+        assert all(torch.equal(one[key], two[key]) for key in one), crossing.name
+        assert all(one[key].any() for key in one), "moments of zero prove nothing"
+
+
+def test_run_goes_on_with_other_ranks(tiny, tmp_path):
+    """2 ranks with ZeRO 3, then 1 with ZeRO 0, then 2 with ZeRO 1: refused without reshard, and the curve goes on."""
+    same = dict(tiny, save_interval=1, keep_last=0, log_ratio="true")
+    run = tmp_path / "run"
+    launch(run, ranks=2, **same | {"zero_stage": 3, "max_steps": 1})
+    refused = launch(run, check=False, **same | {"zero_stage": 0, "max_steps": 2})
+    assert "2 ranks with ZeRO 3, this run of 1 with 0" in refused.stderr
+    for ranks, stage, steps in ((1, 0, 2), (2, 1, 3)):
+        subprocess.run([sys.executable, str(ROOT / "tools" / "convert.py"), "reshard", run], check=True)
+        launch(run, ranks=ranks, **same | {"zero_stage": stage, "max_steps": steps})
+    metrics = jsonl(run / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert all(abs(m["ratio"] - 1) < 1e-4 for m in metrics)
+    launch(tmp_path / "whole", **same)
+    for one, two in zip(metrics, jsonl(tmp_path / "whole" / "metrics.jsonl")):
+        assert one["policy_grad_norm"] == pytest.approx(two["policy_grad_norm"], rel=0.02), "the curve has a kink"

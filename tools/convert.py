@@ -1,13 +1,13 @@
-"""Checkpoints without a GPU and without a process group: what is there, and Hugging Face folders from any of them.
+"""Checkpoints without a GPU and without a process group: what is there, Hugging Face folders, other numbers of ranks.
 
     python tools/convert.py list RUN
     python tools/convert.py export RUN/step_000050 OUT     writes OUT/policy and OUT/critic for transformers and vLLM
+    python tools/convert.py reshard RUN                    then go on with any number of ranks and any ZeRO stage
 
-The critic's folder is a body for AutoModel plus `value_head.safetensors` (weight of H -> 1). Files of the project's own
-runs are read with weights_only where DeepSpeed lets us: its merging of ZeRO 1-3 shards unpickles, so export only what
-you trust.
+The critic's folder is a body for AutoModel plus `value_head.safetensors` (weight of H -> 1). `reshard` adds universal/
+to the newest checkpoint (or the one named): every parameter whole, with its Adam moments, 12 bytes a parameter; it
+needs as much memory. Files are read without arbitrary pickles (torch.load with weights_only).
 """
-import json
 import sys
 import time
 from pathlib import Path
@@ -15,11 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ckpt
+from tools.reshard import checked, merged, reshard
 
 
 def list_checkpoints(run: Path) -> None:
@@ -28,28 +28,20 @@ def list_checkpoints(run: Path) -> None:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
         verdict = "complete" if ckpt.is_complete(path) else "TORN"
+        verdict += ", any number of ranks" if ckpt.is_complete(path / "universal") else ""
         print(f"{ckpt.step_of(path):8d}  {when}  {size / 2**20:10.1f} MiB  {verdict}")
-
-
-def full_weights(part: Path, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Name -> full fp32 tensor of one engine, without the wrapper's prefix; reads every rank's shards."""
-    if zero_stage:
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(part), tag="state")
-    else:
-        weights = ckpt.DurableWriter(part).load(str(part / "state" / "mp_rank_00_model_states.pt"), "cpu")["module"]
-    return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
 def export(path: Path, out: Path) -> None:
     """Policy and, where there is one, critic as Hugging Face folders, in the dtype of training; CheckpointError."""
-    if not ckpt.is_complete(path):
-        raise ckpt.CheckpointError(f"{path} is not a complete checkpoint; see `convert.py list {path.parent}`")
-    state = json.loads((path / "state.json").read_text())["config"]
+    state = checked(path)["config"]
     config, tokenizer = AutoConfig.from_pretrained(path / "hf"), AutoTokenizer.from_pretrained(path / "hf")
     dtype = torch.bfloat16 if state["bf16"] else torch.float32
     for name, auto_class in (("policy", AutoModelForCausalLM), ("critic", AutoModel)):
         if (path / name).is_dir():
-            weights = {key: tensor.to(dtype) for key, tensor in full_weights(path / name, state["zero_stage"]).items()}
+            masters = merged(path / name, state["zero_stage"])[0]
+            weights = {key.removeprefix("fp32/").removeprefix("model."): x.to(dtype) for key, x in masters.items()
+                       if key.startswith("fp32/")}
             head = {key: weights.pop(key) for key in list(weights) if key.startswith("value_head.")}
             model = auto_class.from_config(config, dtype=dtype)
             missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -64,13 +56,12 @@ def export(path: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    tools, paths = {"list": (list_checkpoints, 1), "reshard": (reshard, 1), "export": (export, 2)}, sys.argv[2:]
     try:
-        if sys.argv[1:2] == ["list"] and len(sys.argv) == 3:
-            list_checkpoints(Path(sys.argv[2]))
-        elif sys.argv[1:2] == ["export"] and len(sys.argv) == 4:
-            export(Path(sys.argv[2]), Path(sys.argv[3]))
-        else:
-            raise ckpt.CheckpointError("usage: convert.py list RUN | convert.py export RUN/step_NNNNNN OUT")
+        tool, many = tools.get("".join(sys.argv[1:2]), (None, 0))
+        if tool is None or len(paths) != many:
+            raise ckpt.CheckpointError("usage: convert.py list RUN | reshard RUN | export RUN/step_NNNNNN OUT")
+        tool(*map(Path, paths))
     except ckpt.CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

