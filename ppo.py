@@ -60,8 +60,7 @@ class ChunkedLogprob(torch.autograd.Function):
 
 
 class ChunkedHead(nn.Linear):
-    """The LM head as log-probs and entropies. One call a micro-batch, so that ZeRO-3 gathers its weight once: a gather
-    per chunk would hang where ranks have different numbers of chunks."""
+    """The LM head as log-probs and entropies; one call a micro-batch: under ZeRO-3 a gather per chunk could hang."""
     def forward(self, hidden: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         floats = 2**27 if hidden.is_cuda else 2**23  # per chunk of logits: 512 MB on a GPU, 32 MB on a CPU
         return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, max(16, floats // self.out_features))
@@ -279,8 +278,9 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
     return mean, std.where(std > 1e-9, 0.0), count[inverse]  # a flat group's std is rounding only
 
 
-def compute_advantages(batch: Batch, cfg, device) -> dict[str, float]:
-    """Adds `advantages` and `returns` (T,) to the batch; gae and reinforce are whitened over all response tokens."""
+def compute_advantages(batch: Batch, cfg, device, kept: list[int] | None = None) -> dict[str, float]:
+    """Adds `advantages` and `returns` (T,) to the batch; gae and reinforce are whitened over all tokens of the samples
+    `kept` for the loss, absent: all (the others still count in their group's mean)."""
     values = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
     if "values" in batch.tokens:
         values[batch.mask] = batch.tokens["values"].double().cpu()
@@ -288,8 +288,9 @@ def compute_advantages(batch: Batch, cfg, device) -> dict[str, float]:
     returns = advantages + values[batch.mask]  # (T,) the critic's target, before whitening
     left, spread = (returns - values[batch.mask]).var(correction=0), returns.var(correction=0)
     if cfg.advantage_normalization and cfg.estimator in ("gae", "reinforce"):
-        centred = advantages - advantages.mean()  # (T,)
-        advantages = centred / centred.square().mean().sqrt().clamp(min=1e-8)  # (T,)
+        parts = advantages.split(batch.length.tolist())  # N of (length,)
+        used = torch.cat([parts[i] for i in kept or range(len(parts))])  # (kept T,)
+        advantages = (advantages - used.mean()) / used.var(correction=0).sqrt().clamp(min=1e-8)  # (T,)
     batch.tokens |= {"advantages": advantages.float().to(device), "returns": returns.float().to(device)}
     return {"advantage": advantages.mean().item(), "advantage_abs": advantages.abs().mean().item(),
             "return": returns.mean().item(), "explained_variance": (1 - left / spread).item() if spread > 0 else None}
@@ -308,13 +309,16 @@ def token_pass(batch: Batch, cfg, device, forward) -> Tensor:
 def policy_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """-sum A_t log p(a_t): the gradient of the clipped ratio objective at ratio 1 (arXiv 1707.06347, eq. 7)."""
     logprobs, entropy = engine(rows, cfg.temperature)  # (T,), (T,)
-    loss = -(batch.tokens["advantages"][rows.index] * logprobs * rows.weight).sum()
-    stats = {"policy_loss": loss.detach(), "entropy": (entropy.detach() * rows.weight).sum()}
-    if cfg.log_ratio:  # trainer against sampler: 1 up to rounding, or something is wrong
+    weight, stats = rows.weight * batch.tokens["advantages"][rows.index], {}  # (T,)
+    if "logprobs" in batch.tokens:  # trainer against sampler: 1 up to rounding, or something is wrong; before the cap
         log_ratio = (logprobs.detach() - batch.tokens["logprobs"][rows.index]) * rows.weight  # (T,)
         ratio = log_ratio.exp()  # (T,)
-        stats |= {"ratio": (ratio * rows.weight).sum(), "clipfrac": ((ratio - 1).abs() > 0.2).float().sum(),
-                  "approx_kl": (ratio - 1 - log_ratio).sum(), "logprob_diff": log_ratio.abs().sum()}
+        stats = {"ratio": (ratio * rows.weight).sum(), "clipfrac": ((ratio - 1).abs() > 0.2).float().sum(),
+                 "approx_kl": (ratio - 1 - log_ratio).sum(), "approx_kl_k1": -log_ratio.sum(), "ratio_max": ratio.max()}
+        if cfg.tis_cap is not None:  # truncated importance weights for what the sampler's kernels did differently
+            weight = weight * ratio.clamp(max=cfg.tis_cap)  # (T,)
+    loss = -(weight * logprobs).sum()
+    stats |= {"policy_loss": loss.detach(), "entropy": (entropy.detach() * rows.weight).sum()}
     if cfg.log_kl:  # the k3 estimator against the base model; a number only, never in the loss
         delta = (batch.tokens["ref_logprobs"][rows.index] - logprobs.detach()) * rows.weight  # (T,)
         stats["kl"] = (delta.exp() - 1 - delta).sum()
@@ -339,14 +343,14 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, de
         advantages = batch.tokens["advantages"].cpu().split(batch.length.tolist())  # N of (length,)
         samples = [i for i in samples if advantages[i].any()]
     micros, totals = micro_batches(batch, samples, cfg, device), {}
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+    engine.optimizer.param_groups[0]["lr"] = lr  # there is only this group
     for k, rows in enumerate(micros):
         engine.set_gradient_accumulation_boundary(k == len(micros) - 1)
         loss, stats = loss_fn(engine, batch, rows, cfg)
         # DeepSpeed averages gradients over ranks: times their number makes it a sum over all tokens of the step
         engine.backward(loss * (dist.get_world_size() / denominator), scale_wrt_gas=False)
-        totals = {key: totals.get(key, 0) + value for key, value in stats.items()}
+        totals = {key: max(totals.get(key, 0), value) if key.endswith("_max") else totals.get(key, 0) + value
+                  for key, value in stats.items()}
         if k < len(micros) - 1:
             engine.step()  # only counts the micro-batch
         if report is not None:
@@ -360,8 +364,11 @@ def checked_step(engine, totals: dict[str, Tensor], denominator: int, passed: in
     """The optimizer's step if loss and gradient are finite, else FloatingPointError on all ranks, weights unchanged.
     Losses are means over the denominator, other numbers over the tokens that went through the model."""
     packed, stage, norm = torch.stack(list(totals.values())).double(), engine.zero_optimization_stage(), 0.0  # (stats,)
+    most = packed.clone()  # (stats,)
     dist.all_reduce(packed)
-    stats = {key: x / (denominator if key.endswith("loss") else passed) for key, x in zip(totals, packed.tolist())}
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    stats = {key: peak if key.endswith("_max") else x / (denominator if key.endswith("loss") else passed)
+             for key, x, peak in zip(totals, packed.tolist(), most.tolist())}
     if stage == 0:  # would apply a NaN; its reduced gradients are in plain sight
         norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]).item()
     skipped = engine.skipped_steps
@@ -371,10 +378,3 @@ def checked_step(engine, totals: dict[str, Tensor], denominator: int, passed: in
     if engine.skipped_steps > skipped or not np.isfinite([norm, *stats.values()]).all():  # ZeRO 1-3 skip silently
         raise FloatingPointError(f"{type(engine.module).__name__}: loss or gradient not finite: {stats}, norm {norm}")
     return stats | {"grad_norm": norm}
-
-
-def learning_rate(peak: float, end: float | None, warmup: int, total: int, step: int) -> float:
-    """Closed form of the step, from 0: linear from peak/warmup, then constant, or linear to `end` at `total`."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak if end is None else peak + (end - peak) * min(1.0, (step + 1 - warmup) / max(1, total - warmup))

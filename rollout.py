@@ -1,6 +1,7 @@
 """The sampler: vLLM inside the training process, one engine per rank, weights synced in memory.
 
-Owns: generation, weight sync, sleep and wake. Never sees scores or losses. Deviations from Open-Reasoner-Zero:
+Owns: the process group and its signals, generation, weight sync, sleep and wake. Never sees scores or losses.
+Deviations from Open-Reasoner-Zero:
 - no Ray, no sampler processes: the engine lives in the trainer's process and takes turns with it on the same device;
 - sampled ids are what is returned and trained on (ORZ decodes and encodes again: the last action is often another one);
 - each sample's randomness is a hash of (seed, step, purpose, problem, index): not of rank, order or what ran before;
@@ -10,8 +11,10 @@ Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 """
 import hashlib
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,11 +79,75 @@ def start_distributed() -> tuple[int, int, torch.device, dist.Store]:
     return rank, world, device, dist.PrefixStore("nanoorz", store)
 
 
+class Stopped(Exception):
+    """All ranks have agreed to save and leave."""
+
+
+class Signals:
+    """SIGTERM, SIGINT or SIGUSR1 on any rank stops the run on all; a second SIGINT ends this process at once.
+    The news travels through a key-value store, since the other ranks may be deep in their own generation."""
+
+    def __init__(self, store):
+        self.store, self.asked, self.next_look = store, False, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.handle)
+
+    def handle(self, number, frame) -> None:
+        if number == signal.SIGINT and self.asked:
+            os._exit(130)
+        self.asked = True
+
+    def poll(self) -> bool:
+        """For inner loops: has any rank been asked to stop? Looks at the store twice a second."""
+        if self.asked:
+            self.store.set("stop", "1")
+        elif time.monotonic() > self.next_look:
+            self.next_look = time.monotonic() + 0.5
+            self.asked |= self.store.check(["stop"])
+        return self.asked
+
+    def agree(self) -> None:
+        """A collective: raises Stopped on every rank if any was asked."""
+        votes = [None] * dist.get_world_size()
+        dist.all_gather_object(votes, self.poll())
+        if any(votes):
+            raise Stopped
+
+
+class LengthBudget:
+    """--adaptive_len: a prompt's cap follows what its finished responses needed, so that a few endless ones do not hold
+    up a batch. Its state is `caps`, a JSON of problem -> tokens; every rank computes the same from the same samples."""
+
+    MARGIN, TARGET = 1.5, 0.1  # room over the longest finished response; the share truncated above which a cap grows
+
+    def __init__(self, longest: int, caps: dict[str, int] | None = None):
+        """longest: no cap is above it. caps: a former state; "" holds the cap of problems not seen yet."""
+        self.longest, self.caps = longest, dict(caps or {"": longest})
+
+    def cap(self, problem: int) -> int:
+        """Response tokens allowed to a problem: its own cap, else that of the last batch."""
+        return self.caps.get(str(problem), self.caps[""])
+
+    def update(self, problems: list[int], records: list[dict]) -> None:
+        """Learns from a batch of responses (fields of Sample) and the problem that each answers."""
+        groups = {}
+        for problem, record in zip(problems, records):
+            for key in (str(problem), ""):
+                groups.setdefault(key, []).append((len(record["response_ids"]), record["finish_reason"] == "stop"))
+        self.caps |= {key: self.needed(self.caps.get(key, self.caps[""]), seen) for key, seen in groups.items()}
+
+    def needed(self, cap: int, seen: list[tuple[int, bool]]) -> int:
+        if sum(not ended for _, ended in seen) > self.TARGET * len(seen):
+            return min(self.longest, 2 * cap)
+        return min(self.longest, int(self.MARGIN * max(length for length, ended in seen if ended)))
+
+
 class Sampler:
     """A vLLM engine on this rank. On a GPU it sleeps (weights and KV cache freed) while the trainer works."""
 
     def __init__(self, model: str, *, bf16: bool = True, max_len: int = 8192, max_num_seqs: int = 256, seed: int = 0,
-                 kv_cache_gb: float | None = None, gpu_memory_utilization: float = 0.5, eager: bool = False):
+                 kv_cache_gb: float | None = None, gpu_memory_utilization: float = 0.5, eager: bool = False,
+                 quantization: str | None = None):
         """Raises SamplerError where the KV cache cannot hold one sequence of `max_len` or vLLM refuses the model."""
         from vllm import LLM  # 6-15 s: not paid by those who only want `Sample` or `hash64`
 
@@ -94,6 +161,7 @@ class Sampler:
                 # a prompt in pieces would rewind its seeded generator, which CPU generators cannot do
                 enable_chunked_prefill=self.gpu, max_num_batched_tokens=None if self.gpu else max(8192, max_len),
                 gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs",
+                quantization=quantization,
                 # a cache sized from whatever memory is free changes the schedule, and with it the bits, between runs
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None if self.gpu else 2**30,
                 distributed_executor_backend="external_launcher", use_tqdm_on_load=False)
@@ -103,11 +171,12 @@ class Sampler:
                                f"{max_len}: {reason[:400]}; raise --kv_cache_gb or lower --max_len") from error
         self.tokenizer = self.llm.get_tokenizer()
 
-    def generate(self, prompts: list[list[int]], n: int, seeds: list[int], *, max_new_tokens: int, max_len: int,
+    def generate(self, prompts: list[list[int]], n: int, seeds: list[int], *, max_new_tokens: list[int], max_len: int,
                  temperature: float = 1.0, top_p: float = 1.0, stop: Sequence[str] = (), logprobs: bool = False,
                  first: int = 0, stopped: Callable[[], bool] = lambda: False) -> Iterator[Sample]:
         """Yields each of the n samples per prompt as it ends; `stopped` or closing the generator aborts the rest.
 
+        Prompt i gets at most max_new_tokens[i], and prompt and response together max_len.
         Sample k of prompt i is drawn with the seed hash64(seeds[i], k), k from `first` on: a second call can go on
         where a first one ended. Without stop strings vLLM need not detokenize: faster on small models."""
         from vllm import SamplingParams
@@ -122,7 +191,8 @@ class Sampler:
                     params = SamplingParams(
                         temperature=temperature, top_p=top_p, seed=hash64(seeds[i], k), stop=stop,
                         detokenize=bool(stop), include_stop_str_in_output=bool(stop), logprobs=0 if logprobs else None,
-                        max_tokens=min(max_new_tokens, max_len - len(prompt)), output_kind=RequestOutputKind.FINAL_ONLY)
+                        max_tokens=min(max_new_tokens[i], max_len - len(prompt)),
+                        output_kind=RequestOutputKind.FINAL_ONLY)
                     waiting[f"{i}:{k}"] = i, k
                     engine.add_request(f"{i}:{k}", tokens_input(prompt), params)
             while engine.has_unfinished_requests() and not stopped():
@@ -159,5 +229,5 @@ if __name__ == "__main__":
     start_distributed()
     sampler = Sampler(sys.argv[1], bf16=False, max_len=256)
     prompt = sampler.tokenizer.encode(sys.argv[2])
-    for sample in sampler.generate([prompt], 4, [0], max_new_tokens=128, max_len=256):
+    for sample in sampler.generate([prompt], 4, [0], max_new_tokens=[128], max_len=256):
         print(f"[{sample.index}, {sample.finish_reason}] {sample.text}")

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import importlib
 import importlib.util
 import json
 import os
@@ -30,15 +31,10 @@ from transformers import HfArgumentParser
 
 import ckpt
 import ppo
-from reward import Grader, RewardError
-from rollout import Sampler, SamplerError, hash64, problem_order, start_distributed
-from tools import demo, plan, reshard
-from tools.plan import ConfigError
-from tools.report import RunLog
-
-
-class Stopped(Exception):
-    """All ranks have agreed to save and leave."""
+from rollout import LengthBudget, Sampler, SamplerError, Signals, Stopped, hash64, problem_order, start_distributed
+from tools import check, demo, reshard
+from tools.check import ConfigError
+from tools.report import Clock, RunLog
 
 
 @dataclass
@@ -58,6 +54,12 @@ class Config:
     prompt_max_len: int = 2048  # tokens; longer prompts are left out, and counted aloud
     generate_max_len: int = 8000  # tokens; a response gets min(this, max_len - prompt)
     max_len: int = 8192  # tokens of prompt and response
+    reward: str = "math"  # math (reward.py) or code (tools/sandbox.py)
+    first_stage: int = 0  # two-stage sampling: samples before a prompt is judged worth the others; 0: off
+    adaptive_len: bool = False  # a prompt's response budget follows what its finished responses needed
+    overlong: str = "zero"  # truncated responses: zero (reward 0, trained on) or drop (left out of the loss)
+    rollout_quantization: str | None = None  # of the sampler's weights alone: fp8
+    tis_cap: float | None = None  # weight a token's loss by its trainer/sampler ratio, truncated here (2.0)
     estimator: str = "gae"  # gae (PPO with critic), grpo, rloo, reinforce
     gamma: float = 1.0  # with lambd 1 the advantage is R - V: unbiased; less favours short answers
     lambd: float = 1.0
@@ -83,6 +85,7 @@ class Config:
     keep_last: int = 2  # newest checkpoints kept; 0: all
     keep_every: int = 0  # and every step divisible by this
     resume: str = "auto"  # auto: newest complete checkpoint of run_dir; none: start over; or a checkpoint's path
+    eval_only: bool = False  # evaluate --model on --eval_data, print a table, and leave
     resume_force: bool = False  # go on although a flag that changes the mathematics has changed
     log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
@@ -116,80 +119,79 @@ def parse_flags(argv: list[str]) -> Config:
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     parser.set_defaults(**(DEMO if cfg.model is None else {}) | (DEBUG if cfg.debug else {}))
     cfg, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)  # the flags win over both
+    if cfg.attention == "auto":
+        flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
+        cfg.attention = "flash_attention_2" if flash else "sdpa"
     if unknown:
         near = difflib.get_close_matches(unknown[0].lstrip("-"), names, 1, 0)[0]
         raise ConfigError(f"unknown flag {unknown[0]}: did you mean --{near}?")
     return cfg
 
 
-class Signals:
-    """SIGTERM, SIGINT or SIGUSR1 on any rank stops the run on all; a second SIGINT ends this process at once.
-    The news travels through a key-value store, since the other ranks may be deep in their own generation."""
+@dataclass
+class Rollout:
+    """Sampler and grader together: problems in, scored responses out, the same list on every rank."""
+    sampler: Sampler
+    grader: object
+    signals: Signals
+    cfg: Config
 
-    def __init__(self, store):
-        self.store, self.asked, self.next_look = store, False, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self.handle)
+    @classmethod
+    def start(cls, task, signals: Signals, cfg: Config):
+        """A vLLM engine, and grading processes on this rank's share of the cores. Raises SamplerError."""
+        sampler = Sampler(cfg.model, bf16=cfg.bf16, max_len=cfg.max_len, max_num_seqs=cfg.micro_rollout_batch_size,
+                          seed=cfg.seed, kv_cache_gb=cfg.kv_cache_gb, eager=cfg.enforce_eager,
+                          gpu_memory_utilization=cfg.gpu_memory_utilization, quantization=cfg.rollout_quantization)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return cls(sampler, task.Grader(workers=max(1, len(os.sched_getaffinity(0)) // ranks_here)), signals, cfg)
 
-    def handle(self, number, frame) -> None:
-        if number == signal.SIGINT and self.asked:
-            os._exit(130)
-        self.asked = True
+    def __call__(self, problems, prompts, n: int, purpose: str, step: int, clock, first=0, only=None, caps=None):
+        """Responses first .. n to each problem, or to those at the positions `only`, of at most caps[i] tokens: a list
+        of dicts in the order of problem and index. Raises Stopped.
 
-    def poll(self) -> bool:
-        """For inner loops: has any rank been asked to stop? Looks at the store twice a second."""
-        if self.asked:
-            self.store.set("stop", "1")
-        elif time.monotonic() > self.next_look:
-            self.next_look = time.monotonic() + 0.5
-            self.asked |= self.store.check(["stop"])
-        return self.asked
+        Problems are dealt to engines in turn; a response goes to the grader as soon as it ends."""
+        cfg, rank = self.cfg, dist.get_rank()
+        mine = list(range(len(problems)) if only is None else only)[rank::dist.get_world_size()]
+        records = []
+        with clock("rollout"):
+            stream = self.sampler.generate(
+                [prompts[i] for i in mine], n - first, [hash64(cfg.seed, step, purpose, i) for i in mine], first=first,
+                max_new_tokens=[caps[i] if caps else cfg.generate_max_len for i in mine], max_len=cfg.max_len,
+                temperature=cfg.temperature, top_p=cfg.top_p, stop=cfg.stop, stopped=self.signals.poll,
+                logprobs=cfg.log_ratio or cfg.tis_cap is not None)
+            bar = tqdm(stream, purpose, len(mine) * (n - first), leave=False, unit="sample", disable=rank > 0 or None)
+            with contextlib.closing(stream):
+                for sample in bar:
+                    i = mine[sample.prompt]
+                    self.grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
+                    records.append(vars(sample) | {"problem": i})
+            self.signals.agree()
+        with clock("reward"):
+            while not self.grader.wait(0.5) and not self.signals.poll():
+                pass
+            self.signals.agree()
+            for key, reward in self.grader.results().items():
+                records[key]["reward"] = reward
+        with clock("gather"):
+            everyone = [record for part in ckpt.everywhere(records) for record in part]
+            return sorted(everyone, key=lambda r: (r["problem"], r["index"]))
 
-    def agree(self) -> None:
-        """A collective: raises Stopped on every rank if any was asked."""
-        if any(ckpt.everywhere(self.poll())):
-            raise Stopped
-
-
-class Clock:
-    """Seconds per phase of one step: `with clock("rollout"): ...`; adds up over repeated phases."""
-    def __init__(self):
-        self.seconds, self.start = {}, time.perf_counter()
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str):
-        begin = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
-
-
-def sample_and_score(sampler, grader, problems, prompts, n: int, purpose: str, step: int, cfg, clock, signals):
-    """n scored responses to each problem as dicts, ordered by problem and index, the same list on every rank.
-    Problems are dealt to engines in turn; a response goes to the grader as soon as it ends. Raises Stopped."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine, records = list(range(rank, len(problems), world)), []
-    with clock("rollout"):
-        stream = sampler.generate(
-            [prompts[i] for i in mine], n, [hash64(cfg.seed, step, purpose, i) for i in mine],
-            max_new_tokens=cfg.generate_max_len, max_len=cfg.max_len, temperature=cfg.temperature, top_p=cfg.top_p,
-            stop=cfg.stop, logprobs=cfg.log_ratio, stopped=signals.poll)
-        with contextlib.closing(stream):
-            for sample in tqdm(stream, purpose, len(mine) * n, leave=False, unit="sample", disable=rank > 0 or None):
-                i = mine[sample.prompt]
-                grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
-                records.append(vars(sample) | {"problem": i})
-        signals.agree()
-    with clock("reward"):
-        while not grader.wait(0.5) and not signals.poll():
-            pass
-        signals.agree()
-        for key, reward in grader.results().items():
-            records[key]["reward"] = reward
-    with clock("gather"):
-        everyone = [record for part in ckpt.everywhere(records) for record in part]
-        return sorted(everyone, key=lambda r: (r["problem"], r["index"]))
+    def two_stage(self, problems, prompts, step: int, clock, caps, history: dict[str, bool]) -> list[dict]:
+        """--first_stage: k samples to each prompt; the other n - k only where they can teach something: not where all
+        k are right, nor where all are wrong and the problem's last visit saw no right one either (code: in any case).
+        The estimator takes the samples there are. history: problem -> any right, last time; saved with the run."""
+        k, n = self.cfg.first_stage, self.cfg.n_samples_per_prompt
+        records = self(problems, prompts, k or n, "train", step, clock, caps=caps)
+        if k:
+            right = np.zeros(len(problems))
+            np.add.at(right, [r["problem"] for r in records], [r["reward"] > 0 for r in records])
+            hopeless = [self.cfg.reward == "code" or not history.get(str(p.index), True) for p in problems]
+            only = [i for i in range(len(problems)) if 0 < right[i] < k or right[i] == 0 and not hopeless[i]]
+            records += self(problems, prompts, n, "train", step, clock, first=k, only=only, caps=caps)
+            records.sort(key=lambda r: (r["problem"], r["index"]))
+            history |= dict.fromkeys((str(p.index) for p in problems), False)
+            history |= {str(problems[r["problem"]].index): True for r in records if r["reward"] > 0}
+        return records
 
 
 def make_batch(records: list[dict], prompts: list[list[int]], device) -> ppo.Batch:
@@ -204,7 +206,7 @@ def make_batch(records: list[dict], prompts: list[list[int]], device) -> ppo.Bat
 
 def check_sampler(sampler: Sampler, policy, prompts: list[list[int]], cfg: Config, device) -> float:
     """Raises ConfigError where any rank's sampler does not give the trainer's log-probs: a stale or different model."""
-    stream = sampler.generate(prompts[:4], 1, [0] * 4, max_new_tokens=32, max_len=cfg.max_len, logprobs=True,
+    stream = sampler.generate(prompts[:4], 1, [0] * 4, max_new_tokens=[32] * 4, max_len=cfg.max_len, logprobs=True,
                               temperature=cfg.temperature)
     records = [vars(sample) | {"problem": sample.prompt, "reward": 0.0} for sample in stream]
     batch = make_batch(sum(ckpt.everywhere(records), []), prompts, device)  # (T,) of every rank's engine
@@ -217,13 +219,26 @@ def check_sampler(sampler: Sampler, policy, prompts: list[list[int]], cfg: Confi
     return off
 
 
-def evaluate(sampler, grader, sets: dict[str, tuple], step: int, cfg: Config, signals: Signals, log) -> None:
+def evaluate(rollout: Rollout, sets: dict[str, tuple], step: int, log: RunLog) -> None:
     """eval_n samples of every problem of every set, reported by rank 0."""
     for name, (problems, prompts) in sets.items():
-        records = sample_and_score(sampler, grader, problems, prompts, cfg.eval_n, f"eval {name}", step, cfg, Clock(),
-                                   signals)
+        records = rollout(problems, prompts, rollout.cfg.eval_n, f"eval {name}", step, Clock())
         if dist.get_rank() == 0:
-            log.evaluation(name, records, problems, cfg.eval_n, step)
+            log.evaluation(name, records, problems, rollout.cfg.eval_n, step)
+
+
+def evaluate_only(begin: float, cfg: Config, sets: dict[str, tuple], task, signals: Signals, run_dir: Path) -> None:
+    """--eval_only: the same evaluation on the sampler alone; a table, and everything about it in result.json."""
+    if ckpt.checkpoints(run_dir):
+        raise ConfigError(f"--run_dir {run_dir} holds a training run; choose another one for --eval_only")
+    first, log = dist.get_rank() == 0, RunLog(run_dir)
+    if first:
+        ckpt.rewind(run_dir, 0, {})
+    rollout = Rollout.start(task, signals, cfg)
+    with rollout.grader:
+        evaluate(rollout, sets, 0, log)
+    if first:
+        log.table(begin, cfg)
 
 
 def learn(kind: str, engine, batch: ppo.Batch, parts: list, lrs: list[float], cfg: Config, device) -> dict[str, float]:
@@ -242,60 +257,68 @@ def learn(kind: str, engine, batch: ppo.Batch, parts: list, lrs: list[float], cf
                 bar.set_postfix(fixed | means | {"cri_lr" if kind == "critic" else "act_lr": lr})
         stats = [ppo.update(engine, loss_fn, batch, list(p), cfg, lr, device, report) for p, lr in zip(parts, lrs)]
     shared = ("grad_norm", "lr", "micro_batches", "values")  # names that both models have
-    return {f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats])) for key in stats[0]}
+    return {f"{kind}_{key}" if key in shared else key:
+            float(np.mean([s[key] for s in stats if key in s])) for key in max(stats, key=len)}
+
+
+def learning_rate(peak: float, end: float | None, warmup: int, total: int, step: int) -> float:
+    """Closed form of the step, from 0: linear from peak/warmup, then constant, or linear to `end` at `total`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak if end is None else peak + (end - peak) * min(1.0, (step + 1 - warmup) / max(1, total - warmup))
 
 
 def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> None:
     say = print if rank == 0 else lambda *_, **__: None
-    plan.check_config(cfg, world)
-    tokenizer = plan.read_tokenizer(cfg) if cfg.model else None
+    check.check_config(cfg, world)
     flags, run_dir, base_seconds = dataclasses.asdict(cfg), Path(cfg.run_dir).absolute(), 0.0
-    lock = ckpt.preflight(run_dir, plan.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
+    lock = ckpt.preflight(run_dir, check.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
     if cfg.model is None:
         base_seconds = ckpt.everywhere(rank == 0 and demo.build(str(run_dir / "base"), cfg.seed))[0]
         cfg.model = str(run_dir / "base")
         cfg.data, cfg.eval_data = cfg.data or [f"{cfg.model}/train.json"], cfg.eval_data or [f"{cfg.model}/eval.json"]
-    if cfg.attention == "auto":
-        flash = device.type == "cuda" and importlib.util.find_spec("flash_attn")
-        cfg.attention = "flash_attention_2" if flash else "sdpa"
-    tokenizer = tokenizer or plan.read_tokenizer(cfg)
-    problems, prompts = plan.read_problems(cfg.data, cfg, tokenizer, say)
-    eval_sets = plan.read_eval_sets(cfg, tokenizer, say)
+    task = importlib.import_module({"math": "reward", "code": "tools.sandbox"}[cfg.reward])
+    tokenizer = check.read_tokenizer(cfg)
+    eval_sets = {name: check.read_problems(task, [path], cfg, tokenizer, say, "test")
+                 for name, path in check.eval_names(cfg).items()}
+    if cfg.eval_only:
+        evaluate_only(begin, cfg, eval_sets, task, Signals(store), run_dir)
+        return
+    problems, prompts = check.read_problems(task, cfg.data, cfg, tokenizer, say)
     total_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
     total_steps = total_steps if cfg.max_steps is None else min(total_steps, cfg.max_steps)
-    start, path = 0, ckpt.newest(run_dir, cfg.resume)
+    start, path, saved = 0, ckpt.newest(run_dir, cfg.resume), {}
     if path:
         saved = json.loads((path / "state.json").read_text())
-        moved = plan.check_resume(path, saved, flags, world, say)
+        moved = check.check_resume(path, saved, flags, world, say)
         start = saved["step"]
         if start >= total_steps and (run_dir / "result.json").exists():
             say(f"{run_dir} is complete at step {start}: raise --max_steps to go on, --resume none to start over")
             return
 
     signals, log = Signals(store), RunLog(run_dir)
-    sampler = Sampler(cfg.model, bf16=cfg.bf16, max_len=cfg.max_len, max_num_seqs=cfg.micro_rollout_batch_size,
-                      seed=cfg.seed, kv_cache_gb=cfg.kv_cache_gb, eager=cfg.enforce_eager,
-                      gpu_memory_utilization=cfg.gpu_memory_utilization)
-    sampler.sleep()
+    rollout = Rollout.start(task, signals, cfg)
+    rollout.sampler.sleep()
     engines = {"policy": ppo.make_policy(cfg)} | ({"critic": ppo.make_critic(cfg)} if cfg.estimator == "gae" else {})
     policy, critic = engines["policy"], engines.get("critic")
     reference = ppo.make_policy(cfg, trained=False) if cfg.log_kl else None
-    grader = Grader(workers=max(1, len(os.sched_getaffinity(0)) // world))
     if path:
         (reshard.load if moved else ckpt.load)(path, engines)
+    history, budget = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps"))
     if rank == 0:
-        ckpt.rewind(run_dir, start, saved["marks"] if path else {})
+        ckpt.rewind(run_dir, start, saved.get("marks", {}))
         (run_dir / "result.json").unlink(missing_ok=True)  # it speaks of a run that goes on now
-        (run_dir / "config.json").write_text(json.dumps(vars(cfg) | {"world": world, "versions": plan.versions()}))
-    sampler.sync(ppo.named_weights(policy))
-    off = check_sampler(sampler, policy, prompts, cfg, device)
+        (run_dir / "config.json").write_text(json.dumps(vars(cfg) | {"world": world, "versions": check.versions()}))
+    rollout.sampler.sync(ppo.named_weights(policy))
+    off = check_sampler(rollout.sampler, policy, prompts, cfg, device)
     say(f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, {world} rank(s) of "
         f"{torch.get_num_threads()} thread(s), ZeRO {cfg.zero_stage}; steps {start} to {total_steps}; sampler agrees "
         f"with trainer to {off:.0e}; ready after {time.time() - begin:.0f} s", flush=True)
 
     def save(step: int, marks: dict) -> bool:
         state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
-                 "world": world, "marks": marks, "versions": plan.versions()}
+                 "world": world, "marks": marks, "versions": check.versions(), "history": history,
+                 "caps": budget.caps}
         hf = tokenizer, policy.module.model.config
         error = ckpt.save(run_dir, step, engines, state, hf, cfg.keep_last, cfg.keep_every)
         say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")
@@ -310,18 +333,21 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
             due = due and not save(step, marks)
             signals.agree()
             if step in (0, total_steps) or cfg.eval_interval and step % cfg.eval_interval == 0:
-                evaluate(sampler, grader, eval_sets, step, cfg, signals, log)
+                evaluate(rollout, eval_sets, step, log)
             if step == total_steps:
                 break
             # 1 prompts: a pure function of seed and step
             order = problem_order(cfg.seed, len(problems), step * cfg.rollout_batch_size, cfg.rollout_batch_size)
             picked, picked_prompts = [problems[i] for i in order], [prompts[i] for i in order]
             # 2 rollout, 3 reward: a sample is scored as soon as it ends
-            records = sample_and_score(sampler, grader, picked, picked_prompts, cfg.n_samples_per_prompt, "train", step,
-                                       cfg, clock, signals)
-            sampler.sleep()
+            caps = [budget.cap(p.index) for p in picked] if cfg.adaptive_len else None
+            records = rollout.two_stage(picked, picked_prompts, step, clock, caps, history)
+            if cfg.adaptive_len:
+                budget.update([picked[r["problem"]].index for r in records], records)
+            rollout.sampler.sleep()
             # 4 pack: one flat batch, the same on every rank
             batch = make_batch(records, picked_prompts, device)
+            kept = [i for i, r in enumerate(records) if cfg.overlong == "zero" or r["finish_reason"] == "stop"]
             # 5 values, of the critic before its update
             with clock("values"):
                 if critic:
@@ -331,21 +357,21 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
                         batch, cfg, device, lambda rows: reference(rows, cfg.temperature)[0])
             # 6 advantage: HACK HERE, in ppo.py
             with clock("advantage"):
-                learned = ppo.compute_advantages(batch, cfg, device)
+                learned = ppo.compute_advantages(batch, cfg, device, kept)
             # 7 learn: the critic in several steps over one shuffle of the samples, then the policy in one
             if critic:
                 with clock("critic"):
-                    order = np.random.default_rng(hash64(cfg.seed, step, "critic")).permutation(len(batch.size))
+                    order = np.random.default_rng(hash64(cfg.seed, step, "critic")).permutation(kept)
                     parts = np.array_split(order, many := cfg.critic_update_steps)
-                    lrs = [ppo.learning_rate(cfg.critic_learning_rate, None, cfg.num_warmup_steps, 0, k)
+                    lrs = [learning_rate(cfg.critic_learning_rate, None, cfg.num_warmup_steps, 0, k)
                            for k in range(step * many, (step + 1) * many)]
                     learned |= learn("critic", critic, batch, parts, lrs, cfg, device)
             with clock("policy"):
-                lr = ppo.learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total_steps, step)
-                learned |= learn("policy", policy, batch, [range(len(batch.size))], [lr], cfg, device)
+                lr = learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total_steps, step)
+                learned |= learn("policy", policy, batch, [kept], [lr], cfg, device)
             # 8 sync
             with clock("sync"):
-                sampler.sync(ppo.named_weights(policy))
+                rollout.sampler.sync(ppo.named_weights(policy))
             # 9 report
             if rank == 0:
                 log.step(records, picked, batch, learned, step + 1, total_steps, clock, cfg)
@@ -357,7 +383,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step + 1}, {error}; the newest checkpoint is from before it") from error
     finally:
-        grader.close()
+        rollout.grader.close()
 
     for name, engine in engines.items():
         ckpt.export(run_dir / name, engine.module.model, ppo.named_weights(engine), tokenizer)
@@ -372,7 +398,7 @@ if __name__ == "__main__":
     now, (rank, world, device, store) = time.time(), start_distributed()
     try:
         main(now, parse_flags(sys.argv[1:]), rank, world, device, store)
-    except (ConfigError, RewardError, SamplerError, ckpt.CheckpointError, FloatingPointError, OSError) as error:
+    except (ConfigError, SamplerError, ckpt.CheckpointError, FloatingPointError, OSError) as error:
         if store.add("errors", 1) == 1:  # the first rank that meets an error speaks for all
             print(f"error: {error}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)

@@ -15,7 +15,7 @@ from conftest import ACCELERATE, ROOT, SMALL, clean_environment, jsonl, launch, 
 
 import ckpt
 import rollout
-from tools import plan, reshard
+from tools import check, reshard
 
 
 @pytest.fixture(scope="session")
@@ -188,7 +188,7 @@ def test_full_disk_keeps_the_old_one(group, small_disk):
 
 # ---- whole runs ----
 
-CELLS = [("gae", 0, 1), ("grpo", 1, 2), ("grpo", 2, 1), ("gae", 3, 2)]  # every stage; every estimator with 1 and 2 ranks
+CELLS = [("gae", 0, 1), ("grpo", 1, 2), ("grpo", 2, 1), ("gae", 3, 2)]  # each stage; both estimators with 1 and 2 ranks
 WIDE = [(e, z, w) for e in ("gae", "grpo") for z in range(4) for w in (1, 2) if (e, z, w) not in CELLS]
 
 
@@ -290,7 +290,7 @@ def start(run: Path, flags: dict, *launcher):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=["term", "usr1", "int"])
 def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     """The run is stopped at an arbitrary moment of its second or third step; exit code 0, nothing is lost."""
-    same = dict(max_steps=6, save_interval=100, keep_last=0)
+    same = {"max_steps": 6, "save_interval": 100, "keep_last": 0}
     process = start(tmp_path / "run", tiny | same)
     wait_for(tmp_path / "run" / "metrics.jsonl", '"step": 2', process)
     begin = time.time()
@@ -323,14 +323,14 @@ def test_changed_mathematics_is_refused_with_names(tiny, tmp_path):
     path, said = tmp_path / "run" / "step_000001", []
     saved = json.loads((path / "state.json").read_text())
     flags, say = saved["config"], lambda line: said.append(line)  # noqa: E731
-    assert plan.check_resume(path, saved, flags | {"max_steps": 2, "run_dir": "elsewhere"}, 1, say) is False
+    assert check.check_resume(path, saved, flags | {"max_steps": 2, "run_dir": "elsewhere"}, 1, say) is False
     said.clear()
-    with pytest.raises(plan.ConfigError, match="another --actor_learning_rate, which changes the mathematics"):
-        plan.check_resume(path, saved, flags | {"actor_learning_rate": 0.5}, 1, say)
+    with pytest.raises(check.ConfigError, match="another --actor_learning_rate, which changes the mathematics"):
+        check.check_resume(path, saved, flags | {"actor_learning_rate": 0.5}, 1, say)
     assert said == ["resume: --actor_learning_rate was 0.001, is 0.5"]
     for ranks, change in ((2, {}), (1, {"zero_stage": 1})):
-        with pytest.raises(plan.ConfigError, match="convert.py reshard .*step_000001"):
-            plan.check_resume(path, saved, flags | change, ranks, say)
+        with pytest.raises(check.ConfigError, match="convert.py reshard .*step_000001"):
+            check.check_resume(path, saved, flags | change, ranks, say)
     launch(tmp_path / "run", **tiny | {"max_steps": 2, "actor_learning_rate": 0.5, "resume_force": "true"})
     assert len(jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
     done = launch(tmp_path / "run", **tiny | {"max_steps": 2, "actor_learning_rate": 0.5})

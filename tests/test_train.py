@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import train
-from tools import plan
+from tools import check
 
 DATA = ROOT.parent / "shared" / "data"
 
@@ -127,19 +127,19 @@ def run_directly(**flags):
 ], ids=lambda v: " ".join(map(str, v)) if isinstance(v, dict) else "")
 def test_bad_settings_are_refused(tiny, flags, words):
     argv = [str(x) for name, value in (SMALL | tiny | flags).items() for x in (f"--{name}", value)]
-    with pytest.raises(plan.ConfigError) as error:
-        plan.check_config(train.parse_flags(argv), world=2)
+    with pytest.raises(check.ConfigError) as error:
+        check.check_config(train.parse_flags(argv), world=2)
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
 
 
 def test_unknown_flag_names_the_nearest():
-    with pytest.raises(plan.ConfigError, match="did you mean --actor_learning_rate"):
+    with pytest.raises(check.ConfigError, match="did you mean --actor_learning_rate"):
         train.parse_flags(["--actor_learningrate", "1"])
 
 
 def test_malformed_value_is_one_line():
-    with pytest.raises(plan.ConfigError, match="seed"):
+    with pytest.raises(check.ConfigError, match="seed"):
         train.parse_flags(["--seed", "many"])
 
 
@@ -161,16 +161,16 @@ def broken_model(tmp_path, tiny, **changes) -> Path:
 def test_bad_models_are_refused_before_weights(tiny, tmp_path):
     argv = [str(x) for name, value in (SMALL | tiny).items() for x in (f"--{name}", value)]
     cfg = train.parse_flags(argv)
-    with pytest.raises(plan.ConfigError, match="--model .*nowhere"):
-        plan.read_tokenizer(dataclasses.replace(cfg, model=str(tmp_path / "nowhere")))
-    with pytest.raises(plan.ConfigError, match="--max_len 5000.*256"):
-        plan.read_tokenizer(dataclasses.replace(cfg, max_len=5000))
+    with pytest.raises(check.ConfigError, match="--model .*nowhere"):
+        check.read_tokenizer(dataclasses.replace(cfg, model=str(tmp_path / "nowhere")))
+    with pytest.raises(check.ConfigError, match="--max_len 5000.*256"):
+        check.read_tokenizer(dataclasses.replace(cfg, max_len=5000))
     no_eos = broken_model(tmp_path, tiny, tokenizer_config=lambda c: {**c, "eos_token": None})
-    with pytest.raises(plan.ConfigError, match="eos"):
-        plan.read_tokenizer(dataclasses.replace(cfg, model=str(no_eos)))
+    with pytest.raises(check.ConfigError, match="eos"):
+        check.read_tokenizer(dataclasses.replace(cfg, model=str(no_eos)))
     window = broken_model(tmp_path, tiny, config=lambda c: {**c, "layer_types": ["sliding_attention"] * 2})
-    with pytest.raises(plan.ConfigError, match="sliding"):
-        plan.read_tokenizer(dataclasses.replace(cfg, model=str(window)))
+    with pytest.raises(check.ConfigError, match="sliding"):
+        check.read_tokenizer(dataclasses.replace(cfg, model=str(window)))
 
 
 def test_exit_code_2_and_one_line(tiny, tmp_path):

@@ -3,6 +3,7 @@
 Owned by rank 0. metrics.jsonl has a line a step, samples.jsonl every training sample, eval.jsonl a line per evaluation
 and set, eval_samples.jsonl its answers. A full disk costs neither a line nor the run: lines wait in memory.
 """
+import contextlib
 import json
 import math
 import os
@@ -11,9 +12,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from reward import text_metrics
-from tools import plan
+from tools import check
 
 
 def sample_lines(records: list[dict], problems: list, step: int, name: str):
@@ -60,6 +62,20 @@ def evaluation_line(name: str, records: list[dict], problems: list, n: int, step
                 (rewards > 0).sum(1), n)
 
 
+class Clock:
+    """Seconds per phase of one step: `with clock("rollout"): ...`; adds up over repeated phases."""
+    def __init__(self):
+        self.seconds, self.start = {}, time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        begin = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
 class RunLog:
     """The .jsonl files of a run folder; what does not fit on the disk waits, with a warning, for the next write."""
 
@@ -104,6 +120,15 @@ class RunLog:
         print(f"step {step}  {name}: accuracy {line['accuracy']:.3f} +- {line['stderr']:.3f}{best}  length "
               f"{line['length']:.1f}  truncated {line['truncated']:.3f}", flush=True)
 
+    def table(self, begin: float, cfg) -> None:
+        """--eval_only: all sets side by side, and result.json with the settings and versions that made them."""
+        lines = [json.loads(line) for line in (self.run_dir / "eval.jsonl").open()]
+        columns = [c for c in lines[0] if c not in ("step", "set")]
+        for row in (["set", *columns], *([line["set"], *(line[c] for c in columns)] for line in lines)):
+            print("  ".join(f"{x:>10.4f}" if isinstance(x, float) else f"{x!s:>10}" for x in row), flush=True)
+        result = {"sets": lines, "config": vars(cfg), "versions": check.versions(), "wall_seconds": time.time() - begin}
+        (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
+
     def result(self, begin: float, base_seconds: float, cfg, steps: int) -> None:
         """result.json and a line on the screen: the first against the last evaluation of the first set."""
         lines = [json.loads(line) for line in (self.run_dir / "eval.jsonl").open()] if cfg.eval_data else [{}]
@@ -111,6 +136,6 @@ class RunLog:
         result = {f"{key}_before": lines[0].get(key) for key in ("accuracy", "length")}
         result |= {f"{key}_after": lines[-1].get(key) for key in ("accuracy", "length")}
         result |= {"steps": steps, "wall_seconds": time.time() - begin, "base_model_seconds": base_seconds,
-                   "seed": cfg.seed, "versions": plan.versions()}
+                   "seed": cfg.seed, "versions": check.versions()}
         (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
         print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {self.run_dir}", flush=True)

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ppo
-from reward import Problem, load_problems
 
 
 class ConfigError(ValueError):
@@ -38,7 +37,17 @@ def check_config(cfg, world: int) -> None:
         (cfg.packing_max_len >= cfg.max_len, f"--packing_max_len {cfg.packing_max_len}: a row must hold one sample of "
          f"--max_len {cfg.max_len} tokens; raise it"),
         (cfg.temperature > 0, f"--temperature {cfg.temperature}: must be above 0"),
-        (cfg.model is None or cfg.data, "--data: name at least one file of training problems"),
+        (cfg.model is None or cfg.data or cfg.eval_only, "--data: name at least one file of training problems"),
+        (cfg.model is None or cfg.eval_data or not cfg.eval_only, "--eval_only: name the sets with --eval_data"),
+        (cfg.reward in ("math", "code"), f"--reward {cfg.reward}: choose math or code"),
+        (cfg.overlong in ("zero", "drop"), f"--overlong {cfg.overlong}: choose zero or drop"),
+        (0 <= cfg.first_stage < cfg.n_samples_per_prompt and (cfg.first_stage != 1 or cfg.estimator not in grouped),
+         f"--first_stage {cfg.first_stage}: choose less than --n_samples_per_prompt {cfg.n_samples_per_prompt}, and "
+         "not 1 with grpo or rloo"),
+        (cfg.tis_cap is None or cfg.tis_cap >= 1 and cfg.top_p == 1, f"--tis_cap {cfg.tis_cap}: choose at least 1 and "
+         f"--top_p 1 (is {cfg.top_p}): the sampler's log-probs of a cut distribution would bias the weight"),
+        (not cfg.rollout_quantization or torch.cuda.is_available(), f"--rollout_quantization "
+         f"{cfg.rollout_quantization}: needs a GPU that vLLM can quantize on (fp8: compute capability 8.9 or more)"),
         (1 <= cfg.critic_update_steps <= samples, f"--critic_update_steps {cfg.critic_update_steps}: choose 1 to "
          f"{samples}, the samples of a step"),
     ]
@@ -55,7 +64,9 @@ def parameters(config) -> int:
 
 def checkpoint_bytes(cfg) -> int:
     """A checkpoint's size at most: weights, fp32 masters and two moments of policy and critic; 0 for the tiny demo."""
-    return 16 * parameters(AutoConfig.from_pretrained(cfg.model)) * (1 + (cfg.estimator == "gae")) if cfg.model else 0
+    if cfg.model is None or cfg.eval_only:
+        return 0
+    return 16 * parameters(read_config(cfg)) * (1 + (cfg.estimator == "gae"))
 
 
 def check_architecture(config) -> None:
@@ -67,13 +78,23 @@ def check_architecture(config) -> None:
         raise ValueError(f"layers of kind {sorted(kinds)} cannot be packed; use a model with full attention")
 
 
-def read_tokenizer(cfg):
-    """The model's tokenizer, once its config has passed. Raises ConfigError before weights are read."""
+def read_config(cfg):
+    """The model's config. Raises ConfigError where it is absent or its layers cannot be packed."""
     try:
-        config, tokenizer = AutoConfig.from_pretrained(cfg.model), AutoTokenizer.from_pretrained(cfg.model)
+        config = AutoConfig.from_pretrained(cfg.model)
         check_architecture(config)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {cfg.model} cannot be used: {str(error).splitlines()[0]}") from error
+    return config
+
+
+def read_tokenizer(cfg):
+    """The model's tokenizer, once its config has passed. Raises ConfigError before weights are read."""
+    config = read_config(cfg)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {cfg.model} has no usable tokenizer: {str(error).splitlines()[0]}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"--model {cfg.model}: its tokenizer has no eos token, so no response could end; set "
                           "eos_token in tokenizer_config.json")
@@ -83,19 +104,21 @@ def read_tokenizer(cfg):
     return tokenizer
 
 
-def read_eval_sets(cfg, tokenizer, say) -> dict[str, tuple]:
-    """{name: problems and prompt ids} of each evaluation file, or of the test split of a dataset."""
-    sets = {}
-    for path in cfg.eval_data:
-        if (name := Path(path).stem) in sets:
-            raise ConfigError(f"--eval_data {path}: a second set named {name}; rename the file")
-        sets[name] = read_problems([path], cfg, tokenizer, say, split="test")
-    return sets
+def eval_names(cfg) -> dict[str, str]:
+    """{name of the set: its path}, or ConfigError where two would have one name."""
+    names = {Path(path).stem: path for path in cfg.eval_data}
+    if len(names) < len(cfg.eval_data):
+        raise ConfigError(f"--eval_data {' '.join(cfg.eval_data)}: two sets of the same name; rename a file")
+    return names
 
 
-def read_problems(paths: list[str], cfg, tokenizer, say, split="train") -> tuple[list[Problem], list[list[int]]]:
-    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises RewardError, ConfigError."""
-    problems = [p for path in paths for p in load_problems(path, cfg.template, tokenizer.bos_token or "", split=split)]
+def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") -> tuple[list, list[list[int]]]:
+    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises ConfigError."""
+    bos = tokenizer.bos_token or ""
+    try:
+        problems = [p for path in paths for p in task.load_problems(path, cfg.template, bos, split=split)]
+    except task.RewardError as error:
+        raise ConfigError(str(error)) from None
     problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     kept = [i for i, ids in enumerate(prompts) if 0 < len(ids) <= cfg.prompt_max_len]
