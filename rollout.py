@@ -143,11 +143,12 @@ class LengthBudget:
 
 
 class Sampler:
-    """A vLLM engine on this rank. On a GPU it sleeps (weights and KV cache freed) while the trainer works."""
+    """A vLLM engine on this rank, or shared by `tensor_parallel` consecutive ranks, which then make the same calls. On
+    a GPU it sleeps (weights and KV cache freed) while the trainer works."""
 
     def __init__(self, model: str, *, bf16: bool = True, max_len: int = 8192, max_num_seqs: int = 256, seed: int = 0,
                  kv_cache_gb: float | None = None, gpu_memory_utilization: float = 0.5, eager: bool = False,
-                 quantization: str | None = None):
+                 quantization: str | None = None, tensor_parallel: int = 1):
         """Raises SamplerError where the KV cache cannot hold one sequence of `max_len` or vLLM refuses the model."""
         from vllm import LLM  # 6-15 s: not paid by those who only want `Sample` or `hash64`
 
@@ -161,7 +162,7 @@ class Sampler:
                 # a prompt in pieces would rewind its seeded generator, which CPU generators cannot do
                 enable_chunked_prefill=self.gpu, max_num_batched_tokens=None if self.gpu else max(8192, max_len),
                 gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs",
-                quantization=quantization,
+                quantization=quantization, tensor_parallel_size=tensor_parallel,
                 # a cache sized from whatever memory is free changes the schedule, and with it the bits, between runs
                 kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None if self.gpu else 2**30,
                 distributed_executor_backend="external_launcher", use_tqdm_on_load=False)

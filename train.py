@@ -89,9 +89,11 @@ class Config:
     resume_force: bool = False  # go on although a flag that changes the mathematics has changed
     log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
+    log_tokens: int = 16  # samples of a step written token by token, with values and advantages
     packing_max_len: int = 16384  # tokens a packed row, at least max_len; without FlashAttention short rows are faster
     micro_train_batch_size: int = 1  # rows a forward pass
     micro_rollout_batch_size: int = 256  # sequences in flight per engine: speed against KV cache
+    tensor_parallel: int = 1  # ranks that share a sampler engine, for models too large for one GPU
     gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake
     kv_cache_gb: float | None = None  # fixed KV cache size; absent: the rest of vLLM's share, or 1 on a CPU
     enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory
@@ -135,36 +137,52 @@ class Rollout:
     grader: object
     signals: Signals
     cfg: Config
+    group: object  # the ranks of this rank's engine, where there are several
+    looks: int = 0
 
     @classmethod
     def start(cls, task, signals: Signals, cfg: Config):
         """A vLLM engine, and grading processes on this rank's share of the cores. Raises SamplerError."""
         sampler = Sampler(cfg.model, bf16=cfg.bf16, max_len=cfg.max_len, max_num_seqs=cfg.micro_rollout_batch_size,
                           seed=cfg.seed, kv_cache_gb=cfg.kv_cache_gb, eager=cfg.enforce_eager,
-                          gpu_memory_utilization=cfg.gpu_memory_utilization, quantization=cfg.rollout_quantization)
+                          gpu_memory_utilization=cfg.gpu_memory_utilization, quantization=cfg.rollout_quantization,
+                          tensor_parallel=cfg.tensor_parallel)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        return cls(sampler, task.Grader(workers=max(1, len(os.sched_getaffinity(0)) // ranks_here)), signals, cfg)
+        grader = task.Grader(workers=max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        group = dist.new_subgroups(cfg.tensor_parallel)[0] if cfg.tensor_parallel > 1 else None
+        return cls(sampler, grader, signals, cfg, group)
+
+    def stopped(self) -> bool:
+        """For the sampler's loop. The ranks of one engine must leave it at the same step: they vote, now and then."""
+        self.looks += 1
+        if self.group is None or self.looks % 16:
+            return self.group is None and self.signals.poll()
+        votes = [None] * self.cfg.tensor_parallel
+        dist.all_gather_object(votes, self.signals.poll(), self.group)
+        return any(votes)
 
     def __call__(self, problems, prompts, n: int, purpose: str, step: int, clock, first=0, only=None, caps=None):
         """Responses first .. n to each problem, or to those at the positions `only`, of at most caps[i] tokens: a list
         of dicts in the order of problem and index. Raises Stopped.
 
         Problems are dealt to engines in turn; a response goes to the grader as soon as it ends."""
-        cfg, rank = self.cfg, dist.get_rank()
-        mine = list(range(len(problems)) if only is None else only)[rank::dist.get_world_size()]
-        records = []
+        cfg, rank, records = self.cfg, dist.get_rank(), []
+        speaks = rank % cfg.tensor_parallel == 0  # the ranks of one engine all hold its samples: they are dealt once
+        engines = dist.get_world_size() // cfg.tensor_parallel
+        mine = list(range(len(problems)) if only is None else only)[rank // cfg.tensor_parallel::engines]
         with clock("rollout"):
             stream = self.sampler.generate(
                 [prompts[i] for i in mine], n - first, [hash64(cfg.seed, step, purpose, i) for i in mine], first=first,
                 max_new_tokens=[caps[i] if caps else cfg.generate_max_len for i in mine], max_len=cfg.max_len,
-                temperature=cfg.temperature, top_p=cfg.top_p, stop=cfg.stop, stopped=self.signals.poll,
+                temperature=cfg.temperature, top_p=cfg.top_p, stop=cfg.stop, stopped=self.stopped,
                 logprobs=cfg.log_ratio or cfg.tis_cap is not None)
             bar = tqdm(stream, purpose, len(mine) * (n - first), leave=False, unit="sample", disable=rank > 0 or None)
             with contextlib.closing(stream):
                 for sample in bar:
                     i = mine[sample.prompt]
-                    self.grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
-                    records.append(vars(sample) | {"problem": i})
+                    if speaks:
+                        self.grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
+                        records.append(vars(sample) | {"problem": i})
             self.signals.agree()
         with clock("reward"):
             while not self.grader.wait(0.5) and not self.signals.poll():
@@ -231,7 +249,7 @@ def evaluate_only(begin: float, cfg: Config, sets: dict[str, tuple], task, signa
     """--eval_only: the same evaluation on the sampler alone; a table, and everything about it in result.json."""
     if ckpt.checkpoints(run_dir):
         raise ConfigError(f"--run_dir {run_dir} holds a training run; choose another one for --eval_only")
-    first, log = dist.get_rank() == 0, RunLog(run_dir)
+    first, log = dist.get_rank() == 0, RunLog(run_dir, None)
     if first:
         ckpt.rewind(run_dir, 0, {})
     rollout = Rollout.start(task, signals, cfg)
@@ -296,7 +314,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
             say(f"{run_dir} is complete at step {start}: raise --max_steps to go on, --resume none to start over")
             return
 
-    signals, log = Signals(store), RunLog(run_dir)
+    signals, log = Signals(store), RunLog(run_dir, tokenizer)
     rollout = Rollout.start(task, signals, cfg)
     rollout.sampler.sleep()
     engines = {"policy": ppo.make_policy(cfg)} | ({"critic": ppo.make_critic(cfg)} if cfg.estimator == "gae" else {})

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -68,3 +69,40 @@ def tiny(tmp_path_factory):
     (folder / "eval.json").write_text(json.dumps(held))
     return {"model": str(maker.make_model(folder / "model")), "data": str(folder / "train.json"),
             "eval_data": str(folder / "eval.json")}
+
+
+def equal_runs(a: Path, b: Path) -> None:
+    assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
+    assert (a / "eval.jsonl").read_text() == (b / "eval.jsonl").read_text()
+    assert list(map(same_metrics, jsonl(a / "metrics.jsonl"))) == list(map(same_metrics, jsonl(b / "metrics.jsonl")))
+    last = max({p.name for p in a.glob("step_*")} & {p.name for p in b.glob("step_*")})
+    for file in sorted((a / last).rglob("*.pt")):  # weights, masters, moments of every rank
+        one, two = (torch.load(r / last / file.relative_to(a / last), weights_only=False) for r in (a, b))
+        compare(one, two, file.name)
+
+
+def compare(one, two, where: str) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, two), where
+    elif isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for key in one:
+            compare(one[key], two[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two), where
+        for k, (x, y) in enumerate(zip(one, two)):
+            compare(x, y, f"{where}/{k}")
+
+
+@pytest.fixture(scope="session")
+def whole(tiny, tmp_path_factory):
+    """The folder of an undisturbed run with these flags, made once."""
+    runs = {}
+
+    def run(ranks=1, **flags) -> Path:
+        key = json.dumps([ranks, flags], sort_keys=True)
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("whole")
+            launch(runs[key], ranks=ranks, **tiny | flags)
+        return runs[key]
+    return run

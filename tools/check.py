@@ -32,6 +32,7 @@ def check_config(cfg, world: int) -> None:
          "stage 2 or 3; add --zero_stage 2 or --bf16 false"),
         (cfg.rollout_batch_size % world == 0, f"--rollout_batch_size {cfg.rollout_batch_size}: prompts do not divide "
          f"over {world} ranks; use a multiple of {world}"),
+        (world % cfg.tensor_parallel == 0, f"--tensor_parallel {cfg.tensor_parallel}: does not divide {world} ranks"),
         (cfg.prompt_max_len < cfg.max_len, f"--prompt_max_len {cfg.prompt_max_len} leaves no room for a response in "
          f"--max_len {cfg.max_len}: lower the one or raise the other"),
         (cfg.packing_max_len >= cfg.max_len, f"--packing_max_len {cfg.packing_max_len}: a row must hold one sample of "

@@ -76,11 +76,20 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
 
+def token_fields(k: int, batch, tokenizer) -> dict[str, list]:
+    """Sample k token by token: texts, and what is known of each (values, advantages, the sampler's log-probs)."""
+    part = slice(int(batch.start[k]), int(batch.start[k] + batch.length[k]))
+    fields = {"tokens": [tokenizer.decode([i]) for i in batch.response_ids[k]]}
+    for key in {"values", "advantages", "logprobs"} & batch.tokens.keys():
+        fields[key] = [round(x, 4) for x in batch.tokens[key][part].tolist()]
+    return fields
+
+
 class RunLog:
     """The .jsonl files of a run folder; what does not fit on the disk waits, with a warning, for the next write."""
 
-    def __init__(self, run_dir: Path):
-        self.run_dir, self.waiting = run_dir, {}
+    def __init__(self, run_dir: Path, tokenizer):
+        self.run_dir, self.tokenizer, self.waiting = run_dir, tokenizer, {}
 
     def append(self, name: str, lines) -> None:
         self.waiting.setdefault(name, []).extend(json.dumps(line) + "\n" for line in lines)
@@ -106,7 +115,9 @@ class RunLog:
             "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds} | {
             f"seconds_{phase}": value for phase, value in clock.seconds.items()}
         self.append("metrics.jsonl", [metrics])
-        self.append("samples.jsonl", sample_lines(records, problems, step, "train"))
+        lines = enumerate(sample_lines(records, problems, step, "train"))
+        self.append("samples.jsonl", (line | (token_fields(k, batch, self.tokenizer) if k < cfg.log_tokens else {})
+                                      for k, line in lines))
         phases = "  ".join(f"{phase} {value:.1f}" for phase, value in clock.seconds.items())
         print(f"step {step}/{total_steps}  reward {metrics['reward']:.3f}  length {metrics['response_length']:.1f}  "
               f"{phases}  {seconds:.1f} s", flush=True)
