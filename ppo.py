@@ -1,7 +1,6 @@
 """PPO without what it does not need: engines, packing, log-probs, values, advantages, the two losses and their updates.
 
-Owns policy and critic (Hugging Face bodies in DeepSpeed engines), rows, estimators, updates; never sees text.
-Deviations from Open-Reasoner-Zero (ORZ), each proved in tests/test_ppo.py, which runs this file alone:
+Never sees text. Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py, which runs this file alone:
 - one denominator: a loss is a sum over response tokens divided by the *global* number of them in the optimizer step, so
   packing, micro-batches and ranks do not change the gradient (ORZ: mean of per-pack means);
 - no old log-probs, reference, ratio or clip: with one update per rollout the ratio is 1 and the clip does nothing;
@@ -128,8 +127,7 @@ def make_engine(module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW)
 
 def make_policy(cfg, trained: bool = True):
     """The policy; untrained, it is `--log_kl`'s reference: sharded under ZeRO-3, else a copy per rank."""
-    policy = Policy(load_body(cfg, AutoModelForCausalLM))
-    return make_engine(policy, cfg, cfg.actor_learning_rate if trained else None)
+    return make_engine(Policy(load_body(cfg, AutoModelForCausalLM)), cfg, cfg.actor_learning_rate if trained else None)
 
 
 def make_critic(cfg):
@@ -328,13 +326,16 @@ def policy_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, di
 def critic_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """0.5 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), summed over tokens (ORZ's ValueLoss)."""
     values = engine(rows)  # (T,)
+    if cfg.fuse_values:  # this pass gives the values too: the critic has not learnt from these samples yet
+        batch.tokens["values"].index_add_(0, rows.index, values.detach() * rows.weight)
     old, returns = batch.tokens["values"][rows.index], batch.tokens["returns"][rows.index]  # (T,), (T,)
     clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (T,)
     loss = 0.5 * (torch.maximum((values - returns) ** 2, (clipped - returns) ** 2) * rows.weight).sum()
     return loss, {"critic_loss": loss.detach(), "values": (values.detach() * rows.weight).sum()}
 
 
-def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, device, report=None) -> dict[str, float]:
+def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, device,
+           report=lambda totals, share: None) -> dict[str, float]:
     """One optimizer step over `samples`, dealt to all ranks. Returns global means per token, `grad_norm` and `lr`.
     The denominator counts every response token; samples of zero advantage are then left out of the policy's passes.
     With nothing left there is no step. `report(totals, share done)` is called after each micro-batch."""
@@ -349,12 +350,11 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, de
         loss, stats = loss_fn(engine, batch, rows, cfg)
         # DeepSpeed averages gradients over ranks: times their number makes it a sum over all tokens of the step
         engine.backward(loss * (dist.get_world_size() / denominator), scale_wrt_gas=False)
-        totals = {key: max(totals.get(key, 0), value) if key.endswith("_max") else totals.get(key, 0) + value
-                  for key, value in stats.items()}
+        for key, x in stats.items():
+            totals[key] = max(totals.get(key, 0), x) if key.endswith("_max") else totals.get(key, 0) + x
         if k < len(micros) - 1:
             engine.step()  # only counts the micro-batch
-        if report is not None:
-            report(totals, (k + 1) / len(micros))
+        report(totals, (k + 1) / len(micros))
     passed = int(batch.length[samples].sum())
     stats = checked_step(engine, totals, denominator, passed) if micros else {"grad_norm": 0.0}
     return stats | {"lr": lr, "micro_batches": len(micros)}

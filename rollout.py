@@ -9,6 +9,7 @@ Deviations from Open-Reasoner-Zero:
 
 Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 """
+import datetime
 import hashlib
 import os
 import signal
@@ -57,7 +58,7 @@ def problem_order(seed: int, count: int, start: int, size: int) -> list[int]:
     return [int(orders[k // count][k % count]) for k in range(start, start + size)]
 
 
-def start_distributed() -> tuple[int, int, torch.device, dist.Store]:
+def start_distributed(timeout: float = 1800) -> tuple[int, int, torch.device, dist.Store]:
     """Joins the process group that `accelerate launch` laid out, or makes one of one. Returns rank, world,
     device and the key-value store through which ranks can speak outside of collectives.
 
@@ -74,7 +75,8 @@ def start_distributed() -> tuple[int, int, torch.device, dist.Store]:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     store, rank, world = next(dist.rendezvous("env://"))
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=datetime.timedelta(seconds=timeout))
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     return rank, world, device, dist.PrefixStore("nanoorz", store)
 

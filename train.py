@@ -2,7 +2,7 @@
 
 Owns `Config`, the wiring, the loop, evaluation, signals and logging; never sees LaTeX or packing. One process per GPU
 (rank): each holds a shard of policy and critic (DeepSpeed) and a whole sampler (vLLM), which take turns on the device.
-Without --model it trains the demo's tiny base model, made on the spot, at the sizes of `DEMO`.
+Without --model it trains the demo's tiny base model, made on the spot, at the sizes of demo.FLAGS.
 """
 import contextlib
 import ctypes
@@ -32,9 +32,9 @@ from transformers import HfArgumentParser
 import ckpt
 import ppo
 from rollout import LengthBudget, Sampler, SamplerError, Signals, Stopped, hash64, problem_order, start_distributed
-from tools import check, demo, reshard
+from tools import check, demo, plan, reshard
 from tools.check import ConfigError
-from tools.report import Clock, RunLog
+from tools.report import Clock, RunLog, out_of_memory
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Config:
     critic_learning_rate: float = 5e-6
     num_warmup_steps: int = 50  # optimizer steps, from lr/n up
     lr_end: float | None = None  # policy: linear decay to this value at the last step; absent: constant
+    fuse_values: bool = False  # values from the critic's training passes: one pass less; gamma = lambda = 1 only
     value_clip: float = 0.2  # around the value before the update
     max_norm: float = 1.0  # gradient clip
     bf16: bool = True  # with fp32 masters and fp32 gradient sums; needs ZeRO 2 or 3
@@ -87,6 +88,8 @@ class Config:
     resume: str = "auto"  # auto: newest complete checkpoint of run_dir; none: start over; or a checkpoint's path
     eval_only: bool = False  # evaluate --model on --eval_data, print a table, and leave
     resume_force: bool = False  # go on although a flag that changes the mathematics has changed
+    offload: str = "none"  # idle: a model's states wait in CPU memory while the other one works; costs traffic
+    dist_timeout: int = 1800  # s before a rank gives up on one that does not answer: over the longest difference
     log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
     log_tokens: int = 16  # samples of a step written token by token, with values and advantages
@@ -102,12 +105,6 @@ class Config:
     attention: str = "auto"  # auto: flash_attention_2 where installed, else sdpa
 
 
-DEMO = {  # the overlay without --model: ORZ's headline result in miniature, on a CPU
-    "run_dir": "out/demo", "template": "demo", "rollout_batch_size": 64, "n_samples_per_prompt": 16, "max_steps": 16,
-    "eval_interval": 4, "stop": [], "prompt_max_len": 16, "generate_max_len": 48, "max_len": 64, "packing_max_len": 64,
-    "micro_train_batch_size": 64, "micro_rollout_batch_size": 1024, "actor_learning_rate": 3e-4,
-    "critic_learning_rate": 1e-3, "num_warmup_steps": 5, "zero_stage": 0, "bf16": False,
-    "gradient_checkpointing": False}
 DEBUG = {"rollout_batch_size": 16, "n_samples_per_prompt": 2, "critic_update_steps": 1}
 
 
@@ -119,7 +116,7 @@ def parse_flags(argv: list[str]) -> Config:
     parser, names = HfArgumentParser(Config, allow_abbrev=False), [f.name for f in dataclasses.fields(Config)]
     parser.error = error
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    parser.set_defaults(**(DEMO if cfg.model is None else {}) | (DEBUG if cfg.debug else {}))
+    parser.set_defaults(**(demo.FLAGS if cfg.model is None else {}) | (DEBUG if cfg.debug else {}))
     cfg, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)  # the flags win over both
     if cfg.attention == "auto":
         flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
@@ -163,9 +160,7 @@ class Rollout:
 
     def __call__(self, problems, prompts, n: int, purpose: str, step: int, clock, first=0, only=None, caps=None):
         """Responses first .. n to each problem, or to those at the positions `only`, of at most caps[i] tokens: a list
-        of dicts in the order of problem and index. Raises Stopped.
-
-        Problems are dealt to engines in turn; a response goes to the grader as soon as it ends."""
+        of dicts in the order of problem and index. Problems are dealt to engines in turn. Raises Stopped."""
         cfg, rank, records = self.cfg, dist.get_rank(), []
         speaks = rank % cfg.tensor_parallel == 0  # the ranks of one engine all hold its samples: they are dealt once
         engines = dist.get_world_size() // cfg.tensor_parallel
@@ -222,21 +217,6 @@ def make_batch(records: list[dict], prompts: list[list[int]], device) -> ppo.Bat
                      torch.tensor([r["problem"] for r in records]), rewards, tokens)
 
 
-def check_sampler(sampler: Sampler, policy, prompts: list[list[int]], cfg: Config, device) -> float:
-    """Raises ConfigError where any rank's sampler does not give the trainer's log-probs: a stale or different model."""
-    stream = sampler.generate(prompts[:4], 1, [0] * 4, max_new_tokens=[32] * 4, max_len=cfg.max_len, logprobs=True,
-                              temperature=cfg.temperature)
-    records = [vars(sample) | {"problem": sample.prompt, "reward": 0.0} for sample in stream]
-    batch = make_batch(sum(ckpt.everywhere(records), []), prompts, device)  # (T,) of every rank's engine
-    ours = ppo.token_pass(batch, cfg, device, lambda rows: policy(rows, cfg.temperature)[0])  # (T,)
-    pairs = zip(*(x.split(batch.length.tolist()) for x in (ours, batch.tokens["logprobs"])))
-    off = max((one - other).abs().mean().item() for one, other in pairs)  # of a sample: one stale engine is enough
-    if not off < (allowed := 0.05 if cfg.bf16 else 1e-4):
-        raise ConfigError(f"--model {cfg.model}: sampler and trainer disagree by {off:.2g} in the mean |log-prob| of a "
-                          f"sample, allowed {allowed}; ppo.Policy does not compute this architecture's logits")
-    return off
-
-
 def evaluate(rollout: Rollout, sets: dict[str, tuple], step: int, log: RunLog) -> None:
     """eval_n samples of every problem of every set, reported by rank 0."""
     for name, (problems, prompts) in sets.items():
@@ -251,7 +231,7 @@ def evaluate_only(begin: float, cfg: Config, sets: dict[str, tuple], task, signa
         raise ConfigError(f"--run_dir {run_dir} holds a training run; choose another one for --eval_only")
     first, log = dist.get_rank() == 0, RunLog(run_dir, None)
     if first:
-        ckpt.rewind(run_dir, 0, {})
+        log.start(0, {}, cfg, dist.get_world_size())
     rollout = Rollout.start(task, signals, cfg)
     with rollout.grader:
         evaluate(rollout, sets, 0, log)
@@ -259,10 +239,17 @@ def evaluate_only(begin: float, cfg: Config, sets: dict[str, tuple], task, signa
         log.table(begin, cfg)
 
 
-def learn(kind: str, engine, batch: ppo.Batch, parts: list, lrs: list[float], cfg: Config, device) -> dict[str, float]:
-    """One optimizer step per part of the samples, under a bar with ORZ's fields; the mean of their statistics."""
-    loss_fn, names = {"policy": (ppo.policy_loss, {"pg": "policy_loss", "ent": "entropy", "kl": "kl"}),
-                      "critic": (ppo.critic_loss, {"cri": "critic_loss", "vals": "values"})}[kind]
+def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total: int, cfg: Config, device) -> dict:
+    """The policy's one optimizer step over the kept samples, or the critic's several, each over its share of one global
+    shuffle; under a bar with ORZ's fields. Returns the mean of their statistics."""
+    if kind == "critic":
+        order, many = np.random.default_rng(hash64(cfg.seed, step, "critic")).permutation(kept), cfg.critic_update_steps
+        loss_fn, names, parts = ppo.critic_loss, {"cri": "critic_loss", "vals": "values"}, np.array_split(order, many)
+        lrs = [learning_rate(cfg.critic_learning_rate, None, cfg.num_warmup_steps, 0, step * many + k)
+               for k in range(many)]
+    else:
+        loss_fn, names, parts = ppo.policy_loss, {"pg": "policy_loss", "ent": "entropy", "kl": "kl"}, [kept]
+        lrs = [learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total, step)]
     per_part = batch.length.sum().item() / len(parts) / dist.get_world_size()  # tokens of this rank
     fixed = {"ret": batch.rewards.mean().item(), "glen": batch.length.double().mean().item(),
              "tlen": np.mean(batch.size)}
@@ -275,8 +262,15 @@ def learn(kind: str, engine, batch: ppo.Batch, parts: list, lrs: list[float], cf
                 bar.set_postfix(fixed | means | {"cri_lr" if kind == "critic" else "act_lr": lr})
         stats = [ppo.update(engine, loss_fn, batch, list(p), cfg, lr, device, report) for p, lr in zip(parts, lrs)]
     shared = ("grad_norm", "lr", "micro_batches", "values")  # names that both models have
-    return {f"{kind}_{key}" if key in shared else key:
-            float(np.mean([s[key] for s in stats if key in s])) for key in max(stats, key=len)}
+    return {f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats if key in s]))
+            for key in max(stats, key=len)}
+
+
+def focus(engines: dict, at_work: set[str], cfg: Config) -> None:
+    """--offload idle: the states of engines that are not at work wait in CPU memory."""
+    if cfg.offload == "idle":
+        for name, engine in engines.items():
+            (engine.reload_states if name in at_work else engine.offload_states)()
 
 
 def learning_rate(peak: float, end: float | None, warmup: int, total: int, step: int) -> float:
@@ -286,33 +280,39 @@ def learning_rate(peak: float, end: float | None, warmup: int, total: int, step:
     return peak if end is None else peak + (end - peak) * min(1.0, (step + 1 - warmup) / max(1, total - warmup))
 
 
+def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
+    """The demo's base model where there is no other, the task's module, the tokenizer, the evaluation sets."""
+    seconds = 0.0
+    if cfg.model is None:
+        seconds = ckpt.everywhere(rank == 0 and demo.build(str(run_dir / "base"), cfg.seed))[0]
+        cfg.model = base = str(run_dir / "base")
+        cfg.data, cfg.eval_data = cfg.data or [f"{base}/train.json"], cfg.eval_data or [f"{base}/eval.json"]
+    if device.type == "cuda":
+        say(plan.check_memory(cfg, world, torch.cuda.mem_get_info(device)[1]))
+    task = importlib.import_module({"math": "reward", "code": "tools.sandbox"}[cfg.reward])
+    tokenizer = check.read_tokenizer(cfg)
+    return seconds, task, tokenizer, {name: check.read_problems(task, [path], cfg, tokenizer, say, "test")
+                                      for name, path in check.eval_names(cfg).items()}
+
+
 def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> None:
     say = print if rank == 0 else lambda *_, **__: None
     check.check_config(cfg, world)
-    flags, run_dir, base_seconds = dataclasses.asdict(cfg), Path(cfg.run_dir).absolute(), 0.0
+    flags, run_dir = dataclasses.asdict(cfg), Path(cfg.run_dir).absolute()
     lock = ckpt.preflight(run_dir, check.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
-    if cfg.model is None:
-        base_seconds = ckpt.everywhere(rank == 0 and demo.build(str(run_dir / "base"), cfg.seed))[0]
-        cfg.model = str(run_dir / "base")
-        cfg.data, cfg.eval_data = cfg.data or [f"{cfg.model}/train.json"], cfg.eval_data or [f"{cfg.model}/eval.json"]
-    task = importlib.import_module({"math": "reward", "code": "tools.sandbox"}[cfg.reward])
-    tokenizer = check.read_tokenizer(cfg)
-    eval_sets = {name: check.read_problems(task, [path], cfg, tokenizer, say, "test")
-                 for name, path in check.eval_names(cfg).items()}
+    base_seconds, task, tokenizer, eval_sets = load_task(cfg, run_dir, rank, world, device, say)
     if cfg.eval_only:
-        evaluate_only(begin, cfg, eval_sets, task, Signals(store), run_dir)
-        return
+        return evaluate_only(begin, cfg, eval_sets, task, Signals(store), run_dir)
     problems, prompts = check.read_problems(task, cfg.data, cfg, tokenizer, say)
-    total_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
-    total_steps = total_steps if cfg.max_steps is None else min(total_steps, cfg.max_steps)
+    episodes = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)  # in steps
+    total_steps = episodes if cfg.max_steps is None else min(episodes, cfg.max_steps)
     start, path, saved = 0, ckpt.newest(run_dir, cfg.resume), {}
     if path:
         saved = json.loads((path / "state.json").read_text())
         moved = check.check_resume(path, saved, flags, world, say)
         start = saved["step"]
         if start >= total_steps and (run_dir / "result.json").exists():
-            say(f"{run_dir} is complete at step {start}: raise --max_steps to go on, --resume none to start over")
-            return
+            return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
 
     signals, log = Signals(store), RunLog(run_dir, tokenizer)
     rollout = Rollout.start(task, signals, cfg)
@@ -324,11 +324,9 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
         (reshard.load if moved else ckpt.load)(path, engines)
     history, budget = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps"))
     if rank == 0:
-        ckpt.rewind(run_dir, start, saved.get("marks", {}))
-        (run_dir / "result.json").unlink(missing_ok=True)  # it speaks of a run that goes on now
-        (run_dir / "config.json").write_text(json.dumps(vars(cfg) | {"world": world, "versions": check.versions()}))
+        log.start(start, saved.get("marks", {}), cfg, world)
     rollout.sampler.sync(ppo.named_weights(policy))
-    off = check_sampler(rollout.sampler, policy, prompts, cfg, device)
+    off = check.check_sampler(rollout.sampler, policy, prompts, cfg, device)
     say(f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, {world} rank(s) of "
         f"{torch.get_num_threads()} thread(s), ZeRO {cfg.zero_stage}; steps {start} to {total_steps}; sampler agrees "
         f"with trainer to {off:.0e}; ready after {time.time() - begin:.0f} s", flush=True)
@@ -338,6 +336,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
                  "world": world, "marks": marks, "versions": check.versions(), "history": history,
                  "caps": budget.caps}
         hf = tokenizer, policy.module.model.config
+        focus(engines, set(engines), cfg)
         error = ckpt.save(run_dir, step, engines, state, hf, cfg.keep_last, cfg.keep_every)
         say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")
         return error is None
@@ -350,6 +349,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
             due = due or step > start and (step == total_steps or cfg.save_interval and step % cfg.save_interval == 0)
             due = due and not save(step, marks)
             signals.agree()
+            focus(engines, set(), cfg)
             if step in (0, total_steps) or cfg.eval_interval and step % cfg.eval_interval == 0:
                 evaluate(rollout, eval_sets, step, log)
             if step == total_steps:
@@ -366,27 +366,32 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
             # 4 pack: one flat batch, the same on every rank
             batch = make_batch(records, picked_prompts, device)
             kept = [i for i, r in enumerate(records) if cfg.overlong == "zero" or r["finish_reason"] == "stop"]
-            # 5 values, of the critic before its update
+            # 5 values, of the critic before its update; fused: of the forward passes of that update, before each step
+            task_args = batch, kept, step, total_steps, cfg, device
+            focus(engines, {"critic"}, cfg)
+            learned = {}
+            if cfg.fuse_values:  # with gamma = lambda = 1 a token's return is its sample's reward
+                with clock("critic"):
+                    returns = batch.rewards.float().repeat_interleave(batch.length).to(device)  # (T,)
+                    batch.tokens |= {"values": torch.zeros_like(returns), "returns": returns}
+                    learned = learn("critic", critic, *task_args)
+                    dist.all_reduce(batch.tokens["values"])
             with clock("values"):
-                if critic:
+                if critic and not cfg.fuse_values:
                     batch.tokens["values"] = ppo.token_pass(batch, cfg, device, critic)
                 if reference:
                     batch.tokens["ref_logprobs"] = ppo.token_pass(
                         batch, cfg, device, lambda rows: reference(rows, cfg.temperature)[0])
             # 6 advantage: HACK HERE, in ppo.py
             with clock("advantage"):
-                learned = ppo.compute_advantages(batch, cfg, device, kept)
+                learned |= ppo.compute_advantages(batch, cfg, device, kept)
             # 7 learn: the critic in several steps over one shuffle of the samples, then the policy in one
-            if critic:
+            if critic and not cfg.fuse_values:
                 with clock("critic"):
-                    order = np.random.default_rng(hash64(cfg.seed, step, "critic")).permutation(kept)
-                    parts = np.array_split(order, many := cfg.critic_update_steps)
-                    lrs = [learning_rate(cfg.critic_learning_rate, None, cfg.num_warmup_steps, 0, k)
-                           for k in range(step * many, (step + 1) * many)]
-                    learned |= learn("critic", critic, batch, parts, lrs, cfg, device)
+                    learned |= learn("critic", critic, *task_args)
+            focus(engines, {"policy"}, cfg)
             with clock("policy"):
-                lr = learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total_steps, step)
-                learned |= learn("policy", policy, batch, [kept], [lr], cfg, device)
+                learned |= learn("policy", policy, *task_args)
             # 8 sync
             with clock("sync"):
                 rollout.sampler.sync(ppo.named_weights(policy))
@@ -396,27 +401,29 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     except Stopped:
         if not save(step, marks):
             raise ckpt.CheckpointError(f"stopped at step {step}, which is NOT saved") from None
-        say(f"stopped at step {step}; to go on: accelerate launch {shlex.join([*sys.argv, '--resume', 'auto'])}")
-        return
+        return say(f"stopped at step {step}; to go on: accelerate launch {shlex.join([*sys.argv, '--resume', 'auto'])}")
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step + 1}, {error}; the newest checkpoint is from before it") from error
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(out_of_memory(step + 1, clock.phase, device)) from error
     finally:
         rollout.grader.close()
 
+    focus(engines, set(engines), cfg)
     for name, engine in engines.items():
         ckpt.export(run_dir / name, engine.module.model, ppo.named_weights(engine), tokenizer)
     if rank == 0:
-        log.result(begin, base_seconds, cfg, total_steps)
-        if flags["model"] is None:
-            demo.show(run_dir)
+        log.result(begin, base_seconds, cfg, total_steps, flags["model"] is None)
 
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
-    now, (rank, world, device, store) = time.time(), start_distributed()
+    begin, store, world = time.time(), None, 1
     try:
-        main(now, parse_flags(sys.argv[1:]), rank, world, device, store)
+        cfg = parse_flags(sys.argv[1:])
+        rank, world, device, store = start_distributed(cfg.dist_timeout)
+        main(begin, cfg, rank, world, device, store)
     except (ConfigError, SamplerError, ckpt.CheckpointError, FloatingPointError, OSError) as error:
-        if store.add("errors", 1) == 1:  # the first rank that meets an error speaks for all
+        if store.add("errors", 1) == 1 if store else os.environ.get("RANK", "0") == "0":  # the first one speaks for all
             print(f"error: {error}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)

@@ -35,7 +35,7 @@ def config(model, **overrides) -> types.SimpleNamespace:
               "zero_stage": 0, "zero3_persistence_threshold": 0, "max_norm": 1e9, "actor_learning_rate": LR,
               "critic_learning_rate": LR, "packing_max_len": 64, "micro_train_batch_size": 2, "temperature": 1.3,
               "value_clip": 0.2, "estimator": "gae", "gamma": 1.0, "lambd": 1.0, "advantage_normalization": True,
-              "log_ratio": False, "log_kl": False, "tis_cap": None}
+              "log_ratio": False, "log_kl": False, "tis_cap": None, "fuse_values": False}
     if unknown := set(overrides) - set(values):
         raise KeyError(f"not a field: {unknown}")
     return types.SimpleNamespace(**values | overrides)

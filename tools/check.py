@@ -1,4 +1,4 @@
-"""What can be known before weights are read: are the flags sound, do model, problems and an old checkpoint fit them?"""
+"""Before anything is trained: are the flags sound, do model, problems, an old checkpoint and the sampler fit them?"""
 import dataclasses
 import importlib.metadata
 import shutil
@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ppo
@@ -40,6 +41,10 @@ def check_config(cfg, world: int) -> None:
         (cfg.temperature > 0, f"--temperature {cfg.temperature}: must be above 0"),
         (cfg.model is None or cfg.data or cfg.eval_only, "--data: name at least one file of training problems"),
         (cfg.model is None or cfg.eval_data or not cfg.eval_only, "--eval_only: name the sets with --eval_data"),
+        (not cfg.fuse_values or cfg.gamma == cfg.lambd == 1 and cfg.estimator == "gae", "--fuse_values: only with "
+         "--estimator gae, --gamma 1 and --lambd 1, where a sample's return does not depend on its values"),
+        (cfg.offload in ("none", "idle"), f"--offload {cfg.offload}: choose none or idle"),
+        (cfg.offload == "none" or cfg.zero_stage == 3, "--offload idle: needs --zero_stage 3"),
         (cfg.reward in ("math", "code"), f"--reward {cfg.reward}: choose math or code"),
         (cfg.overlong in ("zero", "drop"), f"--overlong {cfg.overlong}: choose zero or drop"),
         (0 <= cfg.first_stage < cfg.n_samples_per_prompt and (cfg.first_stage != 1 or cfg.estimator not in grouped),
@@ -150,6 +155,24 @@ def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
         raise ConfigError(f"{path} was made with another --{', --'.join(fatal)}, which changes the mathematics; use "
                           "the old value, --resume none, or --resume_force")
     return moved
+
+
+def check_sampler(sampler, policy, prompts: list[list[int]], cfg, device) -> float:
+    """Raises ConfigError where any rank's sampler does not give the trainer's log-probs: a stale or different model."""
+    few = prompts[:4]
+    stream = sampler.generate(few, 1, [0] * len(few), max_new_tokens=[32] * len(few), max_len=cfg.max_len,
+                              logprobs=True, temperature=cfg.temperature)
+    mine, everyone = [(few[s.prompt], s.response_ids, s.logprobs) for s in stream], [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    prompt_ids, response_ids, logprobs = zip(*(sample for part in everyone for sample in part))
+    batch = ppo.Batch(prompt_ids, response_ids, torch.zeros(len(prompt_ids)), torch.zeros(len(prompt_ids)), {})
+    ours = ppo.token_pass(batch, cfg, device, lambda rows: policy(rows, cfg.temperature)[0])  # (T,)
+    pairs = zip(ours.split(batch.length.tolist()), logprobs)
+    off = max((one - torch.tensor(other, device=device)).abs().mean().item() for one, other in pairs)  # of a sample
+    if not off < (allowed := 0.05 if cfg.bf16 else 1e-4):
+        raise ConfigError(f"--model {cfg.model}: sampler and trainer disagree by {off:.2g} in the mean |log-prob| of a "
+                          f"sample, allowed {allowed}; ppo.Policy does not compute this architecture's logits")
+    return off
 
 
 def versions() -> dict[str, str]:

@@ -22,6 +22,13 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+FLAGS = {  # train.py's settings without --model
+    "run_dir": "out/demo", "template": "demo", "rollout_batch_size": 64, "n_samples_per_prompt": 16, "max_steps": 16,
+    "eval_interval": 4, "stop": [], "prompt_max_len": 16, "generate_max_len": 48, "max_len": 64, "packing_max_len": 64,
+    "micro_train_batch_size": 64, "micro_rollout_batch_size": 1024, "actor_learning_rate": 3e-4,
+    "critic_learning_rate": 1e-3, "num_warmup_steps": 5, "zero_stage": 0, "bf16": False,
+    "gradient_checkpointing": False}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -130,17 +137,6 @@ def build(folder: str, seed: int) -> float:
     shutil.rmtree(target, ignore_errors=True)
     os.rename(beside, target)
     return time.time() - begin
-
-
-def show(run_dir: Path) -> None:
-    """Prints what a run learnt: held-out accuracy and length before and after, and one problem answered twice."""
-    result = json.loads((run_dir / "result.json").read_text())
-    print(f"held out: accuracy {result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}, response length "
-          f"{result['length_before']:.1f} -> {result['length_after']:.1f} tokens")
-    answers = [json.loads(line) for line in (run_dir / "eval_samples.jsonl").open()]
-    wrong = next((a for a in answers if not a["reward"]), answers[0])
-    for name, answer in (("before", wrong), ("after ", [a for a in answers if a["problem"] == wrong["problem"]][-1])):
-        print(f"{name}: {answer['question']}<think>{answer['response']}", flush=True)
 
 
 if __name__ == "__main__":

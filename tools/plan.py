@@ -6,6 +6,7 @@
 Memory is estimated from the config alone, per rank, in GiB: what stays (weights, masters, moments, gradient sums of
 both models), and two peaks above it in turn: training (activations, the chunked head) and sampling (vLLM's share).
 """
+import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def model_config(name: str):
 @dataclass
 class Memory:
     """GiB on one rank."""
-    weights: float  # both models, in the training dtype
+    weights: float  # of all models, in the training dtype
     optimizer: float  # fp32 masters and two moments
     gradients: float  # fp32 sums
     activations: float  # one micro-batch, and what checkpointing recomputes
@@ -45,13 +46,9 @@ class Memory:
     kv_tokens: int  # that the cache holds
     card: float
 
-    @property
-    def training(self) -> float:
-        return self.weights + self.optimizer + self.gradients + self.activations + self.head
-
-    @property
-    def sampling(self) -> float:
-        return self.weights + self.optimizer + self.gradients + self.sampler
+    def __post_init__(self):
+        stays = self.weights + self.optimizer + self.gradients
+        self.training, self.sampling = stays + self.activations + self.head, stays + self.sampler
 
 
 def estimate(cfg, config, world: int, card_bytes: float) -> Memory:
@@ -80,11 +77,8 @@ def advice(memory: Memory, cfg) -> list[str]:
     """What to change where the plan does not fit; nothing where it does."""
     room, lines = 0.95 * memory.card, []
     if memory.training > room:
-        flags = ["--packing_max_len" if cfg.packing_max_len > cfg.max_len else "--max_len"]
-        flags += ["--zero_stage 3"] * (cfg.zero_stage < 3)
-        flags += ["--gradient_checkpointing"] * (not cfg.gradient_checkpointing)
-        lines.append(f"training needs {memory.training:.1f} of {memory.card:.0f} GiB: use more GPUs, or change "
-                     f"{', '.join(flags)}")
+        lines.append(f"training needs {memory.training:.1f} of {memory.card:.0f} GiB: use more GPUs, --zero_stage 3, "
+                     "--gradient_checkpointing, or lower --packing_max_len (and --max_len)")
     if memory.sampling > room:
         lines.append(f"sampling needs {memory.sampling:.1f} of {memory.card:.0f} GiB: lower --gpu_memory_utilization "
                      f"{cfg.gpu_memory_utilization}, or use more GPUs")
@@ -113,30 +107,34 @@ def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
 
 def show(memory: Memory) -> str:
     return (f"memory per rank, GiB: weights {memory.weights:.1f} + optimizer {memory.optimizer:.1f} + gradients "
-            f"{memory.gradients:.1f} + activations {memory.activations:.1f} + head {memory.head:.1f} = training "
-            f"{memory.training:.1f}; with the sampler's {memory.sampler:.1f} instead of the latter two: sampling "
-            f"{memory.sampling:.1f}; of {memory.card:.0f}; KV cache {memory.kv_tokens:,} tokens")
+            f"{memory.gradients:.1f} + activations {memory.activations:.1f} + head {memory.head:.1f} = "
+            f"{memory.training:.1f} training; with the sampler's {memory.sampler:.1f} instead of the latter two "
+            f"{memory.sampling:.1f} sampling; of {memory.card:.0f}; KV cache {memory.kv_tokens:,} tokens")
+
+
+def check_memory(cfg, world: int, card_bytes: float) -> str:
+    """The plan as a line, with advice where it does not fit: an estimate, so that it warns and does not refuse."""
+    memory = estimate(cfg, model_config(cfg.model), world, card_bytes)
+    return "\n".join([show(memory), *(f"WARNING: {line}" for line in advice(memory, cfg))])
 
 
 def main(argv: list[str]) -> None:
     import train  # here: train.py imports this file
 
-    own = {"--machines": "1", "--gpus": "1", "--card_gb": "80"}
-    for flag in own:
-        if flag in argv:
-            at = argv.index(flag)
-            own[flag], argv = argv[at + 1], argv[:at] + argv[at + 2:]
-    machines, gpus, card = (float(value) for value in own.values())
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in (("--machines", 1), ("--gpus", 1), ("--card_gb", 80)):
+        own.add_argument(name, type=int, default=default)
+    args, argv = own.parse_known_args(argv)
     cfg = train.parse_flags([flag for flag in argv if flag != "--dry_run"])
-    check.check_config(cfg, int(machines * gpus))
-    print("\n".join(arithmetic(cfg, int(machines), int(gpus))))
+    check.check_config(cfg, args.machines * args.gpus)
+    print("\n".join(arithmetic(cfg, args.machines, args.gpus)))
     try:
         config = model_config(cfg.model) if cfg.model else None
     except (OSError, ValueError) as error:
         print(f"memory: unknown until --model {cfg.model} can be read ({str(error).splitlines()[0]})")
         return
     if config:
-        memory = estimate(cfg, config, int(machines * gpus), card * GIB)
+        memory = estimate(cfg, config, args.machines * args.gpus, args.card_gb * GIB)
         print("\n".join([show(memory), *advice(memory, cfg)]))
         if advice(memory, cfg):
             raise check.ConfigError("the plan does not fit, see above")

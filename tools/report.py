@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import ckpt
 from reward import text_metrics
 from tools import check
 
@@ -65,11 +66,11 @@ def evaluation_line(name: str, records: list[dict], problems: list, n: int, step
 class Clock:
     """Seconds per phase of one step: `with clock("rollout"): ...`; adds up over repeated phases."""
     def __init__(self):
-        self.seconds, self.start = {}, time.perf_counter()
+        self.phase, self.seconds, self.start = "start", {}, time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
-        begin = time.perf_counter()
+        self.phase, begin = phase, time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -85,11 +86,28 @@ def token_fields(k: int, batch, tokenizer) -> dict[str, list]:
     return fields
 
 
+def out_of_memory(step: int, phase: str, device) -> str:
+    """What to say when the planner was wrong."""
+    held, reserved = torch.cuda.memory_allocated(device) / 2**30, torch.cuda.memory_reserved(device) / 2**30
+    card = torch.cuda.mem_get_info(device)[1] / 2**30
+    sampling = phase in ("rollout", "sync")
+    flags = "--gpu_memory_utilization" if sampling else "--packing_max_len or --micro_train_batch_size"
+    return (f"step {step}, phase {phase}: out of GPU memory; tensors hold {held:.1f} GiB, {reserved:.1f} reserved, of "
+            f"{card:.1f}; lower {flags}, or try --offload idle")
+
+
 class RunLog:
     """The .jsonl files of a run folder; what does not fit on the disk waits, with a warning, for the next write."""
 
     def __init__(self, run_dir: Path, tokenizer):
         self.run_dir, self.tokenizer, self.waiting = run_dir, tokenizer, {}
+
+    def start(self, step: int, marks: dict[str, int], cfg, world: int) -> None:
+        """Cuts the logs back to the state that the run goes on from, and writes config.json."""
+        ckpt.rewind(self.run_dir, step, marks)
+        (self.run_dir / "result.json").unlink(missing_ok=True)  # it speaks of a run that goes on now
+        settings = vars(cfg) | {"world": world, "versions": check.versions()}
+        (self.run_dir / "config.json").write_text(json.dumps(settings, indent=1))
 
     def append(self, name: str, lines) -> None:
         self.waiting.setdefault(name, []).extend(json.dumps(line) + "\n" for line in lines)
@@ -140,7 +158,7 @@ class RunLog:
         result = {"sets": lines, "config": vars(cfg), "versions": check.versions(), "wall_seconds": time.time() - begin}
         (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
 
-    def result(self, begin: float, base_seconds: float, cfg, steps: int) -> None:
+    def result(self, begin: float, base_seconds: float, cfg, steps: int, demo: bool) -> None:
         """result.json and a line on the screen: the first against the last evaluation of the first set."""
         lines = [json.loads(line) for line in (self.run_dir / "eval.jsonl").open()] if cfg.eval_data else [{}]
         lines = [line for line in lines if line.get("set") == lines[0].get("set")]
@@ -150,3 +168,16 @@ class RunLog:
                    "seed": cfg.seed, "versions": check.versions()}
         (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
         print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {self.run_dir}", flush=True)
+        if demo:
+            show_demo(self.run_dir)
+
+
+def show_demo(run_dir: Path) -> None:
+    """Prints what a run learnt: held-out accuracy and length before and after, and one problem answered twice."""
+    result = json.loads((run_dir / "result.json").read_text())
+    print(f"held out: accuracy {result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}, response length "
+          f"{result['length_before']:.1f} -> {result['length_after']:.1f} tokens")
+    answers = [json.loads(line) for line in (run_dir / "eval_samples.jsonl").open()]
+    wrong = next((a for a in answers if not a["reward"]), answers[0])
+    for name, answer in (("before", wrong), ("after ", [a for a in answers if a["problem"] == wrong["problem"]][-1])):
+        print(f"{name}: {answer['question']}<think>{answer['response']}", flush=True)
