@@ -120,7 +120,7 @@ def test_truncated_importance_weights():
     rows = SimpleNamespace(weight=torch.ones(5), index=torch.arange(5))
     loss, stats = ppo.policy_loss(lambda rows, temperature: (logp, logp), batch, rows, cfg)
     loss.backward()
-    weight = torch.tensor([1.0, 2.0, np.exp(-0.1), np.exp(-1.0), 2.0])
+    weight = torch.tensor([1.0, 2.0, np.exp(-0.1), np.exp(-1.0), 2.0], dtype=torch.float32)
     assert torch.allclose(logp.grad, -weight * advantages)
     assert stats["ratio_max"].item() == pytest.approx(np.exp(7.5)), "the raw ratio, before the cap"
     assert stats["approx_kl_k1"].item() == pytest.approx(-(2 - 0.1 - 1 + 7.5))
@@ -159,7 +159,7 @@ def test_full_disk_costs_no_line(tmp_path, capsys):
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no permission to mount")
     try:
-        log, lines = report.RunLog(tmp_path), [{"step": k, "text": "x" * 9000} for k in range(12)]
+        log, lines = report.RunLog(tmp_path, None), [{"step": k, "text": "x" * 9000} for k in range(12)]
         for k in range(0, 12, 3):
             log.append("samples.jsonl", lines[k:k + 3])
         assert "wait" in capsys.readouterr().err

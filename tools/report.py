@@ -81,8 +81,9 @@ def token_fields(k: int, batch, tokenizer) -> dict[str, list]:
     """Sample k token by token: texts, and what is known of each (values, advantages, the sampler's log-probs)."""
     part = slice(int(batch.start[k]), int(batch.start[k] + batch.length[k]))
     fields = {"tokens": [tokenizer.decode([i]) for i in batch.response_ids[k]]}
-    for key in {"values", "advantages", "logprobs"} & batch.tokens.keys():
-        fields[key] = [round(x, 4) for x in batch.tokens[key][part].tolist()]
+    for key in ("values", "advantages", "logprobs"):
+        if key in batch.tokens:
+            fields[key] = [round(x, 4) for x in batch.tokens[key][part].tolist()]
     return fields
 
 
