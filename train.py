@@ -6,7 +6,6 @@ Without --model it trains the demo's tiny base model, made on the spot, at the s
 """
 import contextlib
 import ctypes
-import dataclasses
 import difflib
 import importlib
 import importlib.util
@@ -31,7 +30,7 @@ from transformers import HfArgumentParser
 
 import ckpt
 import ppo
-from rollout import LengthBudget, Sampler, SamplerError, Signals, Stopped, hash64, problem_order, start_distributed
+from rollout import LengthBudget, Sampler, Signals, Stopped, hash64, problem_order, start_distributed
 from tools import check, demo, plan, reshard
 from tools.check import ConfigError
 from tools.report import Clock, RunLog, out_of_memory
@@ -40,7 +39,6 @@ from tools.report import Clock, RunLog, out_of_memory
 @dataclass
 class Config:
     """Every setting; ORZ's value is the default. A flag has its field's name: `--actor_learning_rate 2e-6`."""
-
     model: str | None = None  # Hugging Face causal LM, folder or name; absent: the demo's tiny model and sizes
     data: list[str] = field(default_factory=list)  # training problems: JSON, JSONL (ORZ or GSM8K form), dataset names
     template: str = "orz"  # orz, demo, plain, or a text with {question}
@@ -113,7 +111,7 @@ def parse_flags(argv: list[str]) -> Config:
     def error(message: str):
         raise ConfigError(f"{message}; the fields of Config in train.py are the flags")
 
-    parser, names = HfArgumentParser(Config, allow_abbrev=False), [f.name for f in dataclasses.fields(Config)]
+    parser, names = HfArgumentParser(Config, allow_abbrev=False), list(vars(Config()))
     parser.error = error
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     parser.set_defaults(**(demo.FLAGS if cfg.model is None else {}) | (DEBUG if cfg.debug else {}))
@@ -186,8 +184,9 @@ class Rollout:
             for key, reward in self.grader.results().items():
                 records[key]["reward"] = reward
         with clock("gather"):
-            everyone = [record for part in ckpt.everywhere(records) for record in part]
-            return sorted(everyone, key=lambda r: (r["problem"], r["index"]))
+            parts = ckpt.everywhere((clock.seconds["rollout"], records))
+            clock.wait = max(seconds for seconds, _ in parts) - np.mean([seconds for seconds, _ in parts])
+            return sorted((r for _, part in parts for r in part), key=lambda r: (r["problem"], r["index"]))
 
     def two_stage(self, problems, prompts, step: int, clock, caps, history: dict[str, bool]) -> list[dict]:
         """--first_stage: k samples to each prompt; the other n - k only where they can teach something: not where all
@@ -298,7 +297,7 @@ def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
 def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> None:
     say = print if rank == 0 else lambda *_, **__: None
     check.check_config(cfg, world)
-    flags, run_dir = dataclasses.asdict(cfg), Path(cfg.run_dir).absolute()
+    flags, run_dir = vars(cfg).copy(), Path(cfg.run_dir).absolute()
     lock = ckpt.preflight(run_dir, check.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
     base_seconds, task, tokenizer, eval_sets = load_task(cfg, run_dir, rank, world, device, say)
     if cfg.eval_only:
@@ -423,7 +422,9 @@ if __name__ == "__main__":
         cfg = parse_flags(sys.argv[1:])
         rank, world, device, store = start_distributed(cfg.dist_timeout)
         main(begin, cfg, rank, world, device, store)
-    except (ConfigError, SamplerError, ckpt.CheckpointError, FloatingPointError, OSError) as error:
-        if store.add("errors", 1) == 1 if store else os.environ.get("RANK", "0") == "0":  # the first one speaks for all
-            print(f"error: {error}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
-        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+    except Exception as error:
+        line, code = check.explain(error)  # raises what is a bug
+        # an error that all ranks share is told by the first of them, with exit code 2; the others are each rank's own
+        if code == 1 or (store.add("errors", 1) == 1 if store else os.environ.get("RANK", "0") == "0"):
+            print(f"error: {line}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
+        sys.exit(code)

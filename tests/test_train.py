@@ -74,6 +74,30 @@ def test_two_ranks_zero3_untied(tiny, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+def test_tensor_parallel_sampler(tiny, whole, tmp_path):
+    """Two ranks share an engine: the samples of two engines, each dealt to the trainer once; synced under ZeRO 3."""
+    run, same = tmp_path / "run", {"zero_stage": 3, "max_steps": 2, "log_ratio": "true"}
+    launch(run, ranks=2, **tiny | same | {"tensor_parallel": 2})
+    ours, theirs = (jsonl(folder / "samples.jsonl") for folder in (run, whole(ranks=2, **same)))
+    one, two = ([(s["problem"], s["index"], s["response"]) for s in samples[:16]] for samples in (ours, theirs))
+    assert one == two
+    assert len(ours) == 32, "not twice"
+    assert all(abs(m["ratio"] - 1) < 1e-4 for m in jsonl(run / "metrics.jsonl"))
+
+
+def test_fused_values(tiny, one_rank, tmp_path):
+    """--fuse_values: the first mini-batch's values are those of the separate pass; all are from before their own step."""
+    launch(tmp_path / "run", **tiny | {"fuse_values": "true", "critic_update_steps": 1, "max_steps": 1})
+    launch(tmp_path / "plain", **tiny | {"critic_update_steps": 1, "max_steps": 1})
+    fused, plain = (jsonl(tmp_path / name / "metrics.jsonl")[0] for name in ("run", "plain"))
+    assert fused["critic_values"] == pytest.approx(plain["critic_values"], rel=1e-4)
+    assert fused["policy_grad_norm"] == pytest.approx(plain["policy_grad_norm"], rel=1e-4), "with one step they are equal"
+    refused = {"fuse_values": "true", "lambd": 0.95}
+    argv = [str(x) for name, value in (SMALL | tiny | refused).items() for x in (f"--{name}", value)]
+    with pytest.raises(check.ConfigError, match="--fuse_values"):
+        check.check_config(train.parse_flags(argv), world=1)
+
+
 def test_same_seed_same_run_and_resume(tiny, one_rank, tmp_path):
     """A second run that is interrupted and goes on equals the first, to the bit: metrics, samples, weights."""
     run, _ = one_rank

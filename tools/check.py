@@ -1,7 +1,9 @@
 """Before anything is trained: are the flags sound, do model, problems, an old checkpoint and the sampler fit them?"""
 import dataclasses
 import importlib.metadata
+import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -9,11 +11,25 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import ckpt
 import ppo
+from rollout import SamplerError
 
 
 class ConfigError(ValueError):
     """A setting that cannot work; one line that names the flag, the numbers and what to do."""
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """One line for the user and the exit code: 2 for bad input, 1 for what happened to a run. Raises what is a bug."""
+    if isinstance(error, (ConfigError, SamplerError, ckpt.CheckpointError, OSError)):
+        return str(error), 2
+    line = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and re.search("closed by peer|reset by peer|timed? ?out", line, re.IGNORECASE):
+        return f"{socket.gethostname()} lost contact with another rank, or it is stuck: {line[:400]}; start again", 1
+    if isinstance(error, FloatingPointError):
+        return line, 1
+    raise error
 
 
 def check_config(cfg, world: int) -> None:

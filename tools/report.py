@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import ckpt
+import ppo
 from reward import text_metrics
 from tools import check
 
@@ -66,7 +68,7 @@ def evaluation_line(name: str, records: list[dict], problems: list, n: int, step
 class Clock:
     """Seconds per phase of one step: `with clock("rollout"): ...`; adds up over repeated phases."""
     def __init__(self):
-        self.phase, self.seconds, self.start = "start", {}, time.perf_counter()
+        self.phase, self.seconds, self.start, self.wait = "start", {}, time.perf_counter(), 0.0
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
@@ -75,6 +77,12 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+def imbalance(sizes: list[int], world: int) -> float:
+    """How many tokens fewer the emptiest rank trains on than the fullest, as a share of the fullest's."""
+    loads = [sum(sizes[i] for i in part) for part in ppo.deal(sizes, list(range(len(sizes))), world)]
+    return 1 - min(loads) / max(loads)
 
 
 def token_fields(k: int, batch, tokenizer) -> dict[str, list]:
@@ -131,6 +139,7 @@ class RunLog:
         """A finished step: metrics, samples, a line on the screen."""
         seconds = time.perf_counter() - clock.start
         metrics = {"step": step} | rollout_metrics(records, batch, cfg.generate_max_len) | learned | {
+            "seconds_waited": clock.wait, "token_imbalance": imbalance(batch.size, dist.get_world_size()),
             "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds} | {
             f"seconds_{phase}": value for phase, value in clock.seconds.items()}
         self.append("metrics.jsonl", [metrics])
