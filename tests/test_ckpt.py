@@ -235,6 +235,7 @@ def start(run: Path, flags: dict, *launcher):
     return subprocess.Popen(command, stdout=out, stderr=out, env=clean_environment())
 
 
+@pytest.mark.xdist_group("signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=["term", "usr1", "int"])
 def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     """The run is stopped at an arbitrary moment of its second or third step; exit code 0, nothing is lost."""

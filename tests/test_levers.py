@@ -78,6 +78,7 @@ def levers(tiny, tmp_path_factory):
     return place
 
 
+@pytest.mark.xdist_group("levers")
 def test_levers_in_a_whole_run(levers):
     samples = jsonl(levers / "whole" / "samples.jsonl")
     assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8], "hopeless once seen"
@@ -87,6 +88,7 @@ def test_levers_in_a_whole_run(levers):
     assert state["caps"].keys() == {"", *"0123"}
 
 
+@pytest.mark.xdist_group("levers")
 def test_levers_resume_exactly(levers):
     """Caps and history are state: without them the resumed run would sample other numbers of other lengths."""
     assert (levers / "whole" / "samples.jsonl").read_text() == (levers / "parts" / "samples.jsonl").read_text()

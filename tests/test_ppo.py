@@ -39,6 +39,7 @@ import ppo
 from tools.check import check_architecture
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("ppo")  # they share two launches
 
 
 # -- cells on real engines ---------------------------------------------------------------------------------------------
