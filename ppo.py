@@ -9,7 +9,6 @@ Never sees text. Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_
 Shapes: R packed rows, L row length, T response tokens, V vocabulary, H hidden, N samples.
 """
 import functools
-import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
@@ -122,7 +121,7 @@ def make_engine(module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW)
         "bf16": {"enabled": cfg.bf16 and (lr is not None or stage == 3)},  # a plain reference is bf16 already
         "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose a ninth of the norm over 65 micro-batches
         "communication_data_type": "fp32",
-        "steps_per_print": sys.maxsize})[0]
+        "steps_per_print": 10**9})[0]
 
 
 def make_policy(cfg, trained: bool = True):
@@ -290,8 +289,9 @@ def compute_advantages(batch: Batch, cfg, device, kept: list[int] | None = None)
         used = torch.cat([parts[i] for i in kept or range(len(parts))])  # (kept T,)
         advantages = (advantages - used.mean()) / used.var(correction=0).sqrt().clamp(min=1e-8)  # (T,)
     batch.tokens |= {"advantages": advantages.float().to(device), "returns": returns.float().to(device)}
-    return {"advantage": advantages.mean().item(), "advantage_abs": advantages.abs().mean().item(),
-            "return": returns.mean().item(), "explained_variance": (1 - left / spread).item() if spread > 0 else None}
+    critic = {"explained_variance": (1 - left / spread).item()} if "values" in batch.tokens and spread > 0 else {}
+    return critic | {"advantage": advantages.mean().item(), "advantage_abs": advantages.abs().mean().item(),
+                     "return": returns.mean().item()}
 
 
 @torch.no_grad()

@@ -90,6 +90,7 @@ class Config:
     dist_timeout: int = 1800  # s before a rank gives up on one that does not answer: over the longest difference
     log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
+    log_with: str = "tensorboard"  # besides metrics.jsonl: tensorboard, wandb (installed and logged in), none
     log_tokens: int = 16  # samples of a step written token by token, with values and advantages
     packing_max_len: int = 16384  # tokens a packed row, at least max_len; without FlashAttention short rows are faster
     micro_train_batch_size: int = 1  # rows a forward pass
@@ -159,10 +160,9 @@ class Rollout:
     def __call__(self, problems, prompts, n: int, purpose: str, step: int, clock, first=0, only=None, caps=None):
         """Responses first .. n to each problem, or to those at the positions `only`, of at most caps[i] tokens: a list
         of dicts in the order of problem and index. Problems are dealt to engines in turn. Raises Stopped."""
-        cfg, rank, records = self.cfg, dist.get_rank(), []
-        speaks = rank % cfg.tensor_parallel == 0  # the ranks of one engine all hold its samples: they are dealt once
-        engines = dist.get_world_size() // cfg.tensor_parallel
-        mine = list(range(len(problems)) if only is None else only)[rank // cfg.tensor_parallel::engines]
+        cfg, rank, shared, records = self.cfg, dist.get_rank(), self.cfg.tensor_parallel, []
+        mine = list(range(len(problems)) if only is None else only)[rank // shared::dist.get_world_size() // shared]
+        speaks = rank % shared == 0  # the ranks of one engine all hold its samples: they are dealt once
         with clock("rollout"):
             stream = self.sampler.generate(
                 [prompts[i] for i in mine], n - first, [hash64(cfg.seed, step, purpose, i) for i in mine], first=first,
@@ -250,15 +250,14 @@ def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total
         loss_fn, names, parts = ppo.policy_loss, {"pg": "policy_loss", "ent": "entropy", "kl": "kl"}, [kept]
         lrs = [learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total, step)]
     per_part = batch.length.sum().item() / len(parts) / dist.get_world_size()  # tokens of this rank
-    fixed = {"ret": batch.rewards.mean().item(), "glen": batch.length.double().mean().item(),
-             "tlen": np.mean(batch.size)}
+    means = {"ret": batch.rewards.mean(), "glen": batch.length.double().mean(), "tlen": np.mean(batch.size)}
     with tqdm(desc=kind, leave=False, unit="micro", disable=dist.get_rank() > 0 or None) as bar:
         def report(totals: dict, share: float) -> None:
             bar.update()
             if not bar.disable:
-                means = {k: totals[key].item() / per_part / share for k, key in names.items() if key in totals}
-                lr = engine.optimizer.param_groups[0]["lr"]
-                bar.set_postfix(fixed | means | {"cri_lr" if kind == "critic" else "act_lr": lr})
+                means.update({k: totals[key] / per_part / share for k, key in names.items() if key in totals})
+                means["cri_lr" if kind == "critic" else "act_lr"] = engine.optimizer.param_groups[0]["lr"]
+                bar.set_postfix({key: float(value) for key, value in means.items()})
         stats = [ppo.update(engine, loss_fn, batch, list(p), cfg, lr, device, report) for p, lr in zip(parts, lrs)]
     shared = ("grad_norm", "lr", "micro_batches", "values")  # names that both models have
     return {f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats if key in s]))
@@ -323,7 +322,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
         (reshard.load if moved else ckpt.load)(path, engines)
     history, budget = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps"))
     if rank == 0:
-        log.start(start, saved.get("marks", {}), cfg, world)
+        log.start(start, saved.get("marks", {}), cfg, world, device, check.parameters(policy.module.model.config))
     rollout.sampler.sync(ppo.named_weights(policy))
     off = check.check_sampler(rollout.sampler, policy, prompts, cfg, device)
     say(f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, {world} rank(s) of "
@@ -353,6 +352,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
                 evaluate(rollout, eval_sets, step, log)
             if step == total_steps:
                 break
+            clock = Clock()
             # 1 prompts: a pure function of seed and step
             order = problem_order(cfg.seed, len(problems), step * cfg.rollout_batch_size, cfg.rollout_batch_size)
             picked, picked_prompts = [problems[i] for i in order], [prompts[i] for i in order]

@@ -59,6 +59,7 @@ def check_config(cfg, world: int) -> None:
         (cfg.model is None or cfg.eval_data or not cfg.eval_only, "--eval_only: name the sets with --eval_data"),
         (not cfg.fuse_values or cfg.gamma == cfg.lambd == 1 and cfg.estimator == "gae", "--fuse_values: only with "
          "--estimator gae, --gamma 1 and --lambd 1, where a sample's return does not depend on its values"),
+        (cfg.log_with in ("tensorboard", "wandb", "none"), f"--log_with {cfg.log_with}: tensorboard, wandb or none"),
         (cfg.offload in ("none", "idle"), f"--offload {cfg.offload}: choose none or idle"),
         (cfg.offload == "none" or cfg.zero_stage == 3, "--offload idle: needs --zero_stage 3"),
         (cfg.reward in ("math", "code"), f"--reward {cfg.reward}: choose math or code"),

@@ -5,20 +5,16 @@ and set, eval_samples.jsonl its answers. A full disk costs neither a line nor th
 """
 import contextlib
 import json
-import math
 import os
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 import ckpt
-import ppo
-from reward import text_metrics
-from tools import check
+from tools import check, metrics, plot
 
 
 def sample_lines(records: list[dict], problems: list, step: int, name: str):
@@ -28,41 +24,6 @@ def sample_lines(records: list[dict], problems: list, step: int, name: str):
         yield {"step": step, "set": name, "problem": problem.index, "question": problem.question,
                "label": problem.label, "index": r["index"], "response": r["text"], "reward": r["reward"],
                "finish_reason": r["finish_reason"], "length": len(r["response_ids"])}
-
-
-def rollout_metrics(records: list[dict], batch, longest: int) -> dict:
-    """What ORZ's users watch, from the samples alone. Histograms: counts in 16 equal bins of 0 to `longest` tokens."""
-    length, rewards = batch.length.double().numpy(), batch.rewards.numpy()  # (N,), (N,)
-    solved = np.bincount(batch.groups.numpy(), rewards > 0)[np.unique(batch.groups.numpy())] > 0  # (groups,)
-    metrics = {"reward": rewards.mean(), "pass_at_n": solved.mean(),
-               "truncated": np.mean([r["finish_reason"] != "stop" for r in records]),
-               "response_length": length.mean(), "total_length": np.mean(batch.size)}
-    texts = [text_metrics(r["text"]) for r in records]
-    metrics |= {key: np.mean([t[key] for t in texts]) for key in texts[0]}
-    metrics = {key: float(value) for key, value in metrics.items()}
-    for name, some in (("right", length[rewards > 0]), ("wrong", length[rewards <= 0])):
-        if len(some):
-            metrics |= {f"length_{name}_mean": float(some.mean()), f"length_{name}_std": float(some.std())}
-        metrics[f"length_{name}_histogram"] = np.histogram(some, 16, (0, longest))[0].tolist()
-    return metrics
-
-
-def pass_at_k(right: np.ndarray, n: int) -> dict[str, float]:
-    """{"pass@k": ...} for k = 1, 2, 4, ... and n from the counts c of right samples, (problems,); unbiased:
-    1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
-    ks = sorted({2**i for i in range(n.bit_length())} | {n})
-    return {f"pass@{k}": float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in right])) for k in ks}
-
-
-def evaluation_line(name: str, records: list[dict], problems: list, n: int, step: int) -> dict:
-    """Accuracy over n samples of each problem, its standard error over problems, pass@k, lengths, share truncated."""
-    rewards = np.array([r["reward"] for r in records]).reshape(len(problems), n)  # (problems, n)
-    length = [len(r["response_ids"]) for r in records]
-    return {"step": step, "set": name, "problems": len(problems), "n": n, "accuracy": float(rewards.mean()),
-            "stderr": float(rewards.mean(1).std() / max(1, len(problems) - 1) ** 0.5),
-            "length": float(np.mean(length)), "length_std": float(np.std(length)),
-            "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records]))} | pass_at_k(
-                (rewards > 0).sum(1), n)
 
 
 class Clock:
@@ -77,12 +38,6 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
-
-
-def imbalance(sizes: list[int], world: int) -> float:
-    """How many tokens fewer the emptiest rank trains on than the fullest, as a share of the fullest's."""
-    loads = [sum(sizes[i] for i in part) for part in ppo.deal(sizes, list(range(len(sizes))), world)]
-    return 1 - min(loads) / max(loads)
 
 
 def token_fields(k: int, batch, tokenizer) -> dict[str, list]:
@@ -105,18 +60,33 @@ def out_of_memory(step: int, phase: str, device) -> str:
             f"{card:.1f}; lower {flags}, or try --offload idle")
 
 
+def tracker(cfg, run_dir: Path, step: int):
+    """--log_with: TensorBoard's events in RUN/tensorboard, or Weights & Biases; None."""
+    from accelerate import tracking  # here: eval-only runs need none
+
+    if cfg.log_with == "none":
+        return None
+    made = (tracking.WandBTracker(run_dir.name, dir=str(run_dir)) if cfg.log_with == "wandb" else
+            tracking.TensorBoardTracker("", str(run_dir / "tensorboard"), purge_step=step + 1))
+    made.start()
+    return made
+
+
 class RunLog:
-    """The .jsonl files of a run folder; what does not fit on the disk waits, with a warning, for the next write."""
+    """The files of a run folder but for checkpoints; lines that do not fit on the disk wait for the next write."""
 
     def __init__(self, run_dir: Path, tokenizer):
-        self.run_dir, self.tokenizer, self.waiting = run_dir, tokenizer, {}
+        self.run_dir, self.tokenizer, self.waiting, self.norms, self.tracker = run_dir, tokenizer, {}, [], None
 
-    def start(self, step: int, marks: dict[str, int], cfg, world: int) -> None:
-        """Cuts the logs back to the state that the run goes on from, and writes config.json."""
+    def start(self, step: int, marks: dict[str, int], cfg, world: int, device=None, parameters: int = 0) -> None:
+        """Cuts the logs back to the state that the run goes on from, writes config.json, starts the tracker."""
         ckpt.rewind(self.run_dir, step, marks)
         (self.run_dir / "result.json").unlink(missing_ok=True)  # it speaks of a run that goes on now
         settings = vars(cfg) | {"world": world, "versions": check.versions()}
         (self.run_dir / "config.json").write_text(json.dumps(settings, indent=1))
+        if device:
+            self.parameters, self.peak = parameters, world * metrics.matmul_peak(device, cfg.bf16)
+            self.tracker = tracker(cfg, self.run_dir, step)
 
     def append(self, name: str, lines) -> None:
         self.waiting.setdefault(name, []).extend(json.dumps(line) + "\n" for line in lines)
@@ -137,24 +107,37 @@ class RunLog:
 
     def step(self, records, problems, batch, learned: dict, step: int, total_steps: int, clock, cfg) -> None:
         """A finished step: metrics, samples, a line on the screen."""
-        seconds = time.perf_counter() - clock.start
-        metrics = {"step": step} | rollout_metrics(records, batch, cfg.generate_max_len) | learned | {
-            "seconds_waited": clock.wait, "token_imbalance": imbalance(batch.size, dist.get_world_size()),
-            "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds} | {
-            f"seconds_{phase}": value for phase, value in clock.seconds.items()}
-        self.append("metrics.jsonl", [metrics])
+        seconds, world = time.perf_counter() - clock.start, dist.get_world_size()
+        line = {"step": step} | metrics.rollout_metrics(records, batch, cfg.generate_max_len) | learned | {
+            "seconds_waited": clock.wait, "token_imbalance": metrics.imbalance(batch.size, world),
+            "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds,
+            "mfu": metrics.mfu(sum(batch.size), self.parameters, clock.seconds, cfg, self.peak)} | {
+            f"seconds_{phase}": value for phase, value in clock.seconds.items()} | metrics.peak_memory()
+        self.append("metrics.jsonl", [line])
+        if self.tracker:
+            self.tracker.log({key: x for key, x in line.items() if isinstance(x, (int, float))}, step=step)
+            for name, wanted in (("right", batch.rewards > 0), ("wrong", batch.rewards <= 0)):
+                if cfg.log_with == "tensorboard" and wanted.any():
+                    self.tracker.tracker.add_histogram(f"length_{name}", batch.length[wanted], step)
         lines = enumerate(sample_lines(records, problems, step, "train"))
-        self.append("samples.jsonl", (line | (token_fields(k, batch, self.tokenizer) if k < cfg.log_tokens else {})
-                                      for k, line in lines))
+        self.append("samples.jsonl", (sample | (token_fields(k, batch, self.tokenizer) if k < cfg.log_tokens else {})
+                                      for k, sample in lines))
         phases = "  ".join(f"{phase} {value:.1f}" for phase, value in clock.seconds.items())
-        print(f"step {step}/{total_steps}  reward {metrics['reward']:.3f}  length {metrics['response_length']:.1f}  "
+        print(f"step {step}/{total_steps}  reward {line['reward']:.3f}  length {line['response_length']:.1f}  "
               f"{phases}  {seconds:.1f} s", flush=True)
+        for sign in metrics.health(line, self.norms):
+            print(f"  look: {sign}", flush=True)
+        self.norms.append(line["policy_grad_norm"])
+        if cfg.save_interval and step % cfg.save_interval == 0:
+            plot.draw([self.run_dir], self.run_dir / "curves.png")
 
     def evaluation(self, name: str, records, problems, n: int, step: int) -> None:
         """An evaluated set: a line for it, its answers, a line on the screen."""
-        line = evaluation_line(name, records, problems, n, step)
+        line = metrics.evaluation_line(name, records, problems, n, step)
         self.append("eval_samples.jsonl", sample_lines(records, problems, step, name))
         self.append("eval.jsonl", [line])
+        if self.tracker:
+            self.tracker.log({f"{name}/{key}": x for key, x in line.items() if isinstance(x, float)}, step=step)
         best = f"  pass@{n} {line[f'pass@{n}']:.3f}" if n > 1 else ""
         print(f"step {step}  {name}: accuracy {line['accuracy']:.3f} +- {line['stderr']:.3f}{best}  length "
               f"{line['length']:.1f}  truncated {line['truncated']:.3f}", flush=True)
@@ -178,6 +161,9 @@ class RunLog:
                    "seed": cfg.seed, "versions": check.versions()}
         (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
         print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {self.run_dir}", flush=True)
+        plot.draw([self.run_dir], self.run_dir / "curves.png")
+        if self.tracker:
+            self.tracker.finish()
         if demo:
             show_demo(self.run_dir)
 

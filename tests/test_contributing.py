@@ -1,0 +1,72 @@
+"""The examples of CONTRIBUTING.md, taken from the page and run: they work, and stay under ten lines; names that pages
+mention exist."""
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ppo
+import reward
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+EXAMPLES = {block.split("\n", 1)[0].removeprefix("# "): block for block in
+            re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)}
+
+
+@pytest.mark.parametrize("name", ["estimator", "reward", "dataset"])
+def test_under_ten_lines(name):
+    assert len([line for line in EXAMPLES[name].splitlines()[1:] if line.strip()]) < 10
+
+
+def test_estimator(monkeypatch):
+    """As if pasted into ppo.py: samples of one score get equal sums of |advantage|, whatever their lengths."""
+    monkeypatch.setattr(ppo, "ESTIMATORS", dict(ppo.ESTIMATORS))
+    exec(EXAMPLES["estimator"], dict(vars(ppo)))
+    lengths = [1, 2, 4, 5, 3]
+    batch = ppo.Batch([[1]] * 5, [[2] * n for n in lengths], torch.tensor([0, 0, 0, 0, 1]),
+                      torch.tensor([1, 1, 0, 0, 1], dtype=torch.float64), {})
+    ppo.compute_advantages(batch, SimpleNamespace(estimator="by_sample", advantage_normalization=True), "cpu")
+    sums = [part.sum().item() for part in batch.tokens["advantages"].split(lengths)]
+    assert sums == pytest.approx([3, 3, -3, -3, 0]), "the score, +-1, times the mean length; a flat group is 0"
+
+
+def test_reward():
+    """As if pasted into reward.py."""
+    names = dict(vars(reward))
+    exec(EXAMPLES["reward"], names)
+    with names["Grader"]() as grader:
+        grader.submit("right", "First 7, so 12.50", "stop", "12.5")
+        grader.submit("wrong", "12.5, no: 13", "stop", "12.5")
+        grader.submit("truncated", "12.5", "length", "12.5")
+        grader.submit("nothing", "twelve", "stop", "12.5")
+        assert grader.results() == {"right": 1.0, "wrong": 0.0, "truncated": 0.0, "nothing": 0.0}
+
+
+def test_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(EXAMPLES["dataset"], {})
+    problems = reward.load_problems("squares.jsonl", "Q: {question} A:")
+    assert len(problems) == 98
+    assert (problems[0].prompt, problems[0].label) == ("Q: What is 2 * 2? A:", "4")
+
+
+def test_names_on_the_page_exist():
+    """What the page says train.py and tools/ use of a task is what both tasks have."""
+    for name in ("load_problems", "RewardError", "text_metrics", "Grader"):
+        assert name in PAGE
+        assert hasattr(reward, name)
+    for name in ("submit", "wait", "results", "close"):
+        assert callable(getattr(reward.Grader, name))
+
+
+def test_stripped_names_tests_that_exist():
+    """docs/stripped.md: the proofs are tests, which may be renamed."""
+    named = set(re.findall(r"\btest_\w+", (ROOT / "docs" / "stripped.md").read_text()))
+    defined = {path.stem for path in ROOT.glob("tests/*.py")}
+    for path in ROOT.glob("tests/*.py"):
+        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+    assert len(named) > 20
+    assert not named - defined
