@@ -1,4 +1,4 @@
-# make demo | make test | make install | make lint
+# make demo | make test | make bench | make install | make lint
 # One environment, .venv. With an NVIDIA GPU the CUDA stack is installed, otherwise the CPU lock: same versions.
 PYTHON ?= python3.11
 VENV := .venv
@@ -11,6 +11,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python tools/bench.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -29,4 +32,4 @@ $(VENV)/.installed: $(LOCK)
 	$(BIN)/python -c "import rollout, deepspeed; rollout.start_distributed(); deepspeed.init_distributed()" >/dev/null
 	touch $@
 
-.PHONY: demo test lint install
+.PHONY: demo test bench lint install

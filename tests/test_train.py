@@ -124,7 +124,9 @@ def test_real_problems_orz_template(tmp_path, estimator):
     launch(tmp_path / "run", model=model, data=DATA / "gsm8k_train.jsonl", eval_data=DATA / "aime2024.json",
            template="orz", stop=["User:", "Human:", "Assistant:", "</answer>"], max_steps=2, estimator=estimator,
            prompt_max_len=1024, generate_max_len=64, max_len=2048, packing_max_len=2048, micro_train_batch_size=1,
-           kv_cache_gb=0.5)
+           kv_cache_gb=0.5, log_ratio="true", actor_learning_rate=1e-2, num_warmup_steps=1)
+    off = [abs(m.get("ratio", 1.0) - 1) for m in jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert max(off) < 1e-3, "the template is a prefix of every prompt: keys of the old weights were used again"
     samples = jsonl(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 32
     assert all(s["length"] <= 64 for s in samples)

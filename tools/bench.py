@@ -1,22 +1,193 @@
-"""How fast, against what: `python tools/bench.py [part ...]`, ratios measured in one run, one JSON line at the end.
+"""How fast, against what: `python tools/bench.py [part ...]`. Ratios of A and B measured in turn, in one run.
 
-python tools/bench.py reward     checks/s on a GSM8K-like mix; are verdicts the same with 1 and with 16 workers?
+    reward     checks/s on a GSM8K-like mix; are verdicts the same with 1 and with 16 workers?
+    rollout    Sampler.generate against bare LLM.generate; weight sync against a plain copy
+    update     policy and critic update against a bare transformers forward and backward over the same tokens; the
+               full ORZ pipeline against the lean one; how the time grows with the tokens
+    ranks      two ranks of one thread against one rank of one thread
+    memory     the chunked head against full logits, vocabulary 151,936
+    step       whole steps of train.py: the share that is neither generation, forward, backward nor optimizer
+
+Prints a table with medians, spreads and targets, and one JSON line at the end. Models are random: `tiny` is the demo's
+shape, `small` 30 M parameters with a vocabulary of 32,768 and 16 to 512 tokens a sample.
 """
-
+import functools
 import json
+import os
 import random
+import resource
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in train.py
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import reward
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-FORMS = (  # what only sympy can tell, as MATH's labels have it: right and wrong forms of an answer with numbers a, b
+import ppo
+import reward
+import rollout
+import train
+from tools import demo
+
+ROOT = Path(__file__).parent.parent
+FORMS = (  # what only sympy can tell, as MATH's labels have it: label, a right and a wrong form of it
     (r"\frac{{{a}}}{{{b}}}x", r"\frac{{{a}x}}{{{b}}}", r"\frac{{{b}x}}{{{a}}}"),
-    (r"{a}\sqrt{{{b}}}", r"\sqrt{{{b}}}\cdot {a}", r"{b}\sqrt{{{a}}}"),
-)
+    (r"{a}\sqrt{{{b}}}", r"\sqrt{{{b}}}\cdot {a}", r"{b}\sqrt{{{a}}}"))
+TARGETS = {"checks_per_s": ">= 2000", "verdicts_differ": "== 0", "rollout_vs_vllm": ">= 0.95", "sync_vs_copy": "<= 3",
+           "policy_vs_bare": ">= 0.9", "critic_vs_bare": ">= 0.9", "full_vs_lean": ">= 1.25", "ranks_2_vs_1": ">= 1.8",
+           "memory_vs_full_logits": "<= 0.15", "scaling_exponent": "0.9 to 1.1", "overhead_share": "<= 0.03"}
+
+
+def compare(a, b, rounds: int = 5) -> tuple[float, str]:
+    """Median of time(b) / time(a) over interleaved rounds after one unmeasured each, and the spread."""
+    a(), b()
+    ratios = []
+    for _ in range(rounds):
+        seconds = []
+        for function in (a, b):
+            begin = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - begin)
+        ratios.append(seconds[1] / seconds[0])
+    return statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def small_model(folder: str) -> str:
+    """A random Qwen2 of 30 M parameters, with the demo's tokenizer."""
+    config = Qwen2Config(vocab_size=32768, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+                         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=2048,
+                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    demo.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def config(model: str, **changes) -> train.Config:
+    """train.py's settings for one CPU, fp32; rows of 512 tokens, four in a micro-batch."""
+    settings = {"model": model, "data": ["-"], "bf16": False, "zero_stage": 0, "gradient_checkpointing": False,
+                "attention": "sdpa", "max_len": 512, "packing_max_len": 512, "micro_train_batch_size": 2,
+                "prompt_max_len": 64, "max_norm": 0.0, "critic_update_steps": 1}
+    return train.Config(**settings | changes)
+
+
+def make_batch(samples: int, longest: int, vocab: int) -> ppo.Batch:
+    """Random tokens, responses spread evenly from 16 to `longest`, with advantages, values and returns."""
+    rng = random.Random(0)
+    lengths = np.linspace(16, longest - 8, samples).astype(int).tolist()
+    rng.shuffle(lengths)
+    tokens = [[rng.randrange(1, vocab) for _ in range(n + 8)] for n in lengths]
+    batch = ppo.Batch([t[:8] for t in tokens], [t[8:] for t in tokens], torch.arange(samples),
+                      torch.ones(samples, dtype=torch.float64), {})
+    generator = torch.Generator().manual_seed(0)
+    for key in ("advantages", "values", "returns"):
+        batch.tokens[key] = torch.randn(int(batch.length.sum()), generator=generator)  # (T,)
+    return batch
+
+
+def bare_pass(model, head, batch: ppo.Batch, rows: list[list[int]]) -> None:
+    """Forward and backward by transformers alone: right-padded groups of samples of about one length, full logits."""
+    for row in rows:
+        ids = [torch.tensor(batch.prompt_ids[i] + batch.response_ids[i]) for i in row]
+        padded = torch.nn.utils.rnn.pad_sequence(ids, True)  # (R, L); causal: what is behind is not seen
+        hidden = model(padded, use_cache=False).last_hidden_state  # (R, L, H)
+        keep = torch.stack([torch.arange(padded.shape[1] - 1) < batch.size[i] - 1 for i in row])  # (R, L - 1)
+        out = F.linear(hidden[:, :-1][keep], head)  # (T, V) or (T, 1)
+        loss = F.cross_entropy(out, padded[:, 1:][keep]) if len(head) > 1 else out.square().mean()
+        loss.backward()
+
+
+def bench_update(folder: str) -> dict:
+    """Whole updates of `small`, optimizer included, against bare passes without one; full against lean; growth."""
+    model, found = small_model(f"{folder}/small"), {}
+    cfg, device, batch = config(model), torch.device("cpu"), make_batch(8, 512, 32768)
+    everyone = list(range(8))
+    policy, critic = ppo.make_policy(cfg), ppo.make_critic(cfg)
+    update = {"policy": functools.partial(ppo.update, policy, ppo.policy_loss, batch, everyone, cfg, 0.0, device),
+              "critic": functools.partial(ppo.update, critic, ppo.critic_loss, batch, everyone, cfg, 0.0, device)}
+    by_length = sorted(everyone, key=batch.size.__getitem__)
+    groupings = [[by_length[k:k + many] for k in range(0, 8, many)] for many in (1, 2, 4)]
+    for kind, auto_class in (("policy", AutoModelForCausalLM), ("critic", AutoModel)):
+        bare = auto_class.from_pretrained(model)
+        head = bare.get_output_embeddings().weight if kind == "policy" else torch.nn.Parameter(torch.randn(1, 512))
+        passes = [functools.partial(bare_pass, bare.base_model, head, batch, rows) for rows in groupings]
+        seconds = []
+        for one in passes:
+            one()
+            begin = time.perf_counter()
+            one()
+            seconds.append(time.perf_counter() - begin)
+        best = passes[int(np.argmin(seconds))]
+        found[f"{kind}_vs_bare"] = compare(update[kind], best)
+
+    def values() -> None:
+        ppo.token_pass(batch, cfg, device, critic)
+
+    def logprobs() -> None:
+        ppo.token_pass(batch, cfg, device, lambda rows: policy(rows, 1.0)[0])
+
+    lean = (values, update["critic"], update["policy"])
+    found["full_vs_lean"] = compare(lambda: [part() for part in lean],
+                                    lambda: [part() for part in (*lean, logprobs, logprobs)], 3)
+    times = []
+    for many in (16, 64, 256):
+        more = make_batch(many, 128, 32)
+        tiny_cfg = config(str(ROOT / "none"), packing_max_len=128, micro_train_batch_size=16)
+        times.append(growth_time(folder, more, tiny_cfg, device))
+    slope = np.polyfit(np.log([16, 64, 256]), np.log(times), 1)[0]
+    return found | {"scaling_exponent": (float(slope), "16 to 256 samples")}
+
+
+def growth_time(folder: str, batch: ppo.Batch, cfg: train.Config, device) -> float:
+    """Best of three policy updates of the demo's shape."""
+    if not Path(f"{folder}/tiny").exists():
+        tokenizer = demo.make_tokenizer()
+        shape = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=2,
+                            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
+                            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True)
+        Qwen2ForCausalLM(shape).save_pretrained(f"{folder}/tiny")
+        tokenizer.save_pretrained(f"{folder}/tiny")
+    cfg.model = f"{folder}/tiny"
+    for ids in batch.prompt_ids + batch.response_ids:
+        ids[:] = [i % 16 for i in ids]
+    policy, seconds = ppo.make_policy(cfg), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        ppo.update(policy, ppo.policy_loss, batch, list(range(len(batch.size))), cfg, 0.0, device)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
+
+
+def bench_rollout(folder: str) -> dict:
+    """1,024 sequences of the demo's shape; the engine that `Sampler` holds, with and without our loop around it."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    growth_time(folder, make_batch(2, 64, 32), config("", packing_max_len=128), torch.device("cpu"))
+    sampler = rollout.Sampler(f"{folder}/tiny", bf16=False, max_len=64, max_num_seqs=1024)
+    prompts = [[1 + k % 9, 11, 1 + k // 9 % 9, 15] for k in range(64)]
+
+    def ours() -> None:
+        list(sampler.generate(prompts, 16, list(range(64)), max_new_tokens=[48] * 64, max_len=64))
+
+    def bare() -> None:
+        params = [SamplingParams(seed=rollout.hash64(i, k), max_tokens=48, detokenize=False,
+                                 output_kind=RequestOutputKind.FINAL_ONLY) for i in range(64) for k in range(16)]
+        sampler.llm.generate([tokens_input(prompts[i]) for i in range(64) for _ in range(16)], params, use_tqdm=False)
+
+    policy = ppo.make_policy(config(small_model(f"{folder}/small")))
+    copied = rollout.Sampler(f"{folder}/small", bf16=False, max_len=512, max_num_seqs=8, kv_cache_gb=0.5)
+    sync = compare(lambda: [w.clone() for _, w in ppo.named_weights(policy)],
+                   lambda: copied.sync(ppo.named_weights(policy)))
+    return {"rollout_vs_vllm": compare(ours, bare), "sync_vs_copy": sync}
 
 
 def reward_pairs(count: int) -> list[tuple[str, str]]:
@@ -33,12 +204,13 @@ def reward_pairs(count: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def bench_reward() -> dict:
+def bench_reward(folder: str) -> dict:
     """Checks a second through `Grader`, extraction included, and how many verdicts change with 16 workers."""
     pairs, verdicts, seconds, timeouts = reward_pairs(8192), [], [], 0
     for workers in (1, 2, 16):
         with reward.Grader(workers=workers) as grader:
-            grader.compare("warm-up", "x+y", "y+x")  # starts a process, as the first step of a run does
+            for k in range(workers):  # starts the processes, as the first step of a run does
+                grader.compare(k, f"x+y+{k}", f"y+{k}+x")
             grader.results()
             begin = time.perf_counter()
             for k, (predicted, label) in enumerate(pairs):
@@ -47,18 +219,95 @@ def bench_reward() -> dict:
             seconds.append(time.perf_counter() - begin)
             timeouts += grader.counts["cpu_timeouts"] + grader.counts["wall_timeouts"]
     differ = sum(verdicts[0][k] != verdicts[2][k] for k in range(len(pairs)))
-    return {
-        "checks_per_s": round(len(pairs) / seconds[1]),
-        "pairs": len(pairs),
-        "verdicts_differ": differ,
-        "right": sum(verdicts[0].values()) / len(pairs),
-        "timeouts": timeouts,
-    }
+    return {"checks_per_s": (round(len(pairs) / seconds[1]), "2 workers"), "pairs": (len(pairs), ""),
+            "verdicts_differ": (differ, "1 against 16 workers"), "timeouts": (timeouts, "")}
+
+
+def rank_worker(model: str) -> None:
+    """Under torchrun: tokens/s of a policy and a critic update, one thread a rank."""
+    rank, _, device, _ = rollout.start_distributed()
+    torch.set_num_threads(1)
+    cfg, batch = config(model, zero_stage=1), make_batch(16, 512, 32768)
+    engines, seconds = (ppo.make_policy(cfg), ppo.make_critic(cfg)), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        for engine, loss_fn in zip(engines, (ppo.policy_loss, ppo.critic_loss)):
+            ppo.update(engine, loss_fn, batch, list(range(16)), cfg, 0.0, device)
+        seconds.append(time.perf_counter() - begin)
+    if rank == 0:
+        print(json.dumps({"tokens_per_s": sum(batch.size) / statistics.median(seconds[1:])}))
+
+
+def bench_ranks(folder: str) -> dict:
+    """One rank and two ranks in turn, three times."""
+    model, ratios = small_model(f"{folder}/small"), []
+    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    for _ in range(3):
+        speeds = []
+        for ranks in ("1", "2"):
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+            done = subprocess.run([*launcher, __file__, "--ranks", model], capture_output=True, text=True, check=True,
+                                  env=keep | {"OMP_NUM_THREADS": "1"})
+            speeds.append(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
+        ratios.append(speeds[1] / speeds[0])
+    return {"ranks_2_vs_1": (statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}")}
+
+
+def head_worker(chunked: bool, tokens: int = 4096, hidden: int = 896, vocab: int = 151936) -> None:
+    """Prints the bytes that log-probs of `tokens` tokens add to this process's peak, forward and backward."""
+    h, w = torch.randn(tokens, hidden, requires_grad=True), torch.randn(vocab, hidden, requires_grad=True)
+    ids, start = torch.randint(vocab, (tokens,)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if chunked:
+        logprobs = ppo.ChunkedLogprob.apply(h, w, ids, 1.0, 2**23 // vocab)[0]  # (T,)
+    else:
+        logprobs = F.linear(h, w).log_softmax(-1).gather(1, ids[:, None])[:, 0]  # (T,)
+    logprobs.sum().backward()
+    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start))
+
+
+def bench_memory(folder: str) -> dict:
+    """4,096 tokens at Qwen2.5-0.5B's head, each way in a process of its own."""
+    peaks = [json.loads(subprocess.run([sys.executable, __file__, "--head", way], capture_output=True, text=True,
+                                       check=True).stdout.splitlines()[-1]) for way in ("chunked", "full")]
+    return {"memory_vs_full_logits": (peaks[0] / peaks[1], f"{peaks[0] / 2**20:.2f} of {peaks[1] / 2**20:.2f} GiB")}
+
+
+def bench_step(folder: str) -> dict:
+    """Three steps of train.py on `small`; the last one's share outside of rollout, values, critic and policy."""
+    model = small_model(f"{folder}/small")
+    problems = [{"question": f"{a}+{b}", "answer": f"#### {a + b}"} for a in range(10, 18) for b in range(10, 18)]
+    Path(f"{folder}/data.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    flags = {
+        "model": model, "data": f"{folder}/data.jsonl", "template": "demo", "run_dir": f"{folder}/run", "stop": "",
+        "rollout_batch_size": 4, "n_samples_per_prompt": 8, "max_steps": 3, "generate_max_len": 256, "max_len": 512,
+        "packing_max_len": 512, "micro_train_batch_size": 2, "prompt_max_len": 64, "zero_stage": 0, "bf16": "false",
+        "gradient_checkpointing": "false", "critic_update_steps": 2, "save_interval": 0, "log_with": "none"}
+    argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], check=True, capture_output=True)
+    line = json.loads(Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()[-1])
+    share = 1 - sum(line[f"seconds_{name}"] for name in ("rollout", "values", "critic", "policy")) / line["seconds"]
+    return {"overhead_share": (share, f"of a step of {line['seconds']:.1f} s")}
+
+
+def main(parts: list[str]) -> None:
+    known = {"reward": bench_reward, "update": bench_update, "rollout": bench_rollout, "ranks": bench_ranks,
+             "memory": bench_memory, "step": bench_step}
+    if unknown := set(parts) - set(known):
+        sys.exit(f"error: no such part: {' '.join(unknown)}; choose from {', '.join(known)}")
+    rollout.start_distributed()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts or known:
+            found |= known[part](folder)
+    for name, (value, note) in found.items():
+        print(f"{name:24} {value:10.3f}  target {TARGETS.get(name, '-'):12} {note}")
+    print(json.dumps({name: round(value, 4) for name, (value, _) in found.items()}))
 
 
 if __name__ == "__main__":
-    parts = {"reward": bench_reward}
-    chosen = sys.argv[1:] or list(parts)
-    if unknown := set(chosen) - set(parts):
-        sys.exit(f"error: no such part: {' '.join(unknown)}; choose from {', '.join(parts)}")
-    print(json.dumps({key: value for part in chosen for key, value in parts[part]().items()}))
+    if sys.argv[1:2] == ["--ranks"]:
+        rank_worker(sys.argv[2])
+    elif sys.argv[1:2] == ["--head"]:
+        head_worker(sys.argv[2] == "chunked")
+    else:
+        main(sys.argv[1:])
