@@ -18,8 +18,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning CPU threads get 5 times slower beside other work
 
 import numpy as np
@@ -33,7 +31,7 @@ import ppo
 from rollout import LengthBudget, Sampler, Signals, Stopped, hash64, problem_order, start_distributed
 from tools import check, demo, plan, reshard
 from tools.check import ConfigError
-from tools.report import Clock, RunLog, out_of_memory
+from tools.report import Clock, RunLog, out_of_memory, quiet
 
 
 @dataclass
@@ -298,6 +296,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     check.check_config(cfg, world)
     flags, run_dir = vars(cfg).copy(), Path(cfg.run_dir).absolute()
     lock = ckpt.preflight(run_dir, check.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
+    quiet(run_dir / "run.log")
     base_seconds, task, tokenizer, eval_sets = load_task(cfg, run_dir, rank, world, device, say)
     if cfg.eval_only:
         return evaluate_only(begin, cfg, eval_sets, task, Signals(store), run_dir)

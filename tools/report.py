@@ -8,10 +8,12 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 
 import ckpt
 from tools import check, metrics, plot
@@ -48,6 +50,21 @@ def token_fields(k: int, batch, tokenizer) -> dict[str, list]:
         if key in batch.tokens:
             fields[key] = [round(x, 4) for x in batch.tokens[key][part].tolist()]
     return fields
+
+
+def quiet(path: Path) -> None:
+    """What libraries write from now on goes to run.log; print and bars stay on the screen.
+
+    They hold on to the old streams or write to descriptors 1 and 2, which change here; the screen gets new ones."""
+    screen, errors, log = os.dup(1), os.dup(2), os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+    sys.stdout.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    show, old = warnings.showwarning, sys.stderr
+    warnings.showwarning = lambda message, kind, file, line, *_: show(message, kind, file, line, old)
+    sys.stdout, sys.stderr = os.fdopen(screen, "w", buffering=1), os.fdopen(errors, "w", buffering=1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
 
 
 def out_of_memory(step: int, phase: str, device) -> str:
