@@ -50,8 +50,9 @@ def jsonl(path) -> list[dict]:
 
 
 def same_metrics(line: dict) -> dict:
-    """A metrics line without what may differ between equal runs: times and rates."""
-    return {key: value for key, value in line.items() if not key.startswith("seconds") and "per_second" not in key}
+    """A metrics line without what may differ between equal runs: times, rates and memory."""
+    return {key: value for key, value in line.items()
+            if not key.startswith(("seconds", "tokens_per_second", "mfu", "memory"))}
 
 
 @pytest.fixture(scope="session")
