@@ -14,7 +14,7 @@ import ppo
 import rollout
 import train
 from reward import Problem
-from tools import report
+from tools import metrics, report
 
 
 def finished(*lengths, reason="stop"):
@@ -130,7 +130,7 @@ def test_truncated_importance_weights():
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
     right = np.array([0, 1, 3, 6])
-    got = report.pass_at_k(right, 6)
+    got = metrics.pass_at_k(right, 6)
     assert list(got) == ["pass@1", "pass@2", "pass@4", "pass@6"]
     for k in (1, 2, 4, 6):
         draws = [any(i < c for i in draw) for c in right for draw in itertools.combinations(range(6), k)]

@@ -1,0 +1,460 @@
+"""tools/sandbox.py: right and wrong programs, forms of problems, and attacks: each contained in time, 0, no process."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import sandbox
+
+ROOT = Path(__file__).parent.parent
+SECRET = "the-run-folder's-secret"
+PAIRS = [["1 2\n", "3\n"], ["4 5\n", "9\n"]]
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def label(tests, calls=False, setup=""):
+    return json.dumps({"setup": setup, "calls": calls, "tests": [[*test, 0][:3] for test in tests]})
+
+
+CALLS = label([["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"]], calls=True)
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A folder for all temporary folders: its name is in the environment of every process of these tests."""
+    folder = tmp_path_factory.mktemp("sandboxes")
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    yield folder
+    tempfile.tempdir = before
+
+
+@pytest.fixture(scope="module")
+def grader(marked):
+    os.environ["SECRET_OF_TRAINER"] = SECRET
+    with sandbox.Grader(workers=4, cpu_seconds=1, wall_seconds=3, memory_mb=256) as made:
+        yield made
+    del os.environ["SECRET_OF_TRAINER"]
+
+
+@pytest.fixture(scope="module", params=["landlock", "plain"])
+def weaker(request, grader):
+    """A grader as machines that lack namespaces, or Landlock too, would have it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "MODES", [request.param])
+        made = sandbox.Grader(workers=2, cpu_seconds=1, wall_seconds=2, memory_mb=256)
+    with made:
+        yield made
+
+
+def processes(marked):
+    """Those that are left; the kernel may take a moment to end them."""
+    deadline, found = time.monotonic() + 1, ["?"]
+    while found and time.monotonic() < deadline:
+        found = running(marked)
+    return found
+
+
+def running(marked):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if str(marked).encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def grade(grader, code, tests=None, text=None, finish="stop"):
+    grader.submit("it", text or f"so <answer>\n```python\n{code}\n```\n</answer>", finish, tests or label(PAIRS))
+    return grader.results()["it"]
+
+
+def test_right_programs(grader):
+    assert grade(grader, ADD) == 1
+    assert grade(grader, "import threading\ndef go():\n    " + ADD.replace("\n", "\n    ")
+                 + "\nthreading.Thread(target=go).start()") == ("namespaces" in grader.mode)
+    assert grade(grader, "import sys, heapq, decimal\na, b = sys.stdin.read().split()\nprint(int(a) + int(b), ' ')")
+    assert grade(grader, f"{ADD}\nraise SystemExit") == 1
+    assert grade(grader, f"open('note', 'w').write('x')\nassert open('note').read() == 'x'\n{ADD}") == 1
+
+
+def test_right_functions(grader):
+    assert grade(grader, "def f(x): return x * 2", CALLS) == 1
+    assert grade(grader, "print('noise')\ndef f(x):\n    print('more')\n    return x * 2", CALLS) == 1
+    counted = label([["f('aab')", "{'a': 2, 'b': 1}"], ["f('')", "{}"]], calls=True)
+    assert grade(grader, "from collections import Counter as f", counted) == 1
+    near = label([["f(2)", "1.41421", 1e-3]], calls=True)
+    assert grade(grader, "f = lambda x: x ** .5", near) == 1
+    assert grade(grader, "f = lambda x: 1.5", near) == 0
+    assert grade(grader, "f = lambda x: float('nan')", near) == 0
+
+
+@pytest.mark.parametrize("code", [
+    "print(3)", "print(", "print(3)\nprint()\nprint(3)", f"{ADD}\nraise ValueError", f"{ADD}\nexit(1)", "", "exit()",
+    f"{ADD}\nimport os\nos._exit(3)", "\ud800", "\0", "x" * 10 ** 6])
+def test_wrong_programs(grader, code):
+    assert grade(grader, code) == 0
+
+
+def test_partial_share_and_last_block(marked):
+    with sandbox.Grader(workers=1, partial=True) as partial:
+        assert grade(partial, "print(3)") == 0.5
+        assert grade(partial, "f = lambda x: 4", CALLS) == pytest.approx(1 / 3)
+        text = f"<answer>```python\nprint(3)\n```\nbetter:\n```python\n{ADD}\n```</answer>"
+        assert grade(partial, "", text=text) == 1
+        assert grade(partial, "", text=f"```python\n{ADD}\n```<answer>none</answer>") == 0
+        assert grade(partial, ADD, finish="length") == 0
+
+
+ATTACKS = {
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "fork bomb that ignores errors": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "sleeping children in sessions of their own": "import os, time\nfor i in range(8):\n    if not os.fork():\n"
+    "        try: os.setsid()\n        except OSError: pass\n        time.sleep(600)\nprint(0)",
+    "memory bomb": "x = []\nwhile True: x.append(bytearray(1 << 24))",
+    "one huge allocation": "x = 'a' * (1 << 40)\nprint(3)",
+    "disk bomb": "i = 0\nwhile True:\n    open(f'f{i}', 'wb').write(bytes(1 << 22))\n    i += 1",
+    "endless output": "while True: print('3' * 10000)",
+    "endless errors": "import sys\nwhile True: print('3' * 10000, file=sys.stderr)",
+    "endless loop": "while True: pass",
+    "sleeping for ever": "import time\ntime.sleep(20)",
+    "ignoring signals": "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: pass",
+    "printing the expected line and then failing": f"{ADD}\nimport os, sys\nsys.stdout.flush()\nos.abort()",
+    "deep recursion": "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()",
+    "forbidden architecture": "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)\nwhile True: pass",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_gets_nothing_and_ends(grader, marked, name):
+    started = time.monotonic()
+    assert grade(grader, ATTACKS[name]) == 0
+    assert time.monotonic() - started < 9
+    assert processes(marked) == []
+    assert list(marked.iterdir()) == []
+
+
+CHEATS = {
+    "os._exit before the asserts": "import os\nos._exit(0)",
+    "exit": "raise SystemExit(0)",
+    "printing success": "print('True')\nprint('passed')\nimport os\nos._exit(0)",
+    "replies of its own": "print((0, 0.0, '4'))\nimport os, sys\nsys.stdout.flush()\nos._exit(0)",
+    "writing on every descriptor": "import os\n"
+    "lines = b\"(0, 0.0, '4')\\n(0, 0.0, '[1, 1]')\\n(0, 0.0, \\\"'aa'\\\")\\n\"\n"
+    "for fd in range(64):\n    try: os.write(fd, lines)\n    except OSError: pass\nos._exit(0)",
+    "equal to everything": "class E:\n    __eq__ = lambda a, b: True\n"
+    "    __repr__ = lambda a: 'E()'\nf = lambda x: E()",
+    "a literal that never ends": "class E:\n    __repr__ = lambda a: '[' * 10 ** 6\nf = lambda x: E()",
+    "monkey-patching the checker": "import builtins, ast, json, sys, os\n"
+    "builtins.eval = builtins.repr = lambda *a: True\n"
+    "ast.literal_eval = json.loads = lambda *a: 4\nf = lambda x: 4\nbuiltins.all = builtins.any = lambda *a: True",
+    "patching the frames above": "import sys\nframe = sys._getframe()\nwhile frame:\n"
+    "    frame.f_globals['right'] = lambda *a: True\n    frame.f_locals.get('job', {}).clear()\n"
+    "    frame = frame.f_back\nf = lambda x: 4",
+    "looking for expected values": "import gc\n"
+    "found = [o for o in gc.get_objects() if isinstance(o, dict) and 'expected' in o]\nf = lambda x: found[0]",
+    "raising": "def f(x): raise AssertionError",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheat_gets_nothing(grader, name):
+    assert grade(grader, CHEATS[name], CALLS) == 0
+
+
+def probe(grader, code):
+    """True where code runs through: it asserts what must be impossible, and prints the right sum only then."""
+    return grade(grader, f"{code}\n{ADD}") == 1
+
+
+def layers(*names):
+    """Skips where a test truly needs what the machine lacks."""
+    def check(grader):
+        for name in names:
+            if name not in grader.mode:
+                pytest.skip(f"needs {name}; this machine only has: {grader.mode}")
+    return check
+
+
+@pytest.mark.parametrize("code", [
+    "import socket\nsocket.socket()", "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
+    "import ctypes\nassert ctypes.CDLL(None).socket(2, 1, 0) >= 0",
+    "import ctypes\nassert ctypes.CDLL(None).socket(1, 1, 0) >= 0",
+    "import ctypes\nassert ctypes.CDLL(None).syscall(425, 8, ctypes.create_string_buffer(256)) >= 0"])
+def test_no_sockets(grader, code):
+    assert not probe(grader, code.replace("PORT", "22"))
+
+
+def test_network_of_its_own(grader):
+    layers("namespaces")(grader)
+    assert not probe(grader, "import os\nassert os.listdir('/sys/class/net') != ['lo']")
+
+
+@pytest.mark.parametrize("code", [
+    "open(PATH).read()", "import os\nassert os.listdir(FOLDER)", "import os\nos.symlink(PATH, 'a')\nopen('a').read()",
+    "import os\nos.link(PATH, 'a')\nopen('a').read()", "import os\nos.chdir(FOLDER)\nopen('state').read()",
+    "import subprocess\nassert subprocess.run(['cat', PATH], capture_output=True).stdout",
+    "open('/proc/self/root' + PATH).read()", "open('/proc/1/root' + PATH).read()", "import os\nos.chroot('.')",
+    "import os\nfd = os.open('/', os.O_RDONLY)\nos.open(PATH[1:], os.O_RDONLY, dir_fd=fd)"])
+def test_run_folder_is_unreadable(grader, marked, tmp_path_factory, code):
+    layers("landlock")(grader)
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "state").write_text(SECRET)
+    for path in (folder, *list(folder.parents)[:2]):
+        path.chmod(0o777)
+    assert not probe(grader, f"PATH, FOLDER = {str(folder / 'state')!r}, {str(folder)!r}\n{code}")
+
+
+@pytest.mark.parametrize("code", [
+    "open(PATH, 'w').write('mine')", "open(PATH, 'a').write('mine')", "import os\nos.remove(PATH)",
+    "import os\nos.truncate(PATH, 0)",
+    "import os\nos.symlink(PATH, 'a')\nopen('a', 'w').write('mine')", "import shutil\nshutil.rmtree(FOLDER)",
+    "import os\nos.rename(PATH, 'a')", "import os\nos.chmod(PATH, 0)", "import os\nos.mkdir(FOLDER + '/new')",
+    "import os\nos.utime(PATH)", "import os\nos.chmod(FOLDER, 0)", "import os\nos.rename(FOLDER, FOLDER + '2')",
+    "open('/dev/shm/left-over', 'w')", "open('/tmp/left-over', 'w')"])
+def test_nothing_outside_changes(grader, tmp_path_factory, code):
+    layers("landlock")(grader)
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "state").write_text(SECRET)
+    os.utime(folder / "state", (1, 1))
+    for path in (folder / "state", folder, *list(folder.parents)[:2]):
+        path.chmod(0o777)
+    assert not probe(grader, f"PATH, FOLDER = {str(folder / 'state')!r}, {str(folder)!r}\n{code}")
+    assert (folder / "state").read_text() == SECRET and (folder / "state").stat().st_mtime == 1
+    assert [path.name for path in folder.iterdir()] == ["state"]
+    assert folder.stat().st_mode & 0o777 == (folder / "state").stat().st_mode & 0o777 == 0o777
+
+
+def test_symlink_left_behind_is_not_followed(grader, tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    assert grade(grader, f"import os\nos.symlink({str(tmp_path)!r}, 'a')\n{ADD}") in (0, 1)
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+@pytest.mark.parametrize("code", [
+    "import os\nassert any('trainer' in value for value in os.environ.values()) or 'SECRET_OF_TRAINER' in os.environ",
+    "assert open(f'/proc/PARENT/environ').read()", "assert open('/proc/PARENT/cmdline').read()",
+    "import os\nassert os.listdir('/proc/PARENT')", "import os\nassert os.listdir('/proc/PARENT/fd')",
+    "open('/proc/PARENT/mem', 'rb')",
+    "import os\nassert open(f'/proc/{os.getppid()}/environ').read()", "open('/proc/self/environ').read()"])
+def test_environment_and_proc_are_hidden(grader, code):
+    if "/proc" in code:
+        layers("landlock")(grader)
+    assert not probe(grader, code.replace("PARENT", str(os.getpid())))
+
+
+@pytest.mark.parametrize("code", [
+    "import os\nos.kill(PARENT, 9)", "import os\nos.kill(os.getppid(), 9)", "import os\nos.kill(-1, 9)",
+    "import os\nos.killpg(0, 9)",
+    "import ctypes\nassert ctypes.CDLL(None).ptrace(16, PARENT, 0, 0) == 0", "import os\nos.setpriority(0, PARENT, 19)",
+    "import signal, os\nsignal.pidfd_send_signal(os.pidfd_open(PARENT), 9)",
+    "import os\nos.sched_setaffinity(PARENT, [0])",
+    "import resource\nresource.prlimit(PARENT, resource.RLIMIT_NOFILE, (4, 4))", "import os\nos.setuid(0)",
+    "import os\nos.setsid()",
+    "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "import ctypes, os, platform\nnumber = {'x86_64': 56, 'aarch64': 220}[platform.machine()]  # clone, new users\n"
+    "pid = ctypes.CDLL(None).syscall(number, 0x10000011, 0, 0, 0, 0)\nassert pid >= 0\nif not pid: os._exit(0)",
+    "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0) == 0", "import os\nassert os.memfd_create('x') >= 0",
+    "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0",
+    "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'.', b'tmpfs', 0, None) == 0"])
+def test_other_processes_are_out_of_reach(grader, marked, code):
+    assert not probe(grader, code.replace("PARENT", str(os.getpid())))
+    assert processes(marked) == []
+
+
+def test_uncountable_memory_is_limited(grader):
+    layers("namespaces")(grader)
+    assert not probe(grader, "for i in range(99): open(f'f{i}', 'wb').write(bytes(1 << 20))")
+
+
+# One limit each, reached in a way that no other limit or namespace stops: the fork bomb also ends without a limit
+@pytest.mark.parametrize("code", [
+    "x = bytearray(300 << 20)", "open('x', 'wb').write(bytes(9 << 20))", "open('x', 'wb').truncate(9 << 20)",
+    "import os, time\nfor i in range(40):\n    if not os.fork():\n        time.sleep(9)\n        os._exit(0)",
+    "files = [open('x', 'wb') for i in range(99)]",
+    "import os\nassert os.getuid() == 0 or os.getgid() == 0 or os.getgroups()"])
+def test_each_limit(grader, code):
+    if "getuid" in code and os.getuid():
+        pytest.skip("needs root: only root can give programs a user of their own")
+    assert not probe(grader, code)
+
+
+def test_what_one_run_leaves_behind_does_not_hinder_the_next(marked):
+    code = f"import os, time\nfor i in range(10):\n    if not os.fork():\n        time.sleep(60)\n{ADD}"
+    with sandbox.Grader(partial=True, wall_seconds=20) as partial:
+        layers("namespaces")(partial)
+        started = time.monotonic()
+        assert grade(partial, code, label(PAIRS * 2)) == 1
+        assert time.monotonic() - started < 9
+
+
+WEAKER = {
+    "a process of its own": f"import os\nos.fork()\n{ADD}",
+    "by another call": "import ctypes, platform\nnumber = {'x86_64': 57, 'aarch64': 220}[platform.machine()]\n"
+    f"assert ctypes.CDLL(None).syscall(number, 17, 0, 0, 0, 0) >= 0\n{ADD}",
+    "a socket": f"import socket\nsocket.socket()\n{ADD}",
+    "another user": f"import os\nassert os.getuid() == 0\n{ADD}",
+    "a signal": f"import os\nos.kill(os.getppid(), 9)\n{ADD}",
+    "outliving": "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(20)",
+    "folders too deep for Python": "import os\nfor i in range(1200):\n    os.mkdir('a')\n    os.chdir('a')",
+    "memory": f"x = bytearray(300 << 20)\n{ADD}",
+    "disk": f"open('x', 'wb').write(bytes(9 << 20))\n{ADD}",
+    "processor": "while True: pass",
+}
+
+
+@pytest.mark.parametrize("name", WEAKER)
+def test_attack_on_a_machine_with_less(weaker, marked, name):
+    assert grade(weaker, WEAKER[name]) == 0
+    assert processes(marked) == []
+    assert list(marked.iterdir()) == []
+
+
+def test_only_plain_warns(marked, capsys, monkeypatch):
+    for mode in ("landlock", "plain"):
+        monkeypatch.setattr(sandbox, "MODES", [mode])
+        with sandbox.Grader() as weak:
+            assert grade(weak, f"import heapq, decimal\n{ADD}") == 1
+            assert len(capsys.readouterr().err.splitlines()) == (mode == "plain")
+            if mode == "landlock":
+                assert not probe(weak, f"assert open({__file__!r}).read()")
+
+
+def test_the_whole_group_ends_whatever_the_jail_did(grader, marked, tmp_path, monkeypatch):
+    (tmp_path / "jail.py").write_text("import os, sys, time\nsys.stdin.buffer.read()\nif not os.fork():\n"
+                                      "    os.close(1)\n    time.sleep(30)\nprint((0, 0.0, '3'))\n"
+                                      "print((0, 0.0, '9'))\n")
+    monkeypatch.setattr(sandbox, "JAIL", str(tmp_path / "jail.py"))
+    assert grade(grader, ADD) == 1
+    assert processes(marked) == []
+
+
+@pytest.mark.parametrize(("status", "reward"), [(0, 1.0), (256, 0.0), (9, 0.0)])
+def test_exit_status_of_the_only_test_counts(grader, status, reward):
+    ends = {0: "", 256: "\nimport os, sys\nsys.stdout.flush()\nos._exit(1)", 9: "\nimport os, sys\nsys.stdout.flush()\n"
+            "os.abort()"}
+    assert grade(grader, ADD + ends[status], label(PAIRS[:1])) == reward
+    assert grade(grader, "pass" + ends[status], label([["", ""]])) == reward
+
+
+@pytest.mark.parametrize(("output", "expected", "equal"), [
+    ("3", "3", True), ("3.0", "3", True), ("0.33333333", "0.3333333", True), ("0.3333", "0.3334", False),
+    ("1000000007", "1000000008", False), ("0010", "10", False), ("1e3", "1000", True), ("yes", "YES", False),
+    ("1  2 \n3\n\n", "1 2\n3", True), ("1\n2 3", "1 2\n3", False), ("", "0", False), ("nan", "1", False),
+    ("1 2 3", "1 2", False), ("9" * 5000 + ".0", "9" * 5000, False), ("-1.0000000001", "-1", True)])
+def test_words_of_programs_are_compared(output, expected, equal):
+    assert sandbox.right(output, expected, 0, False) is equal
+
+
+def test_limits_are_counted_apart(marked):
+    with sandbox.Grader(workers=2, cpu_seconds=1, wall_seconds=9) as grader:
+        grade(grader, "while True: pass", label(PAIRS[:1]))
+        assert (grader.counts["cpu_timeouts"], grader.counts["wall_timeouts"]) == (1, 0)
+        grader.wall_seconds = 2
+        grade(grader, "import time\ntime.sleep(20)")
+        grader.wall_seconds = 9
+        assert (grader.counts["cpu_timeouts"], grader.counts["wall_timeouts"]) == (1, 1)
+        assert grade(grader, f"import time\ntime.sleep(1.2)\n{ADD}", label(PAIRS[:1])) == 1, "waiting is not CPU time"
+        assert grader.counts["checks"] == 3
+
+
+def test_many_at_once_equal_one_at_a_time(marked):
+    codes = [ADD, "print(3)", f"{ADD}\nexit(1)", "import os\nos.fork()\nprint(3)", "x = 'a' * (1 << 34)",
+             f"for i in range(10 ** 6): pass\n{ADD}"]
+    verdicts = []
+    for workers in (1, 8):
+        with sandbox.Grader(workers=workers, wall_seconds=30) as grader:
+            for key in range(18):
+                grader.submit(key, f"<answer>```\n{codes[key % 6]}\n```</answer>", "stop", label(PAIRS))
+            assert grader.wait(60)
+            verdicts.append(grader.results())
+    assert verdicts[0] == verdicts[1] == {key: float(key % 6 in (0, 5)) for key in range(18)}
+
+
+@pytest.mark.parametrize("mode", [[], ["landlock"], ["plain"]])
+def test_nothing_outlives_the_trainer(marked, mode):
+    code = ("import tempfile, sys\ntempfile.tempdir = sys.argv[1]\nfrom tools import sandbox\n"
+            "sandbox.MODES = [sys.argv[3]] if sys.argv[3:] else sandbox.MODES\ng = sandbox.Grader()\n"
+            "g.submit(0, '<answer>```\\nimport time\\ntime.sleep(99)\\n```</answer>', 'stop', sys.argv[2])\n"
+            "print('up', flush=True)\ng.results()")
+    command = [sys.executable, "-c", code, str(marked), label(PAIRS), *mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as trainer:
+        assert trainer.stdout.readline() == b"up\n"
+        deadline = time.monotonic() + 10
+        while not program_runs(marked) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert program_runs(marked)
+        trainer.send_signal(signal.SIGKILL)
+    assert processes(marked) == []
+
+
+def program_runs(marked):
+    """A process whose stdin is a file in memory: no longer the jail's own."""
+    links = [Path(f"/proc/{pid}/fd/0") for pid in running(marked)]
+    return any("memfd" in os.readlink(link) for link in links if link.is_symlink())
+
+
+FORMS = {
+    "mbpp": ({"text": "Double it.", "code": "def f(x): return x * 2", "test_list": [
+        "assert f(2) == 4", "assert f([1]) == [1, 1]"]}, "def f(x): return x * 2"),
+    "mbpp, truth": ({"text": "Even?", "test_list": ["assert f(2)", "assert not f(3)"]}, "f = lambda x: 'x' * (x == 2)"),
+    "mbpp, isclose": ({"text": "Halve.", "test_list": ["assert math.isclose(f(1), 0.5001, rel_tol=0.001)"]},
+                      "f = lambda x: x / 2"),
+    "apps, function": ({"question": "Add.", "input_output": {"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]},
+                        "starter_code": "class Solution:\n    def f(self, a, b):"},
+                       "class Solution:\n    def f(self, a, b): return a + b"),
+    "livecodebench, function": ({"question_content": "Add.", "metadata": json.dumps({"func_name": "f"}),
+                                 "public_test_cases": [{"input": "1\n[2]", "output": "3"}], "private_test_cases": ""},
+                                "def f(a, b): return a + b[0]"),
+    "humaneval": ({"prompt": "import math\ndef f(x):\n    '''Half.'''\n", "entry_point": "f", "test":
+                  "def check(candidate):\n    assert candidate(3) == 1.5\n    assert abs(candidate(1) - 0.5) < 1e-6\n"},
+                  "def f(x): return x / 2"),
+    "apps": ({"question": "Add.", "input_output": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}, ADD),
+    "livecodebench": ({"question_content": "Add.", "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3"}]),
+                       "private_test_cases": json.dumps([{"input": "4 5\n", "output": "9"}])}, ADD),
+    "columns": ({"question": "Add.", "tests": PAIRS}, ADD),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(grader, tmp_path, name):
+    record, code = FORMS[name]
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    problem, = sandbox.load_problems(str(tmp_path / "data.jsonl"), "orz", bos="<s>")
+    assert problem.prompt.startswith("<s>") and problem.question in problem.prompt
+    assert grade(grader, code, problem.label) == 1
+    assert grade(grader, "def f(x): return 0\nprint(0)", problem.label) == 0
+
+
+@pytest.mark.parametrize("record", [
+    {}, {"question": "x"}, {"question": "x", "tests": []}, {"question": "x", "tests": [[1, 2]]}])
+def test_bad_items_are_named(tmp_path, record):
+    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    with pytest.raises(sandbox.RewardError, match="data.jsonl: item 1"):
+        sandbox.load_problems(str(tmp_path / "data.jsonl"), "plain")
+
+
+def test_unusable_asserts_are_counted_aloud(tmp_path, capsys):
+    records = [{"text": "a", "test_list": ["assert f(1) == 1", "assert f(2) == g(2)", "assert x == 1"]},
+               {"text": "b", "test_list": ["assert all(f(i) == i for i in range(3))",
+                                           "for y in (1, 2): assert f(y) == 3",
+                                           "assert isinstance(f(1), int) and f(2) == 2", "assert f(1) in (1, 2)"]},
+               {"text": "c", "test_list": ["assert f(1) == 1"]}]
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    problems = sandbox.load_problems(str(tmp_path / "data.json"), "plain")
+    assert [(p.index, p.question[0]) for p in problems] == [(0, "a"), (1, "c")]
+    assert json.loads(problems[0].label)["tests"] == [["f(1)", "1", 0]]
+    line, = capsys.readouterr().err.splitlines()
+    assert re.findall(r" (\d+) ", line) == ["6", "1", "3"]
+    (tmp_path / "data.json").write_text(json.dumps(records[1:2]))
+    with pytest.raises(sandbox.RewardError, match="no problem"):
+        sandbox.load_problems(str(tmp_path / "data.json"), "plain")
