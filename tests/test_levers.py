@@ -156,6 +156,16 @@ def test_eval_only(tiny, tmp_path):
     assert "holds a training run" in refused.stderr
 
 
+def test_code_in_a_whole_run(tiny, tmp_path):
+    """--reward code: the same loop, graded by the sandbox."""
+    item = {"text": "add", "test_list": ["assert f(1, 2) == 3"]}
+    (tmp_path / "code.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item | {"text": "sum"}) + "\n")
+    code = {"reward": "code", "data": tmp_path / "code.jsonl", "eval_data": tmp_path / "code.jsonl", "template": "plain"}
+    launch(tmp_path / "run", **tiny | code | {"prompt_max_len": 120, "max_len": 200, "packing_max_len": 256,
+                                              "rollout_batch_size": 2, "max_steps": 1})
+    assert [s["reward"] for s in jsonl(tmp_path / "run" / "samples.jsonl")] == [0.0] * 8
+
+
 def test_full_disk_costs_no_line(tmp_path, capsys):
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:
