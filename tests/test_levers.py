@@ -159,7 +159,8 @@ def test_eval_only(tiny, tmp_path):
 def test_code_in_a_whole_run(tiny, tmp_path):
     """--reward code: the same loop, graded by the sandbox."""
     item = {"text": "add", "test_list": ["assert f(1, 2) == 3"]}
-    (tmp_path / "code.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item | {"text": "sum"}) + "\n")
+    items = [item, item | {"text": "sum"}]
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps(x) + "\n" for x in items))
     code = {"reward": "code", "data": tmp_path / "code.jsonl", "eval_data": tmp_path / "code.jsonl", "template": "plain"}
     launch(tmp_path / "run", **tiny | code | {"prompt_max_len": 120, "max_len": 200, "packing_max_len": 256,
                                               "rollout_batch_size": 2, "max_steps": 1})
