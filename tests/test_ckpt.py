@@ -236,7 +236,9 @@ def start(run: Path, flags: dict, *launcher):
 
 
 @pytest.mark.xdist_group("signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=["term", "usr1", "int"])
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["term", "usr1", "int"])
 def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     """The run is stopped at an arbitrary moment of its second or third step; exit code 0, nothing is lost."""
     same = {"max_steps": 6, "save_interval": 100, "keep_last": 0}

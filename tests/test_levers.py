@@ -161,9 +161,9 @@ def test_code_in_a_whole_run(tiny, tmp_path):
     item = {"text": "add", "test_list": ["assert f(1, 2) == 3"]}
     items = [item, item | {"text": "sum"}]
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(x) + "\n" for x in items))
-    code = {"reward": "code", "data": tmp_path / "code.jsonl", "eval_data": tmp_path / "code.jsonl", "template": "plain"}
-    launch(tmp_path / "run", **tiny | code | {"prompt_max_len": 120, "max_len": 200, "packing_max_len": 256,
-                                              "rollout_batch_size": 2, "max_steps": 1})
+    code = {"reward": "code", "data": tmp_path / "code.jsonl", "eval_data": tmp_path / "code.jsonl"}
+    launch(tmp_path / "run", **tiny | code | {"template": "plain", "prompt_max_len": 120, "max_len": 200,
+                                              "packing_max_len": 256, "rollout_batch_size": 2, "max_steps": 1})
     assert [s["reward"] for s in jsonl(tmp_path / "run" / "samples.jsonl")] == [0.0] * 8
 
 

@@ -35,7 +35,7 @@ def test_resume_is_exact_everywhere(tiny, tmp_path, estimator, zero, ranks):
     resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=1)
 
 
-@pytest.mark.parametrize("zero, ranks", [(0, 1), (3, 2)])
+@pytest.mark.parametrize("zero, ranks", [(0, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_export_from_checkpoint_equals_the_run_s_own(tiny, tmp_path, zero, ranks):
     """`convert.py export` needs neither GPU nor process group and gives the very weights of the final export."""
     from safetensors.torch import load_file
@@ -64,7 +64,10 @@ def torchrun(ranks: int, *args) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 4)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), pytest.param(1, 2, marks=SLOW), pytest.param(2, 4, marks=SLOW)])
 def test_reshard_is_exact(tmp_path, before, after):
     """Parameters and moments of every (stage, ranks) arrive in every other one, to the bit. 33 hidden units and tied
     embeddings: nothing divides evenly, and one parameter has two names."""
@@ -88,6 +91,7 @@ def test_reshard_is_exact(tmp_path, before, after):
         assert all(one[key].any() for key in one), "moments of zero prove nothing"
 
 
+@SLOW
 def test_run_goes_on_with_other_ranks(tiny, tmp_path):
     """2 ranks with ZeRO 3, then 1 with ZeRO 0, then 2 with ZeRO 1: refused without reshard, and the curve goes on."""
     same = dict(tiny, save_interval=1, keep_last=0, log_ratio="true")

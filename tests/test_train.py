@@ -118,7 +118,7 @@ def test_same_seed_same_run_and_resume(tiny, one_rank, tmp_path):
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("estimator", ["gae", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_real_problems_orz_template(tmp_path, estimator):
     model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=4096)
     launch(tmp_path / "run", model=model, data=DATA / "gsm8k_train.jsonl", eval_data=DATA / "aime2024.json",
