@@ -278,6 +278,7 @@ def learning_rate(peak: float, end: float | None, warmup: int, total: int, step:
 
 def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
     """The demo's base model where there is no other, the task's module, the tokenizer, the evaluation sets."""
+    quiet(run_dir / "run.log")
     seconds = 0.0
     if cfg.model is None:
         seconds = ckpt.everywhere(rank == 0 and demo.build(str(run_dir / "base"), cfg.seed))[0]
@@ -296,7 +297,6 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     check.check_config(cfg, world)
     flags, run_dir = vars(cfg).copy(), Path(cfg.run_dir).absolute()
     lock = ckpt.preflight(run_dir, check.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
-    quiet(run_dir / "run.log")
     base_seconds, task, tokenizer, eval_sets = load_task(cfg, run_dir, rank, world, device, say)
     if cfg.eval_only:
         return evaluate_only(begin, cfg, eval_sets, task, Signals(store), run_dir)

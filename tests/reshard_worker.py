@@ -30,8 +30,9 @@ def main() -> None:
                 reshard.load(origin / "step_000003", {"policy": engine})
             else:
                 for k in range(3):
-                    logits = engine.module.model(torch.arange(8)[None] + k).logits  # (1, 8, V)
-                    engine.backward(logits.float().logsumexp(-1).sum())
+                    batch = ppo.Batch([[k, 1, 2]], [[3, 4, 5, k]], torch.zeros(1), torch.zeros(1), {})
+                    logprobs, _ = engine(ppo.build_rows(batch, [[0]], torch.device("cpu")), 1.0)  # (4,)
+                    engine.backward(-logprobs.sum())
                     engine.step()
             name = f"{origin.name}to{stage}" if origin else str(stage)
             state = {"step": 3, "config": {"zero_stage": stage, "bf16": cfg.bf16}}

@@ -1,5 +1,5 @@
 """Whole runs that are interrupted and go on: the same bits; on other numbers of ranks: the same numbers."""
-import json
+import shutil
 import subprocess
 import sys
 
@@ -14,14 +14,16 @@ WIDE = [(e, z, w) for e in ("gae", "grpo") for z in range(4) for w in (1, 2) if 
 
 
 def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt):
+    """A run, and its copy as a power cut leaves it: what came after a checkpoint is in the logs, but not the end."""
     same = dict(tiny, estimator=estimator, zero_stage=zero, save_interval=1, keep_last=0, eval_interval=2)
     launch(tmp_path / "whole", ranks=ranks, **same)
-    launch(tmp_path / "parts", ranks=ranks, **same | {"max_steps": interrupt})
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for step in range(interrupt + 1, 4):
+        shutil.rmtree(tmp_path / "parts" / f"step_{step:06d}")
+    (tmp_path / "parts" / "result.json").unlink()
     launch(tmp_path / "parts", ranks=ranks, **same)
-    lines = jsonl(tmp_path / "parts" / "eval.jsonl")
-    kept = [line for line in lines if line["step"] != interrupt or interrupt % 2 == 0]  # a shorter run's end
-    (tmp_path / "parts" / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     equal_runs(tmp_path / "whole", tmp_path / "parts")
+    assert (tmp_path / "parts" / "result.json").exists()
 
 
 @pytest.mark.parametrize("estimator, zero, ranks", CELLS)
