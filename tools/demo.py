@@ -81,13 +81,17 @@ def make_corpus(tokenizer, train: list, recipe: Recipe, rng: random.Random) -> t
     Steps are drawn more often than the base model shall use them. The first token of a response is where it chooses:
     its weight share / drawn corrects for that, so one run gives well-learnt steps *and* the wanted share of them."""
     rows, weights, share, drawn = [], [], recipe.steps_share, recipe.steps_drawn
+    prompts, responses, choices = [], [], []
     for i in range(recipe.updates * recipe.batch):
         (a, b), steps = rng.choice(train), i * drawn % 1 < drawn  # evenly: drawn at random, the share came out biased
-        prompt_ids = tokenizer.encode(f"{a}+{b}<think>")
-        response_ids = tokenizer.encode(response(a, b, recipe, rng, steps)) + [tokenizer.eos_token_id]
-        choice = share / drawn if steps else (1 - share) / (1 - drawn)
-        rows.append(torch.tensor(prompt_ids + response_ids))  # (L,)
-        weights.append(torch.tensor([0.0] * len(prompt_ids) + [choice] + [1.0] * (len(response_ids) - 1)))  # (L,)
+        prompts.append(f"{a}+{b}<think>")
+        responses.append(response(a, b, recipe, rng, steps))
+        choices.append(share / drawn if steps else (1 - share) / (1 - drawn))
+    encoded = (tokenizer(texts)["input_ids"] for texts in (prompts, responses))  # together: one by one takes twice as long
+    for prompt_ids, response_ids, choice in zip(*encoded, choices):
+        ids = prompt_ids + response_ids + [tokenizer.eos_token_id]
+        rows.append(torch.tensor(ids))  # (L,)
+        weights.append(torch.tensor([0.0] * len(prompt_ids) + [choice] + [1.0] * len(response_ids)))  # (L,)
     return pad_sequence(rows, True, tokenizer.eos_token_id), pad_sequence(weights, True)  # (N, L), (N, L)
 
 
