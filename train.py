@@ -1,13 +1,11 @@
 """nanoORZ: reinforcement learning of reasoning on a base model (Open-Reasoner-Zero): `accelerate launch train.py`.
 
-Owns `Config`, the wiring, the loop, evaluation, signals and logging; never sees LaTeX or packing. One process per GPU
-(rank): each holds a shard of policy and critic (DeepSpeed) and a whole sampler (vLLM), which take turns on the device.
-Without --model it trains the demo's tiny base model, made on the spot, at the sizes of demo.FLAGS.
+Owns `Config`, the wiring, the loop and evaluation; never sees LaTeX or packing. A process per GPU (rank) holds a shard
+of policy and critic (DeepSpeed) and a sampler (vLLM), in turn. Without --model: demo.py's tiny base, made on the spot.
 """
 import contextlib
 import ctypes
 import difflib
-import importlib
 import importlib.util
 import json
 import os
@@ -51,6 +49,7 @@ class Config:
     generate_max_len: int = 8000  # tokens; a response gets min(this, max_len - prompt)
     max_len: int = 8192  # tokens of prompt and response
     reward: str = "math"  # math (reward.py) or code (tools/sandbox.py)
+    partial_reward: bool = False  # of a program: the share of the tests that it passes, not 1 for all and else 0
     first_stage: int = 0  # two-stage sampling: samples before a prompt is judged worth the others; 0: off
     adaptive_len: bool = False  # a prompt's response budget follows what its finished responses needed
     overlong: str = "zero"  # truncated responses: zero (reward 0, trained on) or drop (left out of the loss)
@@ -142,7 +141,8 @@ class Rollout:
                           gpu_memory_utilization=cfg.gpu_memory_utilization, quantization=cfg.rollout_quantization,
                           tensor_parallel=cfg.tensor_parallel)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        grader = task.Grader(workers=max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        share = {"partial": True} if cfg.partial_reward else {}
+        grader = task.Grader(len(os.sched_getaffinity(0)) // ranks_here or 1, **share)
         group = dist.new_subgroups(cfg.tensor_parallel)[0] if cfg.tensor_parallel > 1 else None
         return cls(sampler, grader, signals, cfg, group)
 
@@ -226,7 +226,7 @@ def evaluate_only(begin: float, cfg: Config, sets: dict[str, tuple], task, signa
     """--eval_only: the same evaluation on the sampler alone; a table, and everything about it in result.json."""
     if ckpt.checkpoints(run_dir):
         raise ConfigError(f"--run_dir {run_dir} holds a training run; choose another one for --eval_only")
-    first, log = dist.get_rank() == 0, RunLog(run_dir, None)
+    first, log = dist.get_rank() == 0, RunLog(run_dir, None, task)
     if first:
         log.start(0, {}, cfg, dist.get_world_size())
     rollout = Rollout.start(task, signals, cfg)
@@ -279,9 +279,8 @@ def learning_rate(peak: float, end: float | None, warmup: int, total: int, step:
 def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
     """The demo's base model where there is no other, the task's module, the tokenizer, the evaluation sets."""
     quiet(run_dir / "run.log")
-    seconds = 0.0
+    seconds = ckpt.everywhere(rank == 0 and cfg.model is None and demo.build(str(run_dir / "base"), cfg.seed))[0]
     if cfg.model is None:
-        seconds = ckpt.everywhere(rank == 0 and demo.build(str(run_dir / "base"), cfg.seed))[0]
         cfg.model = base = str(run_dir / "base")
         cfg.data, cfg.eval_data = cfg.data or [f"{base}/train.json"], cfg.eval_data or [f"{base}/eval.json"]
     if device.type == "cuda":
@@ -311,12 +310,13 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
         if start >= total_steps and (run_dir / "result.json").exists():
             return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
 
-    signals, log = Signals(store), RunLog(run_dir, tokenizer)
+    signals, log = Signals(store), RunLog(run_dir, tokenizer, task)
     rollout = Rollout.start(task, signals, cfg)
     rollout.sampler.sleep()
-    engines = {"policy": ppo.make_policy(cfg)} | ({"critic": ppo.make_critic(cfg)} if cfg.estimator == "gae" else {})
-    policy, critic = engines["policy"], engines.get("critic")
-    reference = ppo.make_policy(cfg, trained=False) if cfg.log_kl else None
+    with contextlib.redirect_stdout(sys.__stdout__):  # DeepSpeed prints; the old stream is run.log now
+        policy, critic = ppo.make_policy(cfg), ppo.make_critic(cfg) if cfg.estimator == "gae" else None
+        reference = ppo.make_policy(cfg, trained=False) if cfg.log_kl else None
+    engines = {"policy": policy} | ({"critic": critic} if critic else {})
     if path:
         (reshard.load if moved else ckpt.load)(path, engines)
     history, budget = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps"))
@@ -416,7 +416,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
-    begin, store, world = time.time(), None, 1
+    begin, store, world, code = time.time(), None, 1, 0
     try:
         cfg = parse_flags(sys.argv[1:])
         rank, world, device, store = start_distributed(cfg.dist_timeout)
@@ -426,4 +426,5 @@ if __name__ == "__main__":
         # an error that all ranks share is told by the first of them, with exit code 2; the others are each rank's own
         if code == 1 or (store.add("errors", 1) == 1 if store else os.environ.get("RANK", "0") == "0"):
             print(f"error: {line}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
-        sys.exit(code)
+    sys.stdout.flush()
+    os._exit(code)  # not sys.exit: gloo's threads can abort a finalising interpreter, and vLLM's takes 2.6 s

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # ORZ 0.5B on one card of 24 GB: short rows, a small cache, GRPO instead of a second model.
+# Memory (planned, never run): 11 GiB training, 17 GiB sampling.
 export CARD_GB=24
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B --data data/orz_math_57k.json \
     --eval_data data/math500.json --run_dir out/orz_0p5b_24gb --estimator grpo --zero_stage 2 \

@@ -2,6 +2,7 @@
 
 Without SOURCE: OUT/<stage>/step_000003 after three steps. With SOURCE: OUT/<from>to<stage>, loaded from each resharded
 checkpoint of SOURCE into each stage and saved at once, untouched."""
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,3 +42,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # as train.py: gloo's threads can abort a finalising interpreter

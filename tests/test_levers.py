@@ -172,7 +172,7 @@ def test_full_disk_costs_no_line(tmp_path, capsys):
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no permission to mount")
     try:
-        log, lines = report.RunLog(tmp_path, None), [{"step": k, "text": "x" * 9000} for k in range(12)]
+        log, lines = report.RunLog(tmp_path, None, None), [{"step": k, "text": "x" * 9000} for k in range(12)]
         for k in range(0, 12, 3):
             log.append("samples.jsonl", lines[k:k + 3])
         assert "wait" in capsys.readouterr().err

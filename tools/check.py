@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ckpt
@@ -63,6 +62,7 @@ def check_config(cfg, world: int) -> None:
         (cfg.offload in ("none", "idle"), f"--offload {cfg.offload}: choose none or idle"),
         (cfg.offload == "none" or cfg.zero_stage == 3, "--offload idle: needs --zero_stage 3"),
         (cfg.reward in ("math", "code"), f"--reward {cfg.reward}: choose math or code"),
+        (not cfg.partial_reward or cfg.reward == "code", "--partial_reward: only with --reward code"),
         (cfg.overlong in ("zero", "drop"), f"--overlong {cfg.overlong}: choose zero or drop"),
         (0 <= cfg.first_stage < cfg.n_samples_per_prompt and (cfg.first_stage != 1 or cfg.estimator not in grouped),
          f"--first_stage {cfg.first_stage}: choose less than --n_samples_per_prompt {cfg.n_samples_per_prompt}, and "
@@ -179,9 +179,8 @@ def check_sampler(sampler, policy, prompts: list[list[int]], cfg, device) -> flo
     few = prompts[:4]
     stream = sampler.generate(few, 1, [0] * len(few), max_new_tokens=[32] * len(few), max_len=cfg.max_len,
                               logprobs=True, temperature=cfg.temperature)
-    mine, everyone = [(few[s.prompt], s.response_ids, s.logprobs) for s in stream], [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    prompt_ids, response_ids, logprobs = zip(*(sample for part in everyone for sample in part))
+    mine = [(few[s.prompt], s.response_ids, s.logprobs) for s in stream]
+    prompt_ids, response_ids, logprobs = zip(*(sample for part in ckpt.everywhere(mine) for sample in part))
     batch = ppo.Batch(prompt_ids, response_ids, torch.zeros(len(prompt_ids)), torch.zeros(len(prompt_ids)), {})
     ours = ppo.token_pass(batch, cfg, device, lambda rows: policy(rows, cfg.temperature)[0])  # (T,)
     pairs = zip(ours.split(batch.length.tolist()), logprobs)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 import ppo
-from reward import text_metrics
 
 
-def rollout_metrics(records: list[dict], batch, longest: int) -> dict:
-    """What ORZ's users watch, from the samples alone. Histograms: counts in 16 equal bins of 0 to `longest` tokens."""
+def rollout_metrics(records: list[dict], batch, longest: int, text_metrics) -> dict:
+    """What ORZ's users watch, from the samples alone; text_metrics: the task's. Histograms: counts in 16 equal bins of
+    0 to `longest` tokens."""
     length, rewards = batch.length.double().numpy(), batch.rewards.numpy()  # (N,), (N,)
     solved = np.bincount(batch.groups.numpy(), rewards > 0)[np.unique(batch.groups.numpy())] > 0  # (groups,)
     metrics = {"reward": rewards.mean(), "pass_at_n": solved.mean(),

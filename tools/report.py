@@ -92,8 +92,9 @@ def tracker(cfg, run_dir: Path, step: int):
 class RunLog:
     """The files of a run folder but for checkpoints; lines that do not fit on the disk wait for the next write."""
 
-    def __init__(self, run_dir: Path, tokenizer):
-        self.run_dir, self.tokenizer, self.waiting, self.norms, self.tracker = run_dir, tokenizer, {}, [], None
+    def __init__(self, run_dir: Path, tokenizer, task):
+        self.run_dir, self.tokenizer, self.task = run_dir, tokenizer, task
+        self.waiting, self.norms, self.tracker = {}, [], None
 
     def start(self, step: int, marks: dict[str, int], cfg, world: int, device=None, parameters: int = 0) -> None:
         """Cuts the logs back to the state that the run goes on from, writes config.json, starts the tracker."""
@@ -125,7 +126,8 @@ class RunLog:
     def step(self, records, problems, batch, learned: dict, step: int, total_steps: int, clock, cfg) -> None:
         """A finished step: metrics, samples, a line on the screen."""
         seconds, world = time.perf_counter() - clock.start, dist.get_world_size()
-        line = {"step": step} | metrics.rollout_metrics(records, batch, cfg.generate_max_len) | learned | {
+        line = {"step": step} | metrics.rollout_metrics(
+            records, batch, cfg.generate_max_len, self.task.text_metrics) | learned | {
             "seconds_waited": clock.wait, "token_imbalance": metrics.imbalance(batch.size, world),
             "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds,
             "mfu": metrics.mfu(sum(batch.size), self.parameters, clock.seconds, cfg, self.peak)} | {

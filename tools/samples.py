@@ -2,8 +2,8 @@
 
     python tools/samples.py RUN [--out PATH] [--max_per_step N]     writes RUN/samples.html, which needs no network
 
-At most 10,000 samples and 40 MB, from steps spread evenly over the run; the page says how many are left out. What a
-model wrote is hostile: it is JSON with < escaped, shown as text only, and the page's policy forbids any other script.
+At most 5,000 training and 5,000 evaluation samples, 20 MB each, from steps spread evenly over the run; the page says
+how many are left out. Model output is hostile: JSON with < escaped, shown as text; its policy forbids any other script.
 """
 import argparse
 import base64
