@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 FLAGS = {  # train.py's settings without --model
-    "run_dir": "out/demo", "template": "demo", "rollout_batch_size": 64, "n_samples_per_prompt": 16, "max_steps": 12,
+    "run_dir": "out/demo", "template": "demo", "rollout_batch_size": 64, "n_samples_per_prompt": 16, "max_steps": 14,
     "eval_interval": 4, "stop": [], "prompt_max_len": 16, "generate_max_len": 48, "max_len": 64, "packing_max_len": 64,
     "micro_train_batch_size": 64, "micro_rollout_batch_size": 1024, "actor_learning_rate": 3e-4,
     "critic_learning_rate": 1e-3, "num_warmup_steps": 5, "zero_stage": 0, "bf16": False,
@@ -40,7 +40,7 @@ class Recipe:
     steps_share: float = 0.25  # of the base model's answers: what reinforcement learning starts from
     steps_drawn: float = 0.75  # of the training examples: the steps are what takes long to learn
     guess_error: int = 3  # a guess is off by -3 .. 3, uniformly: mostly wrong but not silly
-    updates: int = 350
+    updates: int = 400
     batch: int = 48
     lr: float = 4e-3
     warmup: int = 30
