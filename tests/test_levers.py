@@ -137,6 +137,21 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
         assert got[f"pass@{k}"] == pytest.approx(np.mean(draws))
 
 
+def test_health_speaks_up_and_only_then():
+    well = {"truncated": 0.1, "entropy": 0.5, "reward": 0.4, "explained_variance": 0.2, "ratio": 1.0,
+            "policy_grad_norm": 1.0}
+    usual = [1.0] * 10
+    assert metrics.health(well, usual) == []
+    assert metrics.health({"truncated": 0.0, "reward": 0.5, "policy_grad_norm": 1.0}, []) == [], "without a critic"
+    assert metrics.health(well | {"policy_grad_norm": 50.0}, [1.0]) == [], "a spike against what?"
+    assert metrics.health(well | {"entropy": 0.01, "reward": 0.95}, usual) == [], "sure because it is right"
+    for change, word in (({"truncated": 0.31}, "31%"), ({"entropy": 0.01}, "collapsed"),
+                         ({"explained_variance": -0.1}, "critic"), ({"policy_grad_norm": 11.0}, "11"),
+                         ({"ratio": 1.2}, "1.200"), ({"ratio": 0.8}, "differ")):
+        sign, = metrics.health(well | change, usual)
+        assert word in sign
+
+
 def test_eval_only(tiny, tmp_path):
     """The same code path as training's: the numbers of a training run at step 0. No training run is touched."""
     two = [tiny["eval_data"], tiny["data"]]
@@ -162,8 +177,9 @@ def test_code_in_a_whole_run(tiny, tmp_path):
     items = [item, item | {"text": "sum"}]
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(x) + "\n" for x in items))
     code = {"reward": "code", "data": tmp_path / "code.jsonl", "eval_data": tmp_path / "code.jsonl"}
-    launch(tmp_path / "run", **tiny | code | {"template": "plain", "prompt_max_len": 120, "max_len": 200,
-                                              "packing_max_len": 256, "rollout_batch_size": 2, "max_steps": 1})
+    launch(tmp_path / "run", **tiny | code | {"partial_reward": "true", "template": "plain", "prompt_max_len": 120,
+                                              "max_len": 200, "packing_max_len": 256, "rollout_batch_size": 2,
+                                              "max_steps": 1})
     assert [s["reward"] for s in jsonl(tmp_path / "run" / "samples.jsonl")] == [0.0] * 8
 
 

@@ -1,6 +1,7 @@
 """Whole runs of the real train.py on the real engines, and what it says to bad input."""
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_run_writes_everything(one_rank, tiny):
     assert [m["step"] for m in metrics] == [1, 2, 3]
     names = """reward pass_at_n truncated response_length total_length repetition reflection advantage advantage_abs
         return critic_loss critic_values critic_grad_norm critic_lr policy_loss entropy policy_grad_norm policy_lr kl
-        ratio clipfrac approx_kl seconds_rollout seconds_policy tokens_per_second"""
+        ratio clipfrac approx_kl seconds_rollout seconds_policy tokens_per_second mfu memory_process"""
     for name in names.split():
         assert all(name in m for m in metrics), name
     assert abs(metrics[0]["ratio"] - 1) < 1e-4, "sampler and trainer disagree about their own tokens"
@@ -48,6 +49,31 @@ def test_run_writes_everything(one_rank, tiny):
     config = json.loads((run / "config.json").read_text())
     assert set(config) >= {f.name for f in dataclasses.fields(train.Config)}
     assert "sampler agrees with trainer" in out
+    assert out.splitlines()[0].startswith("4 prompts x 4 samples"), "no word of a library on the screen"
+    assert (run / "run.log").stat().st_size > 0, "their words are here"
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run / "tensorboard").glob("events*"))
+
+
+@pytest.mark.xdist_group("one_rank")
+def test_every_number_is_explained(one_rank):
+    """docs/metrics.md has a row for each name in metrics.jsonl and eval.jsonl."""
+    run, _ = one_rank
+    table = set(re.findall(r"`([\w@]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    written = {key for name in ("metrics", "eval") for line in jsonl(run / f"{name}.jsonl") for key in line}
+    assert not written - table
+    assert len(written) > 40
+
+
+@pytest.mark.xdist_group("one_rank")
+def test_some_samples_are_written_token_by_token(one_rank):
+    run, _ = one_rank
+    for sample in jsonl(run / "samples.jsonl"):
+        tokens = sample["tokens"]
+        assert len(tokens) == sample["length"]
+        assert "".join(tokens).startswith(sample["response"][:1])
+        for name in ("values", "advantages", "logprobs"):
+            assert len(sample[name]) == len(tokens), name
 
 
 @pytest.mark.xdist_group("one_rank")
@@ -153,9 +179,25 @@ def run_directly(**flags):
     ({"temperature": 0}, ["--temperature"]),
     ({"critic_update_steps": 99}, ["--critic_update_steps", "16"]),
     ({"rollout_batch_size": 3}, ["--rollout_batch_size", "multiple of 2"]),
+    ({"tensor_parallel": 3}, ["--tensor_parallel 3", "2 ranks"]),
+    ({"first_stage": 4}, ["--first_stage 4", "--n_samples_per_prompt 4"]),
+    ({"first_stage": 1, "estimator": "grpo"}, ["--first_stage 1", "not 1 with grpo"]),
+    ({"tis_cap": 0.5}, ["--tis_cap 0.5", "at least 1"]),
+    ({"tis_cap": 2.0, "top_p": 0.9}, ["--tis_cap", "--top_p 1", "bias"]),
+    ({"overlong": "keep"}, ["--overlong keep", "zero or drop"]),
+    ({"log_with": "paper"}, ["--log_with paper", "wandb"]),
+    ({"offload": "all"}, ["--offload all", "idle"]),
+    ({"offload": "idle"}, ["--offload idle", "--zero_stage 3"]),
+    ({"reward": "essay"}, ["--reward essay", "math or code"]),
+    ({"partial_reward": "true"}, ["--partial_reward", "--reward code"]),
+    ({"data": None}, ["--data", "at least one file"]),
+    ({"eval_only": "true", "eval_data": None}, ["--eval_only", "--eval_data"]),
+    pytest.param({"rollout_quantization": "fp8"}, ["--rollout_quantization fp8", "GPU"],
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="here it may work")),
 ], ids=lambda v: " ".join(map(str, v)) if isinstance(v, dict) else "")
 def test_bad_settings_are_refused(tiny, flags, words):
-    argv = [str(x) for name, value in (SMALL | tiny | flags).items() for x in (f"--{name}", value)]
+    given = {name: value for name, value in (SMALL | tiny | flags).items() if value is not None}
+    argv = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
     with pytest.raises(check.ConfigError) as error:
         check.check_config(train.parse_flags(argv), world=2)
     assert all(word in str(error.value) for word in words)
@@ -210,6 +252,25 @@ def test_exit_code_2_and_one_line(tiny, tmp_path):
     assert len(line) == 1
     assert "bad.jsonl" in line[0]
     assert "2" in line[0]
+
+
+@pytest.mark.parametrize("error, words, code", [
+    (check.ConfigError("--x: no"), "--x: no", 2),
+    (PermissionError(13, "Permission denied", "/here"), "/here", 2),
+    (RuntimeError("[gloo] Connection\nclosed by peer [10.0.0.2]:99"), "lost contact with another rank", 1),
+    (RuntimeError("Watchdog caught collective operation timeout: ALLREDUCE timed out"), "lost contact", 1),
+    (FloatingPointError("step 3, Policy: loss or gradient not finite"), "step 3, Policy", 1),
+])
+def test_errors_are_one_line_with_an_exit_code(error, words, code):
+    line, got = check.explain(error)
+    assert got == code
+    assert words in line
+    assert "\n" not in line
+
+
+def test_bugs_are_not_explained_away():
+    with pytest.raises(KeyError):
+        check.explain(KeyError("a bug"))
 
 
 def test_too_small_kv_cache_is_exit_code_2(tiny, tmp_path):
