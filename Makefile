@@ -15,8 +15,15 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
-bench: $(VENV)/.installed
+bench: $(VENV)/trl/.installed
 	$(BIN)/python tools/bench.py
+
+# TRL alone, on top of the same torch and transformers
+$(VENV)/trl/.installed: $(VENV)/.installed
+	$(BIN)/python -m venv --without-pip $(VENV)/trl
+	echo "$(abspath $(VENV))/lib/python3.11/site-packages" > $(VENV)/trl/lib/python3.11/site-packages/parent.pth
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/trl/lib/python3.11/site-packages trl==1.16.0
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -87,6 +87,7 @@ class Config:
     dist_timeout: int = 1800  # s before a rank gives up on one that does not answer: over the longest difference
     log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
+    log_comms: bool = False  # seconds and bytes of rank 0's collectives: costs a wait for each of them
     log_with: str = "tensorboard"  # besides metrics.jsonl: tensorboard, wandb (installed and logged in), none
     log_tokens: int = 16  # samples of a step written token by token, with values and advantages
     packing_max_len: int = 16384  # tokens a packed row, at least max_len; without FlashAttention short rows are faster
@@ -101,9 +102,6 @@ class Config:
     attention: str = "auto"  # auto: flash_attention_2 where installed, else sdpa
 
 
-DEBUG = {"rollout_batch_size": 16, "n_samples_per_prompt": 2, "critic_update_steps": 1}
-
-
 def parse_flags(argv: list[str]) -> Config:
     """Defaults, then the overlays of an absent --model and of --debug, then the flags. Raises ConfigError."""
     def error(message: str):
@@ -112,7 +110,8 @@ def parse_flags(argv: list[str]) -> Config:
     parser, names = HfArgumentParser(Config, allow_abbrev=False), list(vars(Config()))
     parser.error = error
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    parser.set_defaults(**(demo.FLAGS if cfg.model is None else {}) | (DEBUG if cfg.debug else {}))
+    debug = {"rollout_batch_size": 16, "n_samples_per_prompt": 2, "critic_update_steps": 1} if cfg.debug else {}
+    parser.set_defaults(**(demo.FLAGS if cfg.model is None else {}) | debug)
     cfg, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)  # the flags win over both
     if cfg.attention == "auto":
         flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")

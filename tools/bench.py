@@ -7,6 +7,7 @@
     ranks      two ranks of one thread against one rank of one thread
     memory     the chunked head against full logits, vocabulary 151,936
     step       whole steps of train.py: the share that is neither generation, forward, backward nor optimizer
+    trl        whole GRPO steps of TRL against ours (needs TRL: `make bench` installs it into .venv/trl)
 
 Prints a table with medians, spreads and targets, and one JSON line at the end. Models are random: `tiny` is the demo's
 shape, `small` 30 M parameters with a vocabulary of 32,768 and 16 to 512 tokens a sample.
@@ -35,7 +36,7 @@ import ppo
 import reward
 import rollout
 import train
-from tools import demo
+from tools import bench_trl, demo
 
 ROOT = Path(__file__).parent.parent
 FORMS = (  # what only sympy can tell, as MATH's labels have it: label, a right and a wrong form of it
@@ -43,7 +44,8 @@ FORMS = (  # what only sympy can tell, as MATH's labels have it: label, a right 
     (r"{a}\sqrt{{{b}}}", r"\sqrt{{{b}}}\cdot {a}", r"{b}\sqrt{{{a}}}"))
 TARGETS = {"checks_per_s": ">= 2000", "verdicts_differ": "== 0", "rollout_vs_vllm": ">= 0.95", "sync_vs_copy": "<= 3",
            "policy_vs_bare": ">= 0.9", "critic_vs_bare": ">= 0.9", "full_vs_lean": ">= 1.25", "ranks_2_vs_1": ">= 1.8",
-           "memory_vs_full_logits": "<= 0.15", "scaling_exponent": "0.9 to 1.1", "overhead_share": "<= 0.03"}
+           "memory_vs_full_logits": "<= 0.15", "scaling_exponent": "0.9 to 1.1", "overhead_share": "<= 0.03",
+           "trl_vs_ours_small": ">= 1.5", "trl_vs_ours_tiny": ">= 1"}
 
 
 def compare(a, b, rounds: int = 5) -> tuple[float, str]:
@@ -289,9 +291,16 @@ def bench_step(folder: str) -> dict:
     return {"overhead_share": (share, f"of a step of {line['seconds']:.1f} s")}
 
 
+def bench_trl_steps(folder: str) -> dict:
+    """64 x 16 samples of the demo's base model; 4 x 8 samples of 96 tokens of `small`."""
+    demo.build(f"{folder}/base", 1)
+    return bench_trl.compare(folder, "tiny", f"{folder}/base", 64, 16, 48, 64) | bench_trl.compare(
+        folder, "small", small_model(f"{folder}/small"), 4, 8, 96, 4)
+
+
 def main(parts: list[str]) -> None:
     known = {"reward": bench_reward, "update": bench_update, "rollout": bench_rollout, "ranks": bench_ranks,
-             "memory": bench_memory, "step": bench_step}
+             "memory": bench_memory, "step": bench_step, "trl": bench_trl_steps}
     if unknown := set(parts) - set(known):
         sys.exit(f"error: no such part: {' '.join(unknown)}; choose from {', '.join(known)}")
     rollout.start_distributed()

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import torch
+from deepspeed.comm.comm import comms_logger
 
 import ppo
 
@@ -82,6 +83,16 @@ def mfu(tokens: int, parameters: int, seconds: dict[str, float], cfg, peak: floa
     passes = 6 * sum(name in seconds for name in ("critic", "policy"))
     passes += 2 * (cfg.estimator == "gae" and not cfg.fuse_values)
     return passes * parameters * tokens / sum(seconds.get(name, 0) for name in ("values", "critic", "policy")) / peak
+
+
+def communication(cfg) -> dict[str, float]:
+    """--log_comms: what DeepSpeed's collectives on this rank took and moved since the last call."""
+    if not cfg.log_comms:
+        return {}
+    calls = [call for sizes in comms_logger.get_raw_data().values() for call in sizes.items()]
+    comms_logger.reset_data()
+    return {"communication_seconds": sum(sum(call[1]) for _, call in calls) / 1000,
+            "communication_gb": sum(size * call[0] for size, call in calls) / 2**30}
 
 
 def peak_memory() -> dict[str, float]:

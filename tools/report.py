@@ -11,6 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
@@ -71,8 +72,7 @@ def out_of_memory(step: int, phase: str, device) -> str:
     """What to say when the planner was wrong."""
     held, reserved = torch.cuda.memory_allocated(device) / 2**30, torch.cuda.memory_reserved(device) / 2**30
     card = torch.cuda.mem_get_info(device)[1] / 2**30
-    sampling = phase in ("rollout", "sync")
-    flags = "--gpu_memory_utilization" if sampling else "--packing_max_len or --micro_train_batch_size"
+    flags = "--gpu_memory_utilization" if phase in ("rollout", "sync") else "--packing_max_len or --micro_train_batch_size"
     return (f"step {step}, phase {phase}: out of GPU memory; tensors hold {held:.1f} GiB, {reserved:.1f} reserved, of "
             f"{card:.1f}; lower {flags}, or try --offload idle")
 
@@ -91,7 +91,6 @@ def tracker(cfg, run_dir: Path, step: int):
 
 class RunLog:
     """The files of a run folder but for checkpoints; lines that do not fit on the disk wait for the next write."""
-
     def __init__(self, run_dir: Path, tokenizer, task):
         self.run_dir, self.tokenizer, self.task = run_dir, tokenizer, task
         self.waiting, self.norms, self.tracker = {}, [], None
@@ -102,6 +101,8 @@ class RunLog:
         (self.run_dir / "result.json").unlink(missing_ok=True)  # it speaks of a run that goes on now
         settings = vars(cfg) | {"world": world, "versions": check.versions()}
         (self.run_dir / "config.json").write_text(json.dumps(settings, indent=1))
+        if cfg.log_comms:
+            deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False)
         if device:
             self.parameters, self.peak = parameters, world * metrics.matmul_peak(device, cfg.bf16)
             self.tracker = tracker(cfg, self.run_dir, step)
@@ -131,7 +132,8 @@ class RunLog:
             "seconds_waited": clock.wait, "token_imbalance": metrics.imbalance(batch.size, world),
             "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds,
             "mfu": metrics.mfu(sum(batch.size), self.parameters, clock.seconds, cfg, self.peak)} | {
-            f"seconds_{phase}": value for phase, value in clock.seconds.items()} | metrics.peak_memory()
+            f"seconds_{phase}": value for phase, value in clock.seconds.items()}
+        line |= metrics.peak_memory() | metrics.communication(cfg)
         self.append("metrics.jsonl", [line])
         if self.tracker:
             self.tracker.log({key: x for key, x in line.items() if isinstance(x, (int, float))}, step=step)
