@@ -72,7 +72,9 @@ def out_of_memory(step: int, phase: str, device) -> str:
     """What to say when the planner was wrong."""
     held, reserved = torch.cuda.memory_allocated(device) / 2**30, torch.cuda.memory_reserved(device) / 2**30
     card = torch.cuda.mem_get_info(device)[1] / 2**30
-    flags = "--gpu_memory_utilization" if phase in ("rollout", "sync") else "--packing_max_len or --micro_train_batch_size"
+    flags = "--packing_max_len or --micro_train_batch_size"
+    if phase in ("rollout", "sync"):
+        flags = "--gpu_memory_utilization"
     return (f"step {step}, phase {phase}: out of GPU memory; tensors hold {held:.1f} GiB, {reserved:.1f} reserved, of "
             f"{card:.1f}; lower {flags}, or try --offload idle")
 
