@@ -62,14 +62,15 @@ def compare(a, b, rounds: int = 5) -> tuple[float, str]:
     return statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def small_model(folder: str) -> str:
-    """A random Qwen2 of 30 M parameters, with the demo's tokenizer."""
-    config = Qwen2Config(vocab_size=32768, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
-                         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=2048,
+def make_model(folder: str, size: str) -> str:
+    """A random Qwen2 with the demo's tokenizer: `small`, 30 M parameters, or `tiny`, the demo's half a million."""
+    vocab, hidden, wide, layers, heads = {"small": (32768, 512, 1408, 4, 8), "tiny": (20, 128, 512, 2, 4)}[size]
+    config = Qwen2Config(vocab_size=vocab, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers,
+                         num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
                          tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    demo.make_tokenizer().save_pretrained(folder)
-    return folder
+    Qwen2ForCausalLM(config).save_pretrained(f"{folder}/{size}")
+    demo.make_tokenizer().save_pretrained(f"{folder}/{size}")
+    return f"{folder}/{size}"
 
 
 def config(model: str, **changes) -> train.Config:
@@ -108,7 +109,7 @@ def bare_pass(model, head, batch: ppo.Batch, rows: list[list[int]]) -> None:
 
 def bench_update(folder: str) -> dict:
     """Whole updates of `small`, optimizer included, against bare passes without one; full against lean; growth."""
-    model, found = small_model(f"{folder}/small"), {}
+    model, found = make_model(folder, "small"), {}
     cfg, device, batch = config(model), torch.device("cpu"), make_batch(8, 512, 32768)
     everyone = list(range(8))
     policy, critic = ppo.make_policy(cfg), ppo.make_critic(cfg)
@@ -138,28 +139,16 @@ def bench_update(folder: str) -> dict:
     lean = (values, update["critic"], update["policy"])
     found["full_vs_lean"] = compare(lambda: [part() for part in lean],
                                     lambda: [part() for part in (*lean, logprobs, logprobs)], 3)
-    times = []
-    for many in (16, 64, 256):
-        more = make_batch(many, 128, 32)
-        tiny_cfg = config(str(ROOT / "none"), packing_max_len=128, micro_train_batch_size=16)
-        times.append(growth_time(folder, more, tiny_cfg, device))
-    slope = np.polyfit(np.log([16, 64, 256]), np.log(times), 1)[0]
-    return found | {"scaling_exponent": (float(slope), "16 to 256 samples")}
+    many, cfg = (64, 256, 1024), config(make_model(folder, "tiny"), packing_max_len=128, micro_train_batch_size=16)
+    policy = ppo.make_policy(cfg)
+    times = [policy_seconds(policy, make_batch(samples, 128, 20), cfg, device) for samples in many]
+    slope = np.polyfit(np.log(many), np.log(times), 1)[0]
+    return found | {"scaling_exponent": (float(slope), f"tiny, {many[0]} to {many[-1]} samples: {times[-1]:.1f} s")}
 
 
-def growth_time(folder: str, batch: ppo.Batch, cfg: train.Config, device) -> float:
-    """Best of three policy updates of the demo's shape."""
-    if not Path(f"{folder}/tiny").exists():
-        tokenizer = demo.make_tokenizer()
-        shape = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=2,
-                            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
-                            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True)
-        Qwen2ForCausalLM(shape).save_pretrained(f"{folder}/tiny")
-        tokenizer.save_pretrained(f"{folder}/tiny")
-    cfg.model = f"{folder}/tiny"
-    for ids in batch.prompt_ids + batch.response_ids:
-        ids[:] = [i % 16 for i in ids]
-    policy, seconds = ppo.make_policy(cfg), []
+def policy_seconds(policy, batch: ppo.Batch, cfg: train.Config, device) -> float:
+    """Best of three policy updates, after one unmeasured."""
+    seconds = []
     for _ in range(4):
         begin = time.perf_counter()
         ppo.update(policy, ppo.policy_loss, batch, list(range(len(batch.size))), cfg, 0.0, device)
@@ -173,8 +162,7 @@ def bench_rollout(folder: str) -> dict:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    growth_time(folder, make_batch(2, 64, 32), config("", packing_max_len=128), torch.device("cpu"))
-    sampler = rollout.Sampler(f"{folder}/tiny", bf16=False, max_len=64, max_num_seqs=1024)
+    sampler = rollout.Sampler(make_model(folder, "tiny"), bf16=False, max_len=64, max_num_seqs=1024)
     prompts = [[1 + k % 9, 11, 1 + k // 9 % 9, 15] for k in range(64)]
 
     def ours() -> None:
@@ -185,7 +173,7 @@ def bench_rollout(folder: str) -> dict:
                                  output_kind=RequestOutputKind.FINAL_ONLY) for i in range(64) for k in range(16)]
         sampler.llm.generate([tokens_input(prompts[i]) for i in range(64) for _ in range(16)], params, use_tqdm=False)
 
-    policy = ppo.make_policy(config(small_model(f"{folder}/small")))
+    policy = ppo.make_policy(config(make_model(folder, "small")))
     copied = rollout.Sampler(f"{folder}/small", bf16=False, max_len=512, max_num_seqs=8, kv_cache_gb=0.5)
     sync = compare(lambda: [w.clone() for _, w in ppo.named_weights(policy)],
                    lambda: copied.sync(ppo.named_weights(policy)))
@@ -242,7 +230,7 @@ def rank_worker(model: str) -> None:
 
 def bench_ranks(folder: str) -> dict:
     """One rank and two ranks in turn, three times."""
-    model, ratios = small_model(f"{folder}/small"), []
+    model, ratios = make_model(folder, "small"), []
     keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     for _ in range(3):
         speeds = []
@@ -276,7 +264,7 @@ def bench_memory(folder: str) -> dict:
 
 def bench_step(folder: str) -> dict:
     """Three steps of train.py on `small`; the last one's share outside of rollout, values, critic and policy."""
-    model = small_model(f"{folder}/small")
+    model = make_model(folder, "small")
     problems = [{"question": f"{a}+{b}", "answer": f"#### {a + b}"} for a in range(10, 18) for b in range(10, 18)]
     Path(f"{folder}/data.jsonl").write_text("\n".join(map(json.dumps, problems)))
     flags = {
@@ -295,7 +283,7 @@ def bench_trl_steps(folder: str) -> dict:
     """64 x 16 samples of the demo's base model; 4 x 8 samples of 96 tokens of `small`."""
     demo.build(f"{folder}/base", 1)
     return bench_trl.compare(folder, "tiny", f"{folder}/base", 64, 16, 48, 64) | bench_trl.compare(
-        folder, "small", small_model(f"{folder}/small"), 4, 8, 96, 4)
+        folder, "small", make_model(folder, "small"), 4, 8, 96, 4)
 
 
 def main(parts: list[str]) -> None:
