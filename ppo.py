@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 
 class ChunkedLogprob(torch.autograd.Function):
@@ -92,13 +93,24 @@ class Critic(nn.Module):
         return self.value_head(body.last_hidden_state[rows.predict]).squeeze(-1).float()  # (T,)
 
 
+def engine_config(cfg, stage: int) -> dict:
+    """DeepSpeed's settings: every key overrides a default that would change the mathematics."""
+    return {"train_micro_batch_size_per_gpu": 1,  # a required name; our sizes vary, losses are divided by token counts
+            "gradient_clipping": cfg.max_norm,  # silent default: 1.0
+            "zero_optimization": {"stage": stage, "memory_efficient_linear": False,  # True patches vLLM's F.linear too
+                                  "stage3_param_persistence_threshold": cfg.zero3_persistence_threshold},
+            "bf16": {"enabled": cfg.bf16 and stage > 1},  # at stage 0 only a reference, which is bf16 already
+            "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose a ninth of the norm over 65 micro-batches
+            "communication_data_type": "fp32", "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+
+
 def load_body(cfg, auto_class) -> nn.Module:
     """The model folder's weights in the training dtype, dropout off: a dropped unit would break ratio = 1."""
+    shards = cfg.zero_stage == 3 and HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841  no rank holds a whole model
     model = auto_class.from_pretrained(cfg.model, dtype=torch.bfloat16 if cfg.bf16 else torch.float32,
                                        attn_implementation=cfg.attention, attention_dropout=0.0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):
+        module.p = 0.0
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # from_pretrained leaves eval mode, where checkpointing is silently off
@@ -108,20 +120,10 @@ ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0
 
 
 def make_engine(module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW):
-    """A DeepSpeed engine; lr None: without optimizer, ZeRO 3 or none. Every key overrides a default that would change
-    the mathematics. Tests pass SGD, whose step shows the gradient."""
+    """A DeepSpeed engine; lr None: without optimizer, ZeRO 3 or none. Tests pass SGD, whose step shows the gradient."""
     stage = cfg.zero_stage if lr is not None or cfg.zero_stage == 3 else 0
     optimizer = None if lr is None else optimizer_class(module.parameters(), lr=lr)
-    return deepspeed.initialize(model=module, optimizer=optimizer, config={
-        "train_micro_batch_size_per_gpu": 1,  # a required name; our sizes vary and losses are divided by token counts
-        "gradient_clipping": cfg.max_norm,  # silent default: 1.0
-        "zero_optimization": {"stage": stage, "memory_efficient_linear": False,  # True patches vLLM's F.linear too
-                              "stage3_param_persistence_threshold": cfg.zero3_persistence_threshold},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": cfg.bf16 and (lr is not None or stage == 3)},  # a plain reference is bf16 already
-        "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose a ninth of the norm over 65 micro-batches
-        "communication_data_type": "fp32",
-        "steps_per_print": 10**9})[0]
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(cfg, stage))[0]
 
 
 def make_policy(cfg, trained: bool = True):
@@ -235,7 +237,6 @@ def micro_batches(batch: Batch, samples: list[int], cfg, device) -> list[MicroBa
 
 
 # HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T), groups (N,) to advantages (N, T); float64, CPU.
-
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv 1506.02438, eq. 16)."""
     reward = torch.zeros_like(values).scatter_(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])  # (N, T) on the last
@@ -355,8 +356,7 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, de
         if k < len(micros) - 1:
             engine.step()  # only counts the micro-batch
         report(totals, (k + 1) / len(micros))
-    passed = int(batch.length[samples].sum())
-    stats = checked_step(engine, totals, denominator, passed) if micros else {"grad_norm": 0.0}
+    stats = checked_step(engine, totals, denominator, int(batch.length[samples].sum())) if micros else {"grad_norm": 0}
     return stats | {"lr": lr, "micro_batches": len(micros)}
 
 

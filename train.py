@@ -423,7 +423,7 @@ if __name__ == "__main__":
     except Exception as error:
         line, code = check.explain(error)  # raises what is a bug
         # an error that all ranks share is told by the first of them, with exit code 2; the others are each rank's own
-        if code == 1 or (store.add("errors", 1) == 1 if store else os.environ.get("RANK", "0") == "0"):
+        if code == 1 or check.is_first(store):
             print(f"error: {line}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)  # not sys.exit: gloo's threads can abort a finalising interpreter, and vLLM's takes 2.6 s

@@ -1,6 +1,7 @@
 """Before anything is trained: are the flags sound, do model, problems, an old checkpoint and the sampler fit them?"""
 import dataclasses
 import importlib.metadata
+import os
 import re
 import shutil
 import socket
@@ -29,6 +30,14 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, FloatingPointError):
         return line, 1
     raise error
+
+
+def is_first(store) -> bool:
+    """Of ranks that meet the same error one tells it: the first. With rank 0 the store goes too; then it was told."""
+    try:
+        return store.add("errors", 1) == 1 if store else os.environ.get("RANK", "0") == "0"
+    except RuntimeError:  # of torch's kinds of a lost store
+        return False
 
 
 def check_config(cfg, world: int) -> None:
