@@ -364,9 +364,8 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
             batch = make_batch(records, picked_prompts, device)
             kept = [i for i, r in enumerate(records) if cfg.overlong == "zero" or r["finish_reason"] == "stop"]
             # 5 values, of the critic before its update; fused: of the forward passes of that update, before each step
-            task_args = batch, kept, step, total_steps, cfg, device
+            learned, task_args = {}, (batch, kept, step, total_steps, cfg, device)
             focus(engines, {"critic"}, cfg)
-            learned = {}
             if cfg.fuse_values:  # with gamma = lambda = 1 a token's return is its sample's reward
                 with clock("critic"):
                     returns = batch.rewards.float().repeat_interleave(batch.length).to(device)  # (T,)

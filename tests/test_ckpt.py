@@ -235,7 +235,6 @@ def start(run: Path, flags: dict, *launcher):
     return subprocess.Popen(command, stdout=out, stderr=out, env=clean_environment())
 
 
-@pytest.mark.xdist_group("signals")
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["term", "usr1", "int"])

@@ -78,7 +78,6 @@ def levers(tiny, tmp_path_factory):
     return place
 
 
-@pytest.mark.xdist_group("levers")
 def test_levers_in_a_whole_run(levers):
     samples = jsonl(levers / "whole" / "samples.jsonl")
     assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8], "hopeless once seen"
@@ -88,7 +87,6 @@ def test_levers_in_a_whole_run(levers):
     assert state["caps"].keys() == {"", *"0123"}
 
 
-@pytest.mark.xdist_group("levers")
 def test_levers_resume_exactly(levers):
     """Caps and history are state: without them the resumed run would sample other numbers of other lengths."""
     assert (levers / "whole" / "samples.jsonl").read_text() == (levers / "parts" / "samples.jsonl").read_text()
@@ -154,16 +152,17 @@ def test_health_speaks_up_and_only_then():
 
 def test_eval_only(tiny, tmp_path):
     """The same code path as training's: the numbers of a training run at step 0. No training run is touched."""
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "eval.jsonl").write_text('{"step": 0, "set": "of an evaluation before"}\n')
     two = [tiny["eval_data"], tiny["data"]]
-    launch(tmp_path / "eval", **tiny | {"eval_only": "true", "eval_n": 4, "eval_data": two})
-    done = launch(tmp_path / "eval", **tiny | {"eval_only": "true", "eval_n": 4})
+    done = launch(tmp_path / "eval", **tiny | {"eval_only": "true", "eval_n": 4, "eval_data": two})
     assert "pass@4" in done.stdout
     result = json.loads((tmp_path / "eval" / "result.json").read_text())
-    assert [line["set"] for line in result["sets"]] == ["eval"], "a second evaluation replaces the first"
+    assert [line["set"] for line in result["sets"]] == ["eval", "train"], "a second evaluation replaces the first"
     assert {"accuracy", "stderr", "pass@1", "pass@2", "pass@4", "length", "truncated"} <= set(result["sets"][0])
     assert result["config"]["temperature"] == 1.0
     assert "torch" in result["versions"]
-    assert len(jsonl(tmp_path / "eval" / "eval_samples.jsonl")) == 8 * 4
+    assert len(jsonl(tmp_path / "eval" / "eval_samples.jsonl")) == (8 + 40) * 4
     launch(tmp_path / "train", **tiny | {"max_steps": 1, "eval_n": 4})
     assert jsonl(tmp_path / "train" / "eval.jsonl")[0] == result["sets"][0]
     refused = launch(tmp_path / "train", check=False, **tiny | {"eval_only": "true"})

@@ -40,7 +40,6 @@ import train
 from tools.check import check_architecture
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.xdist_group("ppo")  # they share two launches
 
 
 # -- cells on real engines ---------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ def one_rank(tiny, tmp_path_factory):
     return run, done.stdout
 
 
-@pytest.mark.xdist_group("one_rank")
 def test_run_writes_everything(one_rank, tiny):
     run, out = one_rank
     metrics = jsonl(run / "metrics.jsonl")
@@ -55,7 +54,6 @@ def test_run_writes_everything(one_rank, tiny):
     assert list((run / "tensorboard").glob("events*"))
 
 
-@pytest.mark.xdist_group("one_rank")
 def test_every_number_is_explained(one_rank):
     """docs/metrics.md has a row for each name in metrics.jsonl and eval.jsonl."""
     run, _ = one_rank
@@ -65,7 +63,6 @@ def test_every_number_is_explained(one_rank):
     assert len(written) > 40
 
 
-@pytest.mark.xdist_group("one_rank")
 def test_some_samples_are_written_token_by_token(one_rank):
     run, _ = one_rank
     for sample in jsonl(run / "samples.jsonl"):
@@ -76,7 +73,6 @@ def test_some_samples_are_written_token_by_token(one_rank):
             assert len(sample[name]) == len(tokens), name
 
 
-@pytest.mark.xdist_group("one_rank")
 def test_exports_load_in_transformers_and_vllm(one_rank, tiny):
     run, _ = one_rank
     policy = AutoModelForCausalLM.from_pretrained(run / "policy")
@@ -102,6 +98,7 @@ def test_two_ranks_zero3_untied(tiny, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_sampler(tiny, whole, tmp_path):
     """Two ranks share an engine: the samples of two engines, each dealt to the trainer once; synced under ZeRO 3."""
     run, same = tmp_path / "run", {"zero_stage": 3, "max_steps": 2, "log_ratio": "true"}
@@ -126,7 +123,6 @@ def test_fused_values(tiny, tmp_path):
         check.check_config(train.parse_flags(argv), world=1)
 
 
-@pytest.mark.xdist_group("one_rank")
 def test_same_seed_same_run_and_resume(tiny, one_rank, tmp_path):
     """A second run that is interrupted and goes on equals the first, to the bit: metrics, samples, weights."""
     run, _ = one_rank

@@ -14,7 +14,7 @@ from conftest import ACCELERATE, ROOT, SMALL, clean_environment, jsonl, same_met
 
 import ckpt
 
-pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 HOSTS = [(f"nanoorz{os.getpid()}m{i}", f"cable{os.getpid() % 9999}{i}", f"10.77.0.{i + 1}") for i in (0, 1)]
 
 
