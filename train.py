@@ -83,7 +83,7 @@ class Config:
     resume: str = "auto"  # auto: newest complete checkpoint of run_dir; none: start over; or a checkpoint's path
     eval_only: bool = False  # evaluate --model on --eval_data, print a table, and leave
     resume_force: bool = False  # go on although a flag that changes the mathematics has changed
-    offload: str = "none"  # idle: a model's states wait in CPU memory while the other one works; costs traffic
+    offload: str = "none"  # idle: a model's fp32 states wait in CPU memory while the other works; costs traffic
     dist_timeout: int = 1800  # s before a rank gives up on one that does not answer: over the longest difference
     log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
@@ -262,10 +262,12 @@ def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total
 
 
 def focus(engines: dict, at_work: set[str], cfg: Config) -> None:
-    """--offload idle: the states of engines that are not at work wait in CPU memory."""
-    if cfg.offload == "idle":
-        for name, engine in engines.items():
-            (engine.reload_states if name in at_work else engine.offload_states)()
+    """--offload idle: masters and moments of engines not at work wait in CPU memory. Not by DeepSpeed's offload_states,
+    which takes no optimizer but its own FusedAdam."""
+    for name, engine in engines.items() if cfg.offload == "idle" else ():
+        for master, state in engine.optimizer.optimizer.state.items():
+            for tensor in (master, *filter(torch.is_tensor, state.values())):
+                tensor.data = tensor.data.to(engine.device if name in at_work else "cpu")
 
 
 def learning_rate(peak: float, end: float | None, warmup: int, total: int, step: int) -> float:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from transformers import AutoModelForCausalLM
 
 import ckpt
 import ppo
@@ -23,6 +24,9 @@ def main() -> None:
     for stage in range(4):
         cfg = SimpleNamespace(model=model, bf16=stage >= 2, zero_stage=stage, attention="sdpa", max_norm=1.0,
                               gradient_checkpointing=False, zero3_persistence_threshold=40, actor_learning_rate=1e-2)
+        if stage == 3:
+            body = ppo.load_body(cfg, AutoModelForCausalLM)
+            assert all(p.numel() == 0 and p.ds_tensor.numel() for p in body.parameters()), "this rank held all of it"
         for origin in sorted(Path(source[0]).iterdir()) if source else [None]:
             if origin and (origin.name in "01") != (stage < 2):
                 continue  # a bf16 run does not go on in fp32

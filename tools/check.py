@@ -69,7 +69,8 @@ def check_config(cfg, world: int) -> None:
          "--estimator gae, --gamma 1 and --lambd 1, where a sample's return does not depend on its values"),
         (cfg.log_with in ("tensorboard", "wandb", "none"), f"--log_with {cfg.log_with}: tensorboard, wandb or none"),
         (cfg.offload in ("none", "idle"), f"--offload {cfg.offload}: choose none or idle"),
-        (cfg.offload == "none" or cfg.zero_stage == 3, "--offload idle: needs --zero_stage 3"),
+        (cfg.offload == "none" or cfg.zero_stage > 0, "--offload idle: needs --zero_stage 1 or more, whose optimizer "
+         "has states of its own"),
         (cfg.reward in ("math", "code"), f"--reward {cfg.reward}: choose math or code"),
         (not cfg.partial_reward or cfg.reward == "code", "--partial_reward: only with --reward code"),
         (cfg.overlong in ("zero", "drop"), f"--overlong {cfg.overlong}: choose zero or drop"),

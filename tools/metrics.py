@@ -85,14 +85,17 @@ def mfu(tokens: int, parameters: int, seconds: dict[str, float], cfg, peak: floa
     return passes * parameters * tokens / sum(seconds.get(name, 0) for name in ("values", "critic", "policy")) / peak
 
 
-def communication(cfg) -> dict[str, float]:
-    """--log_comms: what DeepSpeed's collectives on this rank took and moved since the last call."""
-    if not cfg.log_comms:
-        return {}
-    calls = [call for sizes in comms_logger.get_raw_data().values() for call in sizes.items()]
+def communication(before: dict[str, float]) -> dict[str, float]:
+    """What DeepSpeed's collectives on this rank took and moved since the last call. before: seconds of each kind until
+    then, brought up to date here: DeepSpeed's latencies add up from the first call on."""
+    found = {"communication_seconds": 0.0, "communication_gb": 0.0}
+    for kind, sizes in comms_logger.get_raw_data().items():
+        seconds = max(latency for _, latencies, *_ in sizes.values() for latency in latencies) / 1000
+        found["communication_seconds"] += seconds - before.get(kind, 0.0)
+        found["communication_gb"] += sum(size * calls for size, (calls, *_) in sizes.items()) / 2**30
+        before[kind] = seconds
     comms_logger.reset_data()
-    return {"communication_seconds": sum(sum(call[1]) for _, call in calls) / 1000,
-            "communication_gb": sum(size * call[0] for size, call in calls) / 2**30}
+    return found
 
 
 def peak_memory() -> dict[str, float]:

@@ -95,7 +95,7 @@ class RunLog:
     """The files of a run folder but for checkpoints; lines that do not fit on the disk wait for the next write."""
     def __init__(self, run_dir: Path, tokenizer, task):
         self.run_dir, self.tokenizer, self.task = run_dir, tokenizer, task
-        self.waiting, self.norms, self.tracker = {}, [], None
+        self.waiting, self.norms, self.comms, self.tracker = {}, [], {}, None
 
     def start(self, step: int, marks: dict[str, int], cfg, world: int, device=None, parameters: int = 0) -> None:
         """Cuts the logs back to the state that the run goes on from, writes config.json, starts the tracker."""
@@ -135,7 +135,7 @@ class RunLog:
             "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds,
             "mfu": metrics.mfu(sum(batch.size), self.parameters, clock.seconds, cfg, self.peak)} | {
             f"seconds_{phase}": value for phase, value in clock.seconds.items()}
-        line |= metrics.peak_memory() | metrics.communication(cfg)
+        line |= metrics.peak_memory() | (metrics.communication(self.comms) if cfg.log_comms else {})
         self.append("metrics.jsonl", [line])
         if self.tracker:
             self.tracker.log({key: x for key, x in line.items() if isinstance(x, (int, float))}, step=step)
