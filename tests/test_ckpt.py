@@ -253,6 +253,7 @@ def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     equal_runs(whole(**same), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_trainer_does_not_outlive_its_launcher(tiny, tmp_path):
     """SIGTERM to a one-process `accelerate launch` kills the launcher only: the trainer must notice, save and leave."""
     process = start(tmp_path / "run", dict(tiny, max_steps=500), *ACCELERATE)

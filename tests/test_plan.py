@@ -47,6 +47,7 @@ def test_all_recipes_of_the_list_are_there():
     assert (ROOT / "runs" / "slurm.sbatch").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_for_real():
     """One recipe from end to end, with the real interpreter; an unknown flag among its own is refused by name."""
     env = clean_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -14,8 +14,9 @@ WIDE = [(e, z, w) for e in ("gae", "grpo") for z in range(4) for w in (1, 2) if 
 
 
 def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt):
-    """A run, and its copy as a power cut leaves it: what came after a checkpoint is in the logs, but not the end."""
-    same = dict(tiny, estimator=estimator, zero_stage=zero, save_interval=1, keep_last=0, eval_interval=2)
+    """A run, and its copy as a power cut leaves it: what came after a checkpoint is in the logs, but not the end.
+    Also: the same seed gives the same run, since the steps from there on are made twice."""
+    same = dict(tiny, estimator=estimator, zero_stage=zero, save_interval=1, keep_last=0, eval_interval=2, eval_n=2)
     launch(tmp_path / "whole", ranks=ranks, **same)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for step in range(interrupt + 1, 4):

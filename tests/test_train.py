@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny as maker
 import torch
-from conftest import ROOT, SMALL, clean_environment, jsonl, launch, same_metrics
+from conftest import ROOT, SMALL, clean_environment, jsonl, launch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -125,22 +125,6 @@ def test_fused_values(tiny, tmp_path):
     argv = [str(x) for name, value in (SMALL | tiny | refused).items() for x in (f"--{name}", value)]
     with pytest.raises(check.ConfigError, match="--fuse_values"):
         check.check_config(train.parse_flags(argv), world=1)
-
-
-def test_same_seed_same_run_and_resume(tiny, one_rank, tmp_path):
-    """A second run that is interrupted and goes on equals the first, to the bit: metrics, samples, weights."""
-    run, _ = one_rank
-    same = dict(tiny, eval_interval=2, eval_n=2, log_ratio="true", log_kl="true")
-    launch(tmp_path / "run", **same | {"max_steps": 1})
-    launch(tmp_path / "run", **same)
-    for name in ("samples.jsonl", "eval_samples.jsonl"):
-        first, second = jsonl(run / name), jsonl(tmp_path / "run" / name)
-        assert [x for x in second if x["step"] != 1 or x["set"] == "train"] == first
-    assert [same_metrics(m) for m in jsonl(run / "metrics.jsonl")] == [
-        same_metrics(m) for m in jsonl(tmp_path / "run" / "metrics.jsonl")]
-    for part in ("policy", "critic"):
-        a, b = (AutoModel.from_pretrained(r / part).state_dict() for r in (run, tmp_path / "run"))
-        assert all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")

@@ -1,6 +1,6 @@
 """Draws a run folder as one picture, or several over each other for ablations.
 
-    python tools/plot.py RUN                       writes RUN/curves.png, as training does at each save
+    python tools/plot.py RUN                       writes RUN/curves.png, as training does
     python tools/plot.py RUN_A RUN_B [--out PATH]  writes curves.png here: a colour a run, a panel's first line
 
 Strong lines are centred means over a twentieth of the run. Missing or broken data stays empty: it never ends a run.
@@ -49,7 +49,7 @@ def smooth(y: np.ndarray) -> np.ndarray:
 def stack(ax, run: dict) -> list[tuple]:
     """Seconds per phase on top of each other, those below 3 % of all together as "other"; returns their labels."""
     table = {key[8:]: [run[key].get(s, 0) for s in sorted(run["seconds"])] for key in run if key.startswith("seconds")}
-    total = np.array(table.pop(""))  # (steps,)
+    total, _ = np.array(table.pop("")), table.pop("waited", 0)  # (steps,); waiting is a part of rollout
     parts = [(key, smooth(np.array(y))) for key, y in table.items() if sum(y) > 0.03 * total.sum()]
     parts += [("other", np.maximum(smooth(total) - sum(y for _, y in parts), 0))]
     colours = [*COLOURS[:len(parts) - 1], "#999999"]
@@ -69,7 +69,7 @@ def panel(ax, runs: list[dict], lines: list[tuple], limits) -> None:
         mean, dots, colour = smooth(y), len(y) < 3 or " " in key, colour or COLOURS[i % 7]
         ax.plot(x, y, color=colour, alpha=0.25 * (len(y) >= 40), linewidth=0.8)
         ax.plot(x, mean, "--"[i < 7:] if label or not dots else ":", color=colour, marker="o" * dots, ms=5, lw=2.2)
-        ends += [(mean[-1], f"{label} {mean[-1]:.{2 * (abs(mean[-1]) < 10)}f}".replace("\n ", "\n"), colour)]
+        ends += [(mean[-1], f"{label} {mean[-1]:.{2 * (abs(mean[-1]) < 10)}f}".replace("\n ", "\n").strip(), colour)]
     ax.xaxis.get_major_locator().set_params(integer=True)
     if not ends or limits == "log" and ax.dataLim.y1 <= 0:
         ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color="#999999")
@@ -78,10 +78,10 @@ def panel(ax, runs: list[dict], lines: list[tuple], limits) -> None:
         ax.yaxis.get_major_locator().set_params(subs=(1, 3))
         ax.yaxis.set(major_formatter="{x:g}", minor_formatter="")
     else:
-        ax.set_ylim(max(limits[0], min(ax.dataLim.y0, 0)), 1.04 * max(limits[1], ax.dataLim.y1, 1e-6))
+        ax.set_ylim(max(limits[0], min(ax.dataLim.y0, 0)), 1.04 * max(limits[1], ax.dataLim.y1, 0.01))
     for y, text, colour in sorted(ends) if len(ends) < 8 else ():  # beside the ends, a text's height apart
         floor = max((ax.transData + ax.transAxes.inverted()).transform((0, y))[1], 0, floor + 20 / ax.bbox.height)
-        ax.text(1.02, floor, text.strip(), color=colour, transform=ax.transAxes, va="center", fontsize=10)
+        ax.text(1.02, floor, text * int(floor < 1.01), color=colour, transform=ax.transAxes, va="center", fontsize=10)
 
 
 def draw(run_dirs: list[Path], out: Path) -> None:
