@@ -23,16 +23,17 @@ from transformers.integrations import HfDeepSpeedConfig
 
 
 class ChunkedLogprob(torch.autograd.Function):
-    """log p(token) and entropy from hidden states, chunk by chunk; backward recomputes each chunk's logits.
-    Costs a fourth head matmul, saves T*V*4 bytes several times over (5 GB at 8k tokens and V 152k)."""
+    """log p(token) and entropy from hidden states, chunk by chunk; above 256 MB backward makes a chunk's scores again:
+    a fourth head matmul, against T*V*4 bytes several times over (5 GB at 8k tokens and V 152k)."""
     @staticmethod
     def forward(ctx, hidden, weight, token_ids, temperature, chunk):
         logprobs, entropy = torch.empty_like(hidden[:, 0], dtype=torch.float32).expand(2, -1).clone()  # (T,), (T,)
+        ctx.kept = []
         for h, ids, logp, ent in zip(*(x.split(chunk) for x in (hidden, token_ids, logprobs, entropy))):
-            logits = nn.functional.linear(h, weight).float() / temperature  # (chunk, V)
-            lse = logits.logsumexp(-1)  # (chunk,)
-            logp.copy_(logits.gather(1, ids[:, None])[:, 0] - lse)
-            ent.copy_(lse - torch.einsum("tv,tv->t", (logits - lse[:, None]).exp_(), logits))
+            scores = (nn.functional.linear(h, weight).float() / temperature).log_softmax(-1)  # (chunk, V)
+            logp.copy_(scores.gather(1, ids[:, None])[:, 0])
+            ent.copy_(torch.einsum("tv,tv->t", scores.exp(), scores).neg())
+            ctx.kept += [scores] * (len(hidden) * len(weight) <= 2**26)
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)  # entropy is mostly only logged: then its gradient is None and costs nothing
@@ -43,16 +44,15 @@ class ChunkedLogprob(torch.autograd.Function):
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)  # (T, H)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H) fp32: many small terms are added up
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs  # (T,)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logp = (nn.functional.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
-            grad = torch.zeros_like(logp)  # (chunk, V)
-            if grad_logprobs is not None:  # d log p_y / d z = 1[y] - p
-                grad -= logp.exp() * grad_logprobs[part, None]
-                grad.scatter_add_(1, token_ids[part, None], grad_logprobs[part, None])
+            logp = ctx.kept.pop(0) if ctx.kept else (
+                nn.functional.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
+            up = down = grad_logprobs[part, None] / ctx.temperature  # (chunk, 1): d log p_y / d z = 1[y] - p
             if grad_entropy is not None:  # d entropy / d z = -p (log p + entropy)
-                grad -= grad_entropy[part, None] * logp.exp() * (logp + entropy[part, None])
-            grad = (grad / ctx.temperature).to(hidden.dtype)  # (chunk, V)
+                down = up + grad_entropy[part, None] / ctx.temperature * (logp + entropy[part, None])  # (chunk, V)
+            grad = logp.exp_().mul_(-down).scatter_add_(1, token_ids[part, None], up).to(hidden.dtype)  # (chunk, V)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
