@@ -44,17 +44,17 @@ class ChunkedLogprob(torch.autograd.Function):
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)  # (T, H)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H) fp32: many small terms are added up
-        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs  # (T,)
-        for start in range(0, len(hidden), ctx.chunk):
+        for start in range(0, len(hidden), ctx.chunk):  # d log p_y / d z = 1[y] - p; d entropy / d z = -p (log p + entropy)
             part = slice(start, start + ctx.chunk)
             logp = ctx.kept.pop(0) if ctx.kept else (
                 nn.functional.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
-            up = down = grad_logprobs[part, None] / ctx.temperature  # (chunk, 1): d log p_y / d z = 1[y] - p
-            if grad_entropy is not None:  # d entropy / d z = -p (log p + entropy)
-                down = up + grad_entropy[part, None] / ctx.temperature * (logp + entropy[part, None])  # (chunk, V)
+            up = (0 * entropy if grad_logprobs is None else grad_logprobs)[part, None] / ctx.temperature  # (chunk, 1)
+            down = up if grad_entropy is None else up + grad_entropy[part, None] / ctx.temperature * (
+                logp + entropy[part, None])  # (chunk, V)
             grad = logp.exp_().mul_(-down).scatter_add_(1, token_ids[part, None], up).to(hidden.dtype)  # (chunk, V)
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
+            accumulate = grad_weight.addmm_ if grad.dtype == torch.float32 else lambda a, b: grad_weight.add_(a @ b)
+            accumulate(grad.T, hidden[part])  # fp32: in place, without a second (V, H)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 

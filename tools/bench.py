@@ -231,13 +231,12 @@ def rank_worker(model: str) -> None:
 def bench_ranks(folder: str) -> dict:
     """One rank and two ranks in turn, three times."""
     model, ratios = make_model(folder, "small"), []
-    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     for _ in range(3):
         speeds = []
         for ranks in ("1", "2"):
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
             done = subprocess.run([*launcher, __file__, "--ranks", model], capture_output=True, text=True, check=True,
-                                  env=keep | {"OMP_NUM_THREADS": "1"})
+                                  env=bench_trl.alone() | {"OMP_NUM_THREADS": "1"})
             speeds.append(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
         ratios.append(speeds[1] / speeds[0])
     return {"ranks_2_vs_1": (statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}")}
@@ -273,7 +272,8 @@ def bench_step(folder: str) -> dict:
         "packing_max_len": 512, "micro_train_batch_size": 2, "prompt_max_len": 64, "zero_stage": 0, "bf16": "false",
         "gradient_checkpointing": "false", "critic_update_steps": 2, "save_interval": 0, "log_with": "none"}
     argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
-    subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], check=True, capture_output=True,
+                   env=bench_trl.alone())
     line = json.loads(Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()[-1])
     share = 1 - sum(line[f"seconds_{name}"] for name in ("rollout", "values", "critic", "policy")) / line["seconds"]
     return {"overhead_share": (share, f"of a step of {line['seconds']:.1f} s")}

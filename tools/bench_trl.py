@@ -16,6 +16,11 @@ ROOT = Path(__file__).parent.parent
 TRL = Path(os.environ.get("TRL_PYTHON", Path(sys.prefix) / "trl" / "bin" / "python"))
 
 
+def alone() -> dict[str, str]:
+    """The environment for a process that is not of this one's process group."""
+    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
 def trl_seconds(model: str, data: str, prompts: int, samples: int, longest: int, parts: int, steps: int) -> list[float]:
     """In TRL's environment: seconds of each step, whose samples go through the model in `parts` micro-batches."""
     import torch
@@ -55,7 +60,7 @@ def ours(model: str, data: str, run_dir: str, prompts: int, samples: int, longes
         "micro_rollout_batch_size": prompts * samples, "zero_stage": 0, "bf16": "false", "actor_learning_rate": 1e-9,
         "gradient_checkpointing": "false", "save_interval": 0, "log_with": "none", "eval_interval": 0}
     argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
-    subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], check=True, capture_output=True, env=alone())
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -70,8 +75,7 @@ def compare(folder: str, name: str, model: str, prompts: int, samples: int, long
         times = {}
         for parts in (1, 4) if best is None else (best,):  # its best setting, found in the first round
             argv = [TRL, __file__, model, data, *map(str, (prompts, samples, longest, parts, 4))]
-            keep = {key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-            done = subprocess.run(argv, check=True, capture_output=True, text=True, env=keep)
+            done = subprocess.run(argv, check=True, capture_output=True, text=True, env=alone())
             times[parts] = statistics.median(json.loads(done.stdout.splitlines()[-1])[1:])
         best = min(times, key=times.get)
         ratios.append(times[best] / mine)
