@@ -44,7 +44,7 @@ class ChunkedLogprob(torch.autograd.Function):
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)  # (T, H)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H) fp32: many small terms are added up
-        for start in range(0, len(hidden), ctx.chunk):  # d log p_y / dz = 1[y] - p; d entropy / dz = -p (log p + entropy)
+        for start in range(0, len(hidden), ctx.chunk):  # d log p_y / dz = 1[y] - p; d H / dz = -p (log p + H), H entropy
             part = slice(start, start + ctx.chunk)
             logp = ctx.kept.pop(0) if ctx.kept else (
                 nn.functional.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
