@@ -4,7 +4,7 @@ Never sees text. Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_
 - one denominator: a loss is a sum over response tokens divided by the *global* number of them in the optimizer step, so
   packing, micro-batches and ranks do not change the gradient (ORZ: mean of per-pack means);
 - no old log-probs, reference, ratio or clip: with one update per rollout the ratio is 1 and the clip does nothing;
-- the LM head works in chunks with its own backward: the (T, V) logits never exist (ORZ held four copies);
+- the LM head works in chunks with its own backward: large (T, V) logits never exist (ORZ held four copies);
 - group scores are divided by their std and not whitened again (ORZ's GRPO did neither).
 Shapes: R packed rows, L row length, T response tokens, V vocabulary, H hidden, N samples.
 """
@@ -44,7 +44,7 @@ class ChunkedLogprob(torch.autograd.Function):
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)  # (T, H)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H) fp32: many small terms are added up
-        for start in range(0, len(hidden), ctx.chunk):  # d log p_y / dz = 1[y] - p; d H / dz = -p (log p + H), H entropy
+        for start in range(0, len(hidden), ctx.chunk):  # d log p_y / dz = 1[y] - p; d H / dz = -p (log p + H)
             part = slice(start, start + ctx.chunk)
             logp = ctx.kept.pop(0) if ctx.kept else (
                 nn.functional.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
