@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.txt)
 export HF_HUB_OFFLINE ?= 1
+# else DeepSpeed warns on the screen that it found no GPU
 ifneq (,$(findstring cpu,$(LOCK)))
-export DS_ACCELERATOR ?= cpu  # else DeepSpeed warns on the screen that it found no GPU
+export DS_ACCELERATOR ?= cpu
 endif
 
 demo: $(VENV)/.installed
