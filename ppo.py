@@ -32,7 +32,7 @@ class ChunkedLogprob(torch.autograd.Function):
         for h, ids, logp, ent in zip(*(x.split(chunk) for x in (hidden, token_ids, logprobs, entropy))):
             scores = (nn.functional.linear(h, weight).float() / temperature).log_softmax(-1)  # (chunk, V)
             logp.copy_(scores.gather(1, ids[:, None])[:, 0])
-            ent.copy_(torch.einsum("tv,tv->t", scores.exp(), scores).neg())
+            ent.copy_(scores.exp().mul_(scores).sum(-1).neg())  # not einsum: its fp32 sums over V are 10 times worse
             ctx.kept += [scores] * (len(hidden) * len(weight) <= 2**26)
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ACCELERATE, ROOT, SMALL, clean_environment, equal_runs, jsonl, launch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ckpt
 import rollout
@@ -249,6 +250,8 @@ def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     assert time.time() - begin < 20
     assert "to go on: accelerate launch" in (tmp_path / "run" / "out.txt").read_text()
     assert 2 <= ckpt.step_of(ckpt.checkpoints(tmp_path / "run")[0]) < 6
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert len(events.Scalars("reward")) == len(jsonl(tmp_path / "run" / "metrics.jsonl")), "lost with the process"
     launch(tmp_path / "run", **tiny | same)
     equal_runs(whole(**same), tmp_path / "run")
 

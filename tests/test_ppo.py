@@ -667,6 +667,28 @@ def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
         assert (x.double() - y).norm() < 1e-5 * y.norm()
 
 
+def test_scores_too_large_to_keep_are_made_again():
+    """Above 2^26 scores backward makes them from the hidden states, at the same temperature: other code than above."""
+    rng, tokens, vocab = torch.Generator().manual_seed(3), 700, 100_000
+    hidden, weight = torch.randn((tokens, 4), generator=rng), torch.randn((vocab, 4), generator=rng)
+    ids, up = torch.randint(vocab, (tokens,), generator=rng), torch.randn((2, tokens), generator=rng)
+    assert tokens * vocab > 2**26
+
+    def gradients(function, dtype) -> list:
+        h, w = (x.to(dtype).requires_grad_() for x in (hidden.clone(), weight.clone()))
+        logprobs, entropy = function(h, w)
+        (logprobs * up[0] + entropy * up[1]).sum().backward()
+        return [h.grad, w.grad]
+
+    def naive(h, w):
+        logp = (h @ w.T / 1.3).log_softmax(-1)
+        return logp[range(tokens), ids], -(logp.exp() * logp).sum(-1)
+
+    got = gradients(lambda h, w: ppo.ChunkedLogprob.apply(h, w, ids, 1.3, 256), torch.float32)
+    for x, y in zip(got, gradients(naive, torch.float64)):
+        assert (x.double() - y).norm() < 1e-4 * y.norm(), "full logits in fp32 are 3e-5 off here"
+
+
 def test_chunked_head_sums_bf16_gradients_in_fp32():
     """The head's gradient is a sum over chunks: in bf16 it would lose small terms, the more the smaller the chunks."""
     rng = torch.Generator().manual_seed(2)
