@@ -142,8 +142,6 @@ class RunLog:
             for name, wanted in (("right", batch.rewards > 0), ("wrong", batch.rewards <= 0)):
                 if cfg.log_with == "tensorboard" and wanted.any():
                     self.tracker.tracker.add_histogram(f"length_{name}", batch.length[wanted], step)
-            if cfg.log_with == "tensorboard":
-                self.tracker.tracker.flush()  # a run that is stopped leaves by os._exit, which writes nothing out
         lines = enumerate(sample_lines(records, problems, step, "train"))
         self.append("samples.jsonl", (sample | (token_fields(k, batch, self.tokenizer) if k < cfg.log_tokens else {})
                                       for k, sample in lines))
