@@ -80,7 +80,7 @@ def test_checkpoint_files_need_no_arbitrary_pickle(group, tmp_path):
 
     torch.save(Evil(), evil)
     with pytest.raises(Exception, match="[Ww]eights"):
-        ckpt.DurableWriter(tmp_path).load(str(evil))
+        ckpt.DurableWriter().load(str(evil))
     assert not (tmp_path / "owned").exists()
 
 

@@ -26,14 +26,14 @@ def checked(path: Path) -> dict:
     if not ckpt.is_complete(path):
         raise ckpt.CheckpointError(f"{path} is not a complete checkpoint; see `convert.py list {path.parent}`")
     for name, entry in json.loads((path / "manifest.json").read_text()).items():
-        if not ckpt.matches(path / name, entry):
+        if ckpt.describe(path / name) != entry:
             raise ckpt.CheckpointError(f"{path}: {name} does not match its hash; take an older checkpoint")
     return json.loads((path / "state.json").read_text())
 
 
 def pieces(folder: Path, rank_file: Path, zero_stage: int):
     """Yields (name, shape, {"fp32" or moment: this rank's flat piece}, Adam's step) of one rank's optimizer file."""
-    read = ckpt.DurableWriter(folder).load
+    read = ckpt.DurableWriter().load
     shard = read(str(rank_file), "cpu")["optimizer_state_dict"]
     shapes = read(str(next(folder.glob("*mp_rank_00_model_states.pt"))), "cpu")["param_shapes"]
     flats = shard["fp32_flat_groups" if zero_stage == 3 else "single_partition_of_fp32_groups"]
@@ -55,7 +55,7 @@ def merged(part: Path, zero_stage: int) -> tuple[dict[str, torch.Tensor], float]
     yet), from the files of all its ranks."""
     folder, whole, step = part / "state", {}, 0.0
     if zero_stage == 0:
-        saved = ckpt.DurableWriter(part).load(str(folder / "mp_rank_00_model_states.pt"), "cpu")
+        saved = ckpt.DurableWriter().load(str(folder / "mp_rank_00_model_states.pt"), "cpu")
         weights = list(saved["module"].items())  # a tied parameter has two names, and is one to the optimizer
         first = {x.data_ptr(): name for name, x in reversed(weights)}
         names = [name for name, x in weights if first[x.data_ptr()] == name and name not in saved["buffer_names"]]
