@@ -5,10 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.txt)
 export HF_HUB_OFFLINE ?= 1
-# else DeepSpeed warns on the screen that it found no GPU
-ifneq (,$(findstring cpu,$(LOCK)))
-export DS_ACCELERATOR ?= cpu
-endif
 
 demo: $(VENV)/.installed
 	$(BIN)/accelerate launch train.py

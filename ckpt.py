@@ -5,7 +5,6 @@ state) and manifest.json (size and SHA-256 of every file, written last). Deviati
 - everything comes back: weights, fp32 masters, Adam moments, step; data order and random numbers are functions of it;
 - a checkpoint appears by one rename, after all ranks' files are flushed: a kill at any instant leaves the one before;
 - the folder is absolute, shared and large enough, or the run ends before a model is read (ORZ's issue 22).
-Run it alone: tests/test_ckpt.py does, around an engine of one layer.
 """
 import contextlib
 import fcntl
@@ -42,7 +41,7 @@ def attempt(action: Callable) -> str | None:
     """Runs a disk action; returns the error's text instead of raising, so that all ranks stay in step and can agree."""
     try:
         action()
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into RuntimeError
+    except Exception as error:  # a full disk is RuntimeError to torch.save, a bare Exception to tokenizers
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
 
@@ -141,20 +140,20 @@ class DurableWriter(CheckpointEngine):
             return torch.load(path, map_location=map_location, weights_only=True)
 
 
-def save(run_dir: Path, step: int, engines: dict, state: dict, hf: Iterable, keep_last=0, keep_every=0) -> str | None:
+def save(run_dir: Path, step: int, engines: Iterable, state: dict, hf: list, keep_last=0, keep_every=0) -> str | None:
     """Publishes RUN/step_NNNNNN, or returns why it could not, on every rank; the previous ones stay whole either way.
 
-    engines: name -> DeepSpeed engine. state: the loop's JSON. hf: objects with `save_pretrained`."""
+    engines: (name, DeepSpeed engine). state: the loop's JSON. hf: objects with `save_pretrained`."""
     final, temporary = run_dir / f"step_{step:06d}", run_dir / f".saving_{step:06d}"
     writer, rank = DurableWriter(), dist.get_rank()
-    if everywhere(rank == 0 and is_complete(final))[0]:
+    if everywhere(rank == 0 and manifest(final))[0]:
         return None
     if rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)  # incomplete: damaged after it was published
         writer.error = attempt(lambda: (temporary / "hf").mkdir(parents=True))
     if not any(everywhere(writer.error)):
-        for name, engine in engines.items():
+        for name, engine in engines:
             own, engine.checkpoint_engine = engine.checkpoint_engine, writer
             engine._copy_recovery_script = lambda folder: None  # a copy past the writer: on a full disk it would raise
             engine.save_checkpoint(str(temporary / name), tag="state", save_latest=False)
@@ -166,11 +165,10 @@ def save(run_dir: Path, step: int, engines: dict, state: dict, hf: Iterable, kee
         files = {os.path.relpath(path, temporary): entry for part, _ in reports for path, entry in part.items()}
         error = attempt(lambda: publish(temporary, final, files, state, hf))
     error = everywhere(error)[0]
-    if rank == 0:
-        if error:
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            attempt(lambda: prune(run_dir, keep_last, keep_every))
+    if rank == 0 and error:
+        shutil.rmtree(temporary, ignore_errors=True)
+    elif rank == 0:
+        attempt(lambda: prune(run_dir, keep_last, keep_every))
     return error
 
 
@@ -182,7 +180,7 @@ def publish(temporary: Path, final: Path, files: dict, state: dict, hf: Iterable
     files |= {str(path.relative_to(temporary)): describe(path)
               for path in (temporary / "state.json", *(temporary / "hf").iterdir())}
     (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
-    if not is_complete(temporary):
+    if not manifest(temporary):
         raise OSError("a file is not the size that its rank wrote")
     for path in [temporary, *temporary.rglob("*"), *map(final.parent.joinpath, mark(final.parent))]:
         fsync(path)  # names are on disk only when their folder is; the logs must reach the state's marks
@@ -192,12 +190,10 @@ def publish(temporary: Path, final: Path, files: dict, state: dict, hf: Iterable
 
 def prune(run_dir: Path, keep_last: int, keep_every: int) -> None:
     """Keeps the newest `keep_last` complete ones and every step divisible by `keep_every`; 0 keeps all."""
-    if keep_last:
-        complete = [path for path in checkpoints(run_dir) if is_complete(path)]
-        for path in complete[keep_last:]:
-            if not (keep_every and step_of(path) % keep_every == 0):
-                doomed = path.rename(path.with_name(f".saving_{path.name}"))  # no half-deleted one under a real name
-                shutil.rmtree(doomed, ignore_errors=True)
+    for path in list(filter(manifest, checkpoints(run_dir)))[keep_last:] if keep_last else ():
+        if not (keep_every and step_of(path) % keep_every == 0):
+            doomed = path.rename(path.with_name(f".saving_{path.name}"))  # no half-deleted one under a real name
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:
@@ -209,40 +205,42 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(Path(run_dir).glob("step_" + "[0-9]" * 6), reverse=True)
 
 
-def is_complete(path: Path) -> bool:
-    """Every file of the manifest is there with its size; contents are verified when loading."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        return all((path / name).stat().st_size == entry["size"] for name, entry in manifest.items())
-    except (OSError, ValueError, KeyError):
-        return False
+def manifest(path: Path) -> dict[str, dict]:
+    """Size and hash of every file, {} unless all are there with their sizes; contents are verified when loading."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        entries = json.loads((path / "manifest.json").read_text())
+        return entries if all((path / name).stat().st_size == x["size"] for name, x in entries.items()) else {}
+    return {}
 
 
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None; the hashing is dealt over the ranks."""
-    if not everywhere(is_complete(path))[0]:
+    entries = sorted(everywhere(manifest(path))[0].items())  # rank 0's: all must come to the same end
+    if not entries:
         return "files are missing or cut short"
-    manifest = sorted(json.loads((path / "manifest.json").read_text()).items())[dist.get_rank()::dist.get_world_size()]
-    wrong = sum(everywhere([name for name, entry in manifest if describe(path / name) != entry]), [])
+    mine = entries[dist.get_rank()::dist.get_world_size()]
+    wrong = sum(everywhere([name for name, entry in mine if describe(path / name) != entry]), [])
     return f"{wrong[0]} does not match its hash" if wrong else None
 
 
 def newest(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint to start from: `auto` the newest undamaged one, `none` none, else that path. All ranks agree."""
     known = {"auto": checkpoints(run_dir), "none": []}
-    for path in everywhere(known.get(resume, [Path(resume).absolute()]))[0]:
+    candidates = everywhere(known.get(resume, [Path(resume).absolute()]))[0]
+    for path in candidates:
         if not (problem := damage(path)):
             return path
-        if resume != "auto":
-            raise CheckpointError(f"--resume {path}: {problem}; choose another of `tools/convert.py list RUN`")
+        if path == candidates[-1]:  # never start over by itself: a disk may be sick for a minute only
+            raise CheckpointError(f"--resume {resume}: {path}: {problem}; repair it, choose another of "
+                                  "`tools/convert.py list RUN`, or start over with --resume none")
         if dist.get_rank() == 0:
             print(f"warning: {path} is damaged ({problem}); going back to the one before", file=sys.stderr, flush=True)
     return None
 
 
-def load(path: Path, engines: dict) -> None:
-    """Restores every engine from a verified checkpoint of the same ZeRO stage and number of ranks."""
-    for name, engine in engines.items():
+def load(path: Path, engines: Iterable) -> None:
+    """Restores (name, engine) pairs from a verified checkpoint of the same ZeRO stage and number of ranks."""
+    for name, engine in engines:
         own, engine.checkpoint_engine = engine.checkpoint_engine, DurableWriter()
         engine.load_checkpoint(str(path / name), tag="state")
         engine.checkpoint_engine = own
@@ -254,27 +252,29 @@ def mark(run_dir: Path) -> dict[str, int]:
 
 
 def rewind(run_dir: Path, step: int, marks: dict[str, int]) -> None:
-    """Cuts the logs back to a mark and drops checkpoints after `step`, damaged or of a future that will not be."""
+    """Cuts the logs back to a mark and sets aside checkpoints after `step`, damaged or of a future that will not be."""
     for path in map(run_dir.joinpath, mark(run_dir)):
         os.truncate(path, min(marks.get(path.name, 0), path.stat().st_size))
     for path in checkpoints(run_dir):
         if step_of(path) > step:
-            print(f"dropping {path}: the run goes on from step {step}", file=sys.stderr, flush=True)
-            shutil.rmtree(path)
+            aside = path.with_name(f"dropped_{path.name}")
+            print(f"{path} is now {aside.name}: the run goes on from step {step}", file=sys.stderr, flush=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def export(out: Path, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer) -> None:
     """Writes a Hugging Face folder that transformers and vLLM load. All ranks call it; rank 0 writes.
 
     weights: (name, full tensor) one at a time. A critic's head goes to `value_head.safetensors` beside the body."""
-    kept = {}
-    for name, tensor in weights:
-        if dist.get_rank() == 0:
-            kept[name] = tensor.detach().to("cpu", copy=True)
-    if dist.get_rank() == 0:
+    kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if dist.get_rank() == 0}
+
+    def write() -> None:
         head = {name: kept.pop(name) for name in list(kept) if name.startswith("value_head.")}
         model.save_pretrained(out, state_dict=kept)
         tokenizer.save_pretrained(out)
         if head:
             save_file(head, out / "value_head.safetensors")
-    dist.barrier()
+
+    if error := everywhere(dist.get_rank() == 0 and attempt(write))[0]:
+        raise CheckpointError(f"{out} is NOT written: {error}")

@@ -278,21 +278,21 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def compute_advantages(batch: Batch, cfg, device, kept: list[int] | None = None) -> dict[str, float]:
     """Adds `advantages` and `returns` (T,) to the batch; gae and reinforce are whitened over all tokens of the samples
-    `kept` for the loss, absent: all (the others still count in their group's mean)."""
+    `kept` for the loss, absent: all (the others still count in their group's mean). Returns means over the same."""
     values = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
     if "values" in batch.tokens:
         values[batch.mask] = batch.tokens["values"].double().cpu()
     advantages = ESTIMATORS[cfg.estimator](batch.rewards, values, batch.mask, batch.groups, cfg)[batch.mask]  # (T,)
     returns = advantages + values[batch.mask]  # (T,) the critic's target, before whitening
-    left, spread = (returns - values[batch.mask]).var(correction=0), returns.var(correction=0)
+    samples = torch.tensor(kept or range(len(batch.size)))  # (kept,)
+    used = torch.isin(torch.arange(len(batch.size)), samples).repeat_interleave(batch.length)  # (T,) bool
+    left, spread = (returns - values[batch.mask])[used].var(correction=0), returns[used].var(correction=0)
     if cfg.advantage_normalization and cfg.estimator in ("gae", "reinforce"):
-        parts = advantages.split(batch.length.tolist())  # N of (length,)
-        used = torch.cat([parts[i] for i in kept or range(len(parts))])  # (kept T,)
-        advantages = (advantages - used.mean()) / used.var(correction=0).sqrt().clamp(min=1e-8)  # (T,)
+        advantages = (advantages - advantages[used].mean()) / advantages[used].var(correction=0).sqrt().clamp(min=1e-8)
     batch.tokens |= {"advantages": advantages.float().to(device), "returns": returns.float().to(device)}
     critic = {"explained_variance": (1 - left / spread).item()} if "values" in batch.tokens and spread > 0 else {}
-    return critic | {"advantage": advantages.mean().item(), "advantage_abs": advantages.abs().mean().item(),
-                     "return": returns.mean().item()}
+    return critic | {"advantage": advantages[used].mean().item(), "return": returns[used].mean().item(),
+                     "advantage_abs": advantages[used].abs().mean().item()}
 
 
 @torch.no_grad()
@@ -352,7 +352,7 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, de
         # DeepSpeed averages gradients over ranks: times their number makes it a sum over all tokens of the step
         engine.backward(loss * (dist.get_world_size() / denominator), scale_wrt_gas=False)
         for key, x in stats.items():
-            totals[key] = max(totals.get(key, 0), x) if key.endswith("_max") else totals.get(key, 0) + x
+            totals[key] = torch.maximum(x, totals.get(key, x)) if key.endswith("_max") else totals.get(key, 0) + x
         if k < len(micros) - 1:
             engine.step()  # only counts the micro-batch
         report(totals, (k + 1) / len(micros))

@@ -248,10 +248,10 @@ class Grader(contextlib.AbstractContextManager):
                 self.counts["symbolic"] += 1
                 self.verdicts[pair] = self.threads.submit(self.check, pair)
 
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; True once every verdict is there."""
-        pending = [verdict for verdict in self.verdicts.values() if not isinstance(verdict, bool)]
-        return not futures.wait(pending, seconds).not_done
+    def pending(self, seconds: float) -> int:
+        """How many verdicts are still to come after at most so long."""
+        checks = [verdict for verdict in self.verdicts.values() if not isinstance(verdict, bool)]
+        return len(futures.wait(checks, seconds).not_done)
 
     def results(self) -> dict:
         """{key: reward} of all that was submitted since the last call; waits for what is pending."""

@@ -9,7 +9,6 @@ import difflib
 import importlib.util
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -21,15 +20,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning CPU threads get 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 from transformers import HfArgumentParser
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else DeepSpeed asks aloud
 
 import ckpt
 import ppo
 from rollout import LengthBudget, Sampler, Signals, Stopped, hash64, problem_order, start_distributed
 from tools import check, demo, plan, reshard
 from tools.check import ConfigError
-from tools.report import Clock, RunLog, out_of_memory, quiet
+from tools.report import Clock, RunLog, progress, quiet
 
 
 @dataclass
@@ -126,6 +126,7 @@ def parse_flags(argv: list[str]) -> Config:
 class Rollout:
     """Sampler and grader together: problems in, scored responses out, the same list on every rank."""
     sampler: Sampler
+    task: object  # a module like reward.py
     grader: object
     signals: Signals
     cfg: Config
@@ -143,7 +144,7 @@ class Rollout:
         share = {"partial": True} if cfg.partial_reward else {}
         grader = task.Grader(len(os.sched_getaffinity(0)) // ranks_here or 1, **share)
         group = dist.new_subgroups(cfg.tensor_parallel)[0] if cfg.tensor_parallel > 1 else None
-        return cls(sampler, grader, signals, cfg, group)
+        return cls(sampler, task, grader, signals, cfg, group)
 
     def stopped(self) -> bool:
         """For the sampler's loop. The ranks of one engine must leave it at the same step: they vote, now and then."""
@@ -166,24 +167,24 @@ class Rollout:
                 max_new_tokens=[caps[i] if caps else cfg.generate_max_len for i in mine], max_len=cfg.max_len,
                 temperature=cfg.temperature, top_p=cfg.top_p, stop=cfg.stop, stopped=self.stopped,
                 logprobs=cfg.log_ratio or cfg.tis_cap is not None)
-            bar = tqdm(stream, purpose, len(mine) * (n - first), leave=False, unit="sample", disable=rank > 0 or None)
             with contextlib.closing(stream):
-                for sample in bar:
-                    i = mine[sample.prompt]
+                for sample in progress(stream, purpose, total=len(mine) * (n - first), unit="sample"):
+                    i, numbers = mine[sample.prompt], self.task.text_metrics(sample.text)
                     if speaks:
                         self.grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
-                        records.append(vars(sample) | {"problem": i})
+                        records.append(vars(sample) | {"problem": i, "text_metrics": numbers})
             self.signals.agree()
-        with clock("reward"):
-            while not self.grader.wait(0.5) and not self.signals.poll():
-                pass
+        with clock("reward"), progress(None, "scoring", total=len(records)) as bar:
+            while (pending := self.grader.pending(0.5)) and not self.signals.poll():
+                bar.update(len(records) - pending - bar.n)
             self.signals.agree()
             for key, reward in self.grader.results().items():
                 records[key]["reward"] = reward
         with clock("gather"):
-            parts = ckpt.everywhere((clock.seconds["rollout"], records))
-            clock.wait = max(seconds for seconds, _ in parts) - np.mean([seconds for seconds, _ in parts])
-            return sorted((r for _, part in parts for r in part), key=lambda r: (r["problem"], r["index"]))
+            lost = sum(many for event, many in self.grader.counts.items() if event.endswith(("timeouts", "crashes")))
+            seconds, parts, losses = zip(*ckpt.everywhere((clock.seconds["rollout"], records, lost)))
+            clock.wait, clock.lost = max(seconds) - np.mean(seconds), sum(losses)
+            return sorted(sum(parts, []), key=lambda r: (r["problem"], r["index"]))
 
     def two_stage(self, problems, prompts, step: int, clock, caps, history: dict[str, bool]) -> list[dict]:
         """--first_stage: k samples to each prompt; the other n - k only where they can teach something: not where all
@@ -193,7 +194,7 @@ class Rollout:
         records = self(problems, prompts, k or n, "train", step, clock, caps=caps)
         if k:
             right = np.zeros(len(problems))
-            np.add.at(right, [r["problem"] for r in records], [r["reward"] > 0 for r in records])
+            np.add.at(right, [r["problem"] for r in records], [r["reward"] for r in records])  # k: all fully right
             hopeless = [self.cfg.reward == "code" or not history.get(str(p.index), True) for p in problems]
             only = [i for i in range(len(problems)) if 0 < right[i] < k or right[i] == 0 and not hopeless[i]]
             records += self(problems, prompts, n, "train", step, clock, first=k, only=only, caps=caps)
@@ -248,7 +249,7 @@ def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total
         lrs = [learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total, step)]
     per_part = batch.length.sum().item() / len(parts) / dist.get_world_size()  # tokens of this rank
     means = {"ret": batch.rewards.mean(), "glen": batch.length.double().mean(), "tlen": np.mean(batch.size)}
-    with tqdm(desc=kind, leave=False, unit="micro", disable=dist.get_rank() > 0 or None) as bar:
+    with progress(None, kind, unit="micro") as bar:
         def report(totals: dict, share: float) -> None:
             bar.update()
             if not bar.disable:
@@ -262,8 +263,7 @@ def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total
 
 
 def focus(engines: dict, at_work: set[str], cfg: Config) -> None:
-    """--offload idle: masters and moments of engines not at work wait in CPU memory. Not by DeepSpeed's offload_states,
-    which takes no optimizer but its own FusedAdam."""
+    """--offload idle: masters and moments of idle engines wait in CPU memory; DeepSpeed's way takes its Adam only."""
     for name, engine in engines.items() if cfg.offload == "idle" else ():
         for master, state in engine.optimizer.optimizer.state.items():
             for tensor in (master, *filter(torch.is_tensor, state.values())):
@@ -301,8 +301,8 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     if cfg.eval_only:
         return evaluate_only(begin, cfg, eval_sets, task, Signals(store), run_dir)
     problems, prompts = check.read_problems(task, cfg.data, cfg, tokenizer, say)
-    episodes = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)  # in steps
-    total_steps = episodes if cfg.max_steps is None else min(episodes, cfg.max_steps)
+    all_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
+    total_steps = all_steps if cfg.max_steps is None else min(all_steps, cfg.max_steps)
     start, path, saved = 0, ckpt.newest(run_dir, cfg.resume), {}
     if path:
         saved = json.loads((path / "state.json").read_text())
@@ -312,14 +312,16 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
             return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
 
     signals, log = Signals(store), RunLog(run_dir, tokenizer, task)
-    rollout = Rollout.start(task, signals, cfg)
-    rollout.sampler.sleep()
-    with contextlib.redirect_stdout(sys.__stdout__):  # DeepSpeed prints; the old stream is run.log now
-        policy, critic = ppo.make_policy(cfg), ppo.make_critic(cfg) if cfg.estimator == "gae" else None
+    with progress(None, "loading", total=2) as bar, contextlib.redirect_stdout(sys.__stdout__):  # that is run.log now
+        rollout = Rollout.start(task, signals, cfg)
+        rollout.sampler.sleep()
+        bar.update()
+        policy = ppo.make_policy(cfg)
+        critic = ppo.make_critic(cfg) if cfg.estimator == "gae" else None
         reference = ppo.make_policy(cfg, trained=False) if cfg.log_kl else None
     engines = {"policy": policy} | ({"critic": critic} if critic else {})
     if path:
-        (reshard.load if moved else ckpt.load)(path, engines)
+        (reshard.load if moved else ckpt.load)(path, progress(engines.items(), f"loading {path.name}"))
     history, budget = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps"))
     if rank == 0:
         log.start(start, saved.get("marks", {}), cfg, world, device, check.parameters(policy.module.model.config))
@@ -333,9 +335,8 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
         state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
                  "world": world, "marks": marks, "versions": check.versions(), "history": history,
                  "caps": budget.caps}
-        hf = tokenizer, policy.module.model.config
-        focus(engines, set(engines), cfg)
-        error = ckpt.save(run_dir, step, engines, state, hf, cfg.keep_last, cfg.keep_every)
+        hf, bar = (tokenizer, policy.module.model.config), progress(engines.items(), f"saving step {step}")
+        error = ckpt.save(run_dir, step, bar, state, hf, cfg.keep_last, cfg.keep_every)
         say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")
         return error is None
 
@@ -343,7 +344,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     try:
         for step in range(start, total_steps + 1):
             log.flush()
-            marks, clock = ckpt.mark(run_dir), Clock()
+            marks = ckpt.mark(run_dir)
             due = due or step > start and (step == total_steps or cfg.save_interval and step % cfg.save_interval == 0)
             due = due and not save(step, marks)
             signals.agree()
@@ -399,17 +400,16 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     except Stopped:
         if not save(step, marks):
             raise ckpt.CheckpointError(f"stopped at step {step}, which is NOT saved") from None
-        return say(f"stopped at step {step}; to go on: accelerate launch {shlex.join([*sys.argv, '--resume', 'auto'])}")
+        return say(f"stopped at step {step}; to go on: {check.resume_command()}")
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step + 1}, {error}; the newest checkpoint is from before it") from error
-    except torch.cuda.OutOfMemoryError as error:
-        raise ConfigError(out_of_memory(step + 1, clock.phase, device)) from error
     finally:
         rollout.grader.close()
 
-    focus(engines, set(engines), cfg)
-    for name, engine in engines.items():
+    for name, engine in progress(engines.items(), "exporting"):
         ckpt.export(run_dir / name, engine.module.model, ppo.named_weights(engine), tokenizer)
+    if due:
+        raise ckpt.CheckpointError(f"step {total_steps} is NOT saved, see above; the same command tries again")
     if rank == 0:
         log.result(begin, base_seconds, cfg, total_steps, flags["model"] is None)
 
@@ -422,7 +422,7 @@ if __name__ == "__main__":
         rank, world, device, store = start_distributed(cfg.dist_timeout)
         main(begin, cfg, rank, world, device, store)
     except Exception as error:
-        line, code = check.explain(error)  # raises what is a bug
+        line, code = check.explain(error, Clock.phase)  # raises what is a bug
         # an error that all ranks share is told by the first of them, with exit code 2; the others are each rank's own
         if code == 1 or check.is_first(store):
             print(f"error: {line}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ def work(run: Path, until: int) -> None:
 
     start, path = 0, ckpt.newest(run, "auto")
     if path:
-        ckpt.load(path, {"policy": engine})
+        ckpt.load(path, [("policy", engine)])
         start = json.loads((path / "state.json").read_text())["step"]
     if rank == 0:
         ckpt.rewind(run, start, {})
@@ -56,7 +56,7 @@ def work(run: Path, until: int) -> None:
         inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(step))  # (8, 256)
         engine.backward(engine(inputs).square().mean())
         engine.step()
-        error = ckpt.save(run, step + 1, {"policy": engine}, {"step": step + 1}, [], keep_last=3)
+        error = ckpt.save(run, step + 1, [("policy", engine)], {"step": step + 1}, [], keep_last=3)
         assert error is None, error
         if rank == 0:
             note(run / "published.txt", step + 1, digest())
@@ -109,7 +109,7 @@ def engine_kills(folder: Path, kills: int, rng: random.Random) -> dict:
         time.sleep(rng.uniform(0, 1.5))
         kill(ranks, rng)
         published, loaded = dict(notes(run / "published.txt")), notes(run / "loaded.txt")
-        complete = [ckpt.step_of(p) for p in ckpt.checkpoints(run) if ckpt.is_complete(p)]
+        complete = [ckpt.step_of(p) for p in ckpt.checkpoints(run) if ckpt.manifest(p)]
         if published and max(complete, default=0) < max(published):
             counts["lost"] += 1
         counts["torn_loaded"] += sum(published.get(step, digest) != digest for step, digest in loaded[loads:])

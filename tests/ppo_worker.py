@@ -161,6 +161,8 @@ def cell_nonfinite(cfg, how: str = "nan", model: str = "policy", **_) -> dict:
     ppo.compute_advantages(batch, cfg, "cpu")
     if how == "nan":
         batch.tokens["advantages"][3] = batch.tokens["returns"][3] = float("nan")
+    if how == "ratio":  # with --log_ratio: the largest of the ratios is not a sum, and NaN is larger than nothing
+        batch.tokens["logprobs"] = torch.full_like(batch.tokens["advantages"], float("nan"))
 
     def poisoned(engine, batch, rows, cfg):
         count.append(1)

@@ -32,7 +32,7 @@ def main() -> None:
                 continue  # a bf16 run does not go on in fp32
             engine = ppo.make_policy(cfg)
             if origin:
-                reshard.load(origin / "step_000003", {"policy": engine})
+                reshard.load(origin / "step_000003", [("policy", engine)])
             else:
                 for k in range(3):
                     batch = ppo.Batch([[k, 1, 2]], [[3, 4, 5, k]], torch.zeros(1), torch.zeros(1), {})
@@ -41,7 +41,7 @@ def main() -> None:
                     engine.step()
             name = f"{origin.name}to{stage}" if origin else str(stage)
             state = {"step": 3, "config": {"zero_stage": stage, "bf16": cfg.bf16}}
-            assert ckpt.save(Path(out) / name, 3, {"policy": engine}, state, []) is None
+            assert ckpt.save(Path(out) / name, 3, [("policy", engine)], state, []) is None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Checkpoints: atomic, verified, resumed to the bit; every way to break one that a disk or a user can think of."""
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -18,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ckpt
 import rollout
-from tools import check
+import train
+from tools import check, demo
 
 
 @pytest.fixture(scope="session")
@@ -35,21 +38,13 @@ def group():
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})[0]
 
 
-class Hf:
-    """Stands for a tokenizer: something that writes itself into a folder."""
-
-    def save_pretrained(self, folder):
-        Path(folder).mkdir(exist_ok=True)
-        (Path(folder) / "config.json").write_text("{}")
-
-
 def step(engine):
     engine.backward(engine(torch.ones(1, 64)).square().mean())
     engine.step()
 
 
 def save(run, number, engine, **kwargs):
-    return ckpt.save(run, number, {"policy": engine}, {"step": number}, [Hf()], **kwargs)
+    return ckpt.save(run, number, [("policy", engine)], {"step": number}, [demo.make_tokenizer()], **kwargs)
 
 
 def weights(engine):
@@ -64,7 +59,7 @@ def test_save_load_is_exact(group, tmp_path):
     after = weights(group)
     path = ckpt.newest(tmp_path, "auto")
     assert path.name == "step_000001"
-    ckpt.load(path, {"policy": group})
+    ckpt.load(path, [("policy", group)])
     assert torch.equal(weights(group), at_save)
     step(group)
     assert torch.equal(weights(group), after), "Adam's moments did not come back"
@@ -91,7 +86,7 @@ def test_flipped_byte_goes_back_to_the_one_before(group, tmp_path, capsys):
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    assert ckpt.is_complete(tmp_path / "step_000002"), "the size is unchanged: only the hash can tell"
+    assert ckpt.manifest(tmp_path / "step_000002"), "the size is unchanged: only the hash can tell"
     assert ckpt.newest(tmp_path, "auto").name == "step_000001"
     assert "does not match its hash" in capsys.readouterr().err
     with pytest.raises(ckpt.CheckpointError, match="hash"):
@@ -111,6 +106,18 @@ def test_damaged_checkpoint_is_passed_over(group, tmp_path, how):
     assert ckpt.newest(tmp_path, "auto").name == "step_000001"
     assert save(tmp_path, 2, group) is None, "a damaged one is replaced"
     assert ckpt.newest(tmp_path, "auto").name == "step_000002"
+
+
+def test_never_starts_over_by_itself(group, tmp_path):
+    """A disk that cannot be read for a minute must not cost a run: with nothing left to go back to, it ends."""
+    assert ckpt.newest(tmp_path, "auto") is None, "nothing there: a new run"
+    for number in (1, 2):
+        save(tmp_path, number, group)
+        os.truncate(tmp_path / f"step_{number:06d}" / "state.json", 1)
+    with pytest.raises(ckpt.CheckpointError, match="step_000001: files are missing.*--resume none"):
+        ckpt.newest(tmp_path, "auto")
+    assert len(ckpt.checkpoints(tmp_path)) == 2
+    assert ckpt.newest(tmp_path, "none") is None
 
 
 def test_prune_keeps_last_and_every(group, tmp_path):
@@ -137,6 +144,7 @@ def test_rewind_leaves_neither_gap_nor_double(tmp_path):
     (tmp_path / "step_000002").mkdir()
     (tmp_path / "step_000001").mkdir()
     ckpt.rewind(tmp_path, 1, marks)
+    assert (tmp_path / "dropped_step_000002").is_dir(), "set aside: only the user deletes a checkpoint"
     assert [ckpt.step_of(p) for p in ckpt.checkpoints(tmp_path)] == [1], "a later one would be resumed next time"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert (tmp_path / "eval.jsonl").read_text() == ""
@@ -163,6 +171,15 @@ def test_too_small_and_unwritable_name_the_numbers(group, tmp_path):
         ckpt.preflight(tmp_path / "file" / "run", 0)
 
 
+def test_room_for_all_checkpoints_to_come(group, tiny, tmp_path):
+    cfg = train.Config(model=str(tiny["model"]), run_dir=str(tmp_path), keep_last=1)
+    one = check.checkpoint_bytes(dataclasses.replace(cfg, keep_last=0))
+    assert check.checkpoint_bytes(cfg) == 2 * one, "the one that is kept and the one that is written"
+    save(tmp_path, 1, group)
+    assert check.checkpoint_bytes(cfg) == one, "the first of them is there"
+    assert check.checkpoint_bytes(dataclasses.replace(cfg, keep_last=2)) == 2 * one
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A tmpfs of 1 MB, where the machine lets us mount one."""
@@ -187,6 +204,24 @@ def test_full_disk_keeps_the_old_one(group, small_disk):
     assert ckpt.newest(small_disk, "auto").name == "step_000001"
     ballast.unlink()
     assert save(small_disk, 2, group) is None, "the next try works"
+
+
+@pytest.mark.parametrize("room", [0, 3000])
+def test_disk_that_fills_up_at_the_end_of_a_save(group, small_disk, room):
+    """After all ranks' files, while rank 0 writes the small ones: tokenizers raises a bare Exception then."""
+    class Last:
+        def save_pretrained(self, folder):
+            free = shutil.disk_usage(small_disk).free
+            (small_disk / "ballast").write_bytes(b"x" * max(0, free - room))
+            demo.make_tokenizer().save_pretrained(folder)
+
+    error = ckpt.save(small_disk, 1, [("policy", group)], {"step": 1}, [Last()])
+    assert error
+    assert re.search("space|os error 28", error, re.IGNORECASE)
+    assert not ckpt.checkpoints(small_disk)
+    (small_disk / "more").write_bytes(b"x" * shutil.disk_usage(small_disk).free)
+    with pytest.raises(ckpt.CheckpointError, match="is NOT written"):
+        ckpt.export(small_disk / "policy", demo.make_tokenizer(), iter(()), demo.make_tokenizer())
 
 
 def test_read_only_folder_is_refused(group, small_disk):
@@ -248,11 +283,11 @@ def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     process.send_signal(number)
     assert process.wait(60) == 0, (tmp_path / "run" / "out.txt").read_text()[-2000:]
     assert time.time() - begin < 20
-    assert "to go on: accelerate launch" in (tmp_path / "run" / "out.txt").read_text()
+    command = re.search("to go on: (.*)", (tmp_path / "run" / "out.txt").read_text())[1]
     assert 2 <= ckpt.step_of(ckpt.checkpoints(tmp_path / "run")[0]) < 6
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert len(events.Scalars("reward")) == len(jsonl(tmp_path / "run" / "metrics.jsonl")), "lost with the process"
-    launch(tmp_path / "run", **tiny | same)
+    subprocess.run(shlex.split(command), check=True, capture_output=True, env=clean_environment())
     equal_runs(whole(**same), tmp_path / "run")
 
 
@@ -277,11 +312,17 @@ def test_changed_mathematics_is_refused_with_names(tiny, tmp_path):
     path, said = tmp_path / "run" / "step_000001", []
     saved = json.loads((path / "state.json").read_text())
     flags, say = saved["config"], lambda line: said.append(line)  # noqa: E731
-    assert check.check_resume(path, saved, flags | {"max_steps": 2, "run_dir": "elsewhere"}, 1, say) is False
+    assert check.check_resume(path, saved, flags | {"max_steps": 2}, 1, say) is False
     said.clear()
     with pytest.raises(check.ConfigError, match="another --actor_learning_rate, which changes the mathematics"):
         check.check_resume(path, saved, flags | {"actor_learning_rate": 0.5}, 1, say)
     assert said == ["resume: --actor_learning_rate was 0.001, is 0.5"]
+    elsewhere = flags | {"run_dir": str(tmp_path / "other")}
+    assert check.check_resume(path, saved, elsewhere, 1, say) is False
+    assert saved.pop("marks") == {}, "bytes of another folder's logs"
+    (tmp_path / "other" / "step_000007").mkdir(parents=True)
+    with pytest.raises(check.ConfigError, match="other has checkpoints of its own"):
+        check.check_resume(path, saved, elsewhere, 1, say)
     for ranks, change in ((2, {}), (1, {"zero_stage": 1})):
         with pytest.raises(check.ConfigError, match="convert.py reshard .*step_000001"):
             check.check_resume(path, saved, flags | change, ranks, say)

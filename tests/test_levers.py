@@ -38,6 +38,18 @@ def test_length_budget_follows_what_responses_needed():
     assert [again.cap(i) for i in range(10)] == [budget.cap(i) for i in range(10)], "its state survives a checkpoint"
 
 
+def test_two_stage_expands_what_is_partly_right():
+    """--partial_reward: shares of the tests are neither all right nor all wrong."""
+    class Canned(train.Rollout):
+        def __call__(self, problems, prompts, n, purpose, step, clock, first=0, only=None, caps=None):
+            return [{"problem": i, "index": k, "reward": (0.2, 0.9)[k % 2]}
+                    for i in (range(1) if only is None else only) for k in range(first, n)]
+
+    settings = SimpleNamespace(first_stage=2, n_samples_per_prompt=5, reward="code")
+    stage = Canned(None, None, None, None, settings, None)
+    assert len(stage.two_stage([Problem(0, "", "", "")], [[1]], 0, None, None, {})) == 5
+
+
 @pytest.mark.parametrize("task, history, expanded", [
     ("math", {}, [1, 2]),  # 0 is all right; 1 is mixed; 2 all wrong and never seen
     ("math", {"12": False}, [1]),  # all wrong, and none right at its last visit
@@ -54,7 +66,7 @@ def test_two_stage_expands_where_something_can_be_learnt(task, history, expanded
             return [{"problem": i, "index": k, "reward": float(right[i][k]) if k < 2 else 0.0}
                     for i in (only if only is not None else range(3)) for k in range(first, n)]
 
-    stage = Canned(None, None, None, SimpleNamespace(first_stage=2, n_samples_per_prompt=5, reward=task), None)
+    stage = Canned(None, None, None, None, SimpleNamespace(first_stage=2, n_samples_per_prompt=5, reward=task), None)
     problems = [Problem(10 + i, "", "", "") for i in range(3)]
     records = stage.two_stage(problems, [[1]] * 3, 0, None, None, history)
     assert asked == [(0, 2, None), (2, 5, expanded)], "the second call goes on where the first ended"
@@ -106,10 +118,15 @@ def small_batch(rewards, lengths):
 def test_dropped_samples_count_in_the_group_and_nowhere_else():
     cfg = SimpleNamespace(estimator="reinforce", advantage_normalization=True)
     batch, short = small_batch([1, 0, 0], [2, 3, 9]), small_batch([1, 0], [2, 3])
-    ppo.compute_advantages(batch, cfg, "cpu", kept=[0, 1])
+    means = ppo.compute_advantages(batch, cfg, "cpu", kept=[0, 1])
+    assert means["advantage"] == pytest.approx(0, abs=1e-6), "whitened over what is trained on, and so reported"
     short.rewards = short.rewards - 1 / 3 + 0.5  # the mean of all three is what they are measured against
     ppo.compute_advantages(short, cfg, "cpu")
     assert torch.allclose(batch.tokens["advantages"][:5], short.tokens["advantages"])
+    batch.tokens["values"] = torch.tensor([0.5] * 5 + [0.0] * 9)  # of --fuse_values: none of a sample left out
+    found = ppo.compute_advantages(batch, SimpleNamespace(
+        estimator="gae", gamma=1.0, lambd=1.0, advantage_normalization=True), "cpu", kept=[0, 1])
+    assert found["explained_variance"] == pytest.approx(0), "a constant explains nothing"
 
 
 def test_truncated_importance_weights():
@@ -183,6 +200,7 @@ def test_code_in_a_whole_run(tiny, tmp_path):
                                               "max_len": 200, "packing_max_len": 256, "rollout_batch_size": 2,
                                               "max_steps": 1})
     assert [s["reward"] for s in jsonl(tmp_path / "run" / "samples.jsonl")] == [0.0] * 8
+    assert jsonl(tmp_path / "run" / "metrics.jsonl")[0]["reward_lost"] == 0, "0 by verdict, not by accident"
 
 
 def test_full_disk_costs_no_line(tmp_path, capsys):

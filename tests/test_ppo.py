@@ -77,6 +77,7 @@ TWO = [  # ranks: 2
     *(step(f"idle rank, zero{z}", zero_stage=z, batch="one", tied=z % 2 == 1) for z in range(4)),
     *(step(f"grpo, zero{z}", zero_stage=z, estimator="grpo", batch="half flat") for z in (0, 3)),
     *(cell(f"nan, zero{z}", "nonfinite", zero_stage=z, model=("policy", "critic")[z % 2]) for z in range(4)),
+    cell("nan ratio", "nonfinite", zero_stage=1, how="ratio"),
     *(cell(f"inf, zero{z}", "nonfinite", zero_stage=z, how="inf", model=("critic", "policy")[z % 2]) for z in range(4)),
     *(cell(f"{how}, bf16 zero{z}", "nonfinite", zero_stage=z, how=how, bf16=True)
       for how, z in (("nan", 2), ("inf", 2), ("inf", 3))),

@@ -171,7 +171,8 @@ def run_directly(**flags):
     ({"overlong": "keep"}, ["--overlong keep", "zero or drop"]),
     ({"log_with": "paper"}, ["--log_with paper", "wandb"]),
     ({"offload": "all"}, ["--offload all", "idle"]),
-    ({"offload": "idle"}, ["--offload idle", "--zero_stage 1"]),
+    ({"offload": "idle", "zero_stage": 2}, ["--offload idle", "--zero_stage 3"]),
+    ({"tensor_parallel": 0}, ["--tensor_parallel 0", "2 ranks"]),
     ({"reward": "essay"}, ["--reward essay", "math or code"]),
     ({"partial_reward": "true"}, ["--partial_reward", "--reward code"]),
     ({"data": None}, ["--data", "at least one file"]),
@@ -244,9 +245,11 @@ def test_exit_code_2_and_one_line(tiny, tmp_path):
     (RuntimeError("[gloo] Connection\nclosed by peer [10.0.0.2]:99"), "lost contact with another rank", 1),
     (RuntimeError("Watchdog caught collective operation timeout: ALLREDUCE timed out"), "lost contact", 1),
     (FloatingPointError("step 3, Policy: loss or gradient not finite"), "step 3, Policy", 1),
+    (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "phase sync: out of GPU memory", 2),
+    (RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:1"), "lower --gpu_memory_utilization", 2),
 ])
 def test_errors_are_one_line_with_an_exit_code(error, words, code):
-    line, got = check.explain(error)
+    line, got = check.explain(error, "sync")
     assert got == code
     assert words in line
     assert "\n" not in line
@@ -254,7 +257,7 @@ def test_errors_are_one_line_with_an_exit_code(error, words, code):
 
 def test_bugs_are_not_explained_away():
     with pytest.raises(KeyError):
-        check.explain(KeyError("a bug"))
+        check.explain(KeyError("a bug"), "sync")
 
 
 def test_too_small_kv_cache_is_exit_code_2(tiny, tmp_path):

@@ -1,10 +1,12 @@
-"""TRL's GRPOTrainer beside train.py: the same model, prompts, sample count and lengths, no KL.
+"""TRL's GRPOTrainer beside train.py: the same model, prompts, sample count and lengths, no KL; every second sample
+counts as right, so that no group is flat and neither side has less to train on.
 
 bench.py's part `trl` imports this; `make bench` puts TRL into .venv/trl, on top of .venv's torch and transformers.
 There this file runs as a script, with TRL generating by transformers: its colocated vLLM fails on a CPU.
 """
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
@@ -46,7 +48,7 @@ def trl_seconds(model: str, data: str, prompts: int, samples: int, longest: int,
     trainer = GRPOTrainer(
         model=model, args=args, callbacks=[Timer()], train_dataset=Dataset.from_list(
             [{"prompt": f"{q}<think>"} for q in questions]),
-        reward_funcs=lambda completions, **_: [float(len(text) % 3 == 0) for text in completions])
+        reward_funcs=lambda completions, **_: [k % 2.0 for k in range(len(completions))])
     trainer.train()
     return seconds
 
@@ -60,7 +62,7 @@ def ours(model: str, data: str, run_dir: str, prompts: int, samples: int, longes
         "micro_rollout_batch_size": prompts * samples, "zero_stage": 0, "bf16": "false", "actor_learning_rate": 1e-9,
         "gradient_checkpointing": "false", "save_interval": 0, "log_with": "none", "eval_interval": 0}
     argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
-    subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], check=True, capture_output=True, env=alone())
+    subprocess.run([sys.executable, __file__, "--ours", *argv], check=True, capture_output=True, env=alone())
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -84,5 +86,13 @@ def compare(folder: str, name: str, model: str, prompts: int, samples: int, long
     return {f"trl_vs_ours_{name}": (statistics.median(ratios), note)}
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "--ours":  # train.py with the flags behind it
+    sys.path.insert(0, str(ROOT))
+    import reward
+
+    graded = reward.Grader.results
+    reward.Grader.results = lambda self: {key: key % 2.0 for key in graded(self)}
+    sys.argv[:2] = ["train.py"]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+elif __name__ == "__main__":
     print(json.dumps(trl_seconds(*sys.argv[1:3], *map(int, sys.argv[3:]))))

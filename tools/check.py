@@ -3,9 +3,11 @@ import dataclasses
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -20,11 +22,16 @@ class ConfigError(ValueError):
     """A setting that cannot work; one line that names the flag, the numbers and what to do."""
 
 
-def explain(error: Exception) -> tuple[str, int]:
+def explain(error: Exception, phase: str) -> tuple[str, int]:
     """One line for the user and the exit code: 2 for bad input, 1 for what happened to a run. Raises what is a bug."""
+    line = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and "out of memory" in line:  # torch's, and vLLM's when it wakes up
+        held, reserved = torch.cuda.memory_allocated() / 2**30, torch.cuda.memory_reserved() / 2**30
+        lower = "--gpu_memory_utilization" if phase in ("loading", "rollout", "sync") else "--micro_train_batch_size"
+        return (f"phase {phase}: out of GPU memory; tensors hold {held:.1f} GiB, {reserved:.1f} reserved; lower "
+                f"{lower} or --packing_max_len, or try --offload idle: {line[:300]}"), 2
     if isinstance(error, (ConfigError, SamplerError, ckpt.CheckpointError, OSError)):
         return str(error), 2
-    line = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and re.search("closed by peer|reset by peer|timed? ?out", line, re.IGNORECASE):
         return f"{socket.gethostname()} lost contact with another rank, or it is stuck: {line[:400]}; start again", 1
     if isinstance(error, FloatingPointError):
@@ -57,7 +64,8 @@ def check_config(cfg, world: int) -> None:
          "stage 2 or 3; add --zero_stage 2 or --bf16 false"),
         (cfg.rollout_batch_size % world == 0, f"--rollout_batch_size {cfg.rollout_batch_size}: prompts do not divide "
          f"over {world} ranks; use a multiple of {world}"),
-        (world % cfg.tensor_parallel == 0, f"--tensor_parallel {cfg.tensor_parallel}: does not divide {world} ranks"),
+        (cfg.tensor_parallel > 0 and world % cfg.tensor_parallel == 0, f"--tensor_parallel {cfg.tensor_parallel}: does "
+         f"not divide {world} ranks"),
         (cfg.prompt_max_len < cfg.max_len, f"--prompt_max_len {cfg.prompt_max_len} leaves no room for a response in "
          f"--max_len {cfg.max_len}: lower the one or raise the other"),
         (cfg.packing_max_len >= cfg.max_len, f"--packing_max_len {cfg.packing_max_len}: a row must hold one sample of "
@@ -69,8 +77,8 @@ def check_config(cfg, world: int) -> None:
          "--estimator gae, --gamma 1 and --lambd 1, where a sample's return does not depend on its values"),
         (cfg.log_with in ("tensorboard", "wandb", "none"), f"--log_with {cfg.log_with}: tensorboard, wandb or none"),
         (cfg.offload in ("none", "idle"), f"--offload {cfg.offload}: choose none or idle"),
-        (cfg.offload == "none" or cfg.zero_stage > 0, "--offload idle: needs --zero_stage 1 or more, whose optimizer "
-         "has states of its own"),
+        (cfg.offload == "none" or cfg.zero_stage == 3, "--offload idle: needs --zero_stage 3; below, DeepSpeed holds "
+         "views of the optimizer's states, which would stay on the GPU"),
         (cfg.reward in ("math", "code"), f"--reward {cfg.reward}: choose math or code"),
         (not cfg.partial_reward or cfg.reward == "code", "--partial_reward: only with --reward code"),
         (cfg.overlong in ("zero", "drop"), f"--overlong {cfg.overlong}: choose zero or drop"),
@@ -96,10 +104,12 @@ def parameters(config) -> int:
 
 
 def checkpoint_bytes(cfg) -> int:
-    """A checkpoint's size at most: weights, fp32 masters and two moments of policy and critic; 0 for the tiny demo."""
+    """What the checkpoints to come need: weights, fp32 masters and two moments of policy and critic each, keep_last of
+    them beside the next. One where that has no bound (--keep_last 0; --keep_every); 0 for the tiny demo."""
     if cfg.model is None or cfg.eval_only:
         return 0
-    return 16 * parameters(read_config(cfg)) * (1 + (cfg.estimator == "gae"))
+    many = max(1, (cfg.keep_last and cfg.keep_last + 1) - len(ckpt.checkpoints(cfg.run_dir)))
+    return many * 16 * parameters(read_config(cfg)) * (1 + (cfg.estimator == "gae"))
 
 
 def check_architecture(config) -> None:
@@ -167,6 +177,10 @@ def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") ->
 def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
     """Shows what changed since the checkpoint; raises ConfigError where it would be another run. True where ranks or
     ZeRO stage differ, so that its resharded form is to be loaded."""
+    if path.parent != (run_dir := Path(flags["run_dir"]).absolute()):
+        saved["marks"] = {}  # of another folder's logs
+        if ckpt.checkpoints(run_dir):
+            raise ConfigError(f"--resume {path}: {run_dir} has checkpoints of its own; choose another --run_dir")
     names = list(flags)
     free = names[names.index("run_dir"):] + (["num_episodes"] if flags["lr_end"] is None else [])
     changed = [name for name in names if saved["config"].get(name) != flags[name]]
@@ -184,6 +198,13 @@ def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
     return moved
 
 
+def resume_command() -> str:
+    """What started this run: the launcher's command line, which knows ranks and machines, or else our own."""
+    words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    words = words if any(word.endswith("train.py") for word in words) else [sys.executable, *sys.argv]
+    return shlex.join([*words, *([] if words[-2:] == ["--resume", "auto"] else ["--resume", "auto"])])
+
+
 def check_sampler(sampler, policy, prompts: list[list[int]], cfg, device) -> float:
     """Raises ConfigError where any rank's sampler does not give the trainer's log-probs: a stale or different model."""
     few = prompts[:4]
@@ -194,7 +215,8 @@ def check_sampler(sampler, policy, prompts: list[list[int]], cfg, device) -> flo
     batch = ppo.Batch(prompt_ids, response_ids, torch.zeros(len(prompt_ids)), torch.zeros(len(prompt_ids)), {})
     ours = ppo.token_pass(batch, cfg, device, lambda rows: policy(rows, cfg.temperature)[0])  # (T,)
     pairs = zip(ours.split(batch.length.tolist()), logprobs)
-    off = max((one - torch.tensor(other, device=device)).abs().mean().item() for one, other in pairs)  # of a sample
+    apart = [(one - torch.tensor(other, device=device)).abs().mean() for one, other in pairs]  # a mean per sample
+    off = torch.stack(apart).max().item()  # unlike Python's max, NaN wins
     if not off < (allowed := 0.05 if cfg.bf16 else 1e-4):
         raise ConfigError(f"--model {cfg.model}: sampler and trainer disagree by {off:.2g} in the mean |log-prob| of a "
                           f"sample, allowed {allowed}; ppo.Policy does not compute this architecture's logits")

@@ -27,8 +27,8 @@ def list_checkpoints(run: Path) -> None:
     for path in ckpt.checkpoints(run):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
-        verdict = "complete" if ckpt.is_complete(path) else "TORN"
-        verdict += ", any number of ranks" if ckpt.is_complete(path / "universal") else ""
+        verdict = "complete" if ckpt.manifest(path) else "TORN"
+        verdict += ", any number of ranks" if ckpt.manifest(path / "universal") else ""
         print(f"{ckpt.step_of(path):8d}  {when}  {size / 2**20:10.1f} MiB  {verdict}")
 
 

@@ -11,16 +11,14 @@ from deepspeed.comm.comm import comms_logger
 import ppo
 
 
-def rollout_metrics(records: list[dict], batch, longest: int, text_metrics) -> dict:
-    """What ORZ's users watch, from the samples alone; text_metrics: the task's. Histograms: counts in 16 equal bins of
-    0 to `longest` tokens."""
+def rollout_metrics(records: list[dict], batch, longest: int) -> dict:
+    """What ORZ's users watch, from the samples alone. Histograms: counts in 16 equal bins of 0 to `longest` tokens."""
     length, rewards = batch.length.double().numpy(), batch.rewards.numpy()  # (N,), (N,)
     solved = np.bincount(batch.groups.numpy(), rewards > 0)[np.unique(batch.groups.numpy())] > 0  # (groups,)
     metrics = {"reward": rewards.mean(), "pass_at_n": solved.mean(),
                "truncated": np.mean([r["finish_reason"] != "stop" for r in records]),
                "response_length": length.mean(), "total_length": np.mean(batch.size)}
-    texts = [text_metrics(r["text"]) for r in records]
-    metrics |= {key: np.mean([t[key] for t in texts]) for key in texts[0]}
+    metrics |= {key: np.mean([r["text_metrics"][key] for r in records]) for key in records[0]["text_metrics"]}
     metrics = {key: float(value) for key, value in metrics.items()}
     for name, some in (("right", length[rewards > 0]), ("wrong", length[rewards <= 0])):
         if len(some):

@@ -56,6 +56,7 @@ def estimate(cfg, config, world: int, card_bytes: float) -> Memory:
     size, layers = check.parameters(config), config.num_hidden_layers
     hidden, vocab = config.hidden_size, config.vocab_size
     models, width = 1 + (cfg.estimator == "gae"), 2 if cfg.bf16 else 4
+    awake = 1 if cfg.offload == "idle" else models  # whose masters and moments are on the card
     shards = [world if cfg.zero_stage >= needed else 1 for needed in (1, 2, 3)]  # of optimizer, gradients, weights
     gathered = width * vocab * hidden if cfg.zero_stage == 3 else 0  # the largest parameter, whole for a moment
     tokens = cfg.micro_train_batch_size * cfg.packing_max_len
@@ -66,7 +67,7 @@ def estimate(cfg, config, world: int, card_bytes: float) -> Memory:
     sampler_weights = size * (1 if cfg.rollout_quantization else width) / cfg.tensor_parallel
     return Memory(
         weights=(models * size * width / shards[2] + gathered) / GIB,
-        optimizer=models * size * (12 if cfg.bf16 or cfg.zero_stage else 8) / shards[0] / GIB,
+        optimizer=awake * size * (12 if cfg.bf16 or cfg.zero_stage else 8) / shards[0] / GIB,
         gradients=models * size * 4 / shards[1] / GIB, activations=(kept + inside) / GIB,
         head=(3 * 2**29 + 4 * vocab * hidden) / GIB, sampler=sampler / GIB,
         kv_tokens=int(max(0, sampler - sampler_weights - 2 * GIB) * cfg.tensor_parallel / kv_bytes),

@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from tqdm import tqdm
 
 import ckpt
 from tools import check, metrics, plot
@@ -29,14 +30,21 @@ def sample_lines(records: list[dict], problems: list, step: int, name: str):
                "finish_reason": r["finish_reason"], "length": len(r["response_ids"])}
 
 
+def progress(items, name: str, **settings) -> tqdm:
+    """A bar on rank 0's terminal, gone when it is done; nothing elsewhere."""
+    return tqdm(items, name, leave=False, disable=dist.get_rank() > 0 or None, **settings)
+
+
 class Clock:
     """Seconds per phase of one step: `with clock("rollout"): ...`; adds up over repeated phases."""
+    phase = "loading"  # of whichever clock: for the message of an error
+
     def __init__(self):
-        self.phase, self.seconds, self.start, self.wait = "start", {}, time.perf_counter(), 0.0
+        self.seconds, self.start, self.wait, self.lost = {}, time.perf_counter(), 0.0, 0
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
-        self.phase, begin = phase, time.perf_counter()
+        Clock.phase, begin = phase, time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -66,17 +74,6 @@ def quiet(path: Path) -> None:
     sys.stdout, sys.stderr = os.fdopen(screen, "w", buffering=1), os.fdopen(errors, "w", buffering=1)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-
-
-def out_of_memory(step: int, phase: str, device) -> str:
-    """What to say when the planner was wrong."""
-    held, reserved = torch.cuda.memory_allocated(device) / 2**30, torch.cuda.memory_reserved(device) / 2**30
-    card = torch.cuda.mem_get_info(device)[1] / 2**30
-    flags = "--packing_max_len or --micro_train_batch_size"
-    if phase in ("rollout", "sync"):
-        flags = "--gpu_memory_utilization"
-    return (f"step {step}, phase {phase}: out of GPU memory; tensors hold {held:.1f} GiB, {reserved:.1f} reserved, of "
-            f"{card:.1f}; lower {flags}, or try --offload idle")
 
 
 def tracker(cfg, run_dir: Path, step: int):
@@ -128,10 +125,10 @@ class RunLog:
 
     def step(self, records, problems, batch, learned: dict, step: int, total_steps: int, clock, cfg) -> None:
         """A finished step: metrics, samples, a line on the screen."""
-        seconds, world = time.perf_counter() - clock.start, dist.get_world_size()
-        line = {"step": step} | metrics.rollout_metrics(
-            records, batch, cfg.generate_max_len, self.task.text_metrics) | learned | {
-            "seconds_waited": clock.wait, "token_imbalance": metrics.imbalance(batch.size, world),
+        line = {"step": step} | metrics.rollout_metrics(records, batch, cfg.generate_max_len) | learned
+        imbalance, seconds = metrics.imbalance(batch.size, dist.get_world_size()), time.perf_counter() - clock.start
+        line |= {
+            "reward_lost": clock.lost, "seconds_waited": clock.wait, "token_imbalance": imbalance,
             "seconds": seconds, "tokens_per_second": sum(batch.size) / seconds,
             "mfu": metrics.mfu(sum(batch.size), self.parameters, clock.seconds, cfg, self.peak)} | {
             f"seconds_{phase}": value for phase, value in clock.seconds.items()}

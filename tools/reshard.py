@@ -23,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def checked(path: Path) -> dict:
     """The state of a checkpoint whose every file matches its hash, or CheckpointError."""
-    if not ckpt.is_complete(path):
+    if not ckpt.manifest(path):
         raise ckpt.CheckpointError(f"{path} is not a complete checkpoint; see `convert.py list {path.parent}`")
     for name, entry in json.loads((path / "manifest.json").read_text()).items():
         if ckpt.describe(path / name) != entry:
@@ -75,7 +75,7 @@ def merged(part: Path, zero_stage: int) -> tuple[dict[str, torch.Tensor], float]
 
 def reshard(path: Path) -> None:
     """Adds universal/ to a checkpoint: each engine's full tensors in one safetensors file, flushed and renamed last."""
-    path = path if (path / "manifest.json").exists() else next(filter(ckpt.is_complete, ckpt.checkpoints(path)), path)
+    path = path if (path / "manifest.json").exists() else next(filter(ckpt.manifest, ckpt.checkpoints(path)), path)
     stage, beside, files = checked(path)["config"]["zero_stage"], path / ".universal", {}
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
@@ -93,11 +93,11 @@ def reshard(path: Path) -> None:
     print(f"{path} can now be resumed on any number of ranks and with any --zero_stage")
 
 
-def load(path: Path, engines: dict) -> None:
-    """Fills engines of any ZeRO stage and number of ranks from `reshard`'s files; all ranks call it."""
+def load(path: Path, engines) -> None:
+    """Fills (name, engine) pairs of any ZeRO stage and number of ranks from `reshard`'s files; all ranks call it."""
     if problem := ckpt.damage(path / "universal"):
         raise ckpt.CheckpointError(f"{path}/universal: {problem}; run `python tools/convert.py reshard {path}` again")
-    for engine_name, engine in engines.items():
+    for engine_name, engine in engines:
         with safe_open(path / "universal" / f"{engine_name}.safetensors", "pt") as file:
             stage, step, keys = engine.zero_optimization_stage(), float(file.metadata()["step"]), set(file.keys())
             attribute = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"

@@ -52,7 +52,8 @@ def same_word(got, want):
 class Grader(contextlib.AbstractContextManager):
     """Grades samples as they end, `workers` at a time. Reward: 1.0 if all tests pass, else 0.0; partial: their share.
 
-    A run of the program has cpu_seconds and memory_mb, all runs for a sample wall_seconds; counts never go back to 0.
+    A test has cpu_seconds and memory_mb; all tests of a sample wall_seconds or, so that a busy machine fails no honest
+    program, twice their CPU time, if that is more. counts never go back to 0.
     """
 
     def __init__(self, workers: int = 1, cpu_seconds: int = 6, wall_seconds: int = 60, partial=False, memory_mb=1024):
@@ -74,9 +75,9 @@ class Grader(contextlib.AbstractContextManager):
         verdict = self.threads.submit(self.check, code, label, self.mode) if code else self.threads.submit(tuple, [0.0])
         self.verdicts[key] = verdict
 
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; True once every verdict is there."""
-        return not futures.wait(self.verdicts.values(), seconds).not_done
+    def pending(self, seconds: float) -> int:
+        """How many verdicts are still to come after at most so long."""
+        return len(futures.wait(self.verdicts.values(), seconds).not_done)
 
     def results(self) -> dict:
         """{key: reward} of all that was submitted since the last call; waits for what is pending."""
@@ -88,8 +89,9 @@ class Grader(contextlib.AbstractContextManager):
     def check(self, code, label, mode):
         """In a thread: (the reward of a program, the counts that it adds to); its processes have ended by then."""
         task, folder = json.loads(label), tempfile.mkdtemp()
+        wall = max(self.wall_seconds, 2 * self.limits["CPU"] * len(task["tests"]))
         job = {"mode": mode, "parent": os.getpid(), "prefix": sys.base_prefix, "limits": self.limits,
-               "wall_seconds": self.wall_seconds, "partial": self.partial, "calls": task["calls"],
+               "wall_seconds": wall, "partial": self.partial, "calls": task["calls"],
                "code": f"{task['setup']}\n{code}", "inputs": [test[0] for test in task["tests"]]}
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
         process = Popen([os.path.realpath(sys.executable), "-P", "-s", "-S", JAIL], stdin=PIPE, stdout=PIPE,
