@@ -102,10 +102,10 @@ def describe(path: Path) -> dict:
 class DurableWriter(CheckpointEngine):
     """DeepSpeed reads and writes through this: flushed, hashed, and silent on an error until the ranks compare notes.
     An exception inside DeepSpeed's save would leave its barriers and hang the other ranks.
-    A thread flushes and hashes a file while the next one is written: that halves the time."""
+    Threads flush and hash a file while the next one is written: that halves the time."""
 
     def __init__(self):
-        self.error, self.jobs, self.thread = None, {}, ThreadPoolExecutor(1)
+        self.error, self.jobs, self.threads = None, {}, ThreadPoolExecutor(2)
         torch.serialization.set_crc32_options(False)  # SHA-256 says it all; a third of the time of torch.save
 
     def create(self, info) -> None:
@@ -123,7 +123,7 @@ class DurableWriter(CheckpointEngine):
     def write(self, state_dict, path: str) -> None:
         with open(path, "wb") as file:
             torch.save(state_dict, file)
-        self.jobs[path] = [self.thread.submit(job, path) for job in (fsync, describe)]
+        self.jobs[path] = [self.threads.submit(job, path) for job in (fsync, describe)]
 
     def finish(self) -> dict[str, dict]:
         """Waits until this rank's files are on disk; their sizes and hashes by path. Sets `error`, as all here."""

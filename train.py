@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +28,7 @@ import ppo
 from rollout import LengthBudget, Sampler, Signals, Stopped, hash64, problem_order, start_distributed
 from tools import check, demo, plan, reshard
 from tools.check import ConfigError
-from tools.report import Clock, RunLog, progress, quiet
+from tools.report import Clock, RunLog, elapsed, progress, quiet
 
 
 @dataclass
@@ -222,7 +221,7 @@ def evaluate(rollout: Rollout, sets: dict[str, tuple], step: int, log: RunLog) -
             log.evaluation(name, records, problems, rollout.cfg.eval_n, step)
 
 
-def evaluate_only(begin: float, cfg: Config, sets: dict[str, tuple], task, signals: Signals, run_dir: Path) -> None:
+def evaluate_only(cfg: Config, sets: dict[str, tuple], task, signals: Signals, run_dir: Path) -> None:
     """--eval_only: the same evaluation on the sampler alone; a table, and everything about it in result.json."""
     if ckpt.checkpoints(run_dir):
         raise ConfigError(f"--run_dir {run_dir} holds a training run; choose another one for --eval_only")
@@ -233,7 +232,7 @@ def evaluate_only(begin: float, cfg: Config, sets: dict[str, tuple], task, signa
     with rollout.grader:
         evaluate(rollout, sets, 0, log)
     if first:
-        log.table(begin, cfg)
+        log.table(cfg)
 
 
 def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total: int, cfg: Config, device) -> dict:
@@ -292,14 +291,14 @@ def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
                                       for name, path in check.eval_names(cfg).items()}
 
 
-def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> None:
+def main(cfg: Config, rank: int, world: int, device, store) -> None:
     say = print if rank == 0 else lambda *_, **__: None
     check.check_config(cfg, world)
     flags, run_dir = vars(cfg).copy(), Path(cfg.run_dir).absolute()
     lock = ckpt.preflight(run_dir, check.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
     base_seconds, task, tokenizer, eval_sets = load_task(cfg, run_dir, rank, world, device, say)
     if cfg.eval_only:
-        return evaluate_only(begin, cfg, eval_sets, task, Signals(store), run_dir)
+        return evaluate_only(cfg, eval_sets, task, Signals(store), run_dir)
     problems, prompts = check.read_problems(task, cfg.data, cfg, tokenizer, say)
     all_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
     total_steps = all_steps if cfg.max_steps is None else min(all_steps, cfg.max_steps)
@@ -329,7 +328,7 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     off = check.check_sampler(rollout.sampler, policy, prompts, cfg, device)
     say(f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, {world} rank(s) of "
         f"{torch.get_num_threads()} thread(s), ZeRO {cfg.zero_stage}; steps {start} to {total_steps}; sampler agrees "
-        f"with trainer to {off:.0e}; ready after {time.time() - begin:.0f} s", flush=True)
+        f"with trainer to {off:.0e}; ready after {elapsed():.0f} s", flush=True)
 
     def save(step: int, marks: dict) -> bool:
         state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
@@ -411,16 +410,16 @@ def main(begin: float, cfg: Config, rank: int, world: int, device, store) -> Non
     if due:
         raise ckpt.CheckpointError(f"step {total_steps} is NOT saved, see above; the same command tries again")
     if rank == 0:
-        log.result(begin, base_seconds, cfg, total_steps, flags["model"] is None)
+        log.result(base_seconds, cfg, total_steps, flags["model"] is None)
 
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
-    begin, store, world, code = time.time(), None, 1, 0
+    rank, world, store, code = 0, 1, None, 0
     try:
         cfg = parse_flags(sys.argv[1:])
         rank, world, device, store = start_distributed(cfg.dist_timeout)
-        main(begin, cfg, rank, world, device, store)
+        main(cfg, rank, world, device, store)
     except Exception as error:
         line, code = check.explain(error, Clock.phase)  # raises what is a bug
         # an error that all ranks share is told by the first of them, with exit code 2; the others are each rank's own

@@ -217,12 +217,12 @@ def rank_worker(model: str) -> None:
     """Under torchrun: tokens/s of a policy and a critic update, one thread a rank."""
     rank, _, device, _ = rollout.start_distributed()
     torch.set_num_threads(1)
-    cfg, batch = config(model, zero_stage=1), make_batch(32, 512, 32768)
+    cfg, batch = config(model, zero_stage=1), make_batch(8, 256, 32768)
     engines, seconds = (ppo.make_policy(cfg), ppo.make_critic(cfg)), []
     for _ in range(4):
         begin = time.perf_counter()
         for engine, loss_fn in zip(engines, (ppo.policy_loss, ppo.critic_loss)):
-            ppo.update(engine, loss_fn, batch, list(range(32)), cfg, 0.0, device)
+            ppo.update(engine, loss_fn, batch, list(range(8)), cfg, 0.0, device)
         seconds.append(time.perf_counter() - begin)
     if rank == 0:
         print(json.dumps({"tokens_per_s": sum(batch.size) / statistics.median(seconds[1:])}))
