@@ -108,9 +108,9 @@ def load_body(cfg, auto_class) -> nn.Module:
     """The model folder's weights in the training dtype, dropout off: a dropped unit would break ratio = 1."""
     shards = cfg.zero_stage == 3 and HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841  no rank holds a whole model
     model = auto_class.from_pretrained(cfg.model, dtype=torch.bfloat16 if cfg.bf16 else torch.float32,
-                                       attn_implementation=cfg.attention, attention_dropout=0.0)
-    for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):
-        module.p = 0.0
+                                       attn_implementation=cfg.attention)
+    for module in model.modules():  # nn.Dropout has p; attention layers have a number that they pass on
+        vars(module).update({name: 0.0 for name in ("p", "attention_dropout") if name in vars(module)})
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # from_pretrained leaves eval mode, where checkpointing is silently off

@@ -72,13 +72,15 @@ def load_problems(path: str, template: str, bos="", columns=("question", "answer
             else:
                 question, label = record[columns[0]], record[columns[1]]
             answer = str(label).rpartition("####")[2].strip()  # GSM8K puts the worked solution first
-            if not isinstance(question, str) or not question.strip():
+            if not isinstance(question, str) or not question.encode().strip():  # encode: no lone surrogates
                 raise ValueError(f"its question is no text: {question!r:.99}")
             if not isinstance(label, (str, int, float)) or isinstance(label, bool) or not answer or "\n" in answer:
                 raise ValueError(f"lacks an answer of one line (GSM8K: after '#### '): {label!r:.99}")
             problems.append(Problem(len(problems), question, answer, template.replace("{question}", question)))
     except Exception as error:  # files, JSON, forms; the datasets library alone has a dozen kinds for "not found"
-        reason = f"lacks {error} of its form" if isinstance(error, LookupError) else f"{type(error).__name__}: {error}"
+        kinds = {KeyError: f"lacks {error} of its form", IndexError: "has an empty list where its form has items",
+                 TypeError: f"is not of its form: {error}"}
+        reason = kinds.get(type(error), f"{type(error).__name__}: {error}")
         hint = f"give a list of ORZ's or GSM8K's items, columns {columns}, or a dataset with split {split!r}"
         raise RewardError(f"{place}: {' '.join(reason.split())[:300]}; {hint}") from None
     if not problems:

@@ -75,9 +75,9 @@ def start_distributed(timeout: float = 1800) -> tuple[int, int, torch.device, di
     else:  # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    store, rank, world = next(dist.rendezvous("env://"))
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=datetime.timedelta(seconds=timeout))
+    patience = datetime.timedelta(seconds=timeout)
+    store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=patience)
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     return rank, world, device, dist.PrefixStore("nanoorz", store)
 

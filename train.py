@@ -172,14 +172,13 @@ class Rollout:
                     if speaks:
                         self.grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
                         records.append(vars(sample) | {"problem": i, "text_metrics": numbers})
-            self.signals.agree()
         with clock("reward"), progress(None, "scoring", total=len(records)) as bar:
             while (pending := self.grader.pending(0.5)) and not self.signals.poll():
                 bar.update(len(records) - pending - bar.n)
-            self.signals.agree()
+        with clock("gather"):
+            self.signals.agree()  # the first collective since sampling began: here the ranks wait for each other
             for key, reward in self.grader.results().items():
                 records[key]["reward"] = reward
-        with clock("gather"):
             lost = sum(many for event, many in self.grader.counts.items() if event.endswith(("timeouts", "crashes")))
             seconds, parts, losses = zip(*ckpt.everywhere((clock.seconds["rollout"], records, lost)))
             clock.wait, clock.lost = max(seconds) - np.mean(seconds), sum(losses)
@@ -279,7 +278,8 @@ def learning_rate(peak: float, end: float | None, warmup: int, total: int, step:
 def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
     """The demo's base model where there is no other, the task's module, the tokenizer, the evaluation sets."""
     quiet(run_dir / "run.log")
-    seconds = ckpt.everywhere(rank == 0 and cfg.model is None and demo.build(str(run_dir / "base"), cfg.seed))[0]
+    check.compile_op()
+    seconds = ckpt.everywhere(rank == 0 and cfg.model is None and demo.build(str(run_dir / "base"), cfg.seed))[0] or 0.0
     if cfg.model is None:
         cfg.model = base = str(run_dir / "base")
         cfg.data, cfg.eval_data = cfg.data or [f"{base}/train.json"], cfg.eval_data or [f"{base}/eval.json"]
@@ -321,7 +321,7 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
     engines = {"policy": policy} | ({"critic": critic} if critic else {})
     if path:
         (reshard.load if moved else ckpt.load)(path, progress(engines.items(), f"loading {path.name}"))
-    history, budget = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps"))
+    history, budget, due = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps")), False
     if rank == 0:
         log.start(start, saved.get("marks", {}), cfg, world, device, check.parameters(policy.module.model.config))
     rollout.sampler.sync(ppo.named_weights(policy))
@@ -339,13 +339,12 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
         say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")
         return error is None
 
-    due = False  # a checkpoint that is due, or failed at an earlier step
     try:
         for step in range(start, total_steps + 1):
             log.flush()
             marks = ckpt.mark(run_dir)
             due = due or step > start and (step == total_steps or cfg.save_interval and step % cfg.save_interval == 0)
-            due = due and not save(step, marks)
+            due = due and not save(step, marks)  # and still due where that failed
             signals.agree()
             focus(engines, set(), cfg)
             if step in (0, total_steps) or cfg.eval_interval and step % cfg.eval_interval == 0:
@@ -404,6 +403,7 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
         raise FloatingPointError(f"step {step + 1}, {error}; the newest checkpoint is from before it") from error
     finally:
         rollout.grader.close()
+        log.close()
 
     for name, engine in progress(engines.items(), "exporting"):
         ckpt.export(run_dir / name, engine.module.model, ppo.named_weights(engine), tokenizer)

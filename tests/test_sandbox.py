@@ -438,7 +438,8 @@ def test_forms(grader, tmp_path, name):
 
 
 @pytest.mark.parametrize("record", [
-    {}, {"question": "x"}, {"question": "x", "tests": []}, {"question": "x", "tests": [[1, 2]]}])
+    {}, {"question": "x"}, {"question": "x", "tests": []}, {"question": "x", "tests": [[1, 2]]},
+    {"question": "\ud800", "tests": PAIRS}, {"question": 5, "tests": PAIRS}, {"tests": PAIRS}])
 def test_bad_items_are_named(tmp_path, record):
     (tmp_path / "data.jsonl").write_text(json.dumps(record))
     with pytest.raises(sandbox.RewardError, match="data.jsonl: item 1"):

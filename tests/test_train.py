@@ -1,6 +1,7 @@
 """Whole runs of the real train.py on the real engines, and what it says to bad input."""
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny as maker
 import torch
+import torch.distributed as dist
 from conftest import ROOT, SMALL, clean_environment, jsonl, launch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -145,6 +147,32 @@ def test_real_problems_orz_template(tmp_path, estimator):
 
 # Bad input: one line that says what, where and what to do; exit code 2.
 
+def test_models_that_cannot_be_used_are_refused(tmp_path):
+    """Each before a weight is read: no causal LM, a head with a bias, a window over the keys."""
+    from transformers import GPT2Config, MistralConfig, PhiConfig, T5Config
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    for config, words in ((T5Config(), "T5Config"), (PhiConfig(**sizes), "head has a bias"),
+                          (MistralConfig(**sizes, sliding_window=8), "sliding_window=8")):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(check.ConfigError, match=words):
+            check.read_config(train.Config(model=str(tmp_path)))
+    GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    assert check.read_config(train.Config(model=str(tmp_path))).model_type == "gpt2"
+
+
+def test_stale_lock_of_a_killed_compilation_is_taken_away():
+    """torch waits on it for ever, and silently."""
+    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm" / "lock"
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import rollout; rollout.start_distributed(); "
+            "from tools import check; check.compile_op()")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.touch()
+    os.utime(lock, (1, 1))  # not of a compilation that is under way: that one must be left alone
+    subprocess.run([sys.executable, "-c", code], env=clean_environment(), timeout=200, check=True, capture_output=True)
+    assert not lock.exists()
+
+
 def run_directly(**flags):
     argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
     command = [sys.executable, str(ROOT / "train.py"), *argv]
@@ -172,7 +200,16 @@ def run_directly(**flags):
     ({"log_with": "paper"}, ["--log_with paper", "wandb"]),
     ({"offload": "all"}, ["--offload all", "idle"]),
     ({"offload": "idle", "zero_stage": 2}, ["--offload idle", "--zero_stage 3"]),
-    ({"tensor_parallel": 0}, ["--tensor_parallel 0", "2 ranks"]),
+    ({"tensor_parallel": 0}, ["--tensor_parallel 0", "at least 1"]),
+    ({"keep_last": -1}, ["--keep_last -1", "at least 0"]),
+    ({"max_steps": -1}, ["--max_steps -1", "at least 0"]),
+    ({"gamma": "nan"}, ["--gamma nan", "a number"]),
+    ({"kv_cache_gb": "inf"}, ["--kv_cache_gb inf", "a number"]),
+    ({"seed": 10**20}, ["--seed", "a number"]),
+    ({"top_p": 0}, ["--top_p 0", "above 0"]),
+    ({"gpu_memory_utilization": 1.5}, ["--gpu_memory_utilization 1.5", "up to 1"]),
+    ({"attention": "magic"}, ["--attention magic", "sdpa"]),
+    ({"log_with": "wandb"}, ["--log_with wandb", "pip install"]),
     ({"reward": "essay"}, ["--reward essay", "math or code"]),
     ({"partial_reward": "true"}, ["--partial_reward", "--reward code"]),
     ({"data": None}, ["--data", "at least one file"]),
@@ -244,6 +281,8 @@ def test_exit_code_2_and_one_line(tiny, tmp_path):
     (PermissionError(13, "Permission denied", "/here"), "/here", 2),
     (RuntimeError("[gloo] Connection\nclosed by peer [10.0.0.2]:99"), "lost contact with another rank", 1),
     (RuntimeError("Watchdog caught collective operation timeout: ALLREDUCE timed out"), "lost contact", 1),
+    (dist.DistNetworkError("The server socket has failed to bind: EADDRINUSE"), "MASTER_PORT", 2),
+    (RuntimeError("Error building extension 'deepspeed_shm_comm': ninja: interrupted"), "make install", 2),
     (FloatingPointError("step 3, Policy: loss or gradient not finite"), "step 3, Policy", 1),
     (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "phase sync: out of GPU memory", 2),
     (RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:1"), "lower --gpu_memory_utilization", 2),

@@ -45,7 +45,7 @@ FORMS = (  # what only sympy can tell, as MATH's labels have it: label, a right 
 TARGETS = {"checks_per_s": ">= 2000", "verdicts_differ": "== 0", "rollout_vs_vllm": ">= 0.95", "sync_vs_copy": "<= 3",
            "policy_vs_bare": ">= 0.9", "critic_vs_bare": ">= 0.9", "full_vs_lean": ">= 1.25", "ranks_2_vs_1": ">= 1.8",
            "memory_vs_full_logits": "<= 0.15", "scaling_exponent": "0.9 to 1.1", "overhead_share": "<= 0.03",
-           "trl_vs_ours_small": ">= 1.5", "trl_vs_ours_tiny": ">= 1"}
+           "trl_vs_ours_small": ">= 1.5", "trl_vs_ours_tiny": ">= 1", "phases_share": ">= 0.98"}
 
 
 def compare(a, b, rounds: int = 5) -> tuple[float, str]:
@@ -282,7 +282,9 @@ def bench_step(folder: str) -> dict:
                    env=bench_trl.alone())
     line = json.loads(Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()[-1])
     share = 1 - sum(line[f"seconds_{name}"] for name in ("rollout", "values", "critic", "policy")) / line["seconds"]
-    return {"overhead_share": (share, f"of a step of {line['seconds']:.1f} s")}
+    phases = sum(x for key, x in line.items() if key.startswith("seconds_") and key != "seconds_waited")
+    return {"overhead_share": (share, f"of a step of {line['seconds']:.1f} s"),
+            "phases_share": (phases / line["seconds"], "seconds of all phases / of the step")}
 
 
 def bench_trl_steps(folder: str) -> dict:

@@ -1,6 +1,9 @@
 """Before anything is trained: are the flags sound, do model, problems, an old checkpoint and the sampler fit them?"""
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
@@ -8,14 +11,21 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ckpt
 import ppo
 from rollout import SamplerError
+
+COUNTS = ("rollout_batch_size", "n_samples_per_prompt", "eval_n", "num_episodes", "generate_max_len", "prompt_max_len",
+          "micro_train_batch_size", "micro_rollout_batch_size", "num_warmup_steps", "tensor_parallel", "dist_timeout")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
 class ConfigError(ValueError):
@@ -32,6 +42,10 @@ def explain(error: Exception, phase: str) -> tuple[str, int]:
                 f"{lower} or --packing_max_len, or try --offload idle: {line[:300]}"), 2
     if isinstance(error, (ConfigError, SamplerError, ckpt.CheckpointError, OSError)):
         return str(error), 2
+    if isinstance(error, dist.DistError) and re.search("in use|EADDRINUSE", line):
+        return f"MASTER_PORT {os.environ.get('MASTER_PORT')} of {socket.gethostname()} is in use; choose another one", 2
+    if "Error building extension" in line:
+        return f"DeepSpeed's op is not compiled: {line[:200]}; `make install` compiles it, run.log says more", 2
     if isinstance(error, RuntimeError) and re.search("closed by peer|reset by peer|timed? ?out", line, re.IGNORECASE):
         return f"{socket.gethostname()} lost contact with another rank, or it is stuck: {line[:400]}; start again", 1
     if isinstance(error, FloatingPointError):
@@ -50,10 +64,11 @@ def is_first(store) -> bool:
 def check_config(cfg, world: int) -> None:
     """Raises ConfigError for what can be refused before a model is read."""
     samples, grouped = cfg.rollout_batch_size * cfg.n_samples_per_prompt, ("grpo", "rloo")
-    checks = [(getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: must be at least 1") for name in (
-        "rollout_batch_size", "n_samples_per_prompt", "eval_n", "num_episodes", "generate_max_len", "prompt_max_len",
-        "micro_train_batch_size", "micro_rollout_batch_size", "num_warmup_steps")]
-    checks += [
+    for name, value in vars(cfg).items():
+        least = 1 if name in COUNTS else 0
+        if type(value) in (int, float) and not least <= value < 2**63:  # NaN is not either
+            raise ConfigError(f"--{name} {value}: must be a number, at least {least}")
+    checks = [
         (cfg.estimator in ppo.ESTIMATORS, f"--estimator {cfg.estimator}: choose one of {', '.join(ppo.ESTIMATORS)}"),
         (cfg.policy_update_steps == 1, f"--policy_update_steps {cfg.policy_update_steps}: only 1; more updates per "
          "rollout need the probability ratio, which is left out because it is 1 on-policy"),
@@ -64,18 +79,22 @@ def check_config(cfg, world: int) -> None:
          "stage 2 or 3; add --zero_stage 2 or --bf16 false"),
         (cfg.rollout_batch_size % world == 0, f"--rollout_batch_size {cfg.rollout_batch_size}: prompts do not divide "
          f"over {world} ranks; use a multiple of {world}"),
-        (cfg.tensor_parallel > 0 and world % cfg.tensor_parallel == 0, f"--tensor_parallel {cfg.tensor_parallel}: does "
-         f"not divide {world} ranks"),
+        (world % cfg.tensor_parallel == 0, f"--tensor_parallel {cfg.tensor_parallel}: does not divide {world} ranks"),
         (cfg.prompt_max_len < cfg.max_len, f"--prompt_max_len {cfg.prompt_max_len} leaves no room for a response in "
          f"--max_len {cfg.max_len}: lower the one or raise the other"),
         (cfg.packing_max_len >= cfg.max_len, f"--packing_max_len {cfg.packing_max_len}: a row must hold one sample of "
          f"--max_len {cfg.max_len} tokens; raise it"),
         (cfg.temperature > 0, f"--temperature {cfg.temperature}: must be above 0"),
+        (0 < cfg.top_p <= 1, f"--top_p {cfg.top_p}: choose above 0, at most 1"),
+        (0 < cfg.gpu_memory_utilization <= 1, f"--gpu_memory_utilization {cfg.gpu_memory_utilization}: choose up to 1"),
+        (cfg.attention in ATTENTION, f"--attention {cfg.attention}: choose auto, {', '.join(ATTENTION)}"),
+        (all([*cfg.data, *cfg.eval_data]), "--data, --eval_data: a name is empty"),
         (cfg.model is None or cfg.data or cfg.eval_only, "--data: name at least one file of training problems"),
         (cfg.model is None or cfg.eval_data or not cfg.eval_only, "--eval_only: name the sets with --eval_data"),
         (not cfg.fuse_values or cfg.gamma == cfg.lambd == 1 and cfg.estimator == "gae", "--fuse_values: only with "
          "--estimator gae, --gamma 1 and --lambd 1, where a sample's return does not depend on its values"),
         (cfg.log_with in ("tensorboard", "wandb", "none"), f"--log_with {cfg.log_with}: tensorboard, wandb or none"),
+        (cfg.log_with != "wandb" or importlib.util.find_spec("wandb"), "--log_with wandb: `pip install wandb` first"),
         (cfg.offload in ("none", "idle"), f"--offload {cfg.offload}: choose none or idle"),
         (cfg.offload == "none" or cfg.zero_stage == 3, "--offload idle: needs --zero_stage 3; below, DeepSpeed holds "
          "views of the optimizer's states, which would stay on the GPU"),
@@ -99,8 +118,13 @@ def check_config(cfg, world: int) -> None:
 
 def parameters(config) -> int:
     """How many parameters a causal LM of this config has; no memory is taken for them."""
+    return sum(p.numel() for p in skeleton(config).parameters())
+
+
+def skeleton(config):
+    """A causal LM without memory for its weights. Raises ValueError where the config has no such model."""
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        return AutoModelForCausalLM.from_config(config)
 
 
 def checkpoint_bytes(cfg) -> int:
@@ -113,12 +137,15 @@ def checkpoint_bytes(cfg) -> int:
 
 
 def check_architecture(config) -> None:
-    """Raises ValueError for layers that cannot be packed: sliding windows and recurrent states cross sample borders."""
+    """Raises ValueError for what ppo.py cannot pack or score: sliding windows and recurrent states, which cross sample
+    borders; a head with a bias."""
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         kinds.add(f"sliding_window={config.sliding_window}")
     if kinds:
         raise ValueError(f"layers of kind {sorted(kinds)} cannot be packed; use a model with full attention")
+    if getattr(skeleton(config).get_output_embeddings(), "bias", None) is not None:
+        raise ValueError("its head has a bias, which ppo.ChunkedHead leaves out; use another model")
 
 
 def read_config(cfg):
@@ -141,9 +168,9 @@ def read_tokenizer(cfg):
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"--model {cfg.model}: its tokenizer has no eos token, so no response could end; set "
                           "eos_token in tokenizer_config.json")
-    if cfg.max_len > config.max_position_embeddings:
-        raise ConfigError(f"--max_len {cfg.max_len}: prompt and response exceed the {config.max_position_embeddings} "
-                          "positions of the model; lower it")
+    if cfg.max_len > (most := getattr(config, "max_position_embeddings", None) or cfg.max_len):
+        raise ConfigError(f"--max_len {cfg.max_len}: prompt and response exceed the {most} positions of the model; "
+                          "lower it")
     return tokenizer
 
 
@@ -152,6 +179,8 @@ def eval_names(cfg) -> dict[str, str]:
     names = {Path(path).stem: path for path in cfg.eval_data}
     if len(names) < len(cfg.eval_data):
         raise ConfigError(f"--eval_data {' '.join(cfg.eval_data)}: two sets of the same name; rename a file")
+    if "train" in names and not cfg.eval_only:
+        raise ConfigError(f"--eval_data {names['train']}: training samples go by the name train; rename the file")
     return names
 
 
@@ -196,6 +225,23 @@ def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
         raise ConfigError(f"{path} was made with another --{', --'.join(fatal)}, which changes the mathematics; use "
                           "the old value, --resume none, or --resume_force")
     return moved
+
+
+def compile_op() -> None:
+    """DeepSpeed compiles an op for CPUs at its first use, for a minute. Killed meanwhile, it leaves a file on which
+    torch waits for ever: one that is older than any compilation is taken away. One process at a time does so."""
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or get_accelerator().device_name() != "cpu":
+        return
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".compiling", "w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            while time.time() - (theirs := folder / builder.name / "lock").stat().st_mtime < 600:
+                time.sleep(0.2)
+            theirs.unlink()
+        builder.load()
 
 
 def resume_command() -> str:

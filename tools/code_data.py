@@ -44,12 +44,16 @@ def load_problems(path: str, template: str, bos="", columns=("question", "tests"
             rows = rows[split] if isinstance(rows, dict) else rows
         for record in rows:
             items += 1
-            question = next(record[key] for key in (columns[0], "question_content", "text", "prompt") if key in record)
+            names = (columns[0], "question_content", "text", "prompt")
+            question = next((record[name] for name in names if name in record), None)
+            if not isinstance(question, str) or not question.encode().strip():  # encode: no lone surrogates
+                raise ValueError(f"its question is no text: {question!r:.99}")
             label, hint, asserts = read_tests(record, columns[1])
             question, unusable = question + hint, unusable + asserts - len(label["tests"])
             prompt = template.replace("{question}", question)
             problems += [Problem(len(problems), question, json.dumps(label), prompt)] if label["tests"] else []
-        assert problems and "{question}" in template, f"no problem, or no {{question}} in the template {template!r}"
+        assert "{question}" in template, f"no {{question}} in the template {template!r:.99}"
+        assert problems, "holds no problem with tests that can be used"
     except Exception as error:  # files, JSON, forms; the datasets library alone has a dozen kinds for "not found"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise RewardError(f"{path}: item {items}: {reason}; give items of MBPP, ... or columns {columns}") from None

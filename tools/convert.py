@@ -23,7 +23,9 @@ from tools.reshard import checked, merged, reshard
 
 
 def list_checkpoints(run: Path) -> None:
-    """A line per checkpoint, newest first: step, time, size, complete or not."""
+    """A line per checkpoint, newest first: step, time, size, complete or not. CheckpointError where there is none."""
+    if not ckpt.checkpoints(run):
+        raise ckpt.CheckpointError(f"{run}: no step_NNNNNN there; give a run folder")
     for path in ckpt.checkpoints(run):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
@@ -62,6 +64,6 @@ if __name__ == "__main__":
         if tool is None or len(paths) != many:
             raise ckpt.CheckpointError("usage: convert.py list RUN | reshard RUN | export RUN/step_NNNNNN OUT")
         tool(*map(Path, paths))
-    except ckpt.CheckpointError as error:
+    except (ckpt.CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

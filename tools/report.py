@@ -188,10 +188,13 @@ class RunLog:
         (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
         print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {self.run_dir}", flush=True)
         plot.draw([self.run_dir], self.run_dir / "curves.png")
-        if self.tracker:
-            self.tracker.finish()
         if demo:
             show_demo(self.run_dir)
+
+    def close(self) -> None:
+        """Hands the tracker what it still holds: nothing else would, since the process leaves by os._exit."""
+        if self.tracker:
+            self.tracker.finish()
 
 
 def show_demo(run_dir: Path) -> None:

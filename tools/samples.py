@@ -50,11 +50,9 @@ function matches(s, {set, step, stop, verdict, text}) {
     && [s.question, s.label, s.response].some(x => String(x).toLowerCase().includes(text.toLowerCase()));
 }
 function show(cell, s, scale) {
-  const box = add(cell, "div", "", right(s) ? "right" : "wrong");
-  const verdict = right(s) ? "\u2713 right" : "\u2717 wrong";
+  const verdict = right(s) ? "\u2713 right" : "\u2717 wrong", box = add(cell, "div", "", verdict.slice(2));
   add(box, "small", `#${s.index} ${verdict}, reward ${s.reward}, ${s.length} tokens, ${s.finish_reason}`);
-  const pre = add(box, "pre", shades(s).length ? "" : s.response);
-  pre.tabIndex = 0;
+  const pre = Object.assign(add(box, "pre", shades(s).length ? "" : s.response), {tabIndex: 0});
   shades(s).forEach((x, i) => {
     const node = add(pre, "span", s.tokens[i]);
     node.title = ["values", "advantages", "logprobs"].map(k => `${k}: ${(s[k] || [])[i] ?? "-"}`).join("\n");
@@ -147,4 +145,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path)
     parser.add_argument("--max_per_step", type=int, default=64)
     args = parser.parse_args()
-    write(args.run, args.out or args.run / "samples.html", args.max_per_step)
+    if not (args.run.is_dir() and (out := args.out or args.run / "samples.html").parent.is_dir()):
+        parser.error("RUN and the folder of --out must be there")
+    write(args.run, out, args.max_per_step)
