@@ -58,7 +58,7 @@ def test_names_on_the_page_exist():
     for name in ("load_problems", "RewardError", "text_metrics", "Grader"):
         assert name in PAGE
         assert hasattr(reward, name)
-    for name in ("submit", "wait", "results", "close"):
+    for name in ("submit", "pending", "results", "close"):
         assert callable(getattr(reward.Grader, name))
 
 

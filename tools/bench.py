@@ -138,7 +138,7 @@ def bench_update(folder: str) -> dict:
     lean = (values, update["critic"], update["policy"])
     found["full_vs_lean"] = compare(lambda: [part() for part in lean],
                                     lambda: [part() for part in (*lean, logprobs, logprobs)], 3)
-    many, cfg = (64, 256, 1024), config(make_model(folder, "tiny"), packing_max_len=128, micro_train_batch_size=16)
+    many, cfg = (256, 1024, 4096), config(make_model(folder, "tiny"), packing_max_len=128, micro_train_batch_size=16)
     policy = ppo.make_policy(cfg)
     times = [policy_seconds(policy, make_batch(samples, 128, 20), cfg, device) for samples in many]
     slope = np.polyfit(np.log(many), np.log(times), 1)[0]

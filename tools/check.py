@@ -61,13 +61,18 @@ def is_first(store) -> bool:
         return False
 
 
-def check_config(cfg, world: int) -> None:
-    """Raises ConfigError for what can be refused before a model is read."""
-    samples, grouped = cfg.rollout_batch_size * cfg.n_samples_per_prompt, ("grpo", "rloo")
+def check_numbers(cfg) -> None:
+    """Raises ConfigError for what is negative, infinite or NaN, or counts something that must be there."""
     for name, value in vars(cfg).items():
         least = 1 if name in COUNTS else 0
-        if type(value) in (int, float) and not least <= value < 2**63:  # NaN is not either
+        if type(value) in (int, float) and not least <= value < 2**63:
             raise ConfigError(f"--{name} {value}: must be a number, at least {least}")
+
+
+def check_config(cfg, world: int) -> None:
+    """Raises ConfigError for what can be refused before a model is read."""
+    check_numbers(cfg)
+    samples, grouped = cfg.rollout_batch_size * cfg.n_samples_per_prompt, ("grpo", "rloo")
     checks = [
         (cfg.estimator in ppo.ESTIMATORS, f"--estimator {cfg.estimator}: choose one of {', '.join(ppo.ESTIMATORS)}"),
         (cfg.policy_update_steps == 1, f"--policy_update_steps {cfg.policy_update_steps}: only 1; more updates per "
