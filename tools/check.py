@@ -211,7 +211,7 @@ def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") ->
 def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
     """Shows what changed since the checkpoint; raises ConfigError where it would be another run. True where ranks or
     ZeRO stage differ, so that its resharded form is to be loaded."""
-    if path.parent != (run_dir := Path(flags["run_dir"]).absolute()):
+    if path.parent.resolve() != (run_dir := Path(flags["run_dir"]).resolve()):
         saved["marks"] = {}  # of another folder's logs
         if ckpt.checkpoints(run_dir):
             raise ConfigError(f"--resume {path}: {run_dir} has checkpoints of its own; choose another --run_dir")
@@ -235,9 +235,9 @@ def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
 def compile_op() -> None:
     """DeepSpeed compiles an op for CPUs at its first use, for a minute. Killed meanwhile, it leaves a file on which
     torch waits for ever: one that is older than any compilation is taken away. One process at a time does so."""
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or get_accelerator().device_name() != "cpu":
+    if get_accelerator().device_name() != "cpu":
         return
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".compiling", "w") as ours:
