@@ -23,6 +23,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core in this process, not in a child
 # DeepSpeed compiles an op at its first start: in this environment, not in a cache that environments rebuild in turn
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"  # its ninja: another one compiles anew
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's thread count stands; ranks share a machine
 
 import numpy as np

@@ -246,7 +246,8 @@ def compile_op() -> None:
             while time.time() - (theirs := folder / builder.name / "lock").stat().st_mtime < 600:
                 time.sleep(0.2)
             theirs.unlink()
-        builder.load()
+        if builder.is_compatible():
+            builder.load()
 
 
 def resume_command() -> str:
