@@ -102,7 +102,7 @@ def describe(path: Path) -> dict:
 class DurableWriter(CheckpointEngine):
     """DeepSpeed reads and writes through this: flushed, hashed, and silent on an error until the ranks compare notes.
     An exception inside DeepSpeed's save would leave its barriers and hang the other ranks.
-    Threads flush and hash a file while the next one is written: that halves the time."""
+    Threads flush and hash a file while the next one is written."""
 
     def __init__(self):
         self.error, self.jobs, self.threads = None, {}, ThreadPoolExecutor(2)
