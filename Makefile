@@ -7,7 +7,7 @@ LOCK := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.tx
 export HF_HUB_OFFLINE ?= 1
 
 demo: $(VENV)/.installed
-	$(BIN)/accelerate launch train.py
+	$(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

@@ -357,7 +357,7 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, de
             engine.step()  # only counts the micro-batch
         report(totals, (k + 1) / len(micros))
     stats = checked_step(engine, totals, denominator, int(batch.length[samples].sum())) if micros else {"grad_norm": 0}
-    return stats | {"lr": lr, "micro_batches": len(micros)}
+    return stats | {"lr": lr, "micro_batches": len(micros), "tokens": sum(batch.size[i] for i in samples)}
 
 
 def checked_step(engine, totals: dict[str, Tensor], denominator: int, passed: int) -> dict[str, float]:

@@ -271,7 +271,7 @@ class Grader(contextlib.AbstractContextManager):
             process = self.own.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)
             self.processes.add(process)
             if process.stdout.read(1) != b"r":  # ready: its imports count against no check
-                raise RuntimeError(f"{' '.join(command)} ended before its first check; its error is above")
+                raise RewardError(f"{' '.join(command)} ended before its first check; run.log has its error")
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(pair).encode() + b"\n")  # ASCII: unpaired surrogates pass
             reply = process.stdout.read(1) if wait([process.stdout], self.wall_seconds) else None

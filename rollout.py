@@ -5,10 +5,11 @@ Deviations from Open-Reasoner-Zero:
 - no Ray, no sampler processes: the engine lives in the trainer's process and takes turns with it on the same device;
 - sampled ids are what is returned and trained on (ORZ decodes and encodes again: the last action is often another one);
 - each sample's randomness is a hash of (seed, step, purpose, problem, index): not of rank, order or what ran before;
-- the prefix cache is reset after every sync (ORZ forgets it in one mode and reuses keys of old weights).
+- the prefix cache is reset before every call (ORZ forgets it in one mode and reuses keys of old weights).
 
 Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 """
+import ctypes
 import datetime
 import hashlib
 import os
@@ -62,20 +63,27 @@ def problem_order(seed: int, count: int, start: int, size: int) -> list[int]:
 
 def start_distributed(timeout: float = 1800) -> tuple[int, int, torch.device, dist.Store]:
     """Joins the process group that `accelerate launch` laid out, or makes one of one. Returns rank, world,
-    device and the key-value store through which ranks can speak outside of collectives.
+    device and the key-value store through which ranks can speak outside of collectives. Raises SamplerError.
 
     Comes before any engine: vLLM joins the same group and, on a CPU, keeps the number of threads it finds."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if "RANK" not in os.environ:  # plain `accelerate launch train.py` sets none of these
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                           "MASTER_PORT": str(s.getsockname()[1])}
+            os.environ |= dict(zip(names, ("0", "0", "1", "127.0.0.1", str(s.getsockname()[1]))))
+    if missing := [name for name in names if name not in os.environ]:
+        raise SamplerError(f"RANK is set, but {', '.join(missing)} not: use `accelerate launch`, or set all of them")
     local, gpu = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if gpu and ranks_here > (cards := torch.cuda.device_count()):
+        raise SamplerError(f"{ranks_here} ranks on a machine with {cards} GPU(s): lower --num_processes")
     if gpu:
         torch.cuda.set_device(local)
     else:  # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        libc = ctypes.CDLL(None)  # glibc gives large tensors back to the kernel, and new pages cost faults: keep them
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
     patience = datetime.timedelta(seconds=timeout)
     store, rank, world = next(dist.rendezvous("env://", timeout=patience))
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=patience)
@@ -92,14 +100,14 @@ class Signals:
     The news travels through a key-value store, since the other ranks may be deep in their own generation."""
 
     def __init__(self, store):
-        self.store, self.asked, self.next_look = store, False, 0.0
+        self.store, self.asked, self.interrupted, self.next_look = store, False, False, 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.handle)
 
     def handle(self, number, frame) -> None:
-        if number == signal.SIGINT and self.asked:
+        if number == signal.SIGINT and self.interrupted:
             os._exit(130)
-        self.asked = True
+        self.asked, self.interrupted = True, self.interrupted or number == signal.SIGINT
 
     def poll(self) -> bool:
         """For inner loops: has any rank been asked to stop? Looks at the store twice a second."""
@@ -107,7 +115,8 @@ class Signals:
             self.store.set("stop", "1")
         elif time.monotonic() > self.next_look:
             self.next_look = time.monotonic() + 0.5
-            self.asked |= self.store.check(["stop"])
+            if self.store.check(["stop"]):  # not |=, which would undo a signal that arrives during the look
+                self.asked = True
         return self.asked
 
     def agree(self) -> None:
@@ -172,8 +181,9 @@ class Sampler:
                 distributed_executor_backend="external_launcher", use_tqdm_on_load=False)
         except (ValueError, MemoryError, RuntimeError, OSError) as error:  # what vLLM raises is not one class
             reason = " ".join(str(error).split())
+            hint = "; raise --kv_cache_gb or lower --max_len" if "cache" in reason else ""
             raise SamplerError(f"vLLM cannot start with --model {model}, --kv_cache_gb {kv_cache_gb}, --max_len "
-                               f"{max_len}: {reason[:400]}; raise --kv_cache_gb or lower --max_len") from error
+                               f"{max_len}, --rollout_quantization {quantization}: {reason[:400]}{hint}") from error
         self.tokenizer = self.llm.get_tokenizer()
 
     def generate(self, prompts: list[list[int]], n: int, seeds: list[int], *, max_new_tokens: list[int], max_len: int,
@@ -188,6 +198,8 @@ class Sampler:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        # keys of old weights; and samples must not depend on what ran before, by warm blocks as little as by seeds
+        assert self.llm.reset_prefix_cache(), "requests are still running: their blocks would be reused"
         stop = [text for text in stop if text]
         engine, waiting = self.llm.llm_engine, {}
         try:
@@ -222,7 +234,6 @@ class Sampler:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.gpu:
             self.llm.wake_up(tags=["kv_cache"])
-        assert self.llm.reset_prefix_cache(), "requests are still running: keys of the old weights would be reused"
 
     def sleep(self) -> None:
         """Frees weights and KV cache on a GPU (level 2: the next sync brings the weights); nothing on a CPU."""

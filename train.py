@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+if __name__ == "__main__":  # first of all: its imports take 8 s
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning CPU threads get 5 times slower beside other work
 
 import numpy as np
@@ -26,7 +28,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import ckpt
 import ppo
 from rollout import LengthBudget, Sampler, Signals, Stopped, hash64, problem_order, start_distributed
-from tools import check, demo, plan, reshard
+from tools import check, demo, metrics, plan, reshard
 from tools.check import ConfigError
 from tools.report import Clock, RunLog, elapsed, progress, quiet
 
@@ -113,7 +115,7 @@ def parse_flags(argv: list[str]) -> Config:
     parser.set_defaults(**(demo.FLAGS if cfg.model is None else {}) | debug)
     cfg, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)  # the flags win over both
     if cfg.attention == "auto":
-        flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
+        flash = cfg.bf16 and torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
         cfg.attention = "flash_attention_2" if flash else "sdpa"
     if unknown:
         near = difflib.get_close_matches(unknown[0].lstrip("-"), names, 1, 0)[0]
@@ -135,13 +137,13 @@ class Rollout:
     @classmethod
     def start(cls, task, signals: Signals, cfg: Config):
         """A vLLM engine, and grading processes on this rank's share of the cores. Raises SamplerError."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))  # before vLLM, which sets it to 1
         sampler = Sampler(cfg.model, bf16=cfg.bf16, max_len=cfg.max_len, max_num_seqs=cfg.micro_rollout_batch_size,
                           seed=cfg.seed, kv_cache_gb=cfg.kv_cache_gb, eager=cfg.enforce_eager,
                           gpu_memory_utilization=cfg.gpu_memory_utilization, quantization=cfg.rollout_quantization,
                           tensor_parallel=cfg.tensor_parallel)
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        share = {"partial": True} if cfg.partial_reward else {}
-        grader = task.Grader(len(os.sched_getaffinity(0)) // ranks_here or 1, **share)
+        cores, share = len(os.sched_getaffinity(0)), {"partial": True} if cfg.partial_reward else {}
+        grader = task.Grader(max(1, cores // here), **share)
         group = dist.new_subgroups(cfg.tensor_parallel)[0] if cfg.tensor_parallel > 1 else None
         return cls(sampler, task, grader, signals, cfg, group)
 
@@ -157,8 +159,9 @@ class Rollout:
     def __call__(self, problems, prompts, n: int, purpose: str, step: int, clock, first=0, only=None, caps=None):
         """Responses first .. n to each problem, or to those at the positions `only`, of at most caps[i] tokens: a list
         of dicts in the order of problem and index. Problems are dealt to engines in turn. Raises Stopped."""
-        cfg, rank, shared, records = self.cfg, dist.get_rank(), self.cfg.tensor_parallel, []
-        mine = list(range(len(problems)) if only is None else only)[rank // shared::dist.get_world_size() // shared]
+        cfg, rank, records, before = self.cfg, dist.get_rank(), [], clock.seconds.get("rollout", 0.0)
+        shared, chosen = cfg.tensor_parallel, list(range(len(problems)) if only is None else only)
+        mine = chosen[rank // shared::dist.get_world_size() // shared]
         speaks = rank % shared == 0  # the ranks of one engine all hold its samples: they are dealt once
         with clock("rollout"):
             stream = self.sampler.generate(
@@ -180,8 +183,8 @@ class Rollout:
             for key, reward in self.grader.results().items():
                 records[key]["reward"] = reward
             lost = sum(many for event, many in self.grader.counts.items() if event.endswith(("timeouts", "crashes")))
-            seconds, parts, losses = zip(*ckpt.everywhere((clock.seconds["rollout"], records, lost)))
-            clock.wait, clock.lost = max(seconds) - np.mean(seconds), sum(losses)
+            seconds, parts, losses = zip(*ckpt.everywhere((clock.seconds["rollout"] - before, records, lost)))
+            clock.wait, clock.lost = clock.wait + max(seconds) - np.mean(seconds), sum(losses)
             return sorted(sum(parts, []), key=lambda r: (r["problem"], r["index"]))
 
     def two_stage(self, problems, prompts, step: int, clock, caps, history: dict[str, bool]) -> list[dict]:
@@ -204,9 +207,8 @@ class Rollout:
 
 def make_batch(records: list[dict], prompts: list[list[int]], device) -> ppo.Batch:
     """Responses to the same problem form a group; the sampled ids are taken as they are."""
-    tokens = {}
-    if records[0]["logprobs"] is not None:
-        tokens["logprobs"] = torch.tensor([x for r in records for x in r["logprobs"]], device=device)  # (T,)
+    logprobs = [x for r in records for x in r["logprobs"] or ()]
+    tokens = {"logprobs": torch.tensor(logprobs, device=device)} if logprobs else {}  # (T,)
     rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)  # (N,)
     return ppo.Batch([prompts[r["problem"]] for r in records], [r["response_ids"] for r in records],
                      torch.tensor([r["problem"] for r in records]), rewards, tokens)
@@ -222,13 +224,12 @@ def evaluate(rollout: Rollout, sets: dict[str, tuple], step: int, log: RunLog) -
 
 def evaluate_only(cfg: Config, sets: dict[str, tuple], task, signals: Signals, run_dir: Path) -> None:
     """--eval_only: the same evaluation on the sampler alone; a table, and everything about it in result.json."""
-    if ckpt.checkpoints(run_dir):
+    if ckpt.checkpoints(run_dir) or (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"--run_dir {run_dir} holds a training run; choose another one for --eval_only")
-    first, log = dist.get_rank() == 0, RunLog(run_dir, None, task)
+    first, log = dist.get_rank() == 0, RunLog(run_dir, None)
     if first:
         log.start(0, {}, cfg, dist.get_world_size())
-    rollout = Rollout.start(task, signals, cfg)
-    with rollout.grader:
+    with (rollout := Rollout.start(task, signals, cfg)).grader:
         evaluate(rollout, sets, 0, log)
     if first:
         log.table(cfg)
@@ -255,9 +256,10 @@ def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total
                 means["cri_lr" if kind == "critic" else "act_lr"] = engine.optimizer.param_groups[0]["lr"]
                 bar.set_postfix({key: float(value) for key, value in means.items()})
         stats = [ppo.update(engine, loss_fn, batch, list(p), cfg, lr, device, report) for p, lr in zip(parts, lrs)]
-    shared = ("grad_norm", "lr", "micro_batches", "values")  # names that both models have
-    return {f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats if key in s]))
-            for key in max(stats, key=len)}
+    shared = ("grad_norm", "lr", "micro_batches", "tokens", "values")  # names that both models have
+    return {f"{kind}_imbalance": max(metrics.imbalance(batch.size, part) for part in parts)} | {
+        f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats if key in s]))
+        for key in max(stats, key=len)}
 
 
 def focus(engines: dict, at_work: set[str], cfg: Config) -> None:
@@ -265,7 +267,8 @@ def focus(engines: dict, at_work: set[str], cfg: Config) -> None:
     for name, engine in engines.items() if cfg.offload == "idle" else ():
         for master, state in engine.optimizer.optimizer.state.items():
             for tensor in (master, *filter(torch.is_tensor, state.values())):
-                tensor.data = tensor.data.to(engine.device if name in at_work else "cpu")
+                before, tensor.data = tensor.data_ptr(), tensor.data.to(engine.device if name in at_work else "cpu")
+                Clock.moved += tensor.nbytes * (tensor.data_ptr() != before)
 
 
 def learning_rate(peak: float, end: float | None, warmup: int, total: int, step: int) -> float:
@@ -283,10 +286,10 @@ def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
     if cfg.model is None:
         cfg.model = base = str(run_dir / "base")
         cfg.data, cfg.eval_data = cfg.data or [f"{base}/train.json"], cfg.eval_data or [f"{base}/eval.json"]
-    if device.type == "cuda":
-        say(plan.check_memory(cfg, world, torch.cuda.mem_get_info(device)[1]))
     task = importlib.import_module({"math": "reward", "code": "tools.sandbox"}[cfg.reward])
     tokenizer = check.read_tokenizer(cfg)
+    if device.type == "cuda" and not cfg.eval_only:
+        say(plan.check_memory(cfg, world, torch.cuda.mem_get_info(device)[1]))
     return seconds, task, tokenizer, {name: check.read_problems(task, [path], cfg, tokenizer, say, "test")
                                       for name, path in check.eval_names(cfg).items()}
 
@@ -302,15 +305,13 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
     problems, prompts = check.read_problems(task, cfg.data, cfg, tokenizer, say)
     all_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
     total_steps = all_steps if cfg.max_steps is None else min(all_steps, cfg.max_steps)
-    start, path, saved = 0, ckpt.newest(run_dir, cfg.resume), {}
-    if path:
-        saved = json.loads((path / "state.json").read_text())
-        moved = check.check_resume(path, saved, flags, world, say)
-        start = saved["step"]
-        if start >= total_steps and (run_dir / "result.json").exists():
-            return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
+    path = ckpt.newest(run_dir, cfg.resume)
+    saved = json.loads((path / "state.json").read_text()) if path else {"step": 0}
+    start, moved = saved["step"], path and check.check_resume(path, saved, flags, world, say)
+    if start >= total_steps and (run_dir / "result.json").exists():
+        return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
 
-    signals, log = Signals(store), RunLog(run_dir, tokenizer, task)
+    signals, log = Signals(store), RunLog(run_dir, tokenizer)
     with progress(None, "loading", total=2) as bar, contextlib.redirect_stdout(sys.__stdout__):  # that is run.log now
         rollout = Rollout.start(task, signals, cfg)
         rollout.sampler.sleep()
@@ -323,12 +324,13 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
         (reshard.load if moved else ckpt.load)(path, progress(engines.items(), f"loading {path.name}"))
     history, budget, due = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps")), False
     if rank == 0:
-        log.start(start, saved.get("marks", {}), cfg, world, device, check.parameters(policy.module.model.config))
+        log.start(start, saved.get("marks", {}), cfg, world, device, check.matrices(policy.module.model.config))
+    focus(engines, set(), cfg)
     rollout.sampler.sync(ppo.named_weights(policy))
     off = check.check_sampler(rollout.sampler, policy, prompts, cfg, device)
-    say(f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, {world} rank(s) of "
-        f"{torch.get_num_threads()} thread(s), ZeRO {cfg.zero_stage}; steps {start} to {total_steps}; sampler agrees "
-        f"with trainer to {off:.0e}; ready after {elapsed():.0f} s", flush=True)
+    say(f"{'the demo: ' * (flags['model'] is None)}{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} "
+        f"samples a step, {world} rank(s) of {torch.get_num_threads()} thread(s), ZeRO {cfg.zero_stage}; steps {start} "
+        f"to {total_steps}; sampler agrees with trainer to {off:.0e}; ready after {elapsed():.0f} s", flush=True)
 
     def save(step: int, marks: dict) -> bool:
         state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
@@ -346,7 +348,6 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
             due = due or step > start and (step == total_steps or cfg.save_interval and step % cfg.save_interval == 0)
             due = due and not save(step, marks)  # and still due where that failed
             signals.agree()
-            focus(engines, set(), cfg)
             if step in (0, total_steps) or cfg.eval_interval and step % cfg.eval_interval == 0:
                 evaluate(rollout, eval_sets, step, log)
             if step == total_steps:
@@ -360,13 +361,14 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
             records = rollout.two_stage(picked, picked_prompts, step, clock, caps, history)
             if cfg.adaptive_len:
                 budget.update([picked[r["problem"]].index for r in records], records)
-            rollout.sampler.sleep()
             # 4 pack: one flat batch, the same on every rank
-            batch = make_batch(records, picked_prompts, device)
+            with clock("pack"):
+                rollout.sampler.sleep()
+                focus(engines, {"critic"}, cfg)
+                batch = make_batch(records, picked_prompts, device)
             kept = [i for i, r in enumerate(records) if cfg.overlong == "zero" or r["finish_reason"] == "stop"]
             # 5 values, of the critic before its update; fused: of the forward passes of that update, before each step
             learned, task_args = {}, (batch, kept, step, total_steps, cfg, device)
-            focus(engines, {"critic"}, cfg)
             if cfg.fuse_values:  # with gamma = lambda = 1 a token's return is its sample's reward
                 with clock("critic"):
                     returns = batch.rewards.float().repeat_interleave(batch.length).to(device)  # (T,)
@@ -386,11 +388,12 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
             if critic and not cfg.fuse_values:
                 with clock("critic"):
                     learned |= learn("critic", critic, *task_args)
-            focus(engines, {"policy"}, cfg)
             with clock("policy"):
+                focus(engines, {"policy"}, cfg)
                 learned |= learn("policy", policy, *task_args)
             # 8 sync
             with clock("sync"):
+                focus(engines, set(), cfg)
                 rollout.sampler.sync(ppo.named_weights(policy))
             # 9 report
             if rank == 0:
@@ -414,7 +417,6 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
     rank, world, store, code = 0, 1, None, 0
     try:
         cfg = parse_flags(sys.argv[1:])
@@ -425,5 +427,4 @@ if __name__ == "__main__":
         # an error that all ranks share is told by the first of them, with exit code 2; the others are each rank's own
         if code == 1 or check.is_first(store):
             print(f"error: {line}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
-    sys.stdout.flush()
     os._exit(code)  # not sys.exit: gloo's threads can abort a finalising interpreter, and vLLM's takes 2.6 s

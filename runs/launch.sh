@@ -15,7 +15,7 @@ if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${MASTER_ADDR:-}" ]; then
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 fi
 trap '' USR1  # ignored from here on by the launcher; the ranks catch it, save and leave, with no 30 s to do it in
-exec accelerate launch --use_deepspeed --deepspeed_multinode_launcher standard \
+exec accelerate launch --use_deepspeed --deepspeed_multinode_launcher standard --mixed_precision no --dynamo_backend no \
     --num_machines "$machines" --num_processes $((machines * gpus)) \
     --machine_rank "${SLURM_NODEID:-${NODE_RANK:-${GROUP_RANK:-0}}}" \
     --main_process_ip "${MASTER_ADDR:-127.0.0.1}" --main_process_port "${MASTER_PORT:-29500}" \

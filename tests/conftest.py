@@ -25,10 +25,20 @@ SMALL = {  # the sizes of a whole run that takes seconds
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 
 
+LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "ppo", "reward", "levers"]
+
+
+def pytest_collection_modifyitems(items):
+    """Files are dealt to two processes in this order: a long one at the end would leave one of them idle."""
+    rank = {f"test_{name}": k for k, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def launch(run_dir, ranks: int = 1, timeout: float = 300, check: bool = True, env=None, **flags):
     """train.py with SMALL sizes, changed by flags (a list becomes several values); several ranks by accelerate, which
     one rank is spared: it does nothing there but import itself for 5 s (test_trainer_does_not_outlive... has it)."""
-    launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", str(ranks), "--num_machines", "1"]
+    launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", str(ranks), "--num_machines", "1",
+                "--main_process_port", "0"]  # a free one: other tests launch at the same time
     command = [sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "train.py")]
     for name, value in (SMALL | flags | {"run_dir": str(run_dir)}).items():
         command += [f"--{name}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]

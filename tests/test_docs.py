@@ -1,12 +1,13 @@
 """Every command on a page can be given as it stands: its files, targets and flags exist, and its settings fit together.
 
-Runs that take minutes or GPUs are not made here; the tools' own tests run the tools, and `--dry_run` every recipe."""
+Runs that take minutes or GPUs are not made here at their sizes: ablations run at small ones (`-m long`); the tools' own
+tests run the tools, and `--dry_run` every recipe."""
 import re
 import shlex
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, jsonl, launch
 
 import train
 from tools import check
@@ -65,3 +66,14 @@ def test_command(page, command, tmp_path):
         assert script.is_file()
         options = {word for word in words[2:] if word.startswith("--")}
         assert all(f'"{option}"' in script.read_text() for option in options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", sorted({command for page, command in FOUND if "train.py --" in command
+                                            and "--num_processes" not in command}))
+def test_ablation_runs(command, tiny, tmp_path):
+    words = shlex.split(command)
+    flags = words[words.index("train.py") + 1:]
+    flags = {name[2:]: value for name, value in zip(flags[::2], flags[1::2])} | {"run_dir": tmp_path / "run"}
+    launch(**tiny | {"n_samples_per_prompt": 8, "max_steps": 1} | flags)
+    assert len(jsonl(tmp_path / "run" / "metrics.jsonl")) == 1

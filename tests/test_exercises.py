@@ -36,7 +36,7 @@ def run(folder: Path) -> dict[int, str]:
     """{exercise: "passed", "failed" or "error"} with the files of that folder."""
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-rA",
                *map(str, TESTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder,
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=folder,
                           env=os.environ | {"EXERCISE_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"})
     found = re.findall(r"^(PASSED|FAILED|ERROR) \S*test_exercise_(\d)\.py", done.stdout, re.MULTILINE)
     assert len(found) == len(TESTS), f"one test each:\n{done.stdout[-3000:]}{done.stderr[-2000:]}"

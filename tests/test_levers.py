@@ -96,7 +96,11 @@ def levers(tiny, tmp_path_factory):
 def test_levers_in_a_whole_run(levers):
     samples = jsonl(levers / "whole" / "samples.jsonl")
     assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8], "hopeless once seen"
-    assert all(m["ratio_max"] < 1.001 for m in jsonl(levers / "whole" / "metrics.jsonl"))
+    lines = jsonl(levers / "whole" / "metrics.jsonl")
+    assert all(m["ratio_max"] < 1.001 for m in lines)
+    assert [m["prompts_expanded"] for m in lines] == [1, 0, 0]
+    assert [m["tokens_saved"] for m in lines] == [0, *(sum(s["length"] for s in samples if s["step"] == k)
+                                                       for k in (2, 3))], "two of four: as many again"
     state = json.loads((levers / "whole" / "step_000003" / "state.json").read_text())
     assert state["history"] == dict.fromkeys("0123", False)
     assert state["caps"].keys() == {"", *"0123"}
@@ -156,38 +160,26 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
 
 
 def test_health_speaks_up_and_only_then():
-    well = {"truncated": 0.1, "entropy": 0.5, "reward": 0.4, "explained_variance": 0.2, "ratio": 1.0,
-            "policy_grad_norm": 1.0}
+    well = {"truncated": 0.1, "entropy": 0.5, "reward": 0.4, "explained_variance": 0.2,
+            "approx_kl": 0.001, "policy_grad_norm": 1.0}
     usual = [1.0] * 10
     assert metrics.health(well, usual) == []
     assert metrics.health({"truncated": 0.0, "reward": 0.5, "policy_grad_norm": 1.0}, []) == [], "without a critic"
     assert metrics.health(well | {"policy_grad_norm": 50.0}, [1.0]) == [], "a spike against what?"
     assert metrics.health(well | {"entropy": 0.01, "reward": 0.95}, usual) == [], "sure because it is right"
+    assert metrics.health(well | {"explained_variance": -1.0, "reward": 0.97}, usual) == [], "little to explain"
     for change, word in (({"truncated": 0.31}, "31%"), ({"entropy": 0.01}, "collapsed"),
                          ({"explained_variance": -0.1}, "critic"), ({"policy_grad_norm": 11.0}, "11"),
-                         ({"ratio": 1.2}, "1.200"), ({"ratio": 0.8}, "differ")):
+                         ({"approx_kl": 0.05}, "differ: KL 0.050")):
         sign, = metrics.health(well | change, usual)
         assert word in sign
 
 
-def test_eval_only(tiny, tmp_path):
-    """The same code path as training's: the numbers of a training run at step 0. No training run is touched."""
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "eval.jsonl").write_text('{"step": 0, "set": "of an evaluation before"}\n')
-    two = [tiny["eval_data"], tiny["data"]]
-    done = launch(tmp_path / "eval", **tiny | {"eval_only": "true", "eval_n": 4, "eval_data": two})
-    assert "pass@4" in done.stdout
-    result = json.loads((tmp_path / "eval" / "result.json").read_text())
-    assert [line["set"] for line in result["sets"]] == ["eval", "train"], "a second evaluation replaces the first"
-    assert {"accuracy", "stderr", "pass@1", "pass@2", "pass@4", "length", "truncated"} <= set(result["sets"][0])
-    assert result["config"]["temperature"] == 1.0
-    assert "torch" in result["versions"]
-    assert len(jsonl(tmp_path / "eval" / "eval_samples.jsonl")) == (8 + 40) * 4
-    launch(tmp_path / "train", **tiny | {"max_steps": 1, "eval_n": 4})
-    assert jsonl(tmp_path / "train" / "eval.jsonl")[0] == result["sets"][0]
-    refused = launch(tmp_path / "train", check=False, **tiny | {"eval_only": "true"})
-    assert refused.returncode == 2
-    assert "holds a training run" in refused.stderr
+def test_imbalance(monkeypatch):
+    """Of no samples at all (--overlong drop, all truncated) it once was 1, on one rank too."""
+    for world, samples, expected in ((1, [], 0), (1, [0, 1], 0), (2, [], 0), (2, [0, 1], 0.25), (2, [0], 1)):
+        monkeypatch.setattr(metrics.dist, "get_world_size", lambda world=world: world)
+        assert metrics.imbalance([4, 3], samples) == expected
 
 
 def test_code_in_a_whole_run(tiny, tmp_path):
@@ -203,19 +195,61 @@ def test_code_in_a_whole_run(tiny, tmp_path):
     assert jsonl(tmp_path / "run" / "metrics.jsonl")[0]["reward_lost"] == 0, "0 by verdict, not by accident"
 
 
-def test_full_disk_costs_no_line(tmp_path, capsys):
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A tmpfs of 64 KB, where the machine lets us mount one."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no permission to mount")
-    try:
-        log, lines = report.RunLog(tmp_path, None, None), [{"step": k, "text": "x" * 9000} for k in range(12)]
-        for k in range(0, 12, 3):
-            log.append("samples.jsonl", lines[k:k + 3])
-        assert "wait" in capsys.readouterr().err
-        kept = (tmp_path / "samples.jsonl").read_text()
-        assert kept.endswith("\n"), "no half line"
-        subprocess.run(["mount", "-o", "remount,size=1m", str(tmp_path)], check=True)
-        log.flush()
-        assert jsonl(tmp_path / "samples.jsonl") == lines
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_full_disk_costs_no_line(tiny_disk, capsys):
+    log, lines = report.RunLog(tiny_disk, None), [{"step": k, "text": "x" * 9000} for k in range(12)]
+    for k in range(0, 12, 3):
+        log.append("samples.jsonl", lines[k:k + 3])
+    assert "wait" in capsys.readouterr().err
+    kept = (tiny_disk / "samples.jsonl").read_text()
+    assert kept.endswith("\n"), "no half line"
+    subprocess.run(["mount", "-o", "remount,size=1m", str(tiny_disk)], check=True)
+    log.flush()
+    assert jsonl(tiny_disk / "samples.jsonl") == lines
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_full_disk_ends_the_tracker_and_not_the_run(tiny_disk, capsys):
+    """TensorBoard's thread dies of it, and from then on each call raises. And no half result.json: it would look like
+    the end of a run."""
+    log = report.RunLog(tiny_disk, None)
+    log.tracker = report.tracker(train.Config(), tiny_disk, 0)
+    (tiny_disk / "ballast").write_bytes(b"x" * shutil.disk_usage(tiny_disk).free)
+    for step in range(1000):
+        log.track({"reward": 0.5}, step, {"length_right": torch.arange(99)})
+    assert log.tracker is None
+    assert capsys.readouterr().err.count("no more events") == 1
+    log.close()
+    with pytest.raises(OSError):
+        log.write("result.json", {"steps": "9" * 9999})
+    assert not (tiny_disk / "result.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tracker_that_cannot_finish_does_not_spoil_the_exit_code(tiny_disk):
+    log = report.RunLog(tiny_disk, None)
+    log.tracker = report.tracker(train.Config(), tiny_disk, 0)
+    log.track({f"name{k}": 0.5 for k in range(99)}, 1)
+    (tiny_disk / "ballast").write_bytes(b"x" * shutil.disk_usage(tiny_disk).free)
+    log.tracker.tracker.add_text("long", "x" * 99_999)
+    log.close()
+
+
+def test_weights_and_biases(tiny, tmp_path):
+    """Where it is installed: a run without network keeps its numbers, one that is not logged in ends in a line."""
+    pytest.importorskip("wandb")
+    run, anonymous = tmp_path / "run", {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    done = launch(run, **tiny, max_steps=1, log_with="wandb", check=False, env=anonymous)
+    assert done.returncode == 2 and "--log_with wandb: No API key" in done.stderr
+    launch(run, **tiny, max_steps=1, log_with="wandb", env={"WANDB_MODE": "offline"})
+    (kept,) = run.glob("wandb/offline-run-*/*.wandb")
+    assert all(name in kept.read_bytes() for name in (b"policy_grad_norm", b"histogram", b"actor_learning_rate"))

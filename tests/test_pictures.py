@@ -197,7 +197,7 @@ class Browser:
         os.close(outside)
         self.back, self.number, self.session, self.events = os.fdopen(back, "rb", 0), 0, {}, []
         self.buffer = b""
-        target = next(t for t in self("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        target = self("Target.createTarget", url="about:blank")
         attached = self("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self.session = {"sessionId": attached["sessionId"]}
         for domain in ("Page", "Runtime", "Network", "Log"):

@@ -27,7 +27,7 @@ def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt):
     assert (tmp_path / "parts" / "result.json").exists()
 
 
-@pytest.mark.parametrize("estimator, zero, ranks", CELLS)
+@pytest.mark.parametrize("estimator, zero, ranks", [pytest.param(*CELLS[0], marks=pytest.mark.slow), *CELLS[1:]])
 def test_resume_is_exact(tiny, tmp_path, estimator, zero, ranks):
     resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=2)
 

@@ -3,10 +3,12 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import tiny as maker
 import torch
@@ -15,8 +17,11 @@ from conftest import ROOT, SMALL, clean_environment, jsonl, launch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+import reward
+import rollout
 import train
-from tools import check
+from rollout import Stopped
+from tools import check, code_data, metrics
 
 DATA = ROOT.parent / "shared" / "data"
 
@@ -24,7 +29,7 @@ DATA = ROOT.parent / "shared" / "data"
 @pytest.fixture(scope="session")
 def one_rank(tiny, tmp_path_factory):
     run = tmp_path_factory.mktemp("one_rank")
-    done = launch(run, **tiny, eval_interval=2, eval_n=2, log_ratio="true", log_kl="true")
+    done = launch(run, **tiny, eval_interval=2, eval_n=2, log_ratio="true", log_kl="true", critic_update_steps=1)
     return run, done.stdout
 
 
@@ -34,7 +39,7 @@ def test_run_writes_everything(one_rank, tiny):
     assert [m["step"] for m in metrics] == [1, 2, 3]
     names = """reward pass_at_n truncated response_length total_length repetition reflection advantage advantage_abs
         return critic_loss critic_values critic_grad_norm critic_lr policy_loss entropy policy_grad_norm policy_lr kl
-        ratio clipfrac approx_kl seconds_rollout seconds_policy tokens_per_second mfu memory_process"""
+        ratio clipfrac approx_kl seconds_rollout seconds_policy tokens_per_second mfu memory_rollout memory_policy"""
     for name in names.split():
         assert all(name in m for m in metrics), name
     assert abs(metrics[0]["ratio"] - 1) < 1e-4, "sampler and trainer disagree about their own tokens"
@@ -54,6 +59,41 @@ def test_run_writes_everything(one_rank, tiny):
     assert (run / "run.log").stat().st_size > 0, "their words are here"
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((run / "tensorboard").glob("events*"))
+
+
+def test_mfu_counts_what_was_passed():
+    """All tokens once counted as trained on, also those of flat groups, and the critic's with the policy's head."""
+    cfg = train.Config(estimator="gae", critic_update_steps=4, log_kl=True)
+    got = metrics.mfu(100, {"policy_tokens": 30, "critic_tokens": 20}, {"policy": 7, "critic": 5},
+                      {"values": 1.0, "critic": 2.0, "policy": 3.0, "rollout": 99.0}, cfg, 10.0)
+    assert got == pytest.approx((6 * 30 * 7 + 6 * 20 * 4 * 5 + 2 * 100 * (5 + 7)) / 6 / 10)
+    grpo = train.Config(estimator="grpo")
+    assert metrics.mfu(100, {"policy_tokens": 0}, {"policy": 7, "critic": 5}, {"policy": 1e-3}, grpo, 10.0) == 0
+
+
+def test_data_set_with_split_and_columns(tiny, tmp_path):
+    rows = datasets.Dataset.from_list([{"problem": "1+1", "solution": "2"}, {"problem": "2+2", "solution": "4"}])
+    datasets.DatasetDict({"train": rows, "dev": rows.select([1])}).save_to_disk(str(tmp_path / "saved"))
+    cfg = train.Config(model=tiny["model"], template="plain", eval_data=[f"{tmp_path}/saved?split=dev"])
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    path = f"{tmp_path}/saved?split=dev&columns=problem,solution"
+    problems, _ = check.read_problems(reward, [path], cfg, tokenizer, print)
+    assert [(p.question, p.label) for p in problems] == [("2+2", "4")]
+    assert list(check.eval_names(cfg)) == ["saved-dev"]
+    parts = train.Config(eval_data=["a/math500.json", "MATH?split=test&columns=problem,answer", "MATH?split=dev"])
+    assert list(check.eval_names(parts)) == ["math500", "MATH-test", "MATH-dev"]
+    with pytest.raises(check.ConfigError, match="same name"):
+        check.eval_names(train.Config(eval_data=["a/math.json", "b/math.json"]))
+    with pytest.raises(check.ConfigError, match="splits is neither split nor columns"):
+        check.read_problems(reward, [f"{tmp_path}/saved?splits=dev"], cfg, tokenizer, print)
+
+
+def test_matrices_of_a_model(tiny):
+    """Tied: the table is the head. Counted by hand from the layers of the real model."""
+    model = AutoModelForCausalLM.from_pretrained(tiny["model"])
+    layers = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name and "lm_head" not in name)
+    head = model.get_output_embeddings().weight.numel()
+    assert check.matrices(model.config) == {"policy": layers + head, "critic": layers}
 
 
 def test_every_number_is_explained(one_rank):
@@ -89,6 +129,37 @@ def test_exports_load_in_transformers_and_vllm(one_rank, tiny):
     assert done.stdout.count("[") >= 4, done.stderr[-2000:]
 
 
+def test_every_call_of_the_sampler_starts_cold(tmp_path):
+    """A resumed run checks its sampler first, and an evaluation comes before some steps: blocks that were left warm by
+    them would change the schedule of what follows, so the bits could depend on what ran before. And of two ranks each
+    grades on half of the cores, although vLLM says LOCAL_WORLD_SIZE=1 afterwards: all of them, once."""
+    model = maker.make_model(tmp_path / "model", max_position_embeddings=512)
+    flags = SMALL | {"model": str(model), "data": "-", "max_len": 512, "packing_max_len": 512}
+    code = f"""import json, reward, rollout, train
+rollout.start_distributed()
+cfg = train.parse_flags({[str(x) for name, value in flags.items() for x in (f"--{name}", value)]})
+both = train.Rollout.start(reward, None, cfg)
+sampler = both.sampler
+step, cached = sampler.llm.llm_engine.step, [[], []]
+def recorded():
+    outputs = step()
+    cached[call].extend(output.num_cached_tokens for output in outputs)
+    return outputs
+sampler.llm.llm_engine.step = recorded
+for call in (0, 1):
+    stream = sampler.generate([list(range(1, 51)) * 8], 2, [0], max_new_tokens=[4, 4], max_len=512)
+    next(stream)
+    stream.close()
+print(json.dumps([both.grader.threads._max_workers, *cached]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, cwd=ROOT,
+                          env=clean_environment() | {"LOCAL_WORLD_SIZE": "2"})
+    assert done.stdout, done.stderr[-2000:]
+    workers, first, second = json.loads(done.stdout.splitlines()[-1])
+    assert workers == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert first == second, done.stderr[-2000:]
+    assert first[0] == 0
+
+
 def test_two_ranks_zero3_untied(tiny, tmp_path):
     """Two ranks, everything sharded: the start-up check compares every rank's sampler with the gathered policy. With
     --offload idle, whose states have nowhere else to go on a CPU, and --log_comms."""
@@ -97,8 +168,8 @@ def test_two_ranks_zero3_untied(tiny, tmp_path):
            offload="idle", log_comms="true")
     metrics = jsonl(tmp_path / "run" / "metrics.jsonl")
     assert len(metrics) == 2
-    assert all(0 < m["communication_seconds"] < m["seconds"] for m in metrics)
-    assert all(m["communication_gb"] > 0 for m in metrics)
+    assert all(0 < m[f"communication_seconds_{k}"] < m[f"seconds_{k}"] for m in metrics for k in ("critic", "policy"))
+    assert all(m["communication_gb"] > 0 and m["offload_gb"] == 0 for m in metrics)
     assert all(abs(m["ratio"] - 1) < 1e-4 for m in metrics), "after a sync the sampler must hold the trainer's weights"
     assert len(jsonl(tmp_path / "run" / "samples.jsonl")) == 32, "every rank's samples, once"
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
@@ -116,17 +187,38 @@ def test_tensor_parallel_sampler(tiny, whole, tmp_path):
     assert all(abs(m["ratio"] - 1) < 1e-4 for m in jsonl(run / "metrics.jsonl"))
 
 
-def test_fused_values(tiny, tmp_path):
+def test_fused_values(one_rank, tiny, tmp_path):
     """--fuse_values: from before the step that learns from the same samples; with one step, the separate values."""
     launch(tmp_path / "run", **tiny | {"fuse_values": "true", "critic_update_steps": 1, "max_steps": 1})
-    launch(tmp_path / "plain", **tiny | {"critic_update_steps": 1, "max_steps": 1})
-    fused, plain = (jsonl(tmp_path / name / "metrics.jsonl")[0] for name in ("run", "plain"))
+    fused, plain = (jsonl(run / "metrics.jsonl")[0] for run in (tmp_path / "run", one_rank[0]))
     assert fused["critic_values"] == pytest.approx(plain["critic_values"], rel=1e-4)
     assert fused["policy_grad_norm"] == pytest.approx(plain["policy_grad_norm"], rel=1e-4)
     refused = {"fuse_values": "true", "lambd": 0.95}
     argv = [str(x) for name, value in (SMALL | tiny | refused).items() for x in (f"--{name}", value)]
     with pytest.raises(check.ConfigError, match="--fuse_values"):
         check.check_config(train.parse_flags(argv), world=1)
+
+
+def test_eval_only(one_rank, tiny, tmp_path):
+    """The same code path as training's: the numbers of a training run at step 0. No training run is touched, also not
+    one that was killed before its first checkpoint."""
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(check.ConfigError, match="holds a training run"):
+        train.evaluate_only(None, {}, None, None, tmp_path / "killed")
+    assert (tmp_path / "killed" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "eval.jsonl").write_text('{"step": 0, "set": "of an evaluation before"}\n')
+    two = [tiny["eval_data"], tiny["data"]]
+    done = launch(tmp_path / "eval", **tiny | {"eval_only": "true", "eval_n": 2, "eval_data": two})
+    assert "pass@2" in done.stdout
+    result = json.loads((tmp_path / "eval" / "result.json").read_text())
+    assert [line["set"] for line in result["sets"]] == ["eval", "train"], "a second evaluation replaces the first"
+    assert {"accuracy", "stderr", "pass@1", "pass@2", "length", "truncated"} <= set(result["sets"][0])
+    assert result["config"]["temperature"] == 1.0
+    assert "torch" in result["versions"]
+    assert len(jsonl(tmp_path / "eval" / "eval_samples.jsonl")) == (8 + 40) * 2
+    assert jsonl(one_rank[0] / "eval.jsonl")[0] == result["sets"][0]
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
@@ -161,16 +253,27 @@ def test_models_that_cannot_be_used_are_refused(tmp_path):
     assert check.read_config(train.Config(model=str(tmp_path))).model_type == "gpt2"
 
 
-def test_stale_lock_of_a_killed_compilation_is_taken_away():
+def test_stale_lock_of_a_killed_compilation_is_taken_away(tmp_path):
     """torch waits on it for ever, and silently."""
-    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm" / "lock"
+    shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], tmp_path / "own")  # other tests start runs meanwhile
+    lock = tmp_path / "own" / "deepspeed_shm_comm" / "lock"
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import rollout; rollout.start_distributed(); "
             "from tools import check; check.compile_op()")
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     os.utime(lock, (1, 1))  # not of a compilation that is under way: that one must be left alone
-    subprocess.run([sys.executable, "-c", code], env=clean_environment(), timeout=200, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], timeout=250, check=True, capture_output=True,
+                   env=clean_environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "own")})
     assert not lock.exists()
+
+
+def test_half_of_a_launcher_s_variables_is_one_line(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"})
+    with pytest.raises(rollout.SamplerError, match="LOCAL_RANK, MASTER_PORT"):
+        rollout.start_distributed()
+    assert check.is_first(None), "else it would be said by nobody"
+    os.environ["LOCAL_RANK"] = "1"
+    assert not check.is_first(None)
 
 
 def run_directly(**flags):
@@ -189,6 +292,7 @@ def run_directly(**flags):
     ({"packing_max_len": 32}, ["--packing_max_len", "--max_len"]),
     ({"zero_stage": 4}, ["--zero_stage"]),
     ({"temperature": 0}, ["--temperature"]),
+    ({"temperature": 2.5}, ["--temperature", "2"]),
     ({"critic_update_steps": 99}, ["--critic_update_steps", "16"]),
     ({"rollout_batch_size": 3}, ["--rollout_batch_size", "multiple of 2"]),
     ({"tensor_parallel": 3}, ["--tensor_parallel 3", "2 ranks"]),
@@ -280,6 +384,7 @@ def test_exit_code_2_and_one_line(tiny, tmp_path):
     (check.ConfigError("--x: no"), "--x: no", 2),
     (PermissionError(13, "Permission denied", "/here"), "/here", 2),
     (RuntimeError("[gloo] Connection\nclosed by peer [10.0.0.2]:99"), "lost contact with another rank", 1),
+    (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), "lost contact", 1),
     (RuntimeError("Watchdog caught collective operation timeout: ALLREDUCE timed out"), "lost contact", 1),
     (dist.DistNetworkError("The server socket has failed to bind: EADDRINUSE"), "MASTER_PORT", 2),
     (RuntimeError("Error building extension 'deepspeed_shm_comm': ninja: interrupted"), "make install", 2),
@@ -292,6 +397,12 @@ def test_errors_are_one_line_with_an_exit_code(error, words, code):
     assert got == code
     assert words in line
     assert "\n" not in line
+
+
+def test_one_line_for_a_stopped_evaluation_and_for_graders_that_cannot_start():
+    assert check.explain(Stopped(), "rollout") == ("stopped; an evaluation has nothing to save", 1)
+    for error in (reward.RewardError("no worker"), code_data.RewardError("no sandbox")):
+        assert check.explain(error, "loading") == (str(error), 2)
 
 
 def test_bugs_are_not_explained_away():

@@ -3,7 +3,8 @@
     reward     checks/s on a GSM8K-like mix; are verdicts the same with 1 and with 16 workers?
     rollout    Sampler.generate against bare LLM.generate; weight sync against a plain copy
     update     policy and critic update against a bare transformers forward and backward over the same tokens; the
-               full ORZ pipeline against the lean one; how the time grows with the tokens
+               full ORZ pipeline against the lean one
+    growth     how the time of a policy update grows with the tokens
     ranks      two ranks of one thread against one rank of one thread
     memory     the chunked head against full logits, vocabulary 151,936
     step       whole steps of train.py: the share that is neither generation, forward, backward nor optimizer
@@ -47,17 +48,19 @@ TARGETS = {"checks_per_s": ">= 2000", "verdicts_differ": "== 0", "rollout_vs_vll
            "trl_vs_ours_small": ">= 1.5", "trl_vs_ours_tiny": ">= 1", "phases_share": ">= 0.98"}
 
 
+def seconds_of(function) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
 def compare(a, b, rounds: int = 5) -> tuple[float, str]:
     """Median of time(b) / time(a) over interleaved rounds after one unmeasured each, and the spread."""
     a(), b()
     ratios = []
     for _ in range(rounds):
-        seconds = []
-        for function in (a, b):
-            begin = time.perf_counter()
-            function()
-            seconds.append(time.perf_counter() - begin)
-        ratios.append(seconds[1] / seconds[0])
+        ours, theirs = seconds_of(a), seconds_of(b)
+        ratios.append(theirs / ours)
     return statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
@@ -73,7 +76,7 @@ def make_model(folder: str, size: str) -> str:
 
 
 def config(model: str, **changes) -> train.Config:
-    """train.py's settings for one CPU, fp32; rows of 512 tokens, four in a micro-batch."""
+    """train.py's settings for one CPU, fp32; rows of 512 tokens, two in a micro-batch."""
     settings = {"model": model, "data": ["-"], "bf16": False, "zero_stage": 0, "gradient_checkpointing": False,
                 "attention": "sdpa", "max_len": 512, "packing_max_len": 512, "micro_train_batch_size": 2,
                 "prompt_max_len": 64, "max_norm": 0.0, "critic_update_steps": 1}
@@ -107,7 +110,7 @@ def bare_pass(model, head, batch: ppo.Batch, rows: list[list[int]]) -> None:
 
 
 def bench_update(folder: str) -> dict:
-    """Whole updates of `small`, optimizer included, against bare passes without one; full against lean; growth."""
+    """Whole updates of `small`, optimizer included, against bare passes without one; full against lean."""
     model, found = make_model(folder, "small"), {}
     cfg, device, batch = config(model), torch.device("cpu"), make_batch(8, 512, 32768)
     everyone = list(range(8))
@@ -120,13 +123,7 @@ def bench_update(folder: str) -> dict:
         bare = auto_class.from_pretrained(model)
         head = bare.get_output_embeddings().weight if kind == "policy" else torch.nn.Parameter(torch.randn(1, 512))
         passes = [functools.partial(bare_pass, bare.base_model, head, batch, rows) for rows in groupings]
-        seconds = []
-        for one in passes:
-            one()
-            begin = time.perf_counter()
-            one()
-            seconds.append(time.perf_counter() - begin)
-        best = passes[int(np.argmin(seconds))]
+        best = min(passes, key=lambda one: one() or seconds_of(one))  # the first is not measured
         found[f"{kind}_vs_bare"] = compare(update[kind], best)
 
     def values() -> None:
@@ -137,22 +134,20 @@ def bench_update(folder: str) -> dict:
 
     lean = (values, update["critic"], update["policy"])
     found["full_vs_lean"] = compare(lambda: [part() for part in lean],
-                                    lambda: [part() for part in (*lean, logprobs, logprobs)], 3)
-    many, cfg = (256, 1024, 4096), config(make_model(folder, "tiny"), packing_max_len=128, micro_train_batch_size=16)
-    policy = ppo.make_policy(cfg)
-    times = [policy_seconds(policy, make_batch(samples, 128, 20), cfg, device) for samples in many]
-    slope = np.polyfit(np.log(many), np.log(times), 1)[0]
-    return found | {"scaling_exponent": (float(slope), f"tiny, {many[0]} to {many[-1]} samples: {times[-1]:.1f} s")}
+                                    lambda: [part() for part in (*lean, logprobs, logprobs)])
+    return found
 
 
-def policy_seconds(policy, batch: ppo.Batch, cfg: train.Config, device) -> float:
-    """Best of three policy updates, after one unmeasured."""
-    seconds = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        ppo.update(policy, ppo.policy_loss, batch, list(range(len(batch.size))), cfg, 0.0, device)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
+def bench_growth(folder: str) -> dict:
+    """The exponent of time against tokens, `tiny`: five rounds of three sizes in turn after one unmeasured."""
+    many, cfg = (128, 512, 2048), config(make_model(folder, "tiny"), packing_max_len=128, micro_train_batch_size=16)
+    policy, batches, slopes = ppo.make_policy(cfg), [make_batch(samples, 128, 20) for samples in many], []
+    for _ in range(6):
+        times = [seconds_of(functools.partial(ppo.update, policy, ppo.policy_loss, batch, list(range(len(batch.size))),
+                                              cfg, 0.0, torch.device("cpu"))) for batch in batches]
+        slopes.append(np.polyfit(np.log(many), np.log(times), 1)[0])
+    note = f"{min(slopes[1:]):.2f} to {max(slopes[1:]):.2f}; {many[0]} to {many[-1]} samples, at last {times[-1]:.1f} s"
+    return {"scaling_exponent": (float(statistics.median(slopes[1:])), note)}
 
 
 def bench_rollout(folder: str) -> dict:
@@ -213,15 +208,16 @@ def bench_reward(folder: str) -> dict:
 
 
 def rank_worker(model: str) -> None:
-    """Under torchrun: tokens/s of a policy and a critic update, one thread a rank."""
+    """Under torchrun: tokens/s of a policy and a critic update of 64 samples, one thread a rank. With fewer, what does
+    not shrink with a rank's tokens (gradients and parameters moved, the optimizer) takes over: docs/LOG.md."""
     rank, _, device, _ = rollout.start_distributed()
     torch.set_num_threads(1)
-    cfg, batch = config(model, zero_stage=1), make_batch(16, 512, 32768)
+    cfg = config(model)
     engines = ppo.make_policy(cfg), ppo.make_critic(cfg)
-    for _ in range(2):  # the first is not measured
+    for batch in make_batch(8, 512, 32768), make_batch(64, 512, 32768):  # the first is not measured
         begin = time.perf_counter()
         for engine, loss_fn in zip(engines, (ppo.policy_loss, ppo.critic_loss)):
-            ppo.update(engine, loss_fn, batch, list(range(16)), cfg, 0.0, device)
+            ppo.update(engine, loss_fn, batch, list(range(len(batch.size))), cfg, 0.0, device)
     if rank == 0:
         print(json.dumps(sum(batch.size) / (time.perf_counter() - begin)))
 
@@ -246,7 +242,7 @@ def bench_ranks(folder: str) -> dict:
     return {"ranks_2_vs_1": (statistics.median(ratios), note)}
 
 
-def head_worker(chunked: bool, tokens: int = 4096, hidden: int = 896, vocab: int = 151936) -> None:
+def head_worker(chunked: bool, tokens: int = 8192, hidden: int = 896, vocab: int = 151936) -> None:
     """Prints the bytes that log-probs of `tokens` tokens add to this process's peak, forward and backward."""
     h, w = torch.randn(tokens, hidden, requires_grad=True), torch.randn(vocab, hidden, requires_grad=True)
     ids, start = torch.randint(vocab, (tokens,)), peak()
@@ -263,7 +259,7 @@ def peak() -> int:  # in KiB; getrusage would give the parent's, if that is larg
 
 
 def bench_memory(folder: str) -> dict:
-    """4,096 tokens at Qwen2.5-0.5B's head, each way in a process of its own."""
+    """8,192 tokens at Qwen2.5-0.5B's head, each way in a process of its own."""
     peaks = [json.loads(subprocess.run([sys.executable, __file__, "--head", way], capture_output=True, text=True,
                                        check=True).stdout.splitlines()[-1]) for way in ("chunked", "full")]
     return {"memory_vs_full_logits": (peaks[0] / peaks[1], f"{peaks[0] / 2**20:.2f} of {peaks[1] / 2**20:.2f} GiB")}
@@ -297,17 +293,17 @@ def bench_trl_steps(folder: str) -> dict:
 
 
 def main(parts: list[str]) -> None:
-    known = {"reward": bench_reward, "update": bench_update, "rollout": bench_rollout, "ranks": bench_ranks,
-             "memory": bench_memory, "step": bench_step, "trl": bench_trl_steps}
+    known = {"reward": bench_reward, "update": bench_update, "growth": bench_growth, "rollout": bench_rollout,
+             "ranks": bench_ranks, "memory": bench_memory, "step": bench_step, "trl": bench_trl_steps}
     if unknown := set(parts) - set(known):
         sys.exit(f"error: no such part: {' '.join(unknown)}; choose from {', '.join(known)}")
     rollout.start_distributed()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in parts or known:
-            found |= known[part](folder)
-    for name, (value, note) in found.items():
-        print(f"{name:24} {value:10.3f}  target {TARGETS.get(name, '-'):12} {note}")
+            found |= (rows := known[part](folder))
+            for name, (value, note) in rows.items():
+                print(f"{name:24} {value:10.3f}  target {TARGETS.get(name, '-'):12} {note}", flush=True)
     print(json.dumps({name: round(value, 4) for name, (value, _) in found.items()}))
 
 

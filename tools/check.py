@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 
 import torch
@@ -21,10 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ckpt
 import ppo
-from rollout import SamplerError
+import reward
+from rollout import SamplerError, Stopped, hash64
+from tools import code_data
 
 COUNTS = ("rollout_batch_size", "n_samples_per_prompt", "eval_n", "num_episodes", "generate_max_len", "prompt_max_len",
           "micro_train_batch_size", "micro_rollout_batch_size", "num_warmup_steps", "tensor_parallel", "dist_timeout")
+LOST = "closed by peer|reset by peer|likely closed|broken pipe|timed? ?out"  # what gloo, NCCL and the store say of it
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
@@ -37,16 +41,19 @@ def explain(error: Exception, phase: str) -> tuple[str, int]:
     line = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and "out of memory" in line:  # torch's, and vLLM's when it wakes up
         held, reserved = torch.cuda.memory_allocated() / 2**30, torch.cuda.memory_reserved() / 2**30
-        lower = "--gpu_memory_utilization" if phase in ("loading", "rollout", "sync") else "--micro_train_batch_size"
+        lower = "--gpu_memory_utilization" if phase in ("loading", "rollout", "sync") else "--packing_max_len"
         return (f"phase {phase}: out of GPU memory; tensors hold {held:.1f} GiB, {reserved:.1f} reserved; lower "
-                f"{lower} or --packing_max_len, or try --offload idle: {line[:300]}"), 2
-    if isinstance(error, (ConfigError, SamplerError, ckpt.CheckpointError, OSError)):
+                f"{lower} (and --max_len), or try --offload idle: {line[:300]}"), 2
+    if isinstance(error, (ConfigError, SamplerError, ckpt.CheckpointError, OSError, reward.RewardError,
+                          code_data.RewardError)):
         return str(error), 2
+    if isinstance(error, Stopped):  # while --eval_only evaluates; a training run saves
+        return "stopped; an evaluation has nothing to save", 1
     if isinstance(error, dist.DistError) and re.search("in use|EADDRINUSE", line):
         return f"MASTER_PORT {os.environ.get('MASTER_PORT')} of {socket.gethostname()} is in use; choose another one", 2
     if "Error building extension" in line:
         return f"DeepSpeed's op is not compiled: {line[:200]}; `make install` compiles it, run.log says more", 2
-    if isinstance(error, RuntimeError) and re.search("closed by peer|reset by peer|timed? ?out", line, re.IGNORECASE):
+    if isinstance(error, RuntimeError) and re.search(LOST, line, re.IGNORECASE):
         return f"{socket.gethostname()} lost contact with another rank, or it is stuck: {line[:400]}; start again", 1
     if isinstance(error, FloatingPointError):
         return line, 1
@@ -54,9 +61,10 @@ def explain(error: Exception, phase: str) -> tuple[str, int]:
 
 
 def is_first(store) -> bool:
-    """Of ranks that meet the same error one tells it: the first. With rank 0 the store goes too; then it was told."""
+    """Of ranks that meet the same error one tells it: the first; before there is a store, one on each machine. With
+    rank 0 the store goes too; then it was told."""
     try:
-        return store.add("errors", 1) == 1 if store else os.environ.get("RANK", "0") == "0"
+        return store.add("errors", 1) == 1 if store else os.environ.get("LOCAL_RANK", "0") == "0"
     except RuntimeError:  # of torch's kinds of a lost store
         return False
 
@@ -69,8 +77,22 @@ def check_numbers(cfg) -> None:
             raise ConfigError(f"--{name} {value}: must be a number, at least {least}")
 
 
+def check_same(values: dict, error: str | None = None) -> None:
+    """Raises ConfigError on all ranks where one has an error, or another value than rank 0: their samples would be
+    trained on behind each other's prompts, or they would wait for each other for ever."""
+    mine = (f"machine {socket.gethostname()}", error, {name: repr(value) for name, value in values.items()})
+    reports = ckpt.everywhere(mine) if dist.is_initialized() else [mine]
+    for rank, (host, why, found) in enumerate(reports):
+        if why:
+            raise ConfigError(why if all(r[1] for r in reports) else f"{host}, rank {rank}: {why}")
+        for name in found:
+            if found[name] != (first := reports[0][2][name]):
+                raise ConfigError(f"{host}, rank {rank}: {name}: {found[name]}, of rank 0: {first}; give all the same")
+
+
 def check_config(cfg, world: int) -> None:
     """Raises ConfigError for what can be refused before a model is read."""
+    check_same({f"--{name}": value for name, value in vars(cfg).items() if name != "run_dir"})
     check_numbers(cfg)
     samples, grouped = cfg.rollout_batch_size * cfg.n_samples_per_prompt, ("grpo", "rloo")
     checks = [
@@ -89,7 +111,7 @@ def check_config(cfg, world: int) -> None:
          f"--max_len {cfg.max_len}: lower the one or raise the other"),
         (cfg.packing_max_len >= cfg.max_len, f"--packing_max_len {cfg.packing_max_len}: a row must hold one sample of "
          f"--max_len {cfg.max_len} tokens; raise it"),
-        (cfg.temperature > 0, f"--temperature {cfg.temperature}: must be above 0"),
+        (0.01 <= cfg.temperature <= 2, f"--temperature {cfg.temperature}: choose 0.01 to 2, what vLLM takes"),
         (0 < cfg.top_p <= 1, f"--top_p {cfg.top_p}: choose above 0, at most 1"),
         (0 < cfg.gpu_memory_utilization <= 1, f"--gpu_memory_utilization {cfg.gpu_memory_utilization}: choose up to 1"),
         (cfg.attention in ATTENTION, f"--attention {cfg.attention}: choose auto, {', '.join(ATTENTION)}"),
@@ -116,14 +138,20 @@ def check_config(cfg, world: int) -> None:
         (1 <= cfg.critic_update_steps <= samples, f"--critic_update_steps {cfg.critic_update_steps}: choose 1 to "
          f"{samples}, the samples of a step"),
     ]
-    for good, message in checks:
-        if not good:
-            raise ConfigError(message)
+    if wrong := [message for good, message in checks if not good]:
+        raise ConfigError(wrong[0])
 
 
 def parameters(config) -> int:
     """How many parameters a causal LM of this config has; no memory is taken for them."""
     return sum(p.numel() for p in skeleton(config).parameters())
+
+
+def matrices(config) -> dict[str, int]:
+    """Parameters in matrix products with every token: the head of the policy alone, the embedding table of none."""
+    table, tied = config.vocab_size * config.hidden_size, config.tie_word_embeddings
+    critic = parameters(config) - table * (1 if tied else 2)
+    return {"policy": critic + table, "critic": critic}
 
 
 def skeleton(config):
@@ -181,21 +209,33 @@ def read_tokenizer(cfg):
 
 def eval_names(cfg) -> dict[str, str]:
     """{name of the set: its path}, or ConfigError where two would have one name."""
-    names = {Path(path).stem: path for path in cfg.eval_data}
+    split = [dict(urllib.parse.parse_qsl(path.partition("?")[2])).get("split") for path in cfg.eval_data]
+    names = {"-".join(filter(None, (Path(path.partition("?")[0]).stem, part))): path
+             for path, part in zip(cfg.eval_data, split)}
     if len(names) < len(cfg.eval_data):
-        raise ConfigError(f"--eval_data {' '.join(cfg.eval_data)}: two sets of the same name; rename a file")
+        raise ConfigError(f"--eval_data {' '.join(cfg.eval_data)}: two sets of the same name; rename a file, "
+                          "or evaluate them in two runs")
     if "train" in names and not cfg.eval_only:
         raise ConfigError(f"--eval_data {names['train']}: training samples go by the name train; rename the file")
     return names
 
 
 def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") -> tuple[list, list[list[int]]]:
-    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises ConfigError."""
-    bos = tokenizer.bos_token or ""
-    try:
-        problems = [p for path in paths for p in task.load_problems(path, cfg.template, bos, split=split)]
-    except task.RewardError as error:
-        raise ConfigError(str(error)) from None
+    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises ConfigError.
+
+    A path may end in ?split=test&columns=problem,answer: which part and columns of a data set."""
+    problems, wrong = [], None
+    for path, _, query in (path.partition("?") for path in paths):
+        options = {"split": split} | dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+        if unknown := set(options) - {"split", "columns"}:
+            raise ConfigError(f"{path}?{query}: {', '.join(unknown)} is neither split nor columns")
+        if "columns" in options:
+            options["columns"] = tuple(options["columns"].split(","))
+        try:
+            problems += task.load_problems(path, cfg.template, tokenizer.bos_token or "", **options)
+        except task.RewardError as error:
+            wrong = wrong or str(error)  # perhaps of this machine's file alone: all are told
+    check_same({f"hash of the problems in {' '.join(paths)}": hash64([(p.prompt, p.label) for p in problems])}, wrong)
     problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     kept = [i for i, ids in enumerate(prompts) if 0 < len(ids) <= cfg.prompt_max_len]
@@ -243,7 +283,12 @@ def compile_op() -> None:
     with open(folder / ".compiling", "w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
-            while time.time() - (theirs := folder / builder.name / "lock").stat().st_mtime < 600:
+            theirs, looks = folder / builder.name / "lock", 0
+            while abs(time.time() - theirs.stat().st_mtime) < 600:
+                looks += 1
+                if looks == 25:
+                    print(f"waiting for another compilation of DeepSpeed's op; if it was killed, remove {theirs}",
+                          flush=True)
                 time.sleep(0.2)
             theirs.unlink()
         if builder.is_compatible():
@@ -252,7 +297,9 @@ def compile_op() -> None:
 
 def resume_command() -> str:
     """What started this run: the launcher's command line, which knows ranks and machines, or else our own."""
-    words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    words = []
+    with contextlib.suppress(OSError):  # it has gone, or /proc is hidden
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     words = words if any(word.endswith("train.py") for word in words) else [sys.executable, *sys.argv]
     return shlex.join([*words, *([] if words[-2:] == ["--resume", "auto"] else ["--resume", "auto"])])
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 FLAGS = {  # train.py's settings without --model
@@ -33,7 +34,6 @@ FLAGS = {  # train.py's settings without --model
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides the result; kept beside the model, which is rebuilt when a value differs."""
-
     seed: int
     version: int = 3  # raise it when the code below changes what is built
     held_out: int = 256  # evaluation problems; neither order of their numbers is ever trained on
@@ -98,7 +98,7 @@ def make_corpus(tokenizer, train: list, recipe: Recipe, rng: random.Random) -> t
 def pretrain(model, ids: torch.Tensor, weights: torch.Tensor, recipe: Recipe) -> None:
     """Next-token training in place on ids (N, L) with target weights (N, L), each example once."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    for update in range(recipe.updates):
+    for update in tqdm(range(recipe.updates), "the demo's base model", leave=False, disable=None):
         optimizer.param_groups[0]["lr"] = recipe.lr * min((update + 1) / recipe.warmup, 1 - update / recipe.updates)
         part = slice(update * recipe.batch, (update + 1) * recipe.batch)
         logits = model(ids[part], use_cache=False).logits[:, :-1]  # (B, L - 1, V) causal: padding behind is not seen

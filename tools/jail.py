@@ -14,6 +14,7 @@ import ctypes
 import marshal
 import os
 import resource
+import select
 import struct
 import sys
 
@@ -39,7 +40,7 @@ def call(name, *args):
 def contain(job):
     """In the new process, while only our code is in it. The order matters: each step takes away means."""
     call("prctl", 1, 9)  # PR_SET_PDEATHSIG: killed with the thread that started it
-    call("alarm", job["wall_seconds"])  # ends this process, and with it all others
+    call("alarm", job["wall_seconds"] * (1 + len(job["inputs"])))  # ends this process, and with it all others
     prefix, uid = job["prefix"], 32768 + os.getpid() % 32766
     assert os.getppid() == job["parent"], "it died before it could be watched"
     if "namespaces" in job["mode"]:
@@ -117,6 +118,9 @@ def supervise(job):
                 os.dup2(fd, number)
             sys.stdin = os.fdopen(0)
             return perform(job, text)  # and ends as programs do: threads joined, streams flushed
+        files.append(os.pidfd_open(pid))
+        if not select.select(files[2:], [], [], job["wall_seconds"])[0]:
+            os.kill(pid, 9)
         _, status, usage = os.wait4(pid, 0)
         while os.getpid() == 1 and not ctypes.CDLL(None).kill(-1, 9):  # only in our namespace: what it left behind
             os.wait()

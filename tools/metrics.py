@@ -1,12 +1,13 @@
 """The numbers of a step and of an evaluation, and when to worry about them: pure functions of samples and counts."""
 import math
-import resource
 import statistics
 import time
 
 import numpy as np
+import psutil
 import torch
-from deepspeed.comm.comm import comms_logger
+import torch.distributed as dist
+from deepspeed.comm.comm import comms_logger, timers
 
 import ppo
 
@@ -45,22 +46,33 @@ def evaluation_line(name: str, records: list[dict], problems: list, n: int, step
                 (rewards > 0).sum(1), n)
 
 
-def imbalance(sizes: list[int], world: int) -> float:
-    """How many tokens fewer the emptiest rank trains on than the fullest, as a share of the fullest's."""
-    loads = [sum(sizes[i] for i in part) for part in ppo.deal(sizes, list(range(len(sizes))), world)]
-    return 1 - min(loads) / max(loads)
+def imbalance(sizes: list[int], samples: list[int]) -> float:
+    """How many tokens fewer the emptiest rank gets of these samples than the fullest, as a share of the fullest's."""
+    loads = [sum(sizes[i] for i in part) for part in ppo.deal(sizes, list(samples), dist.get_world_size())]
+    return (max(loads) - min(loads)) / max(max(loads), 1)  # 0 of no samples
+
+
+def expansion(records: list[dict], cfg) -> dict[str, float]:
+    """--first_stage: share of prompts that got all samples; tokens that the others would have taken at their mean."""
+    lengths = {}
+    for r in records:
+        lengths.setdefault(r["problem"], []).append(len(r["response_ids"]))
+    short = [lens for lens in lengths.values() if len(lens) < cfg.n_samples_per_prompt]
+    return {"prompts_expanded": 1 - len(short) / len(lengths),
+            "tokens_saved": sum((cfg.n_samples_per_prompt - len(lens)) * statistics.mean(lens) for lens in short)}
 
 
 def health(metrics: dict, norms: list[float]) -> list[str]:
     """What looks wrong with a step, each in a few words; norms: the policy's gradient norms so far."""
     usual = statistics.median(norms[-20:]) if len(norms) > 5 else math.inf
-    entropy, ratio, norm = metrics.get("entropy", 1.0), metrics.get("ratio", 1.0), metrics["policy_grad_norm"]
+    entropy, apart, norm = metrics.get("entropy", 1.0), metrics.get("approx_kl", 0.0), metrics["policy_grad_norm"]
     signs = [
         (metrics["truncated"] > 0.3, f"{metrics['truncated']:.0%} of the responses are truncated"),
         (entropy < 0.02 and metrics["reward"] < 0.9, f"entropy {entropy:.3f} has collapsed"),
-        ((metrics.get("explained_variance") or 0) < 0, "the critic explains less than a constant would"),
+        ((metrics.get("explained_variance") or 0) < 0 and 0.05 < metrics["reward"] < 0.95,  # else little is to explain
+         "the critic explains less than a constant would"),
         (norm > 10 * usual, f"gradient norm {norm:.2g}, usually {usual:.2g}"),
-        (abs(ratio - 1) > 0.1, f"sampler and trainer differ: mean ratio {ratio:.3f}")]
+        (apart > 0.02, f"sampler and trainer differ: KL {apart:.3f}")]  # the mean ratio is 1 of any two
     return [text for wrong, text in signs if wrong]
 
 
@@ -75,31 +87,33 @@ def matmul_peak(device, bf16: bool) -> float:
     return best
 
 
-def mfu(tokens: int, parameters: int, seconds: dict[str, float], cfg, peak: float) -> float:
-    """Share of the peak (of all ranks) that training reached: 6 FLOP a parameter and token for an update, 2 for a pass
-    without gradient, recomputation by checkpointing not counted, over the seconds of values, critic and policy."""
-    passes = 6 * sum(name in seconds for name in ("critic", "policy"))
-    passes += 2 * (cfg.estimator == "gae" and not cfg.fuse_values)
-    return passes * parameters * tokens / sum(seconds.get(name, 0) for name in ("values", "critic", "policy")) / peak
+def mfu(tokens: int, learned: dict, matrices: dict[str, int], seconds: dict[str, float], cfg, peak: float) -> float:
+    """Share of the peak (of all ranks) that training reached: 6 FLOP a matrix parameter and token for an update, 2 for
+    a pass without gradient, recomputation by checkpointing not counted, over the seconds of values, critic, policy.
+    tokens: of all samples; learned: what an update's passes really took (a mean of the critic's)."""
+    updates = learned["policy_tokens"] * matrices["policy"]
+    updates += learned.get("critic_tokens", 0) * cfg.critic_update_steps * matrices["critic"]
+    values = matrices["critic"] if cfg.estimator == "gae" and not cfg.fuse_values else 0
+    passes = 6 * updates + 2 * tokens * (values + cfg.log_kl * matrices["policy"])
+    return passes / sum(seconds.get(name, 0) for name in ("values", "critic", "policy")) / peak
 
 
-def communication(before: dict[str, float]) -> dict[str, float]:
-    """What DeepSpeed's collectives on this rank took and moved since the last call. before: seconds of each kind until
-    then, brought up to date here: DeepSpeed's latencies add up from the first call on."""
-    found = {"communication_seconds": 0.0, "communication_gb": 0.0}
-    for kind, sizes in comms_logger.get_raw_data().items():
-        seconds = max(latency for _, latencies, *_ in sizes.values() for latency in latencies) / 1000
-        found["communication_seconds"] += seconds - before.get(kind, 0.0)
-        found["communication_gb"] += sum(size * calls for size, (calls, *_) in sizes.items()) / 2**30
-        before[kind] = seconds
+def communication() -> tuple[float, float]:
+    """Seconds and GiB of DeepSpeed's collectives on this rank since the last call, where they are logged. Its latencies
+    add up from the last reset of its timers on, and it sums all events at each call: so they are reset here."""
+    took, moved = 0.0, 0.0
+    for kind, sizes in (comms_logger.get_raw_data() if comms_logger.enabled else {}).items():
+        took += max(latency for _, latencies, *_ in sizes.values() for latency in latencies) / 1000
+        moved += sum(size * calls for size, (calls, *_) in sizes.items()) / 2**30
+        timers(kind).reset()
     comms_logger.reset_data()
-    return found
+    return took, moved
 
 
-def peak_memory() -> dict[str, float]:
-    """GiB at most, on this rank: of the process, and on a GPU of tensors since the last call."""
-    found = {"memory_process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if torch.cuda.is_available():
-        found["memory_gpu"] = torch.cuda.max_memory_allocated() / 2**30
-        torch.cuda.reset_peak_memory_stats()
-    return found
+def memory() -> float:
+    """GiB on this rank: the most that tensors held on its GPU since the last call; on a CPU what the process holds."""
+    if not torch.cuda.is_available():
+        return psutil.Process().memory_info().rss / 2**30
+    most = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return most

@@ -60,9 +60,10 @@ def estimate(cfg, config, world: int, card_bytes: float) -> Memory:
     shards = [world if cfg.zero_stage >= needed else 1 for needed in (1, 2, 3)]  # of optimizer, gradients, weights
     gathered = width * vocab * hidden if cfg.zero_stage == 3 else 0  # the largest parameter, whole for a moment
     tokens = cfg.micro_train_batch_size * cfg.packing_max_len
-    inside = tokens * width * (8 * hidden + 4 * config.intermediate_size)  # one layer's intermediate results
+    inside = tokens * width * (8 * hidden + 4 * getattr(config, "intermediate_size", 4 * hidden))  # of one layer
     kept = tokens * width * hidden * layers if cfg.gradient_checkpointing else inside * layers
-    kv_bytes = 2 * layers * config.num_key_value_heads * (hidden // config.num_attention_heads) * width
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    kv_bytes = 2 * layers * getattr(config, "num_key_value_heads", config.num_attention_heads) * head * width
     sampler = cfg.gpu_memory_utilization * card_bytes
     sampler_weights = size * (1 if cfg.rollout_quantization else width) / cfg.tensor_parallel
     return Memory(

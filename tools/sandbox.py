@@ -52,13 +52,14 @@ def same_word(got, want):
 class Grader(contextlib.AbstractContextManager):
     """Grades samples as they end, `workers` at a time. Reward: 1.0 if all tests pass, else 0.0; partial: their share.
 
-    A test has cpu_seconds and memory_mb; all tests of a sample wall_seconds or, so that a busy machine fails no honest
-    program, twice their CPU time, if that is more. counts never go back to 0.
+    A test has cpu_seconds, memory_mb, and wall_seconds, many more, so that a busy machine fails no honest program.
+    counts never go back to 0.
     """
 
     def __init__(self, workers: int = 1, cpu_seconds: int = 6, wall_seconds: int = 60, partial=False, memory_mb=1024):
         self.limits = {"CPU": cpu_seconds, "AS": memory_mb << 20, "FSIZE": 1 << 23, "NPROC": 16, "NOFILE": 64}
         self.wall_seconds, self.partial, self.verdicts, self.processes = wall_seconds, partial, {}, set()
+        self.closed = False
         self.counts = dict.fromkeys(("checks", "cpu_timeouts", "wall_timeouts", "crashes"), 0)
         self.threads = futures.ThreadPoolExecutor(workers)  # each only feeds its process and waits for it
         probe = json.dumps({"setup": "", "calls": False, "tests": [["", "1", 0]]})
@@ -89,14 +90,15 @@ class Grader(contextlib.AbstractContextManager):
     def check(self, code, label, mode):
         """In a thread: (the reward of a program, the counts that it adds to); its processes have ended by then."""
         task, folder = json.loads(label), tempfile.mkdtemp()
-        wall = max(self.wall_seconds, 2 * self.limits["CPU"] * len(task["tests"]))
         job = {"mode": mode, "parent": os.getpid(), "prefix": sys.base_prefix, "limits": self.limits,
-               "wall_seconds": wall, "partial": self.partial, "calls": task["calls"],
+               "wall_seconds": self.wall_seconds, "partial": self.partial, "calls": task["calls"],
                "code": f"{task['setup']}\n{code}", "inputs": [test[0] for test in task["tests"]]}
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
         process = Popen([os.path.realpath(sys.executable), "-P", "-s", "-S", JAIL], stdin=PIPE, stdout=PIPE,
                         stderr=DEVNULL, cwd=folder, env=environment, start_new_session=True)
         self.processes.add(process)
+        if self.closed:  # while this one was on its way
+            process.kill()
         output, _ = process.communicate(marshal.dumps(job))
         with contextlib.suppress(ProcessLookupError):  # what is left of its group, which none can leave
             os.killpg(process.pid, 9)
@@ -105,7 +107,8 @@ class Grader(contextlib.AbstractContextManager):
         replies = [ast.literal_eval(line.decode()) for line in output.rpartition(b"\n")[0].splitlines()]
         late = self.limits["CPU"] - 0.1
         events = ["cpu_timeouts" for status, seconds, _ in replies if status == 9 and seconds > late]
-        events += ["wall_timeouts"] if process.returncode == -14 else [] if replies else ["crashes"]  # 14: SIGALRM
+        events += ["wall_timeouts"] if any(status == 9 and seconds <= late for status, seconds, _ in replies) else []
+        events += [] if replies else ["crashes"]
         passed = [status == 0 and right(text, *test[1:], task["calls"])
                   for (status, _, text), test in zip(replies, task["tests"])]
         share = sum(passed) / len(task["tests"])
@@ -113,6 +116,7 @@ class Grader(contextlib.AbstractContextManager):
 
     def close(self, *error) -> None:
         """Ends the processes and drops what is pending. They also end with their parent."""
+        self.closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self.processes):
             process.kill()
