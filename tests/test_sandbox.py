@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -143,11 +144,36 @@ def test_attack_gets_nothing_and_ends(grader, marked, name):
     assert list(marked.iterdir()) == []
 
 
-def test_a_program_that_waits_holds_its_worker_for_one_test_only(grader):
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_program_that_waits_holds_its_worker_for_one_test_only(marked, partial):
     """The wall time of all tests together once was one sum: 30 minutes for 150 tests, and the other ranks waited."""
-    started = time.monotonic()
-    assert grade(grader, "import time\ntime.sleep(60)", label(PAIRS * 50)) == 0
-    assert time.monotonic() - started < 9
+    with sandbox.Grader(wall_seconds=3, partial=partial) as grader:
+        started = time.monotonic()
+        assert grade(grader, "import time\ntime.sleep(60)", label(PAIRS * 50)) == 0
+        code = f"import time\n{ADD}\nif a > 1: time.sleep(60)"
+        assert grade(grader, code, label([PAIRS[0], PAIRS[1], *PAIRS[:1] * 38])) == partial / 40
+        assert time.monotonic() - started < 30, "two limits, beside other work, and not 140 of them"
+        assert grader.counts["wall_timeouts"] == 2
+
+
+def test_programs_that_wait_in_every_test_have_a_limit_too(marked):
+    with sandbox.Grader(wall_seconds=1, partial=True) as grader:
+        assert 0 < grade(grader, f"import time\ntime.sleep(0.4)\n{ADD}", label(PAIRS * 50)) < 1
+        assert grader.counts["wall_timeouts"] == 1
+
+
+def test_output_is_read_no_further_than_its_verdict_needs(marked):
+    """It all was kept, six characters for a byte: 10 tests of a hostile program once took 2 GB of the trainer's."""
+    flood = "import os\nos.write(1, b'\\xff' * (7 << 20))"
+    with sandbox.Grader(partial=True) as grader:
+        tracemalloc.start()
+        assert grade(grader, flood, label(PAIRS * 10)) == 0
+        assert grade(grader, f"{flood}\nf = lambda x: x * 2", CALLS) == 1, "before an answer they may say anything"
+        assert grade(grader, f"print('3' + ' ' * (1 << 20))\n{flood}", label(PAIRS[:1])) == 0
+        assert grade(grader, flood, label([["", ""]])) == 0
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        tracemalloc.stop()
+        assert grade(grader, "print('7' * 300000)", label([["", "7" * 300000]])) == 1
 
 
 CHEATS = {

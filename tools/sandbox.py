@@ -12,6 +12,7 @@ import marshal
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 from concurrent import futures
@@ -52,7 +53,8 @@ def same_word(got, want):
 class Grader(contextlib.AbstractContextManager):
     """Grades samples as they end, `workers` at a time. Reward: 1.0 if all tests pass, else 0.0; partial: their share.
 
-    A test has cpu_seconds, memory_mb, and wall_seconds, many more, so that a busy machine fails no honest program.
+    A test has cpu_seconds, memory_mb, and wall_seconds, many more, so that a busy machine fails no honest program; all
+    of a program's together have 10 times wall_seconds. None follows one that ran out of time: it counts as failed.
     counts never go back to 0.
     """
 
@@ -90,7 +92,8 @@ class Grader(contextlib.AbstractContextManager):
     def check(self, code, label, mode):
         """In a thread: (the reward of a program, the counts that it adds to); its processes have ended by then."""
         task, folder = json.loads(label), tempfile.mkdtemp()
-        job = {"mode": mode, "parent": os.getpid(), "prefix": sys.base_prefix, "limits": self.limits,
+        most = 1 << max(17, 2 + max(len(expected) for _, expected, _ in task["tests"]).bit_length())  # bytes of output
+        job = {"mode": mode, "parent": os.getpid(), "prefix": sys.base_prefix, "limits": self.limits, "most": most,
                "wall_seconds": self.wall_seconds, "partial": self.partial, "calls": task["calls"],
                "code": f"{task['setup']}\n{code}", "inputs": [test[0] for test in task["tests"]]}
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
@@ -99,19 +102,25 @@ class Grader(contextlib.AbstractContextManager):
         self.processes.add(process)
         if self.closed:  # while this one was on its way
             process.kill()
-        output, _ = process.communicate(marshal.dumps(job))
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(marshal.dumps(job))
+        passed, status, seconds = 0, None, 0.0
+        for line, test in zip(process.stdout, task["tests"]):  # read one by one: how much there is, the program chooses
+            if not line.endswith(b"\n"):  # killed on its way
+                break
+            status, seconds, text = ast.literal_eval(line.decode())
+            passed += (ok := status == 0 and right(text, *test[1:], task["calls"]))
+            if not ok and not self.partial:
+                break
         with contextlib.suppress(ProcessLookupError):  # what is left of its group, which none can leave
             os.killpg(process.pid, 9)
-        self.processes.discard(process)
+        with process:  # closes its pipes and waits for it
+            self.processes.discard(process)
         run(["rm", "-rf", folder])  # for Python a folder in a folder in ... can be too deep
-        replies = [ast.literal_eval(line.decode()) for line in output.rpartition(b"\n")[0].splitlines()]
-        late = self.limits["CPU"] - 0.1
-        events = ["cpu_timeouts" for status, seconds, _ in replies if status == 9 and seconds > late]
-        events += ["wall_timeouts"] if any(status == 9 and seconds <= late for status, seconds, _ in replies) else []
-        events += [] if replies else ["crashes"]
-        passed = [status == 0 and right(text, *test[1:], task["calls"])
-                  for (status, _, text), test in zip(replies, task["tests"])]
-        share = sum(passed) / len(task["tests"])
+        events = ["cpu_timeouts" if seconds > self.limits["CPU"] - 0.1 else "wall_timeouts"] if status == 9 else []
+        events += ["wall_timeouts"] if process.returncode == -signal.SIGALRM else []
+        events += ["crashes"] if status is None and not events else []
+        share = passed / len(task["tests"])
         return share if self.partial else float(share == 1), *events
 
     def close(self, *error) -> None:
