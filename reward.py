@@ -121,7 +121,7 @@ LATEX = ("-", "-", r"\times ", r"\cdot ", r"\pi ", r"\infty ", r"\le ", r"\ge ",
 UNICODE = str.maketrans(dict(zip("−–×·π∞≤≥°∪²³", LATEX)))
 REWRITES = (
     (r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]", ""),  # zero-width and right-to-left marks
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])|^ *\\[\[(]|\\[\])] *$", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
     (r"\\(?:mathrm|mathbf|mathit|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
     (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])|\\degree(?![A-Za-z])", ""),
@@ -188,7 +188,7 @@ def quick_verdict(predicted: str, label: str) -> bool | None:
     based = [re.fullmatch(r"\(?([0-9][0-9A-F]*)\)?(?:_\{?([0-9]+)\}?)?", side) for side in (predicted, label)]
     if all(based) and (based[0][2] or based[1][2]):  # 52_8: the base may be left off, but not be another
         return based[0][1] == based[1][1] and len({based[0][2], based[1][2]} - {None}) == 1
-    if re.fullmatch(r"[A-Za-z' -]{4,}", label) and re.fullmatch(r"[A-Za-z' -]+", predicted):
+    if re.fullmatch(r"[A-Za-z' -]{4,}|[Yy]es|[Nn]o", label) and re.fullmatch(r"[A-Za-z' -]+", predicted):
         return predicted.casefold() == label.casefold()
     # An equation is not a value; and sympy's grammar drops the base of a numeral
     hopeless = bool(EQUALS.search(predicted)) != bool(EQUALS.search(label)) or re.search("[0-9]_", predicted + label)
@@ -217,7 +217,7 @@ def symbolic_verdict(predicted, label):
 
 def is_equiv(predicted: str, label: str) -> bool:
     """Is the predicted answer right? Safe for any text: what only sympy can tell is asked of a process that may die."""
-    grader = shared_grader(os.getpid())  # a forked child must not share its parent's pipes
+    grader = shared_grader(os.getpid(), threading.get_ident())  # a forked child must not share its parent's pipes
     grader.compare("is_equiv", predicted, label)
     return bool(grader.results()["is_equiv"])
 
@@ -335,6 +335,6 @@ def text_metrics(text: str) -> dict[str, float]:
     return {"repetition": 1 - len(set(grams)) / len(grams) if grams else 0.0, "reflection": float(reflection)}
 
 
-shared_grader = functools.cache(lambda pid: Grader())
+shared_grader = functools.cache(lambda pid, thread: Grader())
 if __name__ == "__main__" and "--worker" in sys.argv:
     serve(float(sys.argv[2]) if len(sys.argv) > 2 else 5.0)

@@ -1,6 +1,8 @@
 """tools/sandbox.py: right and wrong programs, forms of problems, and attacks: each contained in time, 0, no process."""
+import base64
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
@@ -466,6 +469,11 @@ FORMS = {
     "apps": ({"question": "Add.", "input_output": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}, ADD),
     "livecodebench": ({"question_content": "Add.", "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3"}]),
                        "private_test_cases": json.dumps([{"input": "4 5\n", "output": "9"}])}, ADD),
+    "apps, lists of lines": ({"question": "Add.", "input_output": {
+        "inputs": [["1 2", ""], ["4 5"]], "outputs": [["3"], ["9"]]}}, ADD),
+    "livecodebench, packed": ({"question_content": "Add.", "public_test_cases": json.dumps([
+        {"input": "1 2\n", "output": "3"}]), "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(
+            json.dumps([{"input": "4 5\n", "output": "9"}])))).decode()}, ADD),
     "columns": ({"question": "Add.", "tests": PAIRS}, ADD),
 }
 
@@ -482,7 +490,9 @@ def test_forms(grader, tmp_path, name):
 
 @pytest.mark.parametrize("record", [
     {}, {"question": "x"}, {"question": "x", "tests": []}, {"question": "x", "tests": [[1, 2]]},
-    {"question": "\ud800", "tests": PAIRS}, {"question": 5, "tests": PAIRS}, {"tests": PAIRS}])
+    {"question": "\ud800", "tests": PAIRS}, {"question": 5, "tests": PAIRS}, {"tests": PAIRS},
+    {"question": "x", "public_test_cases": "[]", "private_test_cases": base64.b64encode(zlib.compress(
+        pickle.dumps(os.system))).decode()}])
 def test_bad_items_are_named(tmp_path, record):
     (tmp_path / "data.jsonl").write_text(json.dumps(record))
     with pytest.raises(sandbox.RewardError, match="data.jsonl: item 1"):
@@ -491,6 +501,7 @@ def test_bad_items_are_named(tmp_path, record):
 
 def test_unusable_asserts_are_counted_aloud(tmp_path, capsys):
     records = [{"text": "a", "test_list": ["assert f(1) == 1", "assert f(2) == g(2)", "assert x == 1"]},
+               {"question": "d", "input_output": ""},  # as some of APPS
                {"text": "b", "test_list": ["assert all(f(i) == i for i in range(3))",
                                            "for y in (1, 2): assert f(y) == 3",
                                            "assert isinstance(f(1), int) and f(2) == 2", "assert f(1) in (1, 2)"]},
@@ -500,7 +511,7 @@ def test_unusable_asserts_are_counted_aloud(tmp_path, capsys):
     assert [(p.index, p.question[0]) for p in problems] == [(0, "a"), (1, "c")]
     assert json.loads(problems[0].label)["tests"] == [["f(1)", "1", 0]]
     line, = capsys.readouterr().err.splitlines()
-    assert re.findall(r" (\d+) ", line) == ["6", "1", "3"]
-    (tmp_path / "data.json").write_text(json.dumps(records[1:2]))
+    assert re.findall(r" (\d+) ", line) == ["7", "2", "4"]
+    (tmp_path / "data.json").write_text(json.dumps(records[1:3]))
     with pytest.raises(sandbox.RewardError, match="no problem"):
         sandbox.load_problems(str(tmp_path / "data.json"), "plain")

@@ -4,12 +4,16 @@ An assert must be value == literal, isclose(value, literal), abs(value - literal
 expected value can stay outside of the program's process (tools/sandbox.py); others are left out, aloud.
 """
 import ast
+import base64
 import builtins
 import contextlib
+import io
 import json
 import os
+import pickle
 import re
 import sys
+import zlib
 from dataclasses import dataclass
 
 TEMPLATES: dict[str, str] = {
@@ -58,14 +62,14 @@ def load_problems(path: str, template: str, bos="", columns=("question", "tests"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise RewardError(f"{path}: item {items}: {reason}; give items of MBPP, ... or columns {columns}") from None
     if unusable:
-        print(f"warning: {path}: {unusable} asserts cannot be used and are left out, and with them "
+        print(f"warning: {path}: {unusable} tests cannot be used and are left out, and with them "
               f"{items - len(problems)} of {items} problems", file=sys.stderr)
     return problems
 
 
 def read_tests(record, column):
     """(a label, what the question must add to name a function, the number of tests before any is left out)."""
-    fields = {k: json.loads(v) if k in ("input_output", "metadata", "public_test_cases", "private_test_cases")
+    fields = {k: unpack(v) if k in ("input_output", "metadata", "public_test_cases", "private_test_cases")
               and isinstance(v, str) and v else v for k, v in record.items()}
     setup, hint = "\n".join([*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""]), ""
     tests, apps = fields.get("test_list") or fields.get(column), fields.get("input_output") or {}
@@ -75,7 +79,10 @@ def read_tests(record, column):
     elif apps:  # in some items of APPS each result is the one element of a list
         wrapped = name and all(isinstance(o, list) and len(o) == 1 for o in apps["outputs"])
         tests = [(i, o[0] if wrapped else o) for i, o in zip(apps["inputs"], apps["outputs"], strict=True)]
-    elif "public_test_cases" in fields:  # LiveCodeBench; the private tests as JSON: as pickles they are code
+        tests = tests if name else [["\n".join(text) if isinstance(text, list) else text for text in t] for t in tests]
+    elif "input_output" in fields:  # so it is in some items of APPS: without tests they are of no use
+        return {"tests": []}, "", 1
+    elif "public_test_cases" in fields:  # LiveCodeBench
         tests = [(t["input"], t["output"]) for k in ("public", "private") for t in fields[f"{k}_test_cases"]]
         tests = [(map(json.loads, i.split("\n")), json.loads(o)) for i, o in tests] if name else tests
     if name:
@@ -91,6 +98,20 @@ def read_tests(record, column):
     usable = [*filter(None, (split_assert(node, setup) for node in asserts))]
     hint = hint or "".join(f"\n\nIt is called as in {text.removeprefix('not ')}" for text, *_ in usable[:1])
     return {"setup": setup, "calls": True, "tests": usable}, hint, len(asserts)
+
+
+class OnlyText(pickle.Unpickler):
+    """A pickle is a program, unless it may look nothing up: then it is plain data, or refused."""
+
+    def find_class(self, module, name):
+        raise ValueError(f"its pickle holds a {module}.{name}, not only text")
+
+
+def unpack(text):
+    """JSON; LiveCodeBench's private tests are a pickle of it as a text, by zlib, in base64."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return json.loads(OnlyText(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
 
 
 def split_assert(node, setup):
