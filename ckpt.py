@@ -251,16 +251,16 @@ def mark(run_dir: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in map(run_dir.joinpath, LOGS) if path.exists()}
 
 
-def rewind(run_dir: Path, step: int, marks: dict[str, int]) -> None:
-    """Cuts the logs back to a mark and sets aside checkpoints after `step`, damaged or of a future that will not be."""
+def rewind(run_dir: Path, step: int, marks: dict[str, int] | None) -> None:
+    """Cuts the logs back to a mark and sets aside checkpoints after `step`, damaged or of a future that will not be.
+    Without marks (--resume none) nothing of what is there belongs to the run."""
     for path in map(run_dir.joinpath, mark(run_dir)):
-        os.truncate(path, min(marks.get(path.name, 0), path.stat().st_size))
+        os.truncate(path, min((marks or {}).get(path.name, 0), path.stat().st_size))
     for path in checkpoints(run_dir):
-        if step_of(path) > step:
-            aside = path.with_name(f"dropped_{path.name}")
+        if marks is None or step_of(path) > step:
+            older = len([*run_dir.glob(f"dropped_*{path.name}")])
+            aside = path.rename(path.with_name("dropped_" + f"{older}_" * (older > 0) + path.name))
             print(f"{path} is now {aside.name}: the run goes on from step {step}", file=sys.stderr, flush=True)
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
 
 
 def export(out: Path, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer) -> None:

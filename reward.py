@@ -121,7 +121,7 @@ LATEX = ("-", "-", r"\times ", r"\cdot ", r"\pi ", r"\infty ", r"\le ", r"\ge ",
 UNICODE = str.maketrans(dict(zip("−–×·π∞≤≥°∪²³", LATEX)))
 REWRITES = (
     (r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]", ""),  # zero-width and right-to-left marks
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])|^ *\\[\[(]|\\[\])] *$", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])|^\\[\[(]|\\[\])]$", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
     (r"\\(?:mathrm|mathbf|mathit|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
     (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])|\\degree(?![A-Za-z])", ""),
@@ -151,7 +151,7 @@ def prepare(predicted, label):
     r"""Both sides in one spelling; "x = 5" and "x \in S" lose a name that the other side shares or has none."""
     pair = []
     for text in (predicted, label):
-        text = text.translate(UNICODE)
+        text = text.strip().translate(UNICODE)
         for pattern, new in REWRITES:
             text = re.sub(pattern, new, text)
         pair.append(text.strip().rstrip(" .,;:"))

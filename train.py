@@ -307,7 +307,7 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
     total_steps = all_steps if cfg.max_steps is None else min(all_steps, cfg.max_steps)
     path = ckpt.newest(run_dir, cfg.resume)
     saved = json.loads((path / "state.json").read_text()) if path else {"step": 0}
-    start, moved = saved["step"], path and check.check_resume(path, saved, flags, world, say)
+    start, moved = saved["step"], path and check.check_resume(path, saved, flags, world, problems, total_steps, say)
     if start >= total_steps and (run_dir / "result.json").exists():
         return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
 
@@ -324,7 +324,7 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
         (reshard.load if moved else ckpt.load)(path, progress(engines.items(), f"loading {path.name}"))
     history, budget, due = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps")), False
     if rank == 0:
-        log.start(start, saved.get("marks", {}), cfg, world, device, check.matrices(policy.module.model.config))
+        log.start(start, saved.get("marks"), cfg, world, device, check.matrices(policy.module.model.config))
     focus(engines, set(), cfg)
     rollout.sampler.sync(ppo.named_weights(policy))
     off = check.check_sampler(rollout.sampler, policy, prompts, cfg, device)
@@ -335,7 +335,7 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
     def save(step: int, marks: dict) -> bool:
         state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
                  "world": world, "marks": marks, "versions": check.versions(), "history": history,
-                 "caps": budget.caps}
+                 "caps": budget.caps, "problems": check.fingerprint(problems)}
         hf, bar = (tokenizer, policy.module.model.config), progress(engines.items(), f"saving step {step}")
         error = ckpt.save(run_dir, step, bar, state, hf, cfg.keep_last, cfg.keep_every)
         say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")

@@ -20,6 +20,7 @@ from conftest import ACCELERATE, ROOT, SMALL, clean_environment, equal_runs, jso
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ckpt
+import reward
 import rollout
 import train
 from tools import check, demo
@@ -150,6 +151,14 @@ def test_rewind_leaves_neither_gap_nor_double(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert (tmp_path / "eval.jsonl").read_text() == ""
     assert (tmp_path / "problems.jsonl").read_text() == "theirs", "a file of the user's was emptied"
+    (tmp_path / "dropped_step_000002" / "first").write_text("")
+    (tmp_path / "step_000002").mkdir()
+    ckpt.rewind(tmp_path, 1, marks)
+    assert (tmp_path / "dropped_step_000002" / "first").exists(), "dropped twice, and the first one was deleted"
+    assert (tmp_path / "dropped_1_step_000002").is_dir()
+    (tmp_path / "step_000000").mkdir()
+    ckpt.rewind(tmp_path, 0, None)
+    assert not ckpt.checkpoints(tmp_path), "--resume none: another run's step 0 would pass for ours"
 
 
 def test_leftovers_are_cleaned_and_second_run_refused(group, tmp_path):
@@ -179,6 +188,7 @@ def test_room_for_all_checkpoints_to_come(group, tiny, tmp_path):
     save(tmp_path, 1, group)
     assert check.checkpoint_bytes(cfg) == one, "the first of them is there"
     assert check.checkpoint_bytes(dataclasses.replace(cfg, keep_last=2)) == 2 * one
+    assert check.checkpoint_bytes(dataclasses.replace(cfg, resume="none")) == 2 * one, "it is set aside, and stays"
 
 
 @pytest.fixture
@@ -394,21 +404,35 @@ def test_changed_mathematics_is_refused_with_names(tiny, whole, tmp_path):
     path, said = tmp_path / "run" / "step_000006", []
     saved = json.loads((path / "state.json").read_text())
     saved["config"]["run_dir"] = str(tmp_path / "run")
-    flags, say = saved["config"], lambda line: said.append(line)  # noqa: E731
-    assert check.check_resume(path, saved, flags | {"max_steps": 7}, 1, say) is False
+    flags, problems = saved["config"], reward.load_problems(tiny["data"], "demo")
+
+    def resume(ranks=1, problems=problems, steps=99, **changed) -> bool:
+        return check.check_resume(path, saved, flags | changed, ranks, problems, steps, said.append)
+
+    assert resume(max_steps=7) is False
     said.clear()
     with pytest.raises(check.ConfigError, match="another --actor_learning_rate, which changes the mathematics"):
-        check.check_resume(path, saved, flags | {"actor_learning_rate": 0.5}, 1, say)
+        resume(actor_learning_rate=0.5)
     assert said == ["resume: --actor_learning_rate was 0.001, is 0.5"]
-    elsewhere = flags | {"run_dir": str(tmp_path / "other")}
-    assert check.check_resume(path, saved, elsewhere, 1, say) is False
+    with pytest.raises(check.ConfigError, match="another --data, which"):
+        resume(problems=problems[1:])
+    assert resume(problems=problems[1:], resume_force=True) is False
+    assert resume(steps=5) is False, "it ended at step 6: what follows says so"
+    (tmp_path / "run" / "result.json").rename(tmp_path / "result.json")
+    with pytest.raises(check.ConfigError, match="past the 5 steps of this run"):
+        resume(steps=5)
+    (tmp_path / "result.json").rename(tmp_path / "run" / "result.json")
+    with pytest.raises(check.ConfigError, match="--lr_end, --max_steps, which"):
+        resume(max_steps=7, lr_end=0.1)
+    elsewhere = {"run_dir": str(tmp_path / "other")}
+    assert resume(**elsewhere) is False
     assert saved.pop("marks") == {}, "bytes of another folder's logs"
     (tmp_path / "other" / "step_000007").mkdir(parents=True)
     with pytest.raises(check.ConfigError, match="other has checkpoints of its own"):
-        check.check_resume(path, saved, elsewhere, 1, say)
+        resume(**elsewhere)
     for ranks, change in ((2, {}), (1, {"zero_stage": 1})):
         with pytest.raises(check.ConfigError, match="convert.py reshard .*step_000006"):
-            check.check_resume(path, saved, flags | change, ranks, say)
+            resume(ranks, **change)
     launch(tmp_path / "run", **tiny | {"max_steps": 7, "actor_learning_rate": 0.5, "resume_force": "true"})
     assert [line["policy_lr"] for line in jsonl(tmp_path / "run" / "metrics.jsonl")][-2:] == [1e-3, 0.5]
     done = launch(tmp_path / "run", **tiny | {"max_steps": 2, "actor_learning_rate": 0.5})

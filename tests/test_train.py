@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -299,7 +300,8 @@ def run_directly(**flags):
     ({"first_stage": 4}, ["--first_stage 4", "--n_samples_per_prompt 4"]),
     ({"first_stage": 1, "estimator": "grpo"}, ["--first_stage 1", "not 1 with grpo"]),
     ({"tis_cap": 0.5}, ["--tis_cap 0.5", "at least 1"]),
-    ({"tis_cap": 2.0, "top_p": 0.9}, ["--tis_cap", "--top_p 1", "bias"]),
+    ({"tis_cap": 2.0, "top_p": 0.9}, ["--top_p 0.9", "--tis_cap", "choose 1"]),
+    ({"log_ratio": "true", "top_p": 0.9}, ["--top_p 0.9", "--log_ratio", "choose 1"]),
     ({"overlong": "keep"}, ["--overlong keep", "zero or drop"]),
     ({"log_with": "paper"}, ["--log_with paper", "wandb"]),
     ({"offload": "all"}, ["--offload all", "idle"]),
@@ -313,7 +315,8 @@ def run_directly(**flags):
     ({"top_p": 0}, ["--top_p 0", "above 0"]),
     ({"gpu_memory_utilization": 1.5}, ["--gpu_memory_utilization 1.5", "up to 1"]),
     ({"attention": "magic"}, ["--attention magic", "sdpa"]),
-    ({"log_with": "wandb"}, ["--log_with wandb", "pip install"]),
+    pytest.param({"log_with": "wandb"}, ["--log_with wandb", "pip install"],
+                 marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="here it is installed")),
     ({"reward": "essay"}, ["--reward essay", "math or code"]),
     ({"partial_reward": "true"}, ["--partial_reward", "--reward code"]),
     ({"data": None}, ["--data", "at least one file"]),
@@ -328,6 +331,30 @@ def test_bad_settings_are_refused(tiny, flags, words):
         check.check_config(train.parse_flags(argv), world=2)
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_with_the_demo_of_another_seed_is_refused(tmp_path):
+    """Before its base model is made again: what is trained in the folder would stand beside another run's base."""
+    cfg = train.parse_flags(["--run_dir", str(tmp_path), "--seed", "1"])
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "recipe.json").write_text('{"seed": 42}')
+    check.check_config(cfg, 1)
+    (tmp_path / "step_000005").mkdir()
+    with pytest.raises(check.ConfigError, match="demo of --seed 42, not 1; choose another folder"):
+        check.check_config(cfg, 1)
+    check.check_config(dataclasses.replace(cfg, seed=42), 1)
+    check.check_config(dataclasses.replace(cfg, resume="none"), 1)
+
+
+def test_a_changed_file_shows_in_what_made_the_run(tmp_path, monkeypatch):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "check.py").write_text("")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"], ["tag", "v1"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(check, "__file__", str(tmp_path / "check.py"))
+    assert re.fullmatch("[0-9a-f]{40}", check.versions()["git_commit"])
+    (tmp_path / "check.py").write_text("changed")
+    assert re.fullmatch("[0-9a-f]{40}, changed", check.versions()["git_commit"])
 
 
 def test_unknown_flag_names_the_nearest():

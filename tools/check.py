@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -29,7 +30,9 @@ from tools import code_data
 COUNTS = ("rollout_batch_size", "n_samples_per_prompt", "eval_n", "num_episodes", "generate_max_len", "prompt_max_len",
           "micro_train_batch_size", "micro_rollout_batch_size", "num_warmup_steps", "tensor_parallel", "dist_timeout")
 LOST = "closed by peer|reset by peer|likely closed|broken pipe|timed? ?out"  # what gloo, NCCL and the store say of it
-ATTENTION = ("sdpa", "eager", "flash_attention_2")
+CHOICES = {"estimator": ppo.ESTIMATORS, "zero_stage": range(4), "attention": ("sdpa", "eager", "flash_attention_2"),
+           "log_with": ("tensorboard", "wandb", "none"), "offload": ("none", "idle"), "reward": ("math", "code"),
+           "overlong": ("zero", "drop")}
 
 
 class ConfigError(ValueError):
@@ -43,7 +46,7 @@ def explain(error: Exception, phase: str) -> tuple[str, int]:
         held, reserved = torch.cuda.memory_allocated() / 2**30, torch.cuda.memory_reserved() / 2**30
         lower = "--gpu_memory_utilization" if phase in ("loading", "rollout", "sync") else "--packing_max_len"
         return (f"phase {phase}: out of GPU memory; tensors hold {held:.1f} GiB, {reserved:.1f} reserved; lower "
-                f"{lower} (and --max_len), or try --offload idle: {line[:300]}"), 2
+                f"{lower} (and --max_len), or try --zero_stage 3 --offload idle: {line[:300]}"), 2
     if isinstance(error, (ConfigError, SamplerError, ckpt.CheckpointError, OSError, reward.RewardError,
                           code_data.RewardError)):
         return str(error), 2
@@ -69,8 +72,11 @@ def is_first(store) -> bool:
         return False
 
 
-def check_numbers(cfg) -> None:
-    """Raises ConfigError for what is negative, infinite or NaN, or counts something that must be there."""
+def check_values(cfg) -> None:
+    """Raises ConfigError for what is no choice, negative, infinite or NaN, or counts something that must be there."""
+    for name, choices in CHOICES.items():
+        if (value := getattr(cfg, name)) not in choices:
+            raise ConfigError(f"--{name} {value}: choose {' or '.join(map(str, choices))}")
     for name, value in vars(cfg).items():
         least = 1 if name in COUNTS else 0
         if type(value) in (int, float) and not least <= value < 2**63:
@@ -90,18 +96,26 @@ def check_same(values: dict, error: str | None = None) -> None:
                 raise ConfigError(f"{host}, rank {rank}: {name}: {found[name]}, of rank 0: {first}; give all the same")
 
 
+def check_demo(cfg) -> None:
+    """Raises ConfigError where a folder's run began with the demo's base model of another seed: both must stay."""
+    base = Path(cfg.run_dir) / "base" / "recipe.json"
+    if cfg.model or cfg.resume == "none" or not (base.is_file() and ckpt.checkpoints(cfg.run_dir)):
+        return
+    if (seed := json.loads(base.read_text())["seed"]) != cfg.seed:
+        raise ConfigError(f"--run_dir {cfg.run_dir} holds the demo of --seed {seed}, not {cfg.seed}; choose another "
+                          "folder, or --resume none to start over in it")
+
+
 def check_config(cfg, world: int) -> None:
     """Raises ConfigError for what can be refused before a model is read."""
     check_same({f"--{name}": value for name, value in vars(cfg).items() if name != "run_dir"})
-    check_numbers(cfg)
+    check_values(cfg)
+    check_demo(cfg)
     samples, grouped = cfg.rollout_batch_size * cfg.n_samples_per_prompt, ("grpo", "rloo")
     checks = [
-        (cfg.estimator in ppo.ESTIMATORS, f"--estimator {cfg.estimator}: choose one of {', '.join(ppo.ESTIMATORS)}"),
-        (cfg.policy_update_steps == 1, f"--policy_update_steps {cfg.policy_update_steps}: only 1; more updates per "
-         "rollout need the probability ratio, which is left out because it is 1 on-policy"),
+        (cfg.policy_update_steps == 1, f"--policy_update_steps {cfg.policy_update_steps}: only 1; more need the ratio"),
         (cfg.n_samples_per_prompt > 1 or cfg.estimator not in grouped, f"--n_samples_per_prompt "
          f"{cfg.n_samples_per_prompt}: --estimator {cfg.estimator} compares a prompt's samples and needs at least 2"),
-        (cfg.zero_stage in range(4), f"--zero_stage {cfg.zero_stage}: choose 0, 1, 2 or 3"),
         (not cfg.bf16 or cfg.zero_stage >= 2, f"--bf16 with --zero_stage {cfg.zero_stage}: its fp32 gradient sums need "
          "stage 2 or 3; add --zero_stage 2 or --bf16 false"),
         (cfg.rollout_batch_size % world == 0, f"--rollout_batch_size {cfg.rollout_batch_size}: prompts do not divide "
@@ -114,25 +128,21 @@ def check_config(cfg, world: int) -> None:
         (0.01 <= cfg.temperature <= 2, f"--temperature {cfg.temperature}: choose 0.01 to 2, what vLLM takes"),
         (0 < cfg.top_p <= 1, f"--top_p {cfg.top_p}: choose above 0, at most 1"),
         (0 < cfg.gpu_memory_utilization <= 1, f"--gpu_memory_utilization {cfg.gpu_memory_utilization}: choose up to 1"),
-        (cfg.attention in ATTENTION, f"--attention {cfg.attention}: choose auto, {', '.join(ATTENTION)}"),
         (all([*cfg.data, *cfg.eval_data]), "--data, --eval_data: a name is empty"),
         (cfg.model is None or cfg.data or cfg.eval_only, "--data: name at least one file of training problems"),
         (cfg.model is None or cfg.eval_data or not cfg.eval_only, "--eval_only: name the sets with --eval_data"),
         (not cfg.fuse_values or cfg.gamma == cfg.lambd == 1 and cfg.estimator == "gae", "--fuse_values: only with "
          "--estimator gae, --gamma 1 and --lambd 1, where a sample's return does not depend on its values"),
-        (cfg.log_with in ("tensorboard", "wandb", "none"), f"--log_with {cfg.log_with}: tensorboard, wandb or none"),
         (cfg.log_with != "wandb" or importlib.util.find_spec("wandb"), "--log_with wandb: `pip install wandb` first"),
-        (cfg.offload in ("none", "idle"), f"--offload {cfg.offload}: choose none or idle"),
         (cfg.offload == "none" or cfg.zero_stage == 3, "--offload idle: needs --zero_stage 3; below, DeepSpeed holds "
          "views of the optimizer's states, which would stay on the GPU"),
-        (cfg.reward in ("math", "code"), f"--reward {cfg.reward}: choose math or code"),
         (not cfg.partial_reward or cfg.reward == "code", "--partial_reward: only with --reward code"),
-        (cfg.overlong in ("zero", "drop"), f"--overlong {cfg.overlong}: choose zero or drop"),
         (0 <= cfg.first_stage < cfg.n_samples_per_prompt and (cfg.first_stage != 1 or cfg.estimator not in grouped),
          f"--first_stage {cfg.first_stage}: choose less than --n_samples_per_prompt {cfg.n_samples_per_prompt}, and "
          "not 1 with grpo or rloo"),
-        (cfg.tis_cap is None or cfg.tis_cap >= 1 and cfg.top_p == 1, f"--tis_cap {cfg.tis_cap}: choose at least 1 and "
-         f"--top_p 1 (is {cfg.top_p}): the sampler's log-probs of a cut distribution would bias the weight"),
+        (cfg.tis_cap is None or cfg.tis_cap >= 1, f"--tis_cap {cfg.tis_cap}: choose at least 1"),
+        (cfg.top_p == 1 or cfg.tis_cap is None and not cfg.log_ratio, f"--top_p {cfg.top_p}: choose 1 with --tis_cap or"
+         " --log_ratio, since log-probs of a cut distribution are not the trainer's"),
         (not cfg.rollout_quantization or torch.cuda.is_available(), f"--rollout_quantization "
          f"{cfg.rollout_quantization}: needs a GPU that vLLM can quantize on (fp8: compute capability 8.9 or more)"),
         (1 <= cfg.critic_update_steps <= samples, f"--critic_update_steps {cfg.critic_update_steps}: choose 1 to "
@@ -165,7 +175,8 @@ def checkpoint_bytes(cfg) -> int:
     them beside the next. One where that has no bound (--keep_last 0; --keep_every); 0 for the tiny demo."""
     if cfg.model is None or cfg.eval_only:
         return 0
-    many = max(1, (cfg.keep_last and cfg.keep_last + 1) - len(ckpt.checkpoints(cfg.run_dir)))
+    there = 0 if cfg.resume == "none" else len(ckpt.checkpoints(cfg.run_dir))  # those are set aside, not pruned
+    many = max(1, (cfg.keep_last and cfg.keep_last + 1) - there)
     return many * 16 * parameters(read_config(cfg)) * (1 + (cfg.estimator == "gae"))
 
 
@@ -235,7 +246,7 @@ def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") ->
             problems += task.load_problems(path, cfg.template, tokenizer.bos_token or "", **options)
         except task.RewardError as error:
             wrong = wrong or str(error)  # perhaps of this machine's file alone: all are told
-    check_same({f"hash of the problems in {' '.join(paths)}": hash64([(p.prompt, p.label) for p in problems])}, wrong)
+    check_same({f"hash of the problems in {' '.join(paths)}": fingerprint(problems)}, wrong)
     problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     kept = [i for i, ids in enumerate(prompts) if 0 < len(ids) <= cfg.prompt_max_len]
@@ -248,7 +259,12 @@ def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") ->
     return [problems[i] for i in kept], [prompts[i] for i in kept]
 
 
-def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
+def fingerprint(problems: list) -> int:
+    """Of the problems that a run learns from, in their order."""
+    return hash64([(p.prompt, p.label) for p in problems])
+
+
+def check_resume(path: Path, saved: dict, flags: dict, world: int, problems: list, steps: int, say) -> bool:
     """Shows what changed since the checkpoint; raises ConfigError where it would be another run. True where ranks or
     ZeRO stage differ, so that its resharded form is to be loaded."""
     if path.parent.resolve() != (run_dir := Path(flags["run_dir"]).resolve()):
@@ -261,6 +277,11 @@ def check_resume(path: Path, saved: dict, flags: dict, world: int, say) -> bool:
     for name in changed:
         say(f"resume: --{name} was {saved['config'].get(name)}, is {flags[name]}")
     fatal = [name for name in changed if name not in free or name == "max_steps" and flags["lr_end"] is not None]
+    if saved.get("problems", fingerprint(problems)) != fingerprint(problems) and "data" not in fatal:
+        say("resume: the problems in --data are not those of the checkpoint")
+        fatal.append("data")
+    if saved["step"] > steps and not (run_dir / "result.json").exists():
+        raise ConfigError(f"{path} is past the {steps} steps of this run: raise --max_steps, or use --resume none")
     moved = saved["world"] != world or "zero_stage" in changed
     if moved and not (path / "universal").is_dir():
         raise ConfigError(f"{path} is of {saved['world']} ranks with ZeRO {saved['config']['zero_stage']}, this run of "
@@ -316,7 +337,7 @@ def check_sampler(sampler, policy, prompts: list[list[int]], cfg, device) -> flo
     pairs = zip(ours.split(batch.length.tolist()), logprobs)
     apart = [(one - torch.tensor(other, device=device)).abs().mean() for one, other in pairs]  # a mean per sample
     off = torch.stack(apart).max().item()  # unlike Python's max, NaN wins
-    if not off < (allowed := 0.05 if cfg.bf16 else 1e-4):
+    if not off < (allowed := 0.2 if cfg.rollout_quantization else 0.05 if cfg.bf16 else 1e-4):
         raise ConfigError(f"--model {cfg.model}: sampler and trainer disagree by {off:.2g} in the mean |log-prob| of a "
                           f"sample, allowed {allowed}; ppo.Policy does not compute this architecture's logits")
     return off
@@ -328,6 +349,6 @@ def versions() -> dict[str, str]:
     names = ("torch", "transformers", "deepspeed", "accelerate", vllm)
     commit = ""
     if shutil.which("git"):
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-        commit = git.stdout.strip()
+        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed"]
+        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     return {name: importlib.metadata.version(name) for name in names} | {"git_commit": commit}

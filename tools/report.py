@@ -120,7 +120,7 @@ class RunLog:
         self.run_dir, self.tokenizer = run_dir, tokenizer
         self.waiting, self.norms, self.tracker = {}, [], None
 
-    def start(self, step: int, marks: dict[str, int], cfg, world: int, device=None, matrices=None) -> None:
+    def start(self, step: int, marks: dict[str, int] | None, cfg, world: int, device=None, matrices=None) -> None:
         """Starts the tracker, cuts the logs back to the state that the run goes on from, writes config.json."""
         if device:
             self.matrices, self.peak = matrices, world * metrics.matmul_peak(device, cfg.bf16)
