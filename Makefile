@@ -36,7 +36,8 @@ $(VENV)/.installed: $(LOCK)
 	$(BIN)/python -m pip install --quiet $(if $(findstring cpu,$(LOCK)),--no-deps) -r $(LOCK) || { echo "error: install failed; \
 	the CPU build of torch comes from PyTorch's own CPU wheel index: put its address into PIP_EXTRA_INDEX_URL"; exit 2; }
 	rm -rf $(VENV)/torch_extensions  # a compilation that was killed leaves a lock, on which everybody waits for ever
-	$(BIN)/python -c "import rollout, deepspeed; rollout.start_distributed(); deepspeed.init_distributed()" >/dev/null
+	$(BIN)/python -c "import os, rollout, deepspeed; rollout.start_distributed(); deepspeed.init_distributed(); \
+	os._exit(0)" >/dev/null  # compiles the op; not a normal exit: gloo's threads can abort a finalising interpreter
 	touch $@
 
 .PHONY: demo test bench lint install

@@ -246,4 +246,4 @@ if __name__ == "__main__":
     sampler = Sampler(sys.argv[1], bf16=False, max_len=256)
     prompt = sampler.tokenizer.encode(sys.argv[2])
     for sample in sampler.generate([prompt], 4, [0], max_new_tokens=[128], max_len=256):
-        print(f"[{sample.index}, {sample.finish_reason}] {sample.text}")
+        print(f"[{sample.index}, {sample.finish_reason}] {sample.text}", flush=True)

@@ -1,7 +1,9 @@
 """Shared by the tests: a tiny model, problems, and one way to launch the real train.py."""
+import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,16 @@ def launch(run_dir, ranks: int = 1, timeout: float = 300, check: bool = True, en
     if check:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
+
+
+@contextlib.contextmanager
+def held_port():
+    """A port for a rendezvous that starts much later: bound, so that nobody else is given it, but not listened on, so
+    that the rendezvous can. Chosen and let go, it was another test's by then now and then."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("", 0))
+        yield str(s.getsockname()[1])
 
 
 def clean_environment() -> dict:

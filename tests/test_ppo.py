@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import held_port
 from ppo_worker import LR, config, everyone, make_batch
 from transformers import (
     AutoModel,
@@ -100,16 +100,14 @@ def launch(ranks: int, cells: list[dict], folder: Path, models: dict):
     folder.mkdir()
     cells = [c | {"config": c["config"] | {"model": str(models[c["tied"]])}} for c in cells]
     (folder / "cells.json").write_text(json.dumps(cells))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     accelerate = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines", "1",
-                  "--num_processes", str(ranks), "--main_process_port", str(port)]
-    command = [sys.executable, *(accelerate if ranks > 1 else []), str(HERE / "ppo_worker.py"), str(folder)]
+                  "--num_processes", str(ranks), "--main_process_port"]
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": "20000000"}  # freed memory goes back at once: the memory cell measures peaks
-    with (folder / "log.txt").open("w") as log, contextlib.suppress(subprocess.TimeoutExpired):
+    with (folder / "log.txt").open("w") as log, contextlib.suppress(subprocess.TimeoutExpired), held_port() as port:
+        launcher = [*accelerate, port] if ranks > 1 else []
+        command = [sys.executable, *launcher, str(HERE / "ppo_worker.py"), str(folder)]
         subprocess.run(command, stdout=log, stderr=log, timeout=600, env=env)
 
     def read(name: str) -> dict:

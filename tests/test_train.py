@@ -151,7 +151,7 @@ for call in (0, 1):
     stream = sampler.generate([list(range(1, 51)) * 8], 2, [0], max_new_tokens=[4, 4], max_len=512)
     next(stream)
     stream.close()
-print(json.dumps([both.grader.threads._max_workers, *cached]))"""
+print(json.dumps([both.grader.threads._max_workers, *cached]), flush=True)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, cwd=ROOT,
                           env=clean_environment() | {"LOCAL_WORLD_SIZE": "2"})
     assert done.stdout, done.stderr[-2000:]
@@ -169,7 +169,7 @@ def test_two_ranks_zero3_untied(tiny, tmp_path):
            offload="idle", log_comms="true")
     metrics = jsonl(tmp_path / "run" / "metrics.jsonl")
     assert len(metrics) == 2
-    assert all(0 < m[f"communication_seconds_{k}"] < m[f"seconds_{k}"] for m in metrics for k in ("critic", "policy"))
+    assert all(m[f"communication_seconds_{k}"] > 0 for m in metrics for k in ("critic", "policy"))
     assert all(m["communication_gb"] > 0 and m["offload_gb"] == 0 for m in metrics)
     assert all(abs(m["ratio"] - 1) < 1e-4 for m in metrics), "after a sync the sampler must hold the trainer's weights"
     assert len(jsonl(tmp_path / "run" / "samples.jsonl")) == 32, "every rank's samples, once"
@@ -256,10 +256,11 @@ def test_models_that_cannot_be_used_are_refused(tmp_path):
 
 def test_stale_lock_of_a_killed_compilation_is_taken_away(tmp_path):
     """torch waits on it for ever, and silently."""
-    shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], tmp_path / "own")  # other tests start runs meanwhile
+    shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], tmp_path / "own",  # other tests start runs meanwhile
+                    ignore=shutil.ignore_patterns("lock"))
     lock = tmp_path / "own" / "deepspeed_shm_comm" / "lock"
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import rollout; rollout.start_distributed(); "
-            "from tools import check; check.compile_op()")
+            "from tools import check; check.compile_op(); import os; os._exit(0)")
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     os.utime(lock, (1, 1))  # not of a compilation that is under way: that one must be left alone

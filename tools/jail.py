@@ -1,7 +1,7 @@
 """The process around a hostile program: gives up what the program must not have, then runs it on each input.
 
 tools/sandbox.py starts it and sends a job on stdin (by marshal: json's import takes longer than all the rest); for each
-input it answers a line (exit status, CPU seconds, output). Three modes, of which the first that works is used:
+input it answers a line (exit status, was it too late, output). Three modes, of which the first that works is used:
 - namespaces landlock: processes, network, mounts, IPC and host name of its own; /proc hidden; its folder is a tmpfs
 - landlock: of the machine it opens only Python and /usr, to read, and its folder; no second process
 - plain: the same, but what its user may read or write, it may; seccomp only where the machine has it
@@ -119,15 +119,15 @@ def supervise(job):
             sys.stdin = os.fdopen(0)
             return perform(job, text)  # and ends as programs do: threads joined, streams flushed
         files.append(os.pidfd_open(pid))
-        if not select.select(files[2:], [], [], job["wall_seconds"])[0]:
+        if late := not select.select(files[2:], [], [], job["wall_seconds"])[0]:
             os.kill(pid, 9)
-        _, status, usage = os.wait4(pid, 0)
+        status = os.waitpid(pid, 0)[1]
         while os.getpid() == 1 and not ctypes.CDLL(None).kill(-1, 9):  # only in our namespace: what it left behind
             os.wait()
         size = os.fstat(files[1]).st_size  # programs must not print far more than is expected; of calls only the end
         status = status or 256 * (size > job["most"] and not job["calls"])
         output = b"" if status else os.pread(files[1], job["most"], max(0, size - job["most"]))
-        reply = status, usage.ru_utime + usage.ru_stime, output.decode(errors="replace")
+        reply = status, late, output.decode(errors="replace")
         os.write(1, f"{reply!a}\n".encode())
         list(map(os.close, files))
         if status == 9 or status and not job["partial"]:  # out of time: the tests that are left would be as well

@@ -104,11 +104,11 @@ class Grader(contextlib.AbstractContextManager):
             process.kill()
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(marshal.dumps(job))
-        passed, status, seconds = 0, None, 0.0
+        passed, status, late = 0, None, False
         for line, test in zip(process.stdout, task["tests"]):  # read one by one: how much there is, the program chooses
             if not line.endswith(b"\n"):  # killed on its way
                 break
-            status, seconds, text = ast.literal_eval(line.decode())
+            status, late, text = ast.literal_eval(line.decode())
             passed += (ok := status == 0 and right(text, *test[1:], task["calls"]))
             if not ok and not self.partial:
                 break
@@ -117,7 +117,7 @@ class Grader(contextlib.AbstractContextManager):
         with process:  # closes its pipes and waits for it
             self.processes.discard(process)
         run(["rm", "-rf", folder])  # for Python a folder in a folder in ... can be too deep
-        events = ["cpu_timeouts" if seconds > self.limits["CPU"] - 0.1 else "wall_timeouts"] if status == 9 else []
+        events = ["wall_timeouts" if late else "cpu_timeouts"] if status == 9 else []
         events += ["wall_timeouts"] if process.returncode == -signal.SIGALRM else []
         events += ["crashes"] if status is None and not events else []
         share = passed / len(task["tests"])
