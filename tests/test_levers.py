@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import jsonl, launch, same_metrics
+from transformers import AutoTokenizer
 
 import ppo
 import rollout
@@ -75,7 +76,8 @@ def test_two_stage_expands_where_something_can_be_learnt(task, history, expanded
     assert history == {"10": True, "11": True, "12": False}
 
 
-LEVERS = {"first_stage": 2, "adaptive_len": "true", "overlong": "drop", "tis_cap": 2.0, "rollout_batch_size": 4}
+LEVERS = {"first_stage": 2, "adaptive_len": "true", "overlong": "drop", "tis_cap": 2.0, "rollout_batch_size": 4,
+          "lr_end": 2e-4}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def levers(tiny, tmp_path_factory):
     return place
 
 
-def test_levers_in_a_whole_run(levers):
+def test_levers_in_a_whole_run(levers, tiny):
     samples = jsonl(levers / "whole" / "samples.jsonl")
     assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8], "hopeless once seen"
     lines = jsonl(levers / "whole" / "metrics.jsonl")
@@ -101,6 +103,13 @@ def test_levers_in_a_whole_run(levers):
     assert [m["prompts_expanded"] for m in lines] == [1, 0, 0]
     assert [m["tokens_saved"] for m in lines] == [0, *(sum(s["length"] for s in samples if s["step"] == k)
                                                        for k in (2, 3))], "two of four: as many again"
+    tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
+    for step, m in enumerate(lines, 1):  # --overlong drop: the critic's two optimizer steps never see what was cut
+        kept = [s for s in samples if s["step"] == step and s["finish_reason"] == "stop"]
+        tokens = sum(s["length"] + len(tokenizer(s["question"] + "<think>")["input_ids"]) for s in kept)
+        assert m["critic_tokens"] == tokens / 2
+        assert 0 < len(kept) < sum(s["step"] == step for s in samples)
+    assert [m["policy_lr"] for m in lines] == [5e-4, 1e-3, pytest.approx(2e-4)], "two steps of warm-up, then to lr_end"
     state = json.loads((levers / "whole" / "step_000003" / "state.json").read_text())
     assert state["history"] == dict.fromkeys("0123", False)
     assert state["caps"].keys() == {"", *"0123"}

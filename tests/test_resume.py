@@ -13,10 +13,11 @@ CELLS = [("gae", 0, 1), ("grpo", 1, 2), ("grpo", 2, 1), ("gae", 3, 2)]  # each s
 WIDE = [(e, z, w) for e in ("gae", "grpo") for z in range(4) for w in (1, 2) if (e, z, w) not in CELLS]
 
 
-def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt):
+def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, **more):
     """A run, and its copy as a power cut leaves it: what came after a checkpoint is in the logs, but not the end.
     Also: the same seed gives the same run, since the steps from there on are made twice."""
-    same = dict(tiny, estimator=estimator, zero_stage=zero, save_interval=1, keep_last=0, eval_interval=2, eval_n=2)
+    same = dict(tiny, estimator=estimator, zero_stage=zero, save_interval=1, keep_last=0, eval_interval=2, eval_n=2,
+                **more)
     launch(tmp_path / "whole", ranks=ranks, **same)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for step in range(interrupt + 1, 4):
@@ -30,6 +31,17 @@ def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt):
 @pytest.mark.parametrize("estimator, zero, ranks", [pytest.param(*CELLS[0], marks=pytest.mark.slow), *CELLS[1:]])
 def test_resume_is_exact(tiny, tmp_path, estimator, zero, ranks):
     resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=2)
+
+
+@pytest.mark.slow
+def test_whole_run_as_the_recipes_on_gpus_have_it(tiny, tmp_path):
+    """What train.py does without flags: bf16 with fp32 masters, ZeRO 3, gradient checkpointing, small parameters not
+    sharded. Resumed to the bit too; the sampler is as near to the trainer as bf16 allows."""
+    resume_cell(tiny, tmp_path, "gae", 3, 2, interrupt=2, bf16="true", gradient_checkpointing="true",
+                zero3_persistence_threshold=100_000, log_ratio="true")
+    for line in jsonl(tmp_path / "whole" / "metrics.jsonl"):
+        assert 0 < abs(line["ratio"] - 1) < 0.02
+        assert line["policy_grad_norm"] > 0 and line["critic_grad_norm"] > 0
 
 
 @pytest.mark.long

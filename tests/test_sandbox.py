@@ -1,5 +1,6 @@
 """tools/sandbox.py: right and wrong programs, forms of problems, and attacks: each contained in time, 0, no process."""
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -238,9 +239,16 @@ def test_no_sockets(grader, code):
     assert not probe(grader, code.replace("PORT", "22"))
 
 
-def test_network_of_its_own(grader):
+def test_namespaces_of_its_own(grader, marked):
+    """Seen from outside: what a program can ask, Landlock refuses it anyway."""
     layers("namespaces")(grader)
-    assert not probe(grader, "import os\nassert os.listdir('/sys/class/net') != ['lo']")
+    grader.submit("it", "<answer>```\nimport time\ntime.sleep(50)\n```</answer>", "stop", label(PAIRS[:1]))
+    while not (inside := programs(marked)):
+        time.sleep(0.02)
+    for kind in ("net", "pid", "mnt", "ipc", "uts"):
+        assert os.readlink(f"/proc/{inside[0]}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"), kind
+    os.kill(int(inside[0]), signal.SIGKILL)
+    assert grader.results() == {"it": 0}
 
 
 @pytest.mark.parametrize("code", [
@@ -298,7 +306,7 @@ def test_environment_and_proc_are_hidden(grader, code):
     assert not probe(grader, code.replace("PARENT", str(os.getpid())))
 
 
-@pytest.mark.parametrize("code", [
+OTHERS = [
     "import os\nos.kill(PARENT, 9)", "import os\nos.kill(os.getppid(), 9)", "import os\nos.kill(-1, 9)",
     "import os\nos.killpg(0, 9)",
     "import ctypes\nassert ctypes.CDLL(None).ptrace(16, PARENT, 0, 0) == 0", "import os\nos.setpriority(0, PARENT, 19)",
@@ -311,9 +319,19 @@ def test_environment_and_proc_are_hidden(grader, code):
     "pid = ctypes.CDLL(None).syscall(number, 0x10000011, 0, 0, 0, 0)\nassert pid >= 0\nif not pid: os._exit(0)",
     "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0) == 0", "import os\nassert os.memfd_create('x') >= 0",
     "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0",
-    "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'.', b'tmpfs', 0, None) == 0"])
+    "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'.', b'tmpfs', 0, None) == 0"]
+
+
+@pytest.mark.parametrize("code", OTHERS)
 def test_other_processes_are_out_of_reach(grader, marked, code):
     assert not probe(grader, code.replace("PARENT", str(os.getpid())))
+    assert processes(marked) == []
+
+
+@pytest.mark.parametrize("code", OTHERS)
+def test_other_processes_are_out_of_reach_on_a_machine_with_less(weaker, marked, code):
+    """There the trainer's number is a process that a program could name: only seccomp stands before it."""
+    assert not probe(weaker, code.replace("PARENT", str(os.getpid())))
     assert processes(marked) == []
 
 
@@ -446,17 +464,20 @@ def test_nothing_outlives_the_trainer(marked, mode):
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as trainer:
         assert trainer.stdout.readline() == b"up\n"
         deadline = time.monotonic() + 60
-        while not program_runs(marked) and time.monotonic() < deadline:
+        while not programs(marked) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert program_runs(marked)
+        assert programs(marked)
         trainer.send_signal(signal.SIGKILL)
     assert processes(marked) == []
 
 
-def program_runs(marked):
-    """A process whose stdin is a file in memory: no longer the jail's own."""
-    links = [Path(f"/proc/{pid}/fd/0") for pid in running(marked)]
-    return any("memfd" in os.readlink(link) for link in links if link.is_symlink())
+def programs(marked):
+    """Processes whose stdin is a file in memory: no longer the jail's own."""
+    found = []
+    for pid in running(marked):
+        with contextlib.suppress(OSError):  # it has just ended
+            found += [pid] * ("memfd" in os.readlink(f"/proc/{pid}/fd/0"))
+    return found
 
 
 FORMS = {

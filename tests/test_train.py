@@ -137,7 +137,7 @@ def test_every_call_of_the_sampler_starts_cold(tmp_path):
     model = maker.make_model(tmp_path / "model", max_position_embeddings=512)
     flags = SMALL | {"model": str(model), "data": "-", "max_len": 512, "packing_max_len": 512}
     code = f"""import json, reward, rollout, train
-rollout.start_distributed()
+store = rollout.start_distributed()[3]
 cfg = train.parse_flags({[str(x) for name, value in flags.items() for x in (f"--{name}", value)]})
 both = train.Rollout.start(reward, None, cfg)
 sampler = both.sampler
@@ -151,14 +151,19 @@ for call in (0, 1):
     stream = sampler.generate([list(range(1, 51)) * 8], 2, [0], max_new_tokens=[4, 4], max_len=512)
     next(stream)
     stream.close()
-print(json.dumps([both.grader.threads._max_workers, *cached]), flush=True)"""
+sampler.llm.llm_engine.step, both.signals = step, rollout.Signals(store)
+problems = [reward.Problem(i, "", "", "") for i in (0, 1)]
+records = both(problems, [[5, 6], [7, 8, 9]], 8, "train", 0, train.Clock(), caps=[3, 5])
+longest = [max(len(r["response_ids"]) for r in records if r["problem"] == i) for i in (0, 1)]
+print(json.dumps([both.grader.threads._max_workers, *cached, longest]), flush=True)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, cwd=ROOT,
                           env=clean_environment() | {"LOCAL_WORLD_SIZE": "2"})
     assert done.stdout, done.stderr[-2000:]
-    workers, first, second = json.loads(done.stdout.splitlines()[-1])
+    workers, first, second, longest = json.loads(done.stdout.splitlines()[-1])
     assert workers == max(1, len(os.sched_getaffinity(0)) // 2)
     assert first == second, done.stderr[-2000:]
     assert first[0] == 0
+    assert longest == [3, 5], "each prompt's own cap"
 
 
 def test_two_ranks_zero3_untied(tiny, tmp_path):

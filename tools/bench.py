@@ -274,14 +274,15 @@ def bench_step(folder: str) -> dict:
         "model": model, "data": f"{folder}/data.jsonl", "template": "demo", "run_dir": f"{folder}/run", "stop": "",
         "rollout_batch_size": 4, "n_samples_per_prompt": 8, "max_steps": 3, "generate_max_len": 256, "max_len": 512,
         "packing_max_len": 512, "micro_train_batch_size": 2, "prompt_max_len": 64, "zero_stage": 0, "bf16": "false",
-        "gradient_checkpointing": "false", "critic_update_steps": 2, "save_interval": 0, "log_with": "none"}
+        "gradient_checkpointing": "false", "critic_update_steps": 2, "save_interval": 0}
     argv = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
     subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], check=True, capture_output=True,
                    env=bench_trl.alone())
     line = json.loads(Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()[-1])
-    share = 1 - sum(line[f"seconds_{name}"] for name in ("rollout", "values", "critic", "policy")) / line["seconds"]
-    phases = sum(x for key, x in line.items() if key.startswith("seconds_") and key != "seconds_waited")
-    return {"overhead_share": (share, f"of a step of {line['seconds']:.1f} s"),
+    whole, phases = line["seconds"] + line["seconds_report"], {k[8:]: line[k] for k in line if k[:8] == "seconds_"}
+    share = 1 - sum(phases[name] for name in ("rollout", "values", "critic", "policy")) / whole
+    phases = sum(x for name, x in phases.items() if name not in ("waited", "report"))
+    return {"overhead_share": (share, f"of a step of {whole:.1f} s, reports and TensorBoard included"),
             "phases_share": (phases / line["seconds"], "seconds of all phases / of the step")}
 
 

@@ -49,7 +49,7 @@ def smooth(y: np.ndarray) -> np.ndarray:
 def stack(ax, run: dict) -> list[tuple]:
     """Seconds per phase on top of each other, those below 3 % of all together as "other"; returns their labels."""
     table = {key[8:]: [run[key].get(s, 0) for s in sorted(run["seconds"])] for key in run if key.startswith("seconds")}
-    total, _ = np.array(table.pop("")), table.pop("waited", 0)  # (steps,); waiting is a part of rollout
+    total, _, _ = np.array(table.pop("")), table.pop("waited", 0), table.pop("report", 0)  # in rollout; after a step
     parts = [(key, smooth(np.array(y))) for key, y in table.items() if sum(y) > 0.03 * total.sum()]
     parts += [("other", np.maximum(smooth(total) - sum(y for _, y in parts), 0))]
     colours = [*COLOURS[:len(parts) - 1], "#999999"]

@@ -118,7 +118,7 @@ class RunLog:
     """The files of a run folder but for checkpoints; lines that do not fit on the disk wait for the next write."""
     def __init__(self, run_dir: Path, tokenizer):
         self.run_dir, self.tokenizer = run_dir, tokenizer
-        self.waiting, self.norms, self.tracker = {}, [], None
+        self.waiting, self.norms, self.tracker, self.took = {}, [], None, 0.0
 
     def start(self, step: int, marks: dict[str, int] | None, cfg, world: int, device=None, matrices=None) -> None:
         """Starts the tracker, cuts the logs back to the state that the run goes on from, writes config.json."""
@@ -170,12 +170,14 @@ class RunLog:
             print(f"WARNING: no more events for the tracker: {error}", file=sys.stderr, flush=True)
 
     def step(self, records, problems, batch, learned: dict, step: int, total_steps: int, clock, cfg) -> None:
-        """A finished step: metrics, samples, a line on the screen."""
+        """A finished step: metrics, samples, a line on the screen. What that takes is in the next step's line."""
+        begin = time.perf_counter()
         line = {"step": step} | metrics.rollout_metrics(records, batch, cfg.generate_max_len) | learned
         tokens, seconds = sum(batch.size), time.perf_counter() - clock.start
         line |= metrics.expansion(records, cfg) if cfg.first_stage else {}
         line |= {
             "reward_lost": clock.lost, "seconds_waited": clock.wait, "seconds": seconds,
+            "seconds_report": self.took,
             "tokens_per_second": tokens / seconds,
             "mfu": metrics.mfu(tokens, learned, self.matrices, clock.seconds, cfg, self.peak)} | {
             f"seconds_{phase}": value for phase, value in clock.seconds.items()}
@@ -199,6 +201,7 @@ class RunLog:
         self.norms += [line["policy_grad_norm"]] * (line["policy_grad_norm"] > 0)  # 0: no step was taken
         if cfg.save_interval and step % cfg.save_interval == 0:
             plot.draw([self.run_dir], self.run_dir / "curves.png")
+        self.took = time.perf_counter() - begin
 
     def evaluation(self, name: str, records, problems, n: int, step: int) -> None:
         """An evaluated set: a line for it, its answers, a line on the screen."""
