@@ -9,6 +9,7 @@ Deviations from Open-Reasoner-Zero:
 
 Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 """
+import contextlib
 import ctypes
 import datetime
 import hashlib
@@ -28,6 +29,7 @@ os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"  #
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's thread count stands; ranks share a machine
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -84,6 +86,14 @@ def start_distributed(timeout: float = 1800) -> tuple[int, int, torch.device, di
         libc = ctypes.CDLL(None)  # glibc gives large tensors back to the kernel, and new pages cost faults: keep them
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+    if ranks_here < int(os.environ["WORLD_SIZE"]):  # several machines: a host's own name often means 127.0.0.1 to it,
+        with socket.socket(type=socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):  # and gloo and vLLM ask for that
+            s.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: which way would it go?
+            address = s.getsockname()[0]
+            os.environ.setdefault("VLLM_HOST_IP", address)
+            for card, known in psutil.net_if_addrs().items():
+                if address in (one.address for one in known):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
     patience = datetime.timedelta(seconds=timeout)
     store, rank, world = next(dist.rendezvous("env://", timeout=patience))
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=patience)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # ORZ's debug sizes (16 prompts x 2 samples, 1 critic step) with 7B on one machine of 8: does everything fit and run?
 # Memory (planned, never run): 43 GiB training, 73 GiB sampling, on GPUs of 80 GB.
-exec "$(dirname "$0")/launch.sh" 1 8 --model Qwen/Qwen2.5-7B --data data/orz_math_57k.json \
+# Expect: three steps, a checkpoint each, exit code 0; rewards near 0.
+exec "$(dirname "$0")/launch.sh" 1 8 --model Qwen/Qwen2.5-7B --data data/orz_math_57k_collected.json \
     --run_dir out/debug_7b_1x8 --debug true --max_steps 3 --save_interval 1 "$@"

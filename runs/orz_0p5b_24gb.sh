@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # ORZ 0.5B on one card of 24 GB: short rows, a small cache, GRPO instead of a second model.
 # Memory (planned, never run): 11 GiB training, 17 GiB sampling.
+# Expect: a trial of the machinery; ORZ has no run of these sizes, nor has anybody here.
 export CARD_GB=24
-exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B --data data/orz_math_57k.json \
+exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B --data data/orz_math_57k_collected.json \
     --eval_data data/math500.json --run_dir out/orz_0p5b_24gb --estimator grpo --zero_stage 2 \
     --rollout_batch_size 16 --n_samples_per_prompt 16 --generate_max_len 3072 --max_len 4096 --packing_max_len 4096 \
     --prompt_max_len 1024 --gpu_memory_utilization 0.35 "$@"

@@ -55,8 +55,9 @@ def test_command(page, command, tmp_path):
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif words[0] in ("bash", "sbatch"):
-        assert (ROOT / words[1]).is_file()
-        assert set(words[2:]) <= {"--dry_run", "--run_dir", "/shared/runs/7b"}
+        scripts = [word for word in words if word.startswith("runs/")]
+        assert scripts and all((ROOT / script).is_file() for script in scripts)
+        assert set(words[1:]) - set(scripts) <= {"--dry_run", "--run_dir", "/shared/runs/7b", "--nodes=2"}
     elif words[1:3] == ["-m", "pytest"]:
         paths = [word for word in words[3:] if word.endswith(".py")]
         assert all((ROOT / path).is_file() for path in paths)

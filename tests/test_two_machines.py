@@ -46,16 +46,15 @@ def start(run: Path, *within: str, **flags) -> list[subprocess.Popen]:
     """The command that the docs tell to run on each machine; `within` wraps the second machine's."""
     argv = [str(x) for name, value in (SMALL | flags | {"run_dir": run}).items() for x in (f"--{name}", value)]
     processes = []
-    for rank, (host, cable, address) in enumerate(HOSTS):
+    for rank, (host, _, _) in enumerate(HOSTS):
         launcher = [*ACCELERATE, "--use_deepspeed", "--deepspeed_multinode_launcher", "standard", "--num_machines", "2",
                     "--num_processes", "2", "--machine_rank", str(rank), "--main_process_ip", HOSTS[0][2],
                     "--main_process_port", "29577"]
         command = [sys.executable, *launcher, str(ROOT / "train.py"), *argv]
         command = [*within, *command] if rank else command
-        env = clean_environment() | {"GLOO_SOCKET_IFNAME": cable, "VLLM_HOST_IP": address}
         log = open(f"{run}.{rank}.txt", "w")  # noqa: SIM115
-        processes.append(subprocess.Popen(["ip", "netns", "exec", host, *command], stdout=log, stderr=log, env=env,
-                                          start_new_session=True))
+        processes.append(subprocess.Popen(["ip", "netns", "exec", host, *command], stdout=log, stderr=log,
+                                          env=clean_environment(), start_new_session=True))
     return processes
 
 
