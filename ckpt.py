@@ -258,8 +258,8 @@ def rewind(run_dir: Path, step: int, marks: dict[str, int] | None) -> None:
         os.truncate(path, min((marks or {}).get(path.name, 0), path.stat().st_size))
     for path in checkpoints(run_dir):
         if marks is None or step_of(path) > step:
-            older = len([*run_dir.glob(f"dropped_*{path.name}")])
-            aside = path.rename(path.with_name("dropped_" + f"{older}_" * (older > 0) + path.name))
+            names = (path.with_name("dropped_" + f"{n}_" * (n > 0) + path.name) for n in range(1000))
+            aside = path.rename(next(name for name in names if not name.exists()))
             print(f"{path} is now {aside.name}: the run goes on from step {step}", file=sys.stderr, flush=True)
 
 

@@ -94,7 +94,6 @@ def read_rows(path, split):
         with open(path, encoding="utf-8-sig", newline="\n") as file:  # a text may hold other ends of line
             return file.readlines() if path.endswith(".jsonl") else list(json.load(file))
     import datasets  # slow to import, and only needed here
-
     saved = any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
     rows = datasets.load_from_disk(path) if saved else datasets.load_dataset(*path.split(":", 1))
     return rows[split] if isinstance(rows, dict) else rows
@@ -121,7 +120,8 @@ LATEX = ("-", "-", r"\times ", r"\cdot ", r"\pi ", r"\infty ", r"\le ", r"\ge ",
 UNICODE = str.maketrans(dict(zip("−–×·π∞≤≥°∪²³", LATEX)))
 REWRITES = (
     (r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]", ""),  # zero-width and right-to-left marks
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])|^\\[\[(]|\\[\])]$", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])", ""),
+    (r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$", r"\1"),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
     (r"\\(?:mathrm|mathbf|mathit|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
     (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])|\\degree(?![A-Za-z])", ""),

@@ -86,14 +86,14 @@ def start_distributed(timeout: float = 1800) -> tuple[int, int, torch.device, di
         libc = ctypes.CDLL(None)  # glibc gives large tensors back to the kernel, and new pages cost faults: keep them
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
-    if ranks_here < int(os.environ["WORLD_SIZE"]):  # several machines: a host's own name often means 127.0.0.1 to it,
-        with socket.socket(type=socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):  # and gloo and vLLM ask for that
-            s.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: which way would it go?
-            address = s.getsockname()[0]
-            os.environ.setdefault("VLLM_HOST_IP", address)
-            for card, known in psutil.net_if_addrs().items():
-                if address in (one.address for one in known):
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
+    if ranks_here < int(os.environ["WORLD_SIZE"]):  # several machines: gloo and vLLM would ask for the host's own name,
+        cards = {one.address: card for card, known in psutil.net_if_addrs().items() for one in known}  # often 127.0.1.1
+        for place in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # which may be the first one's too: then the way out
+            with socket.socket(type=socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+                s.connect((place, 9))  # sends nothing: which way would it go?
+                if not (address := s.getsockname()[0]).startswith("127.") and address in cards:
+                    os.environ.setdefault("VLLM_HOST_IP", address)
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", cards[address])
     patience = datetime.timedelta(seconds=timeout)
     store, rank, world = next(dist.rendezvous("env://", timeout=patience))
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=patience)

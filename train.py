@@ -290,7 +290,7 @@ def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
     tokenizer = check.read_tokenizer(cfg)
     if device.type == "cuda" and not cfg.eval_only:
         say(plan.check_memory(cfg, world, torch.cuda.mem_get_info(device)[1]))
-    return seconds, task, tokenizer, {name: check.read_problems(task, [path], cfg, tokenizer, say, "test")
+    return seconds, task, tokenizer, {name: check.read_problems(task, [path], cfg, tokenizer, say, "test")[:2]
                                       for name, path in check.eval_names(cfg).items()}
 
 
@@ -302,12 +302,12 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
     base_seconds, task, tokenizer, eval_sets = load_task(cfg, run_dir, rank, world, device, say)
     if cfg.eval_only:
         return evaluate_only(cfg, eval_sets, task, Signals(store), run_dir)
-    problems, prompts = check.read_problems(task, cfg.data, cfg, tokenizer, say)
+    problems, prompts, data = check.read_problems(task, cfg.data, cfg, tokenizer, say)
     all_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
     total_steps = all_steps if cfg.max_steps is None else min(all_steps, cfg.max_steps)
     path = ckpt.newest(run_dir, cfg.resume)
     saved = json.loads((path / "state.json").read_text()) if path else {"step": 0}
-    start, moved = saved["step"], path and check.check_resume(path, saved, flags, world, problems, total_steps, say)
+    start, moved = saved["step"], path and check.check_resume(path, saved, flags, world, data, total_steps, say)
     if start >= total_steps and (run_dir / "result.json").exists():
         return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
 
@@ -335,7 +335,7 @@ def main(cfg: Config, rank: int, world: int, device, store) -> None:
     def save(step: int, marks: dict) -> bool:
         state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
                  "world": world, "marks": marks, "versions": check.versions(), "history": history,
-                 "caps": budget.caps, "problems": check.fingerprint(problems)}
+                 "caps": budget.caps, "problems": data}
         hf, bar = (tokenizer, policy.module.model.config), progress(engines.items(), f"saving step {step}")
         error = ckpt.save(run_dir, step, bar, state, hf, cfg.keep_last, cfg.keep_every)
         say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")

@@ -19,7 +19,6 @@ from conftest import ACCELERATE, ROOT, SMALL, clean_environment, equal_runs, hel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ckpt
-import reward
 import rollout
 import train
 from tools import check, demo
@@ -154,7 +153,11 @@ def test_rewind_leaves_neither_gap_nor_double(tmp_path):
     (tmp_path / "step_000002").mkdir()
     ckpt.rewind(tmp_path, 1, marks)
     assert (tmp_path / "dropped_step_000002" / "first").exists(), "dropped twice, and the first one was deleted"
-    assert (tmp_path / "dropped_1_step_000002").is_dir()
+    shutil.rmtree(tmp_path / "dropped_step_000002")
+    for _ in range(2):
+        (tmp_path / "step_000002").mkdir()
+        ckpt.rewind(tmp_path, 1, marks)
+    assert len([*tmp_path.glob("dropped_*step_000002")]) == 3, "no name is taken twice, whatever the user deleted"
     (tmp_path / "step_000000").mkdir()
     ckpt.rewind(tmp_path, 0, None)
     assert not ckpt.checkpoints(tmp_path), "--resume none: another run's step 0 would pass for ours"
@@ -357,6 +360,7 @@ def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     stopped = ckpt.step_of(ckpt.checkpoints(tmp_path / "run")[0])
     assert 2 <= stopped < 99
     same["max_steps"] = max(6, stopped + 2)
+    assert (tmp_path / "run" / "curves.png").exists()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert len(events.Scalars("reward")) == len(jsonl(tmp_path / "run" / "metrics.jsonl")), "lost with the process"
     command = [*shlex.split(command), "--max_steps", str(same["max_steps"])]  # the last one counts
@@ -401,9 +405,9 @@ def test_changed_mathematics_is_refused_with_names(tiny, whole, tmp_path):
     path, said = tmp_path / "run" / "step_000006", []
     saved = json.loads((path / "state.json").read_text())
     saved["config"]["run_dir"] = str(tmp_path / "run")
-    flags, problems = saved["config"], reward.load_problems(tiny["data"], "demo")
+    flags = saved["config"]
 
-    def resume(ranks=1, problems=problems, steps=99, **changed) -> bool:
+    def resume(ranks=1, problems=saved["problems"], steps=99, **changed) -> bool:
         return check.check_resume(path, saved, flags | changed, ranks, problems, steps, said.append)
 
     assert resume(max_steps=7) is False
@@ -412,8 +416,12 @@ def test_changed_mathematics_is_refused_with_names(tiny, whole, tmp_path):
         resume(actor_learning_rate=0.5)
     assert said == ["resume: --actor_learning_rate was 0.001, is 0.5"]
     with pytest.raises(check.ConfigError, match="another --data, which"):
-        resume(problems=problems[1:])
-    assert resume(problems=problems[1:], resume_force=True) is False
+        resume(problems=7)
+    assert resume(problems=7, resume_force=True) is False
+    with pytest.raises(check.ConfigError, match="another --template, which"):
+        resume(problems=7, template="plain")
+    del saved["problems"]
+    assert resume(problems=7) is False, "a checkpoint of before they were written down"
     assert resume(steps=5) is False, "it ended at step 6: what follows says so"
     (tmp_path / "run" / "result.json").rename(tmp_path / "result.json")
     with pytest.raises(check.ConfigError, match="past the 5 steps of this run"):

@@ -169,7 +169,8 @@ def test_a_program_that_waits_holds_its_worker_for_one_test_only(marked, partial
 
 
 def test_programs_that_wait_in_every_test_have_a_limit_too(marked):
-    with sandbox.Grader(wall_seconds=1, partial=True) as grader:
+    with sandbox.Grader(partial=True) as grader:
+        grader.wall_seconds = 1
         assert grade(grader, f"import time\ntime.sleep(0.4)\n{ADD}", label(PAIRS * 50)) < 1
         assert grader.counts["wall_timeouts"] == 1
 
@@ -243,7 +244,8 @@ def test_namespaces_of_its_own(grader, marked):
     """Seen from outside: what a program can ask, Landlock refuses it anyway."""
     layers("namespaces")(grader)
     grader.submit("it", "<answer>```\nimport time\ntime.sleep(50)\n```</answer>", "stop", label(PAIRS[:1]))
-    while not (inside := programs(marked)):
+    deadline = time.monotonic() + 60
+    while not (inside := programs(marked)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for kind in ("net", "pid", "mnt", "ipc", "uts"):
         assert os.readlink(f"/proc/{inside[0]}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"), kind
@@ -504,6 +506,9 @@ FORMS = {
         {"input": "1 2\n", "output": "3"}]), "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(
             json.dumps([{"input": "4 5\n", "output": "9"}])))).decode()}, ADD),
     "columns": ({"question": "Add.", "tests": PAIRS}, ADD),
+    "merged sets": ({"question": "Add.", "tests": PAIRS, "input_output": None}, ADD),
+    "merged sets, livecodebench": ({"question_content": "Add.", "input_output": "", "public_test_cases": [
+        {"input": "1 2\n", "output": "3"}], "private_test_cases": []}, ADD),
 }
 
 
@@ -520,6 +525,7 @@ def test_forms(grader, tmp_path, name):
 @pytest.mark.parametrize("record", [
     {}, {"question": "x"}, {"question": "x", "tests": []}, {"question": "x", "tests": [[1, 2]]},
     {"question": "\ud800", "tests": PAIRS}, {"question": 5, "tests": PAIRS}, {"tests": PAIRS},
+    {"question": "x", "input_output": '{"inputs": '},
     {"question": "x", "public_test_cases": "[]", "private_test_cases": base64.b64encode(zlib.compress(
         pickle.dumps(os.system))).decode()}])
 def test_bad_items_are_named(tmp_path, record):

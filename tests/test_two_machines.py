@@ -15,7 +15,7 @@ from conftest import ACCELERATE, ROOT, SMALL, clean_environment, jsonl, same_met
 import ckpt
 
 pytestmark = pytest.mark.slow
-HOSTS = [(f"nanoorz{os.getpid()}m{i}", f"cable{os.getpid() % 9999}{i}", f"10.77.0.{i + 1}") for i in (0, 1)]
+HOSTS = [(f"nanoorz{os.getpid()}m{i}", f"cable{os.getpid() % 9999}{i}", f"192.168.77.{i + 1}") for i in (0, 1)]
 
 
 def ip(*words: str) -> None:
@@ -37,9 +37,14 @@ def machines():
         ip("-n", host, "addr", "add", f"{address}/24", "dev", cable)
         ip("-n", host, "link", "set", "lo", "up")
         ip("-n", host, "link", "set", cable, "up")
+        ip("-n", host, "route", "add", "192.0.2.0/24", "dev", cable)  # the way out, but not to servers of names
+        names = Path("/etc/netns") / host / "hosts"  # in that namespace it lies over /etc/hosts
+        names.parent.mkdir(parents=True)
+        names.write_text(f"127.0.0.1 localhost\n{HOSTS[0][2] if host != HOSTS[0][0] else '127.0.1.1'} first\n")
     yield
     for host, _, _ in HOSTS:
         ip("netns", "del", host)
+        shutil.rmtree(Path("/etc/netns") / host)
 
 
 def start(run: Path, *within: str, **flags) -> list[subprocess.Popen]:
@@ -48,8 +53,8 @@ def start(run: Path, *within: str, **flags) -> list[subprocess.Popen]:
     processes = []
     for rank, (host, _, _) in enumerate(HOSTS):
         launcher = [*ACCELERATE, "--use_deepspeed", "--deepspeed_multinode_launcher", "standard", "--num_machines", "2",
-                    "--num_processes", "2", "--machine_rank", str(rank), "--main_process_ip", HOSTS[0][2],
-                    "--main_process_port", "29577"]
+                    "--num_processes", "2", "--machine_rank", str(rank), "--main_process_ip", "first",
+                    "--main_process_port", "29577"]  # a name, which on Debian means 127.0.1.1 to the first one itself
         command = [sys.executable, *launcher, str(ROOT / "train.py"), *argv]
         command = [*within, *command] if rank else command
         log = open(f"{run}.{rank}.txt", "w")  # noqa: SIM115

@@ -30,9 +30,10 @@ from tools import code_data
 COUNTS = ("rollout_batch_size", "n_samples_per_prompt", "eval_n", "num_episodes", "generate_max_len", "prompt_max_len",
           "micro_train_batch_size", "micro_rollout_batch_size", "num_warmup_steps", "tensor_parallel", "dist_timeout")
 LOST = "closed by peer|reset by peer|likely closed|broken pipe|timed? ?out"  # what gloo, NCCL and the store say of it
-CHOICES = {"estimator": ppo.ESTIMATORS, "zero_stage": range(4), "attention": ("sdpa", "eager", "flash_attention_2"),
-           "log_with": ("tensorboard", "wandb", "none"), "offload": ("none", "idle"), "reward": ("math", "code"),
-           "overlong": ("zero", "drop")}
+CHOICES = {
+    "estimator": ppo.ESTIMATORS, "zero_stage": range(4), "overlong": ("zero", "drop"), "offload": ("none", "idle"),
+    "attention": ("auto", "sdpa", "eager", "flash_attention_2"), "reward": ("math", "code"),
+    "log_with": ("tensorboard", "wandb", "none")}
 
 
 class ConfigError(ValueError):
@@ -96,21 +97,20 @@ def check_same(values: dict, error: str | None = None) -> None:
                 raise ConfigError(f"{host}, rank {rank}: {name}: {found[name]}, of rank 0: {first}; give all the same")
 
 
-def check_demo(cfg) -> None:
-    """Raises ConfigError where a folder's run began with the demo's base model of another seed: both must stay."""
+def other_demo(cfg) -> str | None:
+    """What is wrong where a folder's run began with the demo's base model of another seed: it would be made again."""
     base = Path(cfg.run_dir) / "base" / "recipe.json"
     if cfg.model or cfg.resume == "none" or not (base.is_file() and ckpt.checkpoints(cfg.run_dir)):
-        return
-    if (seed := json.loads(base.read_text())["seed"]) != cfg.seed:
-        raise ConfigError(f"--run_dir {cfg.run_dir} holds the demo of --seed {seed}, not {cfg.seed}; choose another "
-                          "folder, or --resume none to start over in it")
+        return None
+    seed = json.loads(base.read_text())["seed"]
+    return None if seed == cfg.seed else (f"--run_dir {cfg.run_dir} holds the demo of --seed {seed}, not {cfg.seed}; "
+                                          "choose another folder, or --resume none to start over in it")
 
 
 def check_config(cfg, world: int) -> None:
     """Raises ConfigError for what can be refused before a model is read."""
-    check_same({f"--{name}": value for name, value in vars(cfg).items() if name != "run_dir"})
+    check_same({f"--{name}": value for name, value in vars(cfg).items() if name != "run_dir"}, other_demo(cfg))
     check_values(cfg)
-    check_demo(cfg)
     samples, grouped = cfg.rollout_batch_size * cfg.n_samples_per_prompt, ("grpo", "rloo")
     checks = [
         (cfg.policy_update_steps == 1, f"--policy_update_steps {cfg.policy_update_steps}: only 1; more need the ratio"),
@@ -231,8 +231,8 @@ def eval_names(cfg) -> dict[str, str]:
     return names
 
 
-def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") -> tuple[list, list[list[int]]]:
-    """Problems and prompt ids; prompts over prompt_max_len are left out aloud. Raises ConfigError.
+def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") -> tuple[list, list[list[int]], int]:
+    """Problems, prompt ids, hash; prompts over prompt_max_len are left out aloud. Raises ConfigError.
 
     A path may end in ?split=test&columns=problem,answer: which part and columns of a data set."""
     problems, wrong = [], None
@@ -246,7 +246,8 @@ def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") ->
             problems += task.load_problems(path, cfg.template, tokenizer.bos_token or "", **options)
         except task.RewardError as error:
             wrong = wrong or str(error)  # perhaps of this machine's file alone: all are told
-    check_same({f"hash of the problems in {' '.join(paths)}": fingerprint(problems)}, wrong)
+    fingerprint = hash64([(p.prompt, p.label) for p in problems])
+    check_same({f"hash of the problems in {' '.join(paths)}": fingerprint}, wrong)
     problems = [dataclasses.replace(p, index=i) for i, p in enumerate(problems)]
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     kept = [i for i, ids in enumerate(prompts) if 0 < len(ids) <= cfg.prompt_max_len]
@@ -256,15 +257,10 @@ def read_problems(task, paths: list[str], cfg, tokenizer, say, split="train") ->
         if not kept:
             raise ConfigError(f"{note}; raise it, or give the tokenizer that covers the text")
         say(f"{note} and are left out")
-    return [problems[i] for i in kept], [prompts[i] for i in kept]
+    return [problems[i] for i in kept], [prompts[i] for i in kept], fingerprint
 
 
-def fingerprint(problems: list) -> int:
-    """Of the problems that a run learns from, in their order."""
-    return hash64([(p.prompt, p.label) for p in problems])
-
-
-def check_resume(path: Path, saved: dict, flags: dict, world: int, problems: list, steps: int, say) -> bool:
+def check_resume(path: Path, saved: dict, flags: dict, world: int, problems: int, steps: int, say) -> bool:
     """Shows what changed since the checkpoint; raises ConfigError where it would be another run. True where ranks or
     ZeRO stage differ, so that its resharded form is to be loaded."""
     if path.parent.resolve() != (run_dir := Path(flags["run_dir"]).resolve()):
@@ -277,7 +273,7 @@ def check_resume(path: Path, saved: dict, flags: dict, world: int, problems: lis
     for name in changed:
         say(f"resume: --{name} was {saved['config'].get(name)}, is {flags[name]}")
     fatal = [name for name in changed if name not in free or name == "max_steps" and flags["lr_end"] is not None]
-    if saved.get("problems", fingerprint(problems)) != fingerprint(problems) and "data" not in fatal:
+    if saved.get("problems", problems) != problems and not fatal:  # else these flags may have changed them
         say("resume: the problems in --data are not those of the checkpoint")
         fatal.append("data")
     if saved["step"] > steps and not (run_dir / "result.json").exists():
@@ -349,6 +345,8 @@ def versions() -> dict[str, str]:
     names = ("torch", "transformers", "deepspeed", "accelerate", vllm)
     commit = ""
     if shutil.which("git"):
-        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed"]
-        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        head, changed = (
+            subprocess.run(["git", "--no-optional-locks", *words], cwd=Path(__file__).parent, text=True,
+                           capture_output=True) for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"]))
+        commit = head.stdout.strip() + ", changed" * bool(head.stdout and changed.stdout)
     return {name: importlib.metadata.version(name) for name in names} | {"git_commit": commit}

@@ -80,11 +80,11 @@ def read_tests(record, column):
         wrapped = name and all(isinstance(o, list) and len(o) == 1 for o in apps["outputs"])
         tests = [(i, o[0] if wrapped else o) for i, o in zip(apps["inputs"], apps["outputs"], strict=True)]
         tests = tests if name else [["\n".join(text) if isinstance(text, list) else text for text in t] for t in tests]
-    elif "input_output" in fields:  # so it is in some items of APPS: without tests they are of no use
-        return {"tests": []}, "", 1
     elif "public_test_cases" in fields:  # LiveCodeBench
         tests = [(t["input"], t["output"]) for k in ("public", "private") for t in fields[f"{k}_test_cases"]]
         tests = [(map(json.loads, i.split("\n")), json.loads(o)) for i, o in tests] if name else tests
+    elif not tests and "input_output" in fields:  # empty, as in some items of APPS, which are of no use
+        return {"tests": []}, "", 1
     if name:
         hint = f"\n\n{fields.get('starter_code') or ''}".rstrip()
         name = f"Solution().{name}" if "class Solution" in hint else name
@@ -109,7 +109,7 @@ class OnlyText(pickle.Unpickler):
 
 def unpack(text):
     """JSON; LiveCodeBench's private tests are a pickle of it as a text, by zlib, in base64."""
-    with contextlib.suppress(ValueError):
+    if text.lstrip()[:1] in ("{", "["):
         return json.loads(text)
     return json.loads(OnlyText(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
 

@@ -232,15 +232,18 @@ class RunLog:
                    "seed": cfg.seed, "versions": check.versions()}
         self.write("result.json", result)
         print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {self.run_dir}", flush=True)
-        plot.draw([self.run_dir], self.run_dir / "curves.png")
         if demo:
             show_demo(self.run_dir)
 
     def close(self) -> None:
-        """Hands the tracker what it still holds: nothing else would, since the process leaves by os._exit."""
+        """Hands the tracker what it still holds: nothing else would, since the process leaves by os._exit. Draws what
+        there is, however the run ended."""
         with contextlib.suppress(OSError):  # a full disk
             if self.tracker:
                 self.tracker.finish()
+        with contextlib.suppress(OSError):
+            if self.took:  # so steps were reported, and by this rank
+                plot.draw([self.run_dir], self.run_dir / "curves.png")
 
 
 def show_demo(run_dir: Path) -> None:

@@ -92,7 +92,7 @@ class Grader(contextlib.AbstractContextManager):
     def check(self, code, label, mode):
         """In a thread: (the reward of a program, the counts that it adds to); its processes have ended by then."""
         task, folder = json.loads(label), tempfile.mkdtemp()
-        most = 1 << max(17, 2 + max(len(expected) for _, expected, _ in task["tests"]).bit_length())  # bytes of output
+        most = 1 << max(17, 4 + max(len(expected) for _, expected, _ in task["tests"]).bit_length())  # bytes of output
         job = {"mode": mode, "parent": os.getpid(), "prefix": sys.base_prefix, "limits": self.limits, "most": most,
                "wall_seconds": self.wall_seconds, "partial": self.partial, "calls": task["calls"],
                "code": f"{task['setup']}\n{code}", "inputs": [test[0] for test in task["tests"]]}
