@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core in this process, not in a child
@@ -42,7 +43,6 @@ class SamplerError(ValueError):
 @dataclass
 class Sample:
     """One finished response. `response_ids` includes the stop token or the stop string's tokens."""
-
     prompt: int  # position in the list of prompts given to `generate`
     index: int  # which of the prompt's samples
     response_ids: list[int]
@@ -83,17 +83,16 @@ def start_distributed(timeout: float = 1800) -> tuple[int, int, torch.device, di
         torch.cuda.set_device(local)
     else:  # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-        libc = ctypes.CDLL(None)  # glibc gives large tensors back to the kernel, and new pages cost faults: keep them
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+        for option, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD: else glibc gives large tensors
+            ctypes.CDLL(None).mallopt(option, value)  # back to the kernel, and new pages cost faults
     if ranks_here < int(os.environ["WORLD_SIZE"]):  # several machines: gloo and vLLM would ask for the host's own name,
-        cards = {one.address: card for card, known in psutil.net_if_addrs().items() for one in known}  # often 127.0.1.1
+        known = {one.address: card for card, its in psutil.net_if_addrs().items() for one in its}  # often 127.0.1.1
         for place in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # which may be the first one's too: then the way out
             with socket.socket(type=socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
                 s.connect((place, 9))  # sends nothing: which way would it go?
-                if not (address := s.getsockname()[0]).startswith("127.") and address in cards:
+                if not (address := s.getsockname()[0]).startswith("127.") and address in known:
                     os.environ.setdefault("VLLM_HOST_IP", address)
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", cards[address])
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", known[address])
     patience = datetime.timedelta(seconds=timeout)
     store, rank, world = next(dist.rendezvous("env://", timeout=patience))
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=patience)
@@ -140,7 +139,6 @@ class Signals:
 class LengthBudget:
     """--adaptive_len: a prompt's cap follows what its finished responses needed, so that a few endless ones do not hold
     up a batch. Its state is `caps`, a JSON of problem -> tokens; every rank computes the same from the same samples."""
-
     MARGIN, TARGET = 1.5, 0.1  # room over the longest finished response; the share truncated above which a cap grows
 
     def __init__(self, longest: int, caps: dict[str, int] | None = None):
@@ -179,6 +177,9 @@ class Sampler:
         if not self.gpu:  # two helper functions of the log-prob path are compiled: 18 s on a CPU for nothing
             torch.compiler.set_stance("force_eager")
         try:
+            ours, place = divmod(dist.get_rank(), tensor_parallel)
+            for left in Path("/dev/shm").glob(f"-tp:*[[]{ours * tensor_parallel}-*cpushm_{place}"):  # on a CPU vLLM has
+                left.unlink()  # one name for all runs and refuses what an ended one left; a living one needs it no more
             self.llm = LLM(
                 model=model, dtype="bfloat16" if bf16 else "float32", seed=seed % 2**32, max_model_len=max_len,
                 max_num_seqs=max_num_seqs, enforce_eager=eager or not self.gpu, enable_sleep_mode=self.gpu,

@@ -185,6 +185,8 @@ def test_two_ranks_zero3_untied(tiny, tmp_path):
 def test_tensor_parallel_sampler(tiny, whole, tmp_path):
     """Two ranks share an engine: the samples of two engines, each dealt to the trainer once; synced under ZeRO 3."""
     run, same = tmp_path / "run", {"zero_stage": 3, "max_steps": 2, "log_ratio": "true"}
+    for rank in (0, 1):  # as every run leaves it that has shared an engine
+        Path(f"/dev/shm/-tp:0-[0-1]-cpushm_{rank}").touch()
     launch(run, ranks=2, **tiny | same | {"tensor_parallel": 2})
     ours, theirs = (jsonl(folder / "samples.jsonl") for folder in (run, whole(ranks=2, **same)))
     one, two = ([(s["problem"], s["index"], s["response"]) for s in samples[:16]] for samples in (ours, theirs))
