@@ -177,9 +177,9 @@ class Sampler:
         if not self.gpu:  # two helper functions of the log-prob path are compiled: 18 s on a CPU for nothing
             torch.compiler.set_stance("force_eager")
         try:
-            ours, place = divmod(dist.get_rank(), tensor_parallel)
-            for left in Path("/dev/shm").glob(f"-tp:*[[]{ours * tensor_parallel}-*cpushm_{place}"):  # on a CPU vLLM has
-                left.unlink()  # one name for all runs and refuses what an ended one left; a living one needs it no more
+            first = dist.get_rank() - (place := dist.get_rank() % tensor_parallel)  # on a CPU vLLM's shared memory has
+            for left in Path("/dev/shm").glob(f"-tp:*[[]{first}-*{first + tensor_parallel - 1}]-cpushm_{place}"):
+                left.unlink()  # one name for all runs; what an ended one left is refused, a living one needs it no more
             self.llm = LLM(
                 model=model, dtype="bfloat16" if bf16 else "float32", seed=seed % 2**32, max_model_len=max_len,
                 max_num_seqs=max_num_seqs, enforce_eager=eager or not self.gpu, enable_sleep_mode=self.gpu,
