@@ -1,12 +1,21 @@
-"""The run folder on disk: preflight, atomic save, verified resume, prune, export. Never sees the batch.
+"""The run folder on disk: claim, save, resume, prune, export. Never sees the batch.
 
-Owns RUN/step_NNNNNN/: policy/ and critic/ (DeepSpeed's own files), hf/ (config and tokenizer), state.json (the loop's
-state) and manifest.json (size and SHA-256 of every file, written last). Deviations from Open-Reasoner-Zero:
-- everything comes back: weights, fp32 masters, Adam moments, step; data order and random numbers are functions of it;
-- a checkpoint appears by one rename, after all ranks' files are flushed: a kill at any instant leaves the one before;
-- the folder is absolute, shared and large enough, or the run ends before a model is read (ORZ's issue 22).
+Owns RUN/step_NNNNNN/: policy/ and critic/ (DeepSpeed's own files), hf/ (config and tokenizer),
+state.json (the loop's state) and manifest.json (size and SHA-256 of every file, written last).
+
+Deviations from Open-Reasoner-Zero (ORZ):
+- Everything comes back: weights, fp32 masters, Adam's moments, the step. The order of the problems
+  and all random numbers are functions of the step.
+- A checkpoint appears by one rename, after the files of all ranks are on disk. A kill at any instant
+  leaves the one before.
+- The folder is absolute, shared and large enough, or the run ends before a model is read (ORZ's
+  issue 22).
+
+An engine is a DeepSpeed engine; `engines` is a dict of them by name.
 """
+
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -14,8 +23,10 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,31 +34,54 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from safetensors.torch import save_file
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")  # ours to cut back; nobody else's files
+from lib.common import UserError, gather, print0
+
+# Only these are cut back on resume. They are nobody else's files.
+LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
+GIB = 2**30
 
 
-class CheckpointError(RuntimeError):
-    """The run folder cannot be used, or a checkpoint cannot be loaded: the same on every rank, one line to act on."""
+@dataclass
+class RunState:
+    """What a run goes on from, beside the engines' files: state.json."""
+
+    step: int = 0
+    total_steps: int = 0
+    world: int = 1
+    config: dict = field(default_factory=dict)  # every flag
+    problems_hash: int = 0
+    log_sizes: dict[str, int] = field(default_factory=dict)  # bytes
+    levers: dict = field(default_factory=dict)  # the memory of lib/levers.py
+
+    def finish_step(self, run_dir: Path) -> None:
+        """Counts a step whose lines are in the logs."""
+        self.step += 1
+        self.log_sizes = log_sizes(run_dir)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """What the engines' files depend on: ranks and ZeRO stage."""
+        return self.world, self.config["zero_stage"]
 
 
-def everywhere(value) -> list:
-    """`value` of every rank, in rank order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+# ---- disk ------------------------------------------------------------------------------------
 
 
-def attempt(action: Callable) -> str | None:
-    """Runs a disk action; returns the error's text instead of raising, so that all ranks stay in step and can agree."""
+def try_disk(action: Callable, *arguments, **options) -> str | None:
+    """Calls a disk action; returns the error's text instead of raising it.
+
+    So all ranks stay in step and can agree on what to do.
+    """
     try:
-        action()
-    except Exception as error:  # a full disk is RuntimeError to torch.save, a bare Exception to tokenizers
+        action(*arguments, **options)
+    # A full disk is a RuntimeError to torch.save and a bare Exception to tokenizers.
+    except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file or a folder: a rename or a new name is on disk only after its folder is."""
+    """Flushes a file or a folder: a new name is on disk only after its folder is."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -55,145 +89,79 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def preflight(run_dir: Path, need_bytes: int) -> object:
-    """Every rank writes a token, reads its neighbour's, measures free space; rank 0 locks the folder for this run.
+def size_and_hash(path: Path) -> dict:
+    """Of a file, read back. It is {} where the file cannot be read: a sick disk on one rank must
+    not leave the others waiting."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {}
 
-    Raises CheckpointError on all ranks, naming machine, rank, path and bytes. The lock lasts as long as the result."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    nonce = everywhere(os.urandom(8).hex())[0]
-    tokens, lock, problem = run_dir / ".preflight", None, None
-    try:
-        tokens.mkdir(parents=True, exist_ok=True)
-        (tokens / f"{nonce}.{rank}").write_text(f"{nonce} {rank}")
-        free = shutil.disk_usage(run_dir).free
-        if free < need_bytes:
-            problem = f"too small for a checkpoint: needed {need_bytes / 2**30:.2f} GiB, free {free / 2**30:.2f} GiB"
-        if rank == 0:
-            lock = open(run_dir / ".lock", "w")  # noqa: SIM115  held for the life of the run
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        problem = "another run is using this folder; wait for it or choose another --run_dir"
-    except OSError as error:
-        problem = f"not writable, or not lockable ({error.strerror})"
+
+def here() -> str:
+    return f"machine {socket.gethostname()}, rank {dist.get_rank()}"
+
+
+# ---- the folder ------------------------------------------------------------------------------
+
+
+def claim(run_dir: Path, needed_bytes: int) -> object:
+    """Locks the folder for this run; returns the lock, which lasts as long as that object.
+
+    Raises UserError on all ranks if the folder is not shared by all machines, not writable, too
+    small, or used by another run; it names machine, rank, path and bytes.
+    """
+    tokens = run_dir / ".claim"
+    nonce = gather(os.urandom(8).hex())[0]
+    mine = tokens / f"{nonce}.{dist.get_rank()}"
+    lock = None
+    problem = try_disk(write_token, mine)
+    if problem:
+        problem = f"not writable ({problem})"
+    else:
+        problem = check_room(run_dir, needed_bytes)
+    if dist.get_rank() == 0 and not problem:
+        lock = open(run_dir / ".lock", "w")  # noqa: SIM115
+        problem = try_lock(lock)
     dist.barrier()
-    neighbour = (rank + 1) % world
-    try:
-        assert (tokens / f"{nonce}.{neighbour}").read_text() == f"{nonce} {neighbour}"
-    except (OSError, AssertionError):
-        problem = problem or f"not shared: rank {neighbour}'s file is not there; use a folder that all machines mount"
-    problems = everywhere(problem and f"machine {socket.gethostname()}, rank {rank}, {run_dir}: {problem}")
-    attempt(lambda: (tokens / f"{nonce}.{rank}").unlink())
-    if any(problems):
-        raise CheckpointError("--run_dir: " + next(p for p in problems if p))
-    if rank == 0:
-        for leftover in [*run_dir.glob(".saving_*"), tokens]:  # of a run that was killed while it saved
+    neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+    if not problem and not (tokens / f"{nonce}.{neighbour}").exists():
+        problem = (
+            f"not shared: the file of rank {neighbour} is not there; all machines must mount it"
+        )
+    problems = gather(problem and f"{here()}, {run_dir}: {problem}")
+    try_disk(mine.unlink)
+    for text in problems:
+        if text:
+            raise UserError(f"--run_dir: {text}")
+    if dist.get_rank() == 0:
+        # What is left of a run that was killed while it saved.
+        for leftover in [*run_dir.glob(".saving_*"), tokens]:
             shutil.rmtree(leftover, ignore_errors=True)
     return lock
 
 
-def describe(path: Path) -> dict:
-    """Size and SHA-256 of a file, read back at 1-2 GB/s. No error, but {}, where it cannot be read: a sick disk on one
-    rank must not leave the others waiting."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    return {}
+def write_token(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
 
 
-class DurableWriter(CheckpointEngine):
-    """DeepSpeed reads and writes through this: flushed, hashed, and silent on an error until the ranks compare notes.
-    An exception inside DeepSpeed's save would leave its barriers and hang the other ranks.
-    Threads flush and hash a file while the next one is written."""
-
-    def __init__(self):
-        self.error, self.jobs, self.threads = None, {}, ThreadPoolExecutor(2)
-        torch.serialization.set_crc32_options(False)  # SHA-256 says it all; a third of the time of torch.save
-
-    def create(self, info) -> None:
-        pass
-
-    def commit(self, info) -> bool:
-        return True
-
-    def makedirs(self, path, exist_ok=False) -> None:
-        self.error = self.error or attempt(lambda: os.makedirs(path, exist_ok=exist_ok))
-
-    def save(self, state_dict, path: str) -> None:
-        self.error = self.error or attempt(lambda: self.write(state_dict, path))
-
-    def write(self, state_dict, path: str) -> None:
-        with open(path, "wb") as file:
-            torch.save(state_dict, file)
-        self.jobs[path] = [self.threads.submit(job, path) for job in (fsync, describe)]
-
-    def finish(self) -> dict[str, dict]:
-        """Waits until this rank's files are on disk; their sizes and hashes by path. Sets `error`, as all here."""
-        self.error = self.error or attempt(lambda: [job.result() for job, _ in self.jobs.values()])
-        return {path: entry.result() for path, (_, entry) in self.jobs.items()}
-
-    def load(self, path: str, map_location=None):
-        """No arbitrary pickles: tensors, plain containers and the three DeepSpeed classes that its files hold."""
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            return torch.load(path, map_location=map_location, weights_only=True)
-
-
-def save(run_dir: Path, step: int, engines: Iterable, state: dict, hf: list, keep_last=0, keep_every=0) -> str | None:
-    """Publishes RUN/step_NNNNNN, or returns why it could not, on every rank; the previous ones stay whole either way.
-
-    engines: (name, DeepSpeed engine). state: the loop's JSON. hf: objects with `save_pretrained`."""
-    final, temporary = run_dir / f"step_{step:06d}", run_dir / f".saving_{step:06d}"
-    writer, rank = DurableWriter(), dist.get_rank()
-    if everywhere(rank == 0 and manifest(final))[0]:
+def check_room(run_dir: Path, needed_bytes: int) -> str | None:
+    free = shutil.disk_usage(run_dir).free
+    if free >= needed_bytes:
         return None
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(final, ignore_errors=True)  # incomplete: damaged after it was published
-        writer.error = attempt(lambda: (temporary / "hf").mkdir(parents=True))
-    if not any(everywhere(writer.error)):
-        for name, engine in engines:
-            own, engine.checkpoint_engine = engine.checkpoint_engine, writer
-            engine._copy_recovery_script = lambda folder: None  # a copy past the writer: on a full disk it would raise
-            engine.save_checkpoint(str(temporary / name), tag="state", save_latest=False)
-            engine.checkpoint_engine = own
-    files, where = writer.finish(), f"machine {socket.gethostname()}, rank {rank}"
-    reports = everywhere((files, writer.error and f"{where}: {writer.error}"))
-    error = next((e for _, e in reports if e), None)
-    if rank == 0 and not error:
-        files = {os.path.relpath(path, temporary): entry for part, _ in reports for path, entry in part.items()}
-        error = attempt(lambda: publish(temporary, final, files, state, hf))
-    error = everywhere(error)[0]
-    if rank == 0 and error:
-        shutil.rmtree(temporary, ignore_errors=True)
-    elif rank == 0:
-        attempt(lambda: prune(run_dir, keep_last, keep_every))
-    return error
+    needed = f"needed {needed_bytes / GIB:.2f} GiB, free {free / GIB:.2f} GiB"
+    return f"too small for its checkpoints: {needed}"
 
 
-def publish(temporary: Path, final: Path, files: dict, state: dict, hf: Iterable) -> None:
-    """Rank 0, after all ranks have written: the small files, the manifest, and one rename."""
-    for item in hf:
-        item.save_pretrained(temporary / "hf")
-    (temporary / "state.json").write_text(json.dumps(state, indent=1))
-    files |= {str(path.relative_to(temporary)): describe(path)
-              for path in (temporary / "state.json", *(temporary / "hf").iterdir())}
-    (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
-    if not manifest(temporary):
-        raise OSError("a file is not the size that its rank wrote")
-    for path in [temporary, *temporary.rglob("*"), *map(final.parent.joinpath, mark(final.parent))]:
-        fsync(path)  # names are on disk only when their folder is; the logs must reach the state's marks
-    os.rename(temporary, final)
-    fsync(final.parent)
-
-
-def prune(run_dir: Path, keep_last: int, keep_every: int) -> None:
-    """Keeps the newest `keep_last` complete ones and every step divisible by `keep_every`; 0 keeps all."""
-    for path in list(filter(manifest, checkpoints(run_dir)))[keep_last:] if keep_last else ():
-        if not (keep_every and step_of(path) % keep_every == 0):
-            doomed = path.rename(path.with_name(f".saving_{path.name}"))  # no half-deleted one under a real name
-            shutil.rmtree(doomed, ignore_errors=True)
+def try_lock(file) -> str | None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "another run is using this folder; wait for it or choose another --run_dir"
+    except OSError as error:
+        return f"not lockable ({error.strerror})"
+    return None
 
 
 def step_of(path: Path) -> int:
@@ -206,75 +174,339 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def manifest(path: Path) -> dict[str, dict]:
-    """Size and hash of every file, {} unless all are there with their sizes; contents are verified when loading."""
+    """Size and hash of every file, or {} if one is absent or cut short."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         entries = json.loads((path / "manifest.json").read_text())
-        return entries if all((path / name).stat().st_size == x["size"] for name, x in entries.items()) else {}
+        for name, entry in entries.items():
+            if (path / name).stat().st_size != entry["size"]:
+                return {}
+        return entries
     return {}
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; the hashing is dealt over the ranks."""
-    entries = sorted(everywhere(manifest(path))[0].items())  # rank 0's: all must come to the same end
-    if not entries:
-        return "files are missing or cut short"
-    mine = entries[dist.get_rank()::dist.get_world_size()]
-    wrong = sum(everywhere([name for name, entry in mine if describe(path / name) != entry]), [])
-    return f"{wrong[0]} does not match its hash" if wrong else None
+def log_sizes(run_dir: Path) -> dict[str, int]:
+    """Bytes of each log: what belongs to the state of this instant."""
+    sizes = {}
+    for name in LOGS:
+        if (run_dir / name).exists():
+            sizes[name] = (run_dir / name).stat().st_size
+    return sizes
 
 
-def newest(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint to start from: `auto` the newest undamaged one, `none` none, else that path. All ranks agree."""
-    known = {"auto": checkpoints(run_dir), "none": []}
-    candidates = everywhere(known.get(resume, [Path(resume).absolute()]))[0]
+# ---- save ------------------------------------------------------------------------------------
+
+
+class DurableWriter(CheckpointEngine):
+    """DeepSpeed reads and writes through this: flushed, hashed, and silent on an error.
+
+    An exception inside DeepSpeed's save would leave its barriers and hang the other ranks. Threads
+    flush and hash a file while the next one is written.
+    """
+
+    def __init__(self):
+        self.error = None
+        self.flushes = []
+        self.entries = {}
+        self.threads = ThreadPoolExecutor(2)
+        # We hash the file anyway, and the CRC takes a third of torch.save's time.
+        torch.serialization.set_crc32_options(False)
+
+    def create(self, info) -> None:
+        pass
+
+    def commit(self, info) -> bool:
+        return True
+
+    def makedirs(self, path, exist_ok=False) -> None:
+        self.attempt(os.makedirs, path, exist_ok=exist_ok)
+
+    def save(self, state_dict, path: str) -> None:
+        self.attempt(self.write, state_dict, path)
+
+    def attempt(self, action: Callable, *arguments, **options) -> None:
+        """After an error nothing more is done."""
+        if self.error is None:
+            self.error = try_disk(action, *arguments, **options)
+
+    def write(self, state_dict, path: str) -> None:
+        with open(path, "wb") as file:
+            torch.save(state_dict, file)
+        self.flushes.append(self.threads.submit(fsync, path))
+        self.entries[path] = self.threads.submit(size_and_hash, path)
+
+    def finish(self) -> dict[str, dict]:
+        """Waits until this rank's files are on disk; their sizes and hashes by path."""
+        for flush in self.flushes:
+            self.attempt(flush.result)
+        return {path: entry.result() for path, entry in self.entries.items()}
+
+    def load(self, path: str, map_location=None):
+        """Reads tensors, plain containers and DeepSpeed's three classes; no arbitrary pickles."""
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def save(run_dir: Path, state: RunState, engines: dict, hf: list, keep_last: int) -> str | None:
+    """Publishes RUN/step_NNNNNN, or returns on every rank why it could not.
+
+    hf: objects with `save_pretrained`. The checkpoints before stay whole either way.
+    """
+    final = run_dir / f"step_{state.step:06d}"
+    temporary = run_dir / f".saving_{state.step:06d}"
+    is_rank0 = dist.get_rank() == 0
+    if gather(is_rank0 and manifest(final))[0]:
+        return None
+    error = None
+    if is_rank0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # A checkpoint that was damaged after it was published is replaced.
+        shutil.rmtree(final, ignore_errors=True)
+        error = try_disk((temporary / "hf").mkdir, parents=True)
+    error = gather(error)[0]
+    files = {}
+    if not error:
+        files, error = write_engines(temporary, engines)
+    if is_rank0 and not error:
+        error = try_disk(publish, temporary, final, files, state, hf)
+    error = gather(error)[0]
+    if is_rank0 and error:
+        shutil.rmtree(temporary, ignore_errors=True)
+    elif is_rank0:
+        try_disk(prune, run_dir, keep_last)
+    if error:
+        print0(f"WARNING: step {state.step} is NOT saved: {error}")
+    else:
+        print0(f"saved step {state.step}")
+    return error
+
+
+def write_engines(folder: Path, engines: dict) -> tuple[dict[str, dict], str | None]:
+    """Every rank's files, on disk; their sizes and hashes by relative path, or the error of a rank."""
+    writer = DurableWriter()
+    for name, engine in engines.items():
+        # It would copy a script past the writer, and raise on a full disk.
+        engine._copy_recovery_script = str
+        with checkpoint_engine(engine, writer):
+            engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
+    written = writer.finish()
+    files = {}
+    problem = None
+    for rank_files, rank_problem in gather((written, writer.error and f"{here()}: {writer.error}")):
+        problem = problem or rank_problem
+        for path, entry in rank_files.items():
+            files[os.path.relpath(path, folder)] = entry
+    return files, problem
+
+
+@contextlib.contextmanager
+def checkpoint_engine(engine, writer: DurableWriter):
+    """DeepSpeed's files of this engine go through `writer` meanwhile."""
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = writer
+    yield
+    engine.checkpoint_engine = own
+
+
+def publish(temporary: Path, final: Path, files: dict, state: RunState, hf: Iterable) -> None:
+    """Rank 0, after all ranks have written: the small files, the manifest, and one rename."""
+    for item in hf:
+        item.save_pretrained(temporary / "hf")
+    (temporary / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
+    for path in [temporary / "state.json", *(temporary / "hf").iterdir()]:
+        files[str(path.relative_to(temporary))] = size_and_hash(path)
+    (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
+    if not manifest(temporary):
+        raise OSError("a file is not the size that its rank wrote")
+    run_dir = final.parent
+    # The logs must be on disk as far as the state's log_sizes reach.
+    logs = [run_dir / name for name in log_sizes(run_dir)]
+    for path in [temporary, *temporary.rglob("*"), *logs]:
+        fsync(path)
+    os.rename(temporary, final)
+    fsync(run_dir)
+
+
+def prune(run_dir: Path, keep_last: int) -> None:
+    """Deletes all complete checkpoints but the newest `keep_last`; 0 keeps all."""
+    if keep_last == 0:
+        return
+    complete = [path for path in checkpoints(run_dir) if manifest(path)]
+    for path in complete[keep_last:]:
+        # A kill in between must not leave half a checkpoint under a real name.
+        doomed = path.rename(path.with_name(f".saving_{path.name}"))
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+# ---- resume ----------------------------------------------------------------------------------
+
+
+def pick_checkpoint(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint to start from. All ranks agree. Raises UserError.
+
+    resume: `auto` is the newest undamaged one of the folder, `none` is none, else it is a path.
+    """
+    if resume == "none":
+        return None
+    candidates = checkpoints(run_dir)
+    if resume != "auto":
+        candidates = [Path(resume).absolute()]
+    candidates = gather(candidates)[0]
     for path in candidates:
-        if not (problem := damage(path)):
+        damage = find_damage(path)
+        if not damage:
             return path
-        if path == candidates[-1]:  # never start over by itself: a disk may be sick for a minute only
-            raise CheckpointError(f"--resume {resume}: {path}: {problem}; repair it, choose another of "
-                                  "`tools/convert.py list RUN`, or start over with --resume none")
-        if dist.get_rank() == 0:
-            print(f"warning: {path} is damaged ({problem}); going back to the one before", file=sys.stderr, flush=True)
+        # It never starts over by itself: a disk may be sick for a minute only.
+        if path == candidates[-1]:
+            raise UserError(
+                f"--resume {resume}: {path}: {damage}; repair it, choose another of "
+                "`tools/convert.py list RUN`, or start over with --resume none"
+            )
+        print0(f"WARNING: {path} is damaged ({damage}); going back to the one before")
     return None
 
 
-def load(path: Path, engines: Iterable) -> None:
-    """Restores (name, engine) pairs from a verified checkpoint of the same ZeRO stage and number of ranks."""
-    for name, engine in engines:
-        own, engine.checkpoint_engine = engine.checkpoint_engine, DurableWriter()
-        engine.load_checkpoint(str(path / name), tag="state")
-        engine.checkpoint_engine = own
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. The ranks share the hashing. A collective."""
+    # Rank 0's manifest, since all ranks must come to the same end.
+    entries = sorted(gather(manifest(path))[0].items())
+    if not entries:
+        return "files are missing or cut short"
+    wrong = []
+    for name, entry in entries[dist.get_rank() :: dist.get_world_size()]:
+        if size_and_hash(path / name) != entry:
+            wrong.append(name)
+    for names in gather(wrong):
+        if names:
+            return f"{names[0]} does not match its hash"
+    return None
 
 
-def mark(run_dir: Path) -> dict[str, int]:
-    """Bytes of each log: what belongs to the state of this instant."""
-    return {path.name: path.stat().st_size for path in map(run_dir.joinpath, LOGS) if path.exists()}
+def read_state(path: Path) -> RunState:
+    return RunState(**json.loads((path / "state.json").read_text()))
 
 
-def rewind(run_dir: Path, step: int, marks: dict[str, int] | None) -> None:
-    """Cuts the logs back to a mark and sets aside checkpoints after `step`, damaged or of a future that will not be.
-    Without marks (--resume none) nothing of what is there belongs to the run."""
-    for path in map(run_dir.joinpath, mark(run_dir)):
-        os.truncate(path, min((marks or {}).get(path.name, 0), path.stat().st_size))
+def find_start(
+    run_dir: Path, choice: str, now: RunState, fixed: set[str]
+) -> tuple[Path | None, RunState]:
+    """The checkpoint to start from, or None, and the state to go on from.
+
+    now: this run at its step 0. fixed: the flags that decide what is learnt. Raises UserError where
+    another run would come of it.
+    """
+    path = pick_checkpoint(run_dir, choice)
+    if path is None:
+        return None, now
+    saved = read_state(path)
+    sizes = saved.log_sizes
+    if path.parent.resolve() != run_dir.resolve():
+        # They are of the other folder's logs.
+        sizes = {}
+        if checkpoints(run_dir):
+            raise UserError(
+                f"--resume {path}: {run_dir} has checkpoints too; choose another --run_dir"
+            )
+    if saved.step > now.total_steps and not (run_dir / "result.json").exists():
+        total = f"the {now.total_steps} steps of this run"
+        raise UserError(f"{path} is past {total}: raise --max_steps, or use --resume none")
+    changed = find_changes(saved, now, fixed)
+    if changed:
+        names = ", --".join(changed)
+        raise UserError(
+            f"{path} was made with another --{names}, which changes what is learnt; use the old "
+            "value, or --resume none"
+        )
+    if saved.layout != now.layout and not (path / "universal").is_dir():
+        raise UserError(
+            f"{path} is of {saved.world} ranks with ZeRO {saved.layout[1]}, this run of {now.world} "
+            f"with {now.layout[1]}; run `python tools/convert.py reshard {path}` first"
+        )
+    return path, dataclasses.replace(now, step=saved.step, levers=saved.levers, log_sizes=sizes)
+
+
+def find_changes(saved: RunState, now: RunState, fixed: set[str]) -> list[str]:
+    """Shows every changed flag; returns the names of those that decide what is learnt."""
+    changed = []
+    for name, value in now.config.items():
+        old = saved.config.get(name)
+        if old == value:
+            continue
+        print0(f"resume: --{name} was {old}, is {value}")
+        if name in fixed:
+            changed.append(name)
+    if saved.problems_hash != now.problems_hash and not changed:
+        print0("resume: the problems in --data are not those of the checkpoint")
+        changed.append("data")
+    # A falling learning rate depends on the last step.
+    if now.config["lr_end"] is not None and saved.total_steps != now.total_steps:
+        changed.append("max_steps")
+    return changed
+
+
+def load(path: Path, engines: dict, now: RunState) -> None:
+    """Restores the engines from a verified checkpoint."""
+    if read_state(path).layout != now.layout:
+        from lib import reshard
+
+        damage = find_damage(path / "universal")
+        if damage:
+            command = f"python tools/convert.py reshard {path}"
+            raise UserError(f"{path}/universal: {damage}; run `{command}` again")
+        return reshard.load(path / "universal", engines)
+    for name, engine in engines.items():
+        with checkpoint_engine(engine, DurableWriter()):
+            engine.load_checkpoint(str(path / name), tag="state")
+
+
+def rewind(run_dir: Path, state: RunState, is_new: bool) -> None:
+    """Cuts the logs back to where they were, and sets later checkpoints aside.
+
+    Those are damaged, or of a future that will not be. In a new run nothing that is there belongs to
+    it.
+    """
+    if dist.get_rank() > 0:
+        return
+    for name, size in log_sizes(run_dir).items():
+        size_then = state.log_sizes.get(name, 0)
+        os.truncate(run_dir / name, min(size_then, size))
     for path in checkpoints(run_dir):
-        if marks is None or step_of(path) > step:
-            names = (path.with_name("dropped_" + f"{n}_" * (n > 0) + path.name) for n in range(1000))
-            aside = path.rename(next(name for name in names if not name.exists()))
-            print(f"{path} is now {aside.name}: the run goes on from step {step}", file=sys.stderr, flush=True)
+        if is_new or step_of(path) > state.step:
+            # Nothing that was dropped is ever deleted, so each has a name of its own.
+            aside = path.rename(path.with_name(f"dropped_{path.name}_{time.time_ns()}"))
+            text = f"{path} is now {aside.name}: the run goes on from step {state.step}"
+            print(text, file=sys.stderr, flush=True)
+
+
+# ---- export ----------------------------------------------------------------------------------
 
 
 def export(out: Path, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer) -> None:
-    """Writes a Hugging Face folder that transformers and vLLM load. All ranks call it; rank 0 writes.
+    """Writes a Hugging Face folder that transformers and vLLM load. All ranks call it.
 
-    weights: (name, full tensor) one at a time. A critic's head goes to `value_head.safetensors` beside the body."""
-    kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if dist.get_rank() == 0}
+    weights: (name, full tensor) one at a time. A critic's head goes to `value_head.safetensors`
+    beside its body. Raises UserError.
+    """
+    kept = {}
+    for name, tensor in weights:
+        if dist.get_rank() == 0:
+            kept[name] = tensor.detach().to("cpu", copy=True)
+    error = None
+    if dist.get_rank() == 0:
+        error = try_disk(write_export, out, model, kept, tokenizer)
+    error = gather(error)[0]
+    if error:
+        raise UserError(f"{out} is NOT written: {error}")
 
-    def write() -> None:
-        head = {name: kept.pop(name) for name in list(kept) if name.startswith("value_head.")}
-        model.save_pretrained(out, state_dict=kept)
-        tokenizer.save_pretrained(out)
-        if head:
-            save_file(head, out / "value_head.safetensors")
 
-    if error := everywhere(dist.get_rank() == 0 and attempt(write))[0]:
-        raise CheckpointError(f"{out} is NOT written: {error}")
+def write_export(out: Path, model, weights: dict[str, torch.Tensor], tokenizer) -> None:
+    head = {}
+    for name in list(weights):
+        if name.startswith("value_head."):
+            head[name] = weights.pop(name)
+    model.save_pretrained(out, state_dict=weights)
+    tokenizer.save_pretrained(out)
+    if head:
+        save_file(head, out / "value_head.safetensors")

@@ -1,183 +1,107 @@
-"""PPO without what it does not need: engines, packing, log-probs, values, advantages, the two losses and their updates.
+"""PPO without what it does not need: batch, packing, advantages, the two losses and their updates.
 
-Never sees text. Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py, which runs this file alone:
-- one denominator: a loss is a sum over response tokens divided by the *global* number of them in the optimizer step, so
-  packing, micro-batches and ranks do not change the gradient (ORZ: mean of per-pack means);
-- no old log-probs, reference, ratio or clip: with one update per rollout the ratio is 1 and the clip does nothing;
-- the LM head works in chunks with its own backward: large (T, V) logits never exist (ORZ held four copies);
-- group scores are divided by their std and not whitened again (ORZ's GRPO did neither).
-Shapes: R packed rows, L row length, T response tokens, V vocabulary, H hidden, N samples.
+Never sees text, and needs torch and numpy alone. An engine is any object with `name` and `device`
+that is called like the model, and has `backward(loss, is_last)` and `step(lr) -> gradient norm`;
+lib/models.py makes them of DeepSpeed's.
+
+Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
+- There is one denominator. A loss is a sum over response tokens divided by the *global* number of
+  them in the optimizer step, so packing, micro-batches and ranks do not change the gradient. ORZ
+  takes a mean of per-pack means.
+- There are no old log-probs, no reference, no ratio and no clip. With one update per rollout the
+  ratio is 1 and the clip does nothing.
+- Group scores are divided by their standard deviation and not whitened again. ORZ's GRPO did
+  neither.
+
+Shapes: R packed rows, L row length, T response tokens, N samples.
 """
-import functools
+
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import GatheredParameters
-from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
+from torch import Tensor
 
-
-class ChunkedLogprob(torch.autograd.Function):
-    """log p(token) and entropy from hidden states, chunk by chunk; above 256 MB backward makes a chunk's scores again:
-    a fourth head matmul, against T*V*4 bytes several times over (5 GB at 8k tokens and V 152k)."""
-    @staticmethod
-    def forward(ctx, hidden, weight, token_ids, temperature, chunk):
-        logprobs, entropy = torch.empty_like(hidden[:, 0], dtype=torch.float32).expand(2, -1).clone()  # (T,), (T,)
-        ctx.kept = []
-        for h, ids, logp, ent in zip(*(x.split(chunk) for x in (hidden, token_ids, logprobs, entropy))):
-            scores = (nn.functional.linear(h, weight).float() / temperature).log_softmax(-1)  # (chunk, V)
-            logp.copy_(scores.gather(1, ids[:, None])[:, 0])
-            ent.copy_(scores.exp().mul_(scores).sum(-1).neg())  # not einsum: its fp32 sums over V are 10 times worse
-            ctx.kept += [scores] * (len(hidden) * len(weight) <= 2**26)
-        ctx.save_for_backward(hidden, weight, token_ids, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.set_materialize_grads(False)  # entropy is mostly only logged: then its gradient is None and costs nothing
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, token_ids, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)  # (T, H)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H) fp32: many small terms are added up
-        for start in range(0, len(hidden), ctx.chunk):  # d log p_y / dz = 1[y] - p; d H / dz = -p (log p + H)
-            part = slice(start, start + ctx.chunk)
-            logp = ctx.kept.pop(0) if ctx.kept else (
-                nn.functional.linear(hidden[part], weight).float() / ctx.temperature).log_softmax(-1)  # (chunk, V)
-            up = (0 * entropy if grad_logprobs is None else grad_logprobs)[part, None] / ctx.temperature  # (chunk, 1)
-            down = up if grad_entropy is None else up + grad_entropy[part, None] / ctx.temperature * (
-                logp + entropy[part, None])  # (chunk, V)
-            grad = logp.exp_().mul_(-down).scatter_add_(1, token_ids[part, None], up).to(hidden.dtype)  # (chunk, V)
-            grad_hidden[part] = grad @ weight
-            accumulate = grad_weight.addmm_ if grad.dtype == torch.float32 else lambda a, b: grad_weight.add_(a @ b)
-            accumulate(grad.T, hidden[part])  # fp32: in place, without a second (V, H)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
-
-
-class ChunkedHead(nn.Linear):
-    """The LM head as log-probs and entropies; one call a micro-batch: under ZeRO-3 a gather per chunk could hang."""
-    def forward(self, hidden: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        floats = 2**27 if hidden.is_cuda else 2**23  # per chunk of logits: 512 MB on a GPU, 32 MB on a CPU
-        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, max(16, floats // self.out_features))
-
-
-class Policy(nn.Module):
-    """A Hugging Face causal LM whose logits are a linear head without bias over its body's last hidden state."""
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model, self.head = model, [model.get_output_embeddings()]  # in a list: not a second name for the parameter
-        self.head[0].__class__ = ChunkedHead  # same parameter, same name, tied or not
-
-    def forward(self, rows: "MicroBatch", temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the rows' response tokens, (T,) and (T,), at the sampling temperature."""
-        body = self.model.base_model(rows.input_ids, position_ids=rows.position_ids, use_cache=False)
-        return self.head[0](body.last_hidden_state[rows.predict], rows.token_ids, temperature)  # (T,), (T,)
-
-
-class Critic(nn.Module):
-    """A full separate body and a linear head H -> 1 without bias, from N(0, std 1/(H+1)): ORZ's code, not its paper."""
-    def __init__(self, model: nn.Module, seed: int):
-        super().__init__()
-        self.model, hidden = model, model.config.hidden_size
-        self.value_head = nn.Linear(hidden, 1, bias=False, dtype=model.dtype)
-        random = torch.randn((1, hidden), generator=torch.Generator().manual_seed(seed))  # (1, H)
-        self.value_head.weight.data.copy_(random / (hidden + 1))
-
-    def forward(self, rows: "MicroBatch") -> Tensor:
-        """V(s_t) of the rows' response tokens, (T,), read from the state *before* each token."""
-        body = self.model(rows.input_ids, position_ids=rows.position_ids, use_cache=False)
-        return self.value_head(body.last_hidden_state[rows.predict]).squeeze(-1).float()  # (T,)
-
-
-def engine_config(cfg, stage: int) -> dict:
-    """DeepSpeed's settings: every key overrides a default that would change the mathematics."""
-    return {"train_micro_batch_size_per_gpu": 1,  # a required name; our sizes vary, losses are divided by token counts
-            "gradient_clipping": cfg.max_norm,  # silent default: 1.0
-            "zero_optimization": {"stage": stage, "memory_efficient_linear": False,  # True patches vLLM's F.linear too
-                                  "stage3_param_persistence_threshold": cfg.zero3_persistence_threshold},
-            "bf16": {"enabled": cfg.bf16 and stage > 1},  # at stage 0 only a reference, which is bf16 already
-            "data_types": {"grad_accum_dtype": "fp32"},  # bf16 sums lose a ninth of the norm over 65 micro-batches
-            "communication_data_type": "fp32", "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
-
-
-def load_body(cfg, auto_class) -> nn.Module:
-    """The model folder's weights in the training dtype, dropout off: a dropped unit would break ratio = 1."""
-    shards = cfg.zero_stage == 3 and HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841  no rank holds a whole model
-    model = auto_class.from_pretrained(cfg.model, dtype=torch.bfloat16 if cfg.bf16 else torch.float32,
-                                       attn_implementation=cfg.attention)
-    for module in model.modules():  # nn.Dropout has p; attention layers have a number that they pass on
-        vars(module).update({name: 0.0 for name in ("p", "attention_dropout") if name in vars(module)})
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()  # from_pretrained leaves eval mode, where checkpointing is silently off
-
-
-ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-
-
-def make_engine(module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW):
-    """A DeepSpeed engine; lr None: without optimizer, ZeRO 3 or none. Tests pass SGD, whose step shows the gradient."""
-    stage = cfg.zero_stage if lr is not None or cfg.zero_stage == 3 else 0
-    optimizer = None if lr is None else optimizer_class(module.parameters(), lr=lr)
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(cfg, stage))[0]
-
-
-def make_policy(cfg, trained: bool = True):
-    """The policy; untrained, it is `--log_kl`'s reference: sharded under ZeRO-3, else a copy per rank."""
-    return make_engine(Policy(load_body(cfg, AutoModelForCausalLM)), cfg, cfg.actor_learning_rate if trained else None)
-
-
-def make_critic(cfg):
-    """The critic starts from the base model's body."""
-    return make_engine(Critic(load_body(cfg, AutoModel), cfg.seed), cfg, cfg.critic_learning_rate)
-
-
-def named_weights(engine):
-    """Yields (Hugging Face name, full tensor) on every rank, one parameter gathered at a time; do not keep the tensors.
-    A tied head is named too: vLLM on a CPU would silently keep the old one."""
-    params = list(engine.module.named_parameters())
-    if isinstance(engine.module, Policy) and engine.module.model.config.tie_word_embeddings:
-        params.append(("lm_head.weight", engine.module.model.get_input_embeddings().weight))
-    for name, param in params:
-        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            yield name.removeprefix("model."), param.data
+from lib.common import hash64
 
 
 @dataclass
 class Batch:
-    """A whole rollout, the same on every rank. In flat token tensors sample i owns start[i] to start[i] + length[i]."""
+    """A whole rollout, the same on every rank.
+
+    In flat token tensors sample i owns start[i] to start[i] + length[i].
+    """
+
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     groups: Tensor  # (N,) which problem a sample answers
     rewards: Tensor  # (N,) float64
-    tokens: dict[str, Tensor]  # each (T,): values, advantages, returns, logprobs (the sampler's), ref_logprobs
+    device: torch.device  # of the token tensors
+    tokens: dict[str, Tensor]  # (T,) each: values, advantages, returns, logprobs, ref_logprobs
 
     def __post_init__(self):
         self.length = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
         self.start = self.length.cumsum(0) - self.length  # (N,)
-        self.size = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]  # tokens of each sample
-        self.mask = torch.arange(int(self.length.max())) < self.length[:, None]  # (N, longest), from lengths alone
+        self.size = []  # (N,) tokens of each sample, with its prompt
+        for prompt, response in zip(self.prompt_ids, self.response_ids):
+            self.size.append(len(prompt) + len(response))
+        # The mask comes from the lengths alone: a padding id may be an answer's token too.
+        self.mask = torch.arange(int(self.length.max())) < self.length[:, None]  # (N, longest)
+
+    @classmethod
+    def of(cls, samples: list, device: torch.device) -> "Batch":
+        """From the sampler's samples. Responses to one problem of the step form a group."""
+        batch = cls(
+            prompt_ids=[sample.request.problem.prompt_ids for sample in samples],
+            response_ids=[sample.response_ids for sample in samples],
+            groups=torch.tensor([sample.request.group for sample in samples]),
+            rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
+            device=device,
+            tokens={},
+        )
+        if samples[0].logprobs is not None:
+            logprobs = np.concatenate([sample.logprobs for sample in samples])  # (T,)
+            batch.tokens["logprobs"] = torch.tensor(logprobs, dtype=torch.float32, device=device)
+        return batch
+
+    def everyone(self) -> list[int]:
+        return list(range(len(self.size)))
+
+    def with_signal(self) -> list[int]:
+        """Samples with an advantage that is not 0. The others have no gradient."""
+        advantages = self.tokens["advantages"].cpu().split(self.length.tolist())
+        return [i for i, part in enumerate(advantages) if part.any()]
 
 
 @dataclass
 class MicroBatch:
     """R rows of packed samples, and which of their positions predict a response token."""
+
     input_ids: Tensor  # (R, L)
-    position_ids: Tensor  # (R, L) restarts at 0 with each sample: that is what isolates them from each other
+    position_ids: Tensor  # (R, L) restarts at 0 with each sample, which isolates the samples
     predict: Tensor  # (R, L) bool: the next token is a response token
     token_ids: Tensor  # (T,) those next tokens
     index: Tensor  # (T,) where they live in the batch's flat token tensors
-    weight: Tensor  # (T,) 1; 0 for the filler of a rank that has run out of samples
+    mask: Tensor  # (T,) 1.0; 0.0 for a filler
+
+
+# ---- packing ---------------------------------------------------------------------------------
+
+
+def longest_first(sizes: list[int], samples: list[int]) -> list[int]:
+    return sorted(samples, key=lambda i: (-sizes[i], i))
 
 
 def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
-    """Samples over ranks, longest first to the lightest rank: within 2 % of even from 32 samples per rank on."""
-    loads, dealt = [0] * world, [[] for _ in range(world)]
-    for i in sorted(samples, key=lambda i: (-sizes[i], i)):
+    """Samples over ranks, longest first to the lightest rank.
+
+    From 32 samples a rank on, the ranks' tokens differ by less than 2 %.
+    """
+    loads = [0] * world  # tokens
+    dealt = [[] for _ in range(world)]
+    for i in longest_first(sizes, samples):
         rank = loads.index(min(loads))
         dealt[rank].append(i)
         loads[rank] += sizes[i]
@@ -186,75 +110,112 @@ def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
 
 def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
     """Best-fit decreasing: each sample goes into the fullest row that still has room for it."""
-    rows, rooms = [], []  # rooms: sorted (tokens left, row)
-    for i in sorted(samples, key=lambda i: (-sizes[i], i)):
-        k = bisect_left(rooms, (sizes[i],))
-        room, row = rooms.pop(k) if k < len(rooms) else (row_len, len(rows))
-        if row == len(rows):
+    rows = []
+    rooms = []  # (tokens left, row), sorted
+    for i in longest_first(sizes, samples):
+        fitting = bisect_left(rooms, (sizes[i],))
+        if fitting < len(rooms):
+            room, row = rooms.pop(fitting)
+        else:
+            room = row_len
+            row = len(rows)
             rows.append([])
         rows[row].append(i)
         insort(rooms, (room - sizes[i], row))
     return rows
 
 
-def build_rows(batch: Batch, rows: list[list[int]], device) -> MicroBatch:
-    """Tensors of some packed rows; [[]] makes a filler: one token of weight 0 through body and head."""
-    longest = max(1, *(sum(batch.size[i] for i in row) for row in rows)) if rows[0] else 1
-    input_ids = np.zeros((len(rows), longest), dtype=np.int64)  # (R, L)
-    position_ids = np.tile(np.arange(longest), (len(rows), 1))  # (R, L)
-    predict = np.zeros((len(rows), longest), dtype=bool)  # (R, L)
-    token_ids, index = [], []
+def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
+    """The tensors of some packed rows of samples."""
+    longest = max(sum(batch.size[i] for i in row) for row in rows)
+    shape = (len(rows), longest)  # (R, L)
+    input_ids = np.zeros(shape, dtype=np.int64)
+    position_ids = np.zeros(shape, dtype=np.int64)
+    predict = np.zeros(shape, dtype=bool)
+    token_ids = []
+    index = []
     for r, row in enumerate(rows):
-        at = 0
+        start = 0
         for i in row:
-            end, response = at + batch.size[i], batch.response_ids[i]
-            input_ids[r, at:end] = batch.prompt_ids[i] + response
-            predict[r, end - len(response) - 1:end - 1] = True
+            prompt = batch.prompt_ids[i]
+            response = batch.response_ids[i]
+            end = start + batch.size[i]
+            input_ids[r, start:end] = prompt + response
+            position_ids[r, start:end] = np.arange(end - start)
+            # Position t predicts token t + 1: from the prompt's last to the response's last but one.
+            predict[r, start + len(prompt) - 1 : end - 1] = True
             token_ids += response
             index.append(np.arange(batch.start[i], batch.start[i] + len(response)))
-            at = end
-            position_ids[r, at:] = np.arange(longest - at)  # the next sample, or the padding as a segment of its own
-    weight = np.full(max(1, len(token_ids)), bool(token_ids), dtype=np.float32)  # (T,)
-    if not token_ids:
-        predict[0, 0], token_ids, index = True, [0], [np.array([0])]
-    arrays = input_ids, position_ids, predict, np.array(token_ids), np.concatenate(index), weight
-    return MicroBatch(*(torch.from_numpy(array).to(device) for array in arrays))
+            start = end
+        # The padding is one more sample, of which nothing is predicted.
+        position_ids[r, start:] = np.arange(longest - start)
+    mask = np.ones(len(token_ids), dtype=np.float32)  # (T,)
+    arrays = [input_ids, position_ids, predict, np.array(token_ids), np.concatenate(index), mask]
+    return MicroBatch(*[torch.from_numpy(array).to(batch.device) for array in arrays])
 
 
-def micro_batches(batch: Batch, samples: list[int], cfg, device) -> list[MicroBatch]:
-    """This rank's share of `samples`; [] on all ranks when there is nothing to do. Every rank gets the same number of
-    micro-batches, since ZeRO's collectives must match: fillers where it runs out."""
+def filler(device: torch.device) -> MicroBatch:
+    """One token of mask 0: it keeps a rank without samples in step with the others."""
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=device)  # (1, 1)
+    return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float())
+
+
+def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
+    """This rank's share of `samples`; an empty list on all ranks when there are none.
+
+    Every rank gets the same number of micro-batches, since ZeRO's collectives must match.
+    """
     mine = deal(batch.size, samples, dist.get_world_size())[dist.get_rank()]
-    many, row_len = cfg.micro_train_batch_size, cfg.packing_max_len
-    if cfg.attention == "flash_attention_2":  # isolates samples only at batch size 1: one row of the same size
-        many, row_len = 1, many * row_len
+    rows_per_micro = cfg.micro_train_batch_size
+    row_len = cfg.packing_max_len
+    if cfg.attention == "flash_attention_2":
+        # It isolates samples at batch size 1 only: one row that is as long as the others together.
+        row_len = rows_per_micro * row_len
+        rows_per_micro = 1
     rows = pack(batch.size, mine, row_len)
-    micros = [rows[k:k + many] for k in range(0, len(rows), many)]
-    most = torch.tensor(len(micros), device=device)  # ()
+    micros = []
+    for start in range(0, len(rows), rows_per_micro):
+        micros.append(build_rows(batch, rows[start : start + rows_per_micro]))
+    most = torch.tensor(len(micros), device=batch.device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    micros += [[[]]] * (int(most) - len(micros))
-    return [build_rows(batch, rows, device) for rows in micros]
+    while len(micros) < int(most):
+        micros.append(filler(batch.device))
+    return micros
 
 
-# HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T), groups (N,) to advantages (N, T); float64, CPU.
+# ---- advantages ------------------------------------------------------------------------------
+
+
+# HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T) and groups (N,) to advantages
+# (N, T), in float64 on the CPU.
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv 1506.02438, eq. 16)."""
-    reward = torch.zeros_like(values).scatter_(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])  # (N, T) on the last
-    advantages, carry, next_value = torch.zeros_like(values), 0.0, 0.0
+    """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
+    (arXiv 1506.02438, eq. 16)."""
+    last = mask.sum(1, keepdim=True) - 1  # (N, 1)
+    reward = torch.zeros_like(values).scatter_(
+        1, last, rewards[:, None]
+    )  # (N, T) on the last token
+    advantages = torch.zeros_like(values)  # (N, T)
+    carry = torch.zeros_like(rewards)  # (N,)
+    next_value = torch.zeros_like(rewards)  # (N,)
     for t in reversed(range(values.shape[1])):
-        carry = reward[:, t] + cfg.gamma * next_value - values[:, t] + cfg.gamma * cfg.lambd * carry  # (N,)
-        advantages[:, t], next_value = carry, values[:, t]
+        delta = reward[:, t] + cfg.gamma * next_value - values[:, t]  # (N,)
+        carry = delta + cfg.gamma * cfg.lambd * carry
+        advantages[:, t] = carry
+        next_value = values[:, t]
     return advantages
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """(r - group mean) / group population std for all tokens alike; exactly 0 in a flat group (arXiv 2402.03300)."""
+    """(r - group mean) / group population std for all tokens alike; exactly 0 in a flat group
+    (arXiv 2402.03300)."""
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
     return torch.where(std > 0, (rewards - mean) / std, 0.0)[:, None] * mask
 
 
 def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - mean of the *other* samples of the group = (r - mean) * n / (n - 1) (arXiv 2402.14740)."""
+    """r - mean of the *other* samples of the group = (r - mean) * n / (n - 1)
+    (arXiv 2402.14740)."""
     mean, std, count = group_stats(rewards, groups)  # (N,), (N,), (N,)
     return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)[:, None] * mask
 
@@ -265,116 +226,216 @@ def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg
 
 
 ESTIMATORS = {"gae": gae, "grpo": grpo, "rloo": rloo, "reinforce": reinforce}
+WHITENED = ("gae", "reinforce")  # group scores are normalised already
 
 
 def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, population std and size of each sample's group, (N,) each; std is exactly 0 where all rewards are equal."""
+    """Mean, population std and size of each sample's group, (N,) each.
+
+    The std is exactly 0 where all rewards are equal.
+    """
     _, inverse, count = groups.unique(return_inverse=True, return_counts=True)  # (N,), (groups,)
     zeros = torch.zeros(len(count), dtype=rewards.dtype)  # (groups,)
     mean = (zeros.index_add(0, inverse, rewards) / count)[inverse]  # (N,)
-    std = (zeros.index_add(0, inverse, (rewards - mean) ** 2) / count).sqrt()[inverse]  # (N,)
-    return mean, std.where(std > 1e-9, 0.0), count[inverse]  # a flat group's std is rounding only
+    squares = (rewards - mean) ** 2  # (N,)
+    std = (zeros.index_add(0, inverse, squares) / count).sqrt()[inverse]  # (N,)
+    # The std of a flat group is nothing but rounding.
+    return mean, std.where(std > 1e-9, 0.0), count[inverse]
 
 
-def compute_advantages(batch: Batch, cfg, device, kept: list[int] | None = None) -> dict[str, float]:
-    """Adds `advantages` and `returns` (T,) to the batch; gae and reinforce are whitened over all tokens of the samples
-    `kept` for the loss, absent: all (the others still count in their group's mean). Returns means over the same."""
-    values = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
+def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
+    """Adds `advantages` and `returns`, (T,), to the batch; returns what to log about them."""
+    padded_values = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
     if "values" in batch.tokens:
-        values[batch.mask] = batch.tokens["values"].double().cpu()
-    advantages = ESTIMATORS[cfg.estimator](batch.rewards, values, batch.mask, batch.groups, cfg)[batch.mask]  # (T,)
-    returns = advantages + values[batch.mask]  # (T,) the critic's target, before whitening
-    samples = torch.tensor(kept or range(len(batch.size)))  # (kept,)
-    used = torch.isin(torch.arange(len(batch.size)), samples).repeat_interleave(batch.length)  # (T,) bool
-    left, spread = (returns - values[batch.mask])[used].var(correction=0), returns[used].var(correction=0)
-    if cfg.advantage_normalization and cfg.estimator in ("gae", "reinforce"):
-        advantages = (advantages - advantages[used].mean()) / advantages[used].var(correction=0).sqrt().clamp(min=1e-8)
-    batch.tokens |= {"advantages": advantages.float().to(device), "returns": returns.float().to(device)}
-    critic = {"explained_variance": (1 - left / spread).item()} if "values" in batch.tokens and spread > 0 else {}
-    return critic | {"advantage": advantages[used].mean().item(), "return": returns[used].mean().item(),
-                     "advantage_abs": advantages[used].abs().mean().item()}
+        padded_values[batch.mask] = batch.tokens["values"].double().cpu()
+    estimate = ESTIMATORS[cfg.estimator]
+    padded = estimate(batch.rewards, padded_values, batch.mask, batch.groups, cfg)  # (N, longest)
+
+    values = padded_values[batch.mask]  # (T,)
+    advantages = padded[batch.mask]  # (T,)
+    # The critic's target is taken before whitening.
+    returns = advantages + values  # (T,)
+    if cfg.advantage_normalization and cfg.estimator in WHITENED:
+        spread = advantages.var(correction=0).sqrt().clamp(min=1e-8)
+        advantages = (advantages - advantages.mean()) / spread
+    batch.tokens["advantages"] = advantages.float().to(batch.device)
+    batch.tokens["returns"] = returns.float().to(batch.device)
+
+    stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
+    stats["return"] = returns.mean()
+    if "values" in batch.tokens and returns.var(correction=0) > 0:
+        unexplained = (returns - values).var(correction=0)
+        stats["explained_variance"] = 1 - unexplained / returns.var(correction=0)
+    return {key: value.item() for key, value in stats.items()}
+
+
+# ---- passes and losses -----------------------------------------------------------------------
+
+
+def values(critic, batch: Batch, cfg) -> Tensor:
+    """V(s_t) of every response token, (T,), the same on every rank."""
+    return token_pass(batch, cfg, critic)
+
+
+def logprobs(policy, batch: Batch, cfg) -> Tensor:
+    """log p of every response token, (T,), the same on every rank."""
+
+    def forward(micro: MicroBatch) -> Tensor:
+        return policy(micro, cfg.temperature)[0]  # (T,)
+
+    return token_pass(batch, cfg, forward)
 
 
 @torch.no_grad()
-def token_pass(batch: Batch, cfg, device, forward) -> Tensor:
-    """One number per response token from `forward(rows)`, (T,), the same on every rank: values, reference log-probs."""
-    out = torch.zeros(int(batch.length.sum()), device=device)  # (T,)
-    for rows in micro_batches(batch, list(range(len(batch.size))), cfg, device):
-        out.index_add_(0, rows.index, forward(rows) * rows.weight)
-    dist.all_reduce(out)  # each token was computed by exactly one rank; the others add 0
-    return out
+def token_pass(batch: Batch, cfg, forward) -> Tensor:
+    """One number per response token, (T,), from `forward(micro)`."""
+    numbers = torch.zeros(int(batch.length.sum()), device=batch.device)  # (T,)
+    for micro in micro_batches(batch, batch.everyone(), cfg):
+        numbers.index_add_(0, micro.index, forward(micro) * micro.mask)
+    # Exactly one rank has computed each token; the others add 0.
+    dist.all_reduce(numbers)
+    return numbers
 
 
-def policy_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """-sum A_t log p(a_t): the gradient of the clipped ratio objective at ratio 1 (arXiv 1707.06347, eq. 7)."""
-    logprobs, entropy = engine(rows, cfg.temperature)  # (T,), (T,)
-    weight, stats = rows.weight * batch.tokens["advantages"][rows.index], {}  # (T,)
-    if "logprobs" in batch.tokens:  # trainer against sampler: 1 up to rounding, or something is wrong; before the cap
-        log_ratio = (logprobs.detach() - batch.tokens["logprobs"][rows.index]) * rows.weight  # (T,)
-        ratio = log_ratio.exp()  # (T,)
-        stats = {"ratio": (ratio * rows.weight).sum(), "clipfrac": ((ratio - 1).abs() > 0.2).float().sum(),
-                 "approx_kl": (ratio - 1 - log_ratio).sum(), "approx_kl_k1": -log_ratio.sum(), "ratio_max": ratio.max()}
-        if cfg.tis_cap is not None:  # truncated importance weights for what the sampler's kernels did differently
-            weight = weight * ratio.clamp(max=cfg.tis_cap)  # (T,)
-    loss = -(weight * logprobs).sum()
-    stats |= {"policy_loss": loss.detach(), "entropy": (entropy.detach() * rows.weight).sum()}
-    if cfg.log_kl:  # the k3 estimator against the base model; a number only, never in the loss
-        delta = (batch.tokens["ref_logprobs"][rows.index] - logprobs.detach()) * rows.weight  # (T,)
-        stats["kl"] = (delta.exp() - 1 - delta).sum()
+def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
+    """-sum_t A_t log p(a_t), which has the clipped objective's gradient at ratio 1
+    (arXiv 1707.06347, eq. 7). Returns it with what to log: sums over tokens."""
+    logprobs, entropy = policy(micro, cfg.temperature)  # (T,), (T,)
+    advantages = batch.tokens["advantages"][micro.index] * micro.mask  # (T,)
+    stats = {"entropy": (entropy.detach() * micro.mask).sum()}
+    if "logprobs" in batch.tokens:
+        # --log_ratio and --tis_cap compare the trainer with the sampler.
+        sampled = batch.tokens["logprobs"][micro.index]  # (T,)
+        log_ratio = (logprobs.detach() - sampled) * micro.mask  # (T,)
+        stats |= ratio_stats(log_ratio, micro.mask)
+        if cfg.tis_cap is not None:
+            advantages = advantages * log_ratio.exp().clamp(max=cfg.tis_cap)
+    if "ref_logprobs" in batch.tokens:
+        # --log_kl is a number to watch and never part of the loss.
+        reference = batch.tokens["ref_logprobs"][micro.index]  # (T,)
+        stats["kl"] = k3((reference - logprobs.detach()) * micro.mask).sum()
+    loss = -(advantages * logprobs).sum()
+    stats["policy_loss"] = loss.detach()
     return loss, stats
 
 
-def critic_loss(engine, batch: Batch, rows: MicroBatch, cfg) -> tuple[Tensor, dict]:
+def ratio_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Trainer against sampler, both (T,): the ratio is 1 up to rounding, or something is wrong."""
+    ratio = log_ratio.exp()  # (T,)
+    stats = {"ratio": (ratio * mask).sum(), "ratio_max": ratio.max()}
+    stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
+    stats["approx_kl"] = k3(log_ratio).sum()
+    stats["approx_kl_k1"] = -log_ratio.sum()
+    return stats
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """An unbiased, never negative estimate of a KL divergence (joschu.net/blog/kl-approx.html)."""
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """0.5 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), summed over tokens (ORZ's ValueLoss)."""
-    values = engine(rows)  # (T,)
-    if cfg.fuse_values:  # this pass gives the values too: the critic has not learnt from these samples yet
-        batch.tokens["values"].index_add_(0, rows.index, values.detach() * rows.weight)
-    old, returns = batch.tokens["values"][rows.index], batch.tokens["returns"][rows.index]  # (T,), (T,)
+    values = critic(micro)  # (T,)
+    old = batch.tokens["values"][micro.index]  # (T,)
+    returns = batch.tokens["returns"][micro.index]  # (T,)
     clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (T,)
-    loss = 0.5 * (torch.maximum((values - returns) ** 2, (clipped - returns) ** 2) * rows.weight).sum()
-    return loss, {"critic_loss": loss.detach(), "values": (values.detach() * rows.weight).sum()}
+    worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (T,)
+    loss = 0.5 * (worse * micro.mask).sum()
+    stats = {"critic_loss": loss.detach(), "critic_values": (values.detach() * micro.mask).sum()}
+    return loss, stats
 
 
-def update(engine, loss_fn, batch: Batch, samples: list[int], cfg, lr: float, device,
-           report=lambda totals, share: None) -> dict[str, float]:
-    """One optimizer step over `samples`, dealt to all ranks. Returns global means per token, `grad_norm` and `lr`.
-    The denominator counts every response token; samples of zero advantage are then left out of the policy's passes.
-    With nothing left there is no step. `report(totals, share done)` is called after each micro-batch."""
-    denominator = int(batch.length[samples].sum())
-    if loss_fn is policy_loss:
-        advantages = batch.tokens["advantages"].cpu().split(batch.length.tolist())  # N of (length,)
-        samples = [i for i in samples if advantages[i].any()]
-    micros, totals = micro_batches(batch, samples, cfg, device), {}
-    engine.optimizer.param_groups[0]["lr"] = lr  # there is only this group
-    for k, rows in enumerate(micros):
-        engine.set_gradient_accumulation_boundary(k == len(micros) - 1)
-        loss, stats = loss_fn(engine, batch, rows, cfg)
-        # DeepSpeed averages gradients over ranks: times their number makes it a sum over all tokens of the step
-        engine.backward(loss * (dist.get_world_size() / denominator), scale_wrt_gas=False)
-        for key, x in stats.items():
-            totals[key] = torch.maximum(x, totals.get(key, x)) if key.endswith("_max") else totals.get(key, 0) + x
-        if k < len(micros) - 1:
-            engine.step()  # only counts the micro-batch
-        report(totals, (k + 1) / len(micros))
-    stats = checked_step(engine, totals, denominator, int(batch.length[samples].sum())) if micros else {"grad_norm": 0}
-    return stats | {"lr": lr, "micro_batches": len(micros), "tokens": sum(batch.size[i] for i in samples)}
+# ---- updates ---------------------------------------------------------------------------------
 
 
-def checked_step(engine, totals: dict[str, Tensor], denominator: int, passed: int) -> dict[str, float]:
-    """The optimizer's step if loss and gradient are finite, else FloatingPointError on all ranks, weights unchanged.
-    Losses are means over the denominator, other numbers over the tokens that went through the model."""
-    packed, stage, norm = torch.stack(list(totals.values())).double(), engine.zero_optimization_stage(), 0.0  # (stats,)
-    most = packed.clone()  # (stats,)
-    dist.all_reduce(packed)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    stats = {key: peak if key.endswith("_max") else x / (denominator if key.endswith("loss") else passed)
-             for key, x, peak in zip(totals, packed.tolist(), most.tolist())}
-    if stage == 0:  # would apply a NaN; its reduced gradients are in plain sight
-        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]).item()
-    skipped = engine.skipped_steps
-    if np.isfinite([norm, *stats.values()]).all():
-        engine.step()
-        norm = float(engine.get_global_grad_norm()) if stage else norm
-    if engine.skipped_steps > skipped or not np.isfinite([norm, *stats.values()]).all():  # ZeRO 1-3 skip silently
-        raise FloatingPointError(f"{type(engine.module).__name__}: loss or gradient not finite: {stats}, norm {norm}")
-    return stats | {"grad_norm": norm}
+def train_critic(critic, batch: Batch, cfg, step: int) -> dict[str, float]:
+    """critic_update_steps optimizer steps, each over its part of one shuffle of the samples."""
+    rng = np.random.default_rng(hash64(cfg.seed, step, "critic"))
+    parts = np.array_split(rng.permutation(len(batch.size)), cfg.critic_update_steps)
+    history = []
+    for k, part in enumerate(parts):
+        optimizer_step = step * cfg.critic_update_steps + k
+        lr = learning_rate(cfg.critic_learning_rate, cfg.num_warmup_steps, optimizer_step)
+        history.append(update(critic, critic_loss, batch, part.tolist(), lr, cfg))
+    return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
+
+
+def train_policy(policy, batch: Batch, cfg, step: int, total_steps: int) -> dict[str, float]:
+    """One optimizer step over all samples, so the ratio is 1 and PPO's clip would do nothing."""
+    lr = learning_rate(cfg.actor_learning_rate, cfg.num_warmup_steps, step, cfg.lr_end, total_steps)
+    # A sample without a gradient does not pass through the model, but its tokens still count.
+    tokens = int(batch.length.sum())
+    return update(policy, policy_loss, batch, batch.with_signal(), lr, cfg, tokens)
+
+
+def learning_rate(peak: float, warmup: int, step: int, end=None, total: int = 0) -> float:
+    """Of optimizer step `step`, from 0: linear from peak / warmup, then constant.
+
+    With `end` it then falls linearly, to reach that at the last of `total` steps.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if end is None:
+        return peak
+    progress = (step + 1 - warmup) / max(1, total - warmup)
+    return peak + (end - peak) * min(1.0, progress)
+
+
+def update(engine, loss_fn, batch: Batch, samples: list[int], lr: float, cfg, tokens=None) -> dict:
+    """One optimizer step over `samples`, which are dealt to all ranks. Returns global means.
+
+    The loss is a sum over response tokens, divided by `tokens`: how many there are on all ranks
+    together (those of `samples` if it is not given). That is known beforehand, so packing,
+    micro-batches and ranks do not change the gradient. Without samples there is no step. Raises
+    FloatingPointError on all ranks, with the weights unchanged, if something is not finite.
+    """
+    passed = int(batch.length[samples].sum())
+    if tokens is None:
+        tokens = passed
+    micros = micro_batches(batch, samples, cfg)
+    totals = {}
+    for micro in micros:
+        loss, stats = loss_fn(engine, batch, micro, cfg)
+        # The engine averages gradients over ranks; times their number that is a sum.
+        scaled = loss * (dist.get_world_size() / tokens)
+        engine.backward(scaled, is_last=micro is micros[-1])
+        add_stats(totals, stats)
+    stats = {}
+    grad_norm = 0.0
+    if micros:
+        stats = reduce_stats(totals, tokens, passed)
+        if not np.isfinite(list(stats.values())).all():
+            raise FloatingPointError(f"{engine.name}: the loss is not finite: {stats}")
+        grad_norm = engine.step(lr)
+    passed_tokens = sum(batch.size[i] for i in samples)
+    own = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros), "tokens": passed_tokens}
+    return stats | {f"{engine.name}_{key}": value for key, value in own.items()}
+
+
+def add_stats(totals: dict[str, Tensor], stats: dict[str, Tensor]) -> None:
+    for key, value in stats.items():
+        if key not in totals:
+            totals[key] = value
+        elif key.endswith("_max"):
+            totals[key] = torch.maximum(totals[key], value)
+        else:
+            totals[key] = totals[key] + value
+
+
+def reduce_stats(totals: dict[str, Tensor], tokens: int, passed: int) -> dict[str, float]:
+    """Over all ranks: a loss is divided by the step's tokens, another sum by the tokens that passed
+    through the model, and what ends in _max is a maximum."""
+    sums = torch.stack(list(totals.values())).double()  # (stats,)
+    largest = sums.clone()  # (stats,)
+    dist.all_reduce(sums)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    stats = {}
+    for key, total, most in zip(totals, sums.tolist(), largest.tolist()):
+        if key.endswith("_max"):
+            stats[key] = most
+        elif key.endswith("loss"):
+            stats[key] = total / tokens
+        else:
+            stats[key] = total / passed
+    return stats

@@ -1,245 +1,227 @@
-"""The sampler: vLLM inside the training process, one engine per rank, weights synced in memory.
+"""The sampler: vLLM inside the training process, an engine per rank, weights synced in memory.
 
-Owns: the process group and its signals, generation, weight sync, sleep and wake. Never sees scores or losses.
-Deviations from Open-Reasoner-Zero:
-- no Ray, no sampler processes: the engine lives in the trainer's process and takes turns with it on the same device;
-- sampled ids are what is returned and trained on (ORZ decodes and encodes again: the last action is often another one);
-- each sample's randomness is a hash of (seed, step, purpose, problem, index): not of rank, order or what ran before;
-- the prefix cache is reset before every call (ORZ forgets it in one mode and reuses keys of old weights).
+Owns requests and samples, generation, weight sync, sleep and wake. Never sees a loss.
+
+Deviations from Open-Reasoner-Zero (ORZ):
+- There is no Ray and there are no sampler processes. The engine lives in the trainer's process and
+  takes turns with it on the same device.
+- The sampled ids are what is returned and trained on. ORZ decodes and encodes again, and the last
+  action is often another one then.
+- A sample's randomness is a hash of (seed, step, purpose, problem, index). It does not depend on the
+  rank that draws it, on the order, or on what ran before.
+- The prefix cache is reset before every call. ORZ forgets that in one mode and reuses the keys of
+  old weights.
 
 Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 """
-import contextlib
-import ctypes
-import datetime
-import hashlib
-import os
-import signal
-import socket
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+# The engine core runs in this process, its threads are the trainer's, and it writes errors only.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core in this process, not in a child
-# DeepSpeed compiles an op at its first start: in this environment, not in a cache that environments rebuild in turn
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
-os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"  # its ninja: another one compiles anew
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's thread count stands; ranks share a machine
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
+
+from lib.common import UserError, gather, hash64, one_line, start_distributed
 
 
-class SamplerError(ValueError):
-    """vLLM cannot run as asked (memory, model); the message says which flag to change."""
+@dataclass(frozen=True)
+class Request:
+    """One sample to draw."""
+
+    problem: object  # its prompt_ids are sampled from, its label is for the grader
+    group: int  # position of the problem in its step
+    index: int  # which of the problem's samples
+    seed: int
+    max_tokens: int  # of the response
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @dataclass
 class Sample:
-    """One finished response. `response_ids` includes the stop token or the stop string's tokens."""
-    prompt: int  # position in the list of prompts given to `generate`
-    index: int  # which of the prompt's samples
+    """A finished response. Its ids include the stop token or the tokens of the stop string."""
+
+    request: Request
     response_ids: list[int]
-    logprobs: list[float] | None  # of the sampled ids, temperature applied
+    logprobs: list[float] | None  # of these ids, temperature applied
     text: str
-    finish_reason: str  # "stop" (end token or stop string) or "length"
+    finish_reason: str  # "stop" or "length"
+    reward: float = 0.0
+    text_metrics: dict[str, float] = field(default_factory=dict)
 
 
-def hash64(*parts) -> int:
-    """A seed in [0, 2**63) from any printable parts; the same on every machine and Python run."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+def requests_of_step(problems: list, cfg, step: int) -> list[Request]:
+    """Some samples of each problem whose turn it is: a pure function of seed and step."""
+    start = step * cfg.rollout_batch_size
+    order = problem_order(cfg.seed, len(problems), start, cfg.rollout_batch_size)
+    chosen = [problems[i] for i in order]
+    purpose = (cfg.seed, step, "train")
+    distribution = (cfg.generate_max_len, cfg.temperature, cfg.top_p)
+    return make_requests(chosen, cfg.n_samples_per_prompt, purpose, distribution)
+
+
+def make_requests(problems: list, count: int, purpose: tuple, distribution: tuple) -> list[Request]:
+    """`count` samples of every problem. purpose: (seed, step, name), which is all that their
+    randomness depends on. distribution: (max_tokens, temperature, top_p)."""
+    requests = []
+    for group, problem in enumerate(problems):
+        seed = hash64(*purpose, group)
+        for index in range(count):
+            requests.append(Request(problem, group, index, hash64(seed, index), *distribution))
+    return requests
 
 
 def problem_order(seed: int, count: int, start: int, size: int) -> list[int]:
-    """Positions start .. start + size of an endless order, each pass shuffled anew: a function of seed and position."""
-    orders = {p: np.random.default_rng(hash64(seed, "order", p)).permutation(count)
-              for p in range(start // count, (start + size - 1) // count + 1)}
-    return [int(orders[k // count][k % count]) for k in range(start, start + size)]
+    """Positions start .. start + size of an endless order in which each pass is shuffled anew."""
+    order = []
+    for position in range(start, start + size):
+        epoch, offset = divmod(position, count)
+        order.append(int(shuffled(seed, epoch, count)[offset]))
+    return order
 
 
-def start_distributed(timeout: float = 1800) -> tuple[int, int, torch.device, dist.Store]:
-    """Joins the process group that `accelerate launch` laid out, or makes one of one. Returns rank, world,
-    device and the key-value store through which ranks can speak outside of collectives. Raises SamplerError.
-
-    Comes before any engine: vLLM joins the same group and, on a CPU, keeps the number of threads it finds."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if "RANK" not in os.environ:  # plain `accelerate launch train.py` sets none of these
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            os.environ |= dict(zip(names, ("0", "0", "1", "127.0.0.1", str(s.getsockname()[1]))))
-    if missing := [name for name in names if name not in os.environ]:
-        raise SamplerError(f"RANK is set, but {', '.join(missing)} not: use `accelerate launch`, or set all of them")
-    local, gpu = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if gpu and ranks_here > (cards := torch.cuda.device_count()):
-        raise SamplerError(f"{ranks_here} ranks on a machine with {cards} GPU(s): lower --num_processes")
-    if gpu:
-        torch.cuda.set_device(local)
-    else:  # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-        for option, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD: else glibc gives large tensors
-            ctypes.CDLL(None).mallopt(option, value)  # back to the kernel, and new pages cost faults
-    if ranks_here < int(os.environ["WORLD_SIZE"]):  # several machines: gloo and vLLM would ask for the host's own name,
-        known = {one.address: card for card, its in psutil.net_if_addrs().items() for one in its}  # often 127.0.1.1
-        for place in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # which may be the first one's too: then the way out
-            with socket.socket(type=socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-                s.connect((place, 9))  # sends nothing: which way would it go?
-                if not (address := s.getsockname()[0]).startswith("127.") and address in known:
-                    os.environ.setdefault("VLLM_HOST_IP", address)
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", known[address])
-    patience = datetime.timedelta(seconds=timeout)
-    store, rank, world = next(dist.rendezvous("env://", timeout=patience))
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=patience)
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
-    return rank, world, device, dist.PrefixStore("nanoorz", store)
-
-
-class Stopped(Exception):
-    """All ranks have agreed to save and leave."""
-
-
-class Signals:
-    """SIGTERM, SIGINT or SIGUSR1 on any rank stops the run on all; a second SIGINT ends this process at once.
-    The news travels through a key-value store, since the other ranks may be deep in their own generation."""
-
-    def __init__(self, store):
-        self.store, self.asked, self.interrupted, self.next_look = store, False, False, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self.handle)
-
-    def handle(self, number, frame) -> None:
-        if number == signal.SIGINT and self.interrupted:
-            os._exit(130)
-        self.asked, self.interrupted = True, self.interrupted or number == signal.SIGINT
-
-    def poll(self) -> bool:
-        """For inner loops: has any rank been asked to stop? Looks at the store twice a second."""
-        if self.asked:
-            self.store.set("stop", "1")
-        elif time.monotonic() > self.next_look:
-            self.next_look = time.monotonic() + 0.5
-            if self.store.check(["stop"]):  # not |=, which would undo a signal that arrives during the look
-                self.asked = True
-        return self.asked
-
-    def agree(self) -> None:
-        """A collective: raises Stopped on every rank if any was asked."""
-        votes = [None] * dist.get_world_size()
-        dist.all_gather_object(votes, self.poll())
-        if any(votes):
-            raise Stopped
-
-
-class LengthBudget:
-    """--adaptive_len: a prompt's cap follows what its finished responses needed, so that a few endless ones do not hold
-    up a batch. Its state is `caps`, a JSON of problem -> tokens; every rank computes the same from the same samples."""
-    MARGIN, TARGET = 1.5, 0.1  # room over the longest finished response; the share truncated above which a cap grows
-
-    def __init__(self, longest: int, caps: dict[str, int] | None = None):
-        """longest: no cap is above it. caps: a former state; "" holds the cap of problems not seen yet."""
-        self.longest, self.caps = longest, dict(caps or {"": longest})
-
-    def cap(self, problem: int) -> int:
-        """Response tokens allowed to a problem: its own cap, else that of the last batch."""
-        return self.caps.get(str(problem), self.caps[""])
-
-    def update(self, problems: list[int], records: list[dict]) -> None:
-        """Learns from a batch of responses (fields of Sample) and the problem that each answers."""
-        groups = {}
-        for problem, record in zip(problems, records):
-            for key in (str(problem), ""):
-                groups.setdefault(key, []).append((len(record["response_ids"]), record["finish_reason"] == "stop"))
-        self.caps |= {key: self.needed(self.caps.get(key, self.caps[""]), seen) for key, seen in groups.items()}
-
-    def needed(self, cap: int, seen: list[tuple[int, bool]]) -> int:
-        if sum(not ended for _, ended in seen) > self.TARGET * len(seen):
-            return min(self.longest, 2 * cap)
-        return min(self.longest, int(self.MARGIN * max(length for length, ended in seen if ended)))
+@functools.lru_cache(maxsize=2)
+def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng(hash64(seed, "order", epoch)).permutation(count)
 
 
 class Sampler:
-    """A vLLM engine on this rank, or shared by `tensor_parallel` consecutive ranks, which then make the same calls. On
-    a GPU it sleeps (weights and KV cache freed) while the trainer works."""
+    """A vLLM engine on this rank, or one that `tensor_parallel` consecutive ranks share.
 
-    def __init__(self, model: str, *, bf16: bool = True, max_len: int = 8192, max_num_seqs: int = 256, seed: int = 0,
-                 kv_cache_gb: float | None = None, gpu_memory_utilization: float = 0.5, eager: bool = False,
-                 quantization: str | None = None, tensor_parallel: int = 1):
-        """Raises SamplerError where the KV cache cannot hold one sequence of `max_len` or vLLM refuses the model."""
-        from vllm import LLM  # 6-15 s: not paid by those who only want `Sample` or `hash64`
+    Ranks that share an engine must make the same calls. On a GPU the engine sleeps, without weights
+    and KV cache, while the trainer works. The fields of cfg that it reads are those of the last
+    lines of this file.
+    """
 
+    def __init__(self, cfg):
+        """Raises UserError where vLLM refuses the model, or the cache cannot hold one sequence."""
+        # vLLM takes 6 to 15 s to import, which whoever only needs a Request should not pay.
+        from vllm import LLM
+
+        self.cfg = cfg
         self.gpu = torch.cuda.is_available()
-        if not self.gpu:  # two helper functions of the log-prob path are compiled: 18 s on a CPU for nothing
+        if not self.gpu:
+            # vLLM compiles two helpers of its log-prob path: 18 s on a CPU for nothing.
             torch.compiler.set_stance("force_eager")
         try:
-            first = dist.get_rank() - (place := dist.get_rank() % tensor_parallel)  # on a CPU vLLM's shared memory has
-            for left in Path("/dev/shm").glob(f"-tp:*[[]{first}-*{first + tensor_parallel - 1}]-cpushm_{place}"):
-                left.unlink()  # one name for all runs; what an ended one left is refused, a living one needs it no more
-            self.llm = LLM(
-                model=model, dtype="bfloat16" if bf16 else "float32", seed=seed % 2**32, max_model_len=max_len,
-                max_num_seqs=max_num_seqs, enforce_eager=eager or not self.gpu, enable_sleep_mode=self.gpu,
-                # a prompt in pieces would rewind its seeded generator, which CPU generators cannot do
-                enable_chunked_prefill=self.gpu, max_num_batched_tokens=None if self.gpu else max(8192, max_len),
-                gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs",
-                quantization=quantization, tensor_parallel_size=tensor_parallel,
-                # a cache sized from whatever memory is free changes the schedule, and with it the bits, between runs
-                kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None if self.gpu else 2**30,
-                distributed_executor_backend="external_launcher", use_tqdm_on_load=False)
-        except (ValueError, MemoryError, RuntimeError, OSError) as error:  # what vLLM raises is not one class
-            reason = " ".join(str(error).split())
-            hint = "; raise --kv_cache_gb or lower --max_len" if "cache" in reason else ""
-            raise SamplerError(f"vLLM cannot start with --model {model}, --kv_cache_gb {kv_cache_gb}, --max_len "
-                               f"{max_len}, --rollout_quantization {quantization}: {reason[:400]}{hint}") from error
+            self.llm = LLM(**self.engine_settings())
+        # What vLLM raises is not one class.
+        except (ValueError, MemoryError, RuntimeError, OSError) as error:
+            reason = one_line(error)
+            if "cache" in reason:
+                reason += "; raise --kv_cache_gb or lower --max_len"
+            flags = (f"--model {cfg.model}", f"--kv_cache_gb {cfg.kv_cache_gb}")
+            flags += (
+                f"--max_len {cfg.max_len}",
+                f"--rollout_quantization {cfg.rollout_quantization}",
+            )
+            raise UserError(f"vLLM cannot start with {', '.join(flags)}: {reason}") from error
         self.tokenizer = self.llm.get_tokenizer()
 
-    def generate(self, prompts: list[list[int]], n: int, seeds: list[int], *, max_new_tokens: list[int], max_len: int,
-                 temperature: float = 1.0, top_p: float = 1.0, stop: Sequence[str] = (), logprobs: bool = False,
-                 first: int = 0, stopped: Callable[[], bool] = lambda: False) -> Iterator[Sample]:
-        """Yields each of the n samples per prompt as it ends; `stopped` or closing the generator aborts the rest.
+    def engine_settings(self) -> dict:
+        cfg = self.cfg
+        settings = {
+            "model": cfg.model,
+            "dtype": "bfloat16" if cfg.bf16 else "float32",
+            "seed": cfg.seed % 2**32,
+            "max_model_len": cfg.max_len,
+            "max_num_seqs": cfg.micro_rollout_batch_size,
+            "gpu_memory_utilization": cfg.gpu_memory_utilization,
+            "quantization": cfg.rollout_quantization,
+            "tensor_parallel_size": cfg.tensor_parallel,
+            "enforce_eager": cfg.enforce_eager,
+            "enable_sleep_mode": self.gpu,
+            "logprobs_mode": "processed_logprobs",
+            "distributed_executor_backend": "external_launcher",
+            "use_tqdm_on_load": False,
+        }
+        if cfg.kv_cache_gb:
+            settings["kv_cache_memory_bytes"] = int(cfg.kv_cache_gb * 2**30)
+        if not self.gpu:
+            settings["enforce_eager"] = True
+            # A prompt in pieces rewinds its seeded generator, which CPU generators cannot do.
+            settings["enable_chunked_prefill"] = False
+            settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
+            # A cache sized from the memory that is free changes the schedule between runs, and
+            # with it the last bits.
+            settings.setdefault("kv_cache_memory_bytes", 2**30)
+        return settings
 
-        Prompt i gets at most max_new_tokens[i], and prompt and response together max_len.
-        Sample k of prompt i is drawn with the seed hash64(seeds[i], k), k from `first` on: a second call can go on
-        where a first one ended. Without stop strings vLLM need not detokenize: faster on small models."""
-        from vllm import SamplingParams
+    def generate(
+        self, requests: list[Request], stopped: Callable[[], bool] = bool, logprobs: bool = False
+    ) -> Iterator[tuple[int, Sample]]:
+        """Yields (position in `requests`, sample) as samples end, in any order.
+
+        `stopped` is asked before each of the engine's steps. If it says yes, or the generator is
+        closed, the samples that have not ended are dropped. A response is cut where prompt and
+        response together fill max_len.
+        """
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
-        # keys of old weights; and samples must not depend on what ran before, by warm blocks as little as by seeds
-        assert self.llm.reset_prefix_cache(), "requests are still running: their blocks would be reused"
-        stop = [text for text in stop if text]
-        engine, waiting = self.llm.llm_engine, {}
+        # A block that is still warm has keys of old weights, or would change the schedule.
+        assert self.llm.reset_prefix_cache(), "requests are still running: blocks would be reused"
+        engine = self.llm.llm_engine
+        waiting = {str(position) for position in range(len(requests))}
         try:
-            for i, prompt in enumerate(prompts):
-                for k in range(first, first + n):
-                    params = SamplingParams(
-                        temperature=temperature, top_p=top_p, seed=hash64(seeds[i], k), stop=stop,
-                        detokenize=bool(stop), include_stop_str_in_output=bool(stop), logprobs=0 if logprobs else None,
-                        max_tokens=min(max_new_tokens[i], max_len - len(prompt)),
-                        output_kind=RequestOutputKind.FINAL_ONLY)
-                    waiting[f"{i}:{k}"] = i, k
-                    engine.add_request(f"{i}:{k}", tokens_input(prompt), params)
-            while engine.has_unfinished_requests() and not stopped():
-                for output in engine.step():
-                    if output.finished:
-                        yield self.sample(*waiting.pop(output.request_id), output.outputs[0], bool(stop), logprobs)
+            for position, request in enumerate(requests):
+                prompt = tokens_input(request.problem.prompt_ids)
+                engine.add_request(str(position), prompt, self.sampling_params(request, logprobs))
+            for output in finished_outputs(engine, stopped):
+                waiting.remove(output.request_id)
+                position = int(output.request_id)
+                yield position, self.read_output(requests[position], output.outputs[0])
         finally:
             engine.abort_request(list(waiting))
 
-    def sample(self, prompt: int, index: int, completion, detokenized: bool, logprobs: bool) -> Sample:
+    def sampling_params(self, request: Request, logprobs: bool):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self.cfg.max_len - len(request.problem.prompt_ids)
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            max_tokens=min(request.max_tokens, room),
+            stop=self.cfg.stop,
+            include_stop_str_in_output=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # Without stop strings vLLM need not detokenize, which is faster on small models.
+        params.detokenize = bool(params.stop)
+        if logprobs:
+            params.logprobs = 0
+        return params
+
+    def read_output(self, request: Request, completion) -> Sample:
         ids = list(completion.token_ids)
-        text = completion.text if detokenized else self.tokenizer.decode(ids, skip_special_tokens=True)
-        chosen = [step[token].logprob for step, token in zip(completion.logprobs, ids)] if logprobs else None
-        return Sample(prompt, index, ids, chosen, text, completion.finish_reason)
+        text = completion.text
+        if not self.cfg.stop:
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        logprobs = None
+        if completion.logprobs:
+            logprobs = [step[token].logprob for step, token in zip(completion.logprobs, ids)]
+        return Sample(request, ids, logprobs, text, completion.finish_reason)
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the engine's weights by (Hugging Face name, tensor) pairs; all ranks call it. Wakes the engine.
+        """Replaces the weights by (Hugging Face name, tensor) pairs, and wakes the engine.
 
-        On a GPU the order bounds the peak: weights awake, sync, and only then the KV cache."""
+        All ranks call it. On a GPU the order bounds the peak: the weights wake up, are replaced, and
+        only then the KV cache wakes up.
+        """
         if self.gpu:
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -247,14 +229,135 @@ class Sampler:
             self.llm.wake_up(tags=["kv_cache"])
 
     def sleep(self) -> None:
-        """Frees weights and KV cache on a GPU (level 2: the next sync brings the weights); nothing on a CPU."""
+        """Frees weights and KV cache on a GPU; the next sync brings the weights (level 2)."""
         if self.gpu:
             self.llm.sleep(level=2)
 
 
+def finished_outputs(engine, stopped: Callable[[], bool]) -> Iterator:
+    """Steps the engine until nothing is left to do or `stopped` says so."""
+    while engine.has_unfinished_requests() and not stopped():
+        for output in engine.step():
+            if output.finished:
+                yield output
+
+
+class Rollout:
+    """The sampler and the grader together: requests in, scored samples out, alike on all ranks."""
+
+    def __init__(self, task, signals, cfg):
+        """task: a module like reward.py. signals: of lib/common.py. Raises UserError."""
+        # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted before.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self.sampler = Sampler(cfg)
+        self.grader = task.Grader(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        self.task = task
+        self.signals = signals
+        self.cfg = cfg
+        self.looks = 0
+        if cfg.tensor_parallel > 1:
+            self.group, _ = dist.new_subgroups(cfg.tensor_parallel, backend="gloo")
+
+    def sample(self, requests: list[Request], clock) -> list[Sample]:
+        """Draws and scores every request, in this order. A collective; raises Stopped.
+
+        A sample is handed to the grader as soon as it ends, while the others are still sampled.
+        """
+        with clock("rollout"):
+            mine = self.sample_my_share(requests)
+        with clock("reward"):
+            while self.grader.pending(0.5) and not self.signals.poll():
+                pass
+        with clock("gather"):
+            # The first collective since sampling began: here the ranks wait for each other.
+            self.signals.agree()
+            for position, reward in self.grader.results().items():
+                mine[position].reward = reward
+            clock.numbers["reward_lost"] = sum(gather(self.count_lost()))
+            seconds = gather(clock.seconds["rollout"])
+            clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
+            return exchange(requests, mine)
+
+    def sample_my_share(self, requests: list[Request]) -> dict[int, Sample]:
+        """{position: sample} of this rank's engine. Single samples are dealt to the engines in turn,
+        so that no engine is left with all the long samples of one hard problem."""
+        engine, place = divmod(dist.get_rank(), self.cfg.tensor_parallel)
+        engines = dist.get_world_size() // self.cfg.tensor_parallel
+        positions = range(engine, len(requests), engines)
+        share = [requests[position] for position in positions]
+        logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
+        mine = {}
+        with contextlib.closing(self.sampler.generate(share, self.stopped, logprobs)) as stream:
+            for k, sample in self.progress(stream, len(share)):
+                # All ranks of an engine get its samples; only its first rank hands them on.
+                if place == 0:
+                    mine[positions[k]] = sample
+                    self.submit(positions[k], sample)
+        return mine
+
+    def submit(self, position: int, sample: Sample) -> None:
+        sample.text_metrics = self.task.text_metrics(sample.text)
+        label = sample.request.problem.label
+        self.grader.submit(position, sample.text, sample.finish_reason, label)
+
+    def progress(self, stream: Iterator, total: int) -> Iterator:
+        """A bar on rank 0's terminal, which is gone when it is done."""
+        is_silent = dist.get_rank() > 0 or None  # None: if there is no terminal
+        return tqdm(stream, "sampling", total, leave=False, disable=is_silent, unit="sample")
+
+    def stopped(self) -> bool:
+        """Asked between the engine's steps. Ranks that share an engine must leave it at the same
+        step, so they vote, every 16 steps."""
+        if self.cfg.tensor_parallel == 1:
+            return self.signals.poll()
+        self.looks += 1
+        if self.looks % 16:
+            return False
+        votes = [None] * self.cfg.tensor_parallel
+        dist.all_gather_object(votes, self.signals.poll(), self.group)
+        return any(votes)
+
+    def count_lost(self) -> int:
+        """Checks of this rank, since the run began, that ended without a verdict."""
+        lost = 0
+        for event, count in self.grader.counts.items():
+            if event.endswith(("timeouts", "crashes")):
+                lost += count
+        return lost
+
+    def close(self) -> None:
+        self.grader.close()
+
+
+def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:
+    """The samples of all ranks, on every rank. The problems stay at home: each rank has them."""
+    for sample in mine.values():
+        sample.request = None
+    samples = {}
+    for share in gather(mine):
+        samples |= share
+    for position, sample in samples.items():
+        sample.request = requests[position]
+    return [samples[position] for position in range(len(requests))]
+
+
 if __name__ == "__main__":
     start_distributed()
-    sampler = Sampler(sys.argv[1], bf16=False, max_len=256)
-    prompt = sampler.tokenizer.encode(sys.argv[2])
-    for sample in sampler.generate([prompt], 4, [0], max_new_tokens=[128], max_len=256):
-        print(f"[{sample.index}, {sample.finish_reason}] {sample.text}", flush=True)
+    settings = {
+        "model": sys.argv[1],
+        "seed": 0,
+        "bf16": False,
+        "max_len": 256,  # tokens
+        "stop": [],
+        "micro_rollout_batch_size": 4,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_gb": None,
+        "rollout_quantization": None,
+        "tensor_parallel": 1,
+        "enforce_eager": True,
+    }
+    sampler = Sampler(SimpleNamespace(**settings))
+    problem = SimpleNamespace(prompt_ids=sampler.tokenizer.encode(sys.argv[2]))
+    four = make_requests([problem], 4, purpose=(0,), distribution=(128, 1.0, 1.0))
+    for _, sample in sampler.generate(four):
+        print(f"[{sample.request.index}, {sample.finish_reason}] {sample.text}", flush=True)

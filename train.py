@@ -1,430 +1,446 @@
-"""nanoORZ: reinforcement learning of reasoning on a base model (Open-Reasoner-Zero): `accelerate launch train.py`.
+"""nanoORZ: reinforcement learning of reasoning straight on a base model, after Open-Reasoner-Zero.
 
-Owns `Config`, the wiring, the loop and evaluation; never sees LaTeX or packing. A process per GPU (rank) holds a shard
-of policy and critic (DeepSpeed) and a sampler (vLLM), in turn. Without --model: demo.py's tiny base, made on the spot.
+`accelerate launch train.py --model MODEL --data FILE` trains. Without --model it is the demo: a tiny
+base model is made on the spot by tools/demo.py, whose flags are printed and come before yours.
+
+Owns the flags, the set-up, the loop and evaluation. A process per GPU (a rank) holds a shard of
+policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the device.
 """
-import contextlib
-import ctypes
+
+import dataclasses
 import difflib
+import importlib
 import importlib.util
-import json
 import os
-import signal
+import shlex
+import subprocess
 import sys
+import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if __name__ == "__main__":  # first of all: its imports take 8 s
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a trainer does not outlive its launcher
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning CPU threads get 5 times slower beside other work
+from lib.launcher import follow_launcher
 
-import numpy as np
+if __name__ == "__main__":
+    # The imports below take 8 s, and a launcher that is killed meanwhile must take this along.
+    follow_launcher()
+# An idle thread of OpenMP must sleep: spinning ones get five times slower beside other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
-import torch.distributed as dist
-from transformers import HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else DeepSpeed asks aloud
+# DeepSpeed logs a warning if it has to find out.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 import ckpt
 import ppo
-from rollout import LengthBudget, Sampler, Signals, Stopped, hash64, problem_order, start_distributed
-from tools import check, demo, metrics, plan, reshard
-from tools.check import ConfigError
-from tools.report import Clock, RunLog, elapsed, progress, quiet
+from lib import check, metrics, models
+from lib.common import (
+    Signals,
+    Stopped,
+    UserError,
+    gather,
+    hash64,
+    one_line,
+    print0,
+    start_distributed,
+    tell_once,
+)
+from lib.report import RunLog, redirect_libraries
+from rollout import Rollout, make_requests, requests_of_step
+
+ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
 @dataclass
-class Config:
-    """Every setting; ORZ's value is the default. A flag has its field's name: `--actor_learning_rate 2e-6`."""
-    model: str | None = None  # Hugging Face causal LM, folder or name; absent: the demo's tiny model and sizes
-    data: list[str] = field(default_factory=list)  # training problems: JSON, JSONL (ORZ or GSM8K form), dataset names
+class Learning:
+    """The flags that decide what is learnt: a resumed run must keep them. Defaults are ORZ's."""
+
+    model: str | None = None  # a causal LM of Hugging Face, folder or name; absent: the demo
+    data: list[str] = field(default_factory=list)  # JSON, JSONL (ORZ, GSM8K) or names of data sets
     template: str = "orz"  # orz, demo, plain, or a text with {question}
-    seed: int = 42  # all randomness is a hash of this and of what it is for
-    num_episodes: int = 20  # passes over the problems
-    rollout_batch_size: int = 128  # prompts a step; a multiple of the ranks
+    reward: str = "math"  # math is reward.py, another name is tasks/NAME.py
+    seed: int = 42  # all randomness is a hash of it and of what it is for
+    # ---- sampling
+    rollout_batch_size: int = 128  # problems a step; a multiple of the ranks
     n_samples_per_prompt: int = 64  # responses to each; 2 or more for grpo and rloo
-    temperature: float = 1.0  # log-probs and losses are taken at this temperature too
-    top_p: float = 1.0
-    stop: list[str] = field(default_factory=lambda: ["User:", "Human:", "Assistant:", "</answer>"])  # stay in the text
-    prompt_max_len: int = 2048  # tokens; longer prompts are left out, and counted aloud
+    temperature: float = 1.0  # log-probs and losses are taken at it too
+    top_p: float = 1.0  # below 1 the trainer's log-probs are not the sampler's
+    stop: list[str] = field(default_factory=lambda: [*ORZ_STOP])  # they stay in the text
+    prompt_max_len: int = 2048  # tokens; longer prompts are left out, aloud
     generate_max_len: int = 8000  # tokens; a response gets min(this, max_len - prompt)
     max_len: int = 8192  # tokens of prompt and response
-    reward: str = "math"  # math (reward.py) or code (tools/sandbox.py)
-    partial_reward: bool = False  # of a program: the share of the tests that it passes, not 1 for all and else 0
-    first_stage: int = 0  # two-stage sampling: samples before a prompt is judged worth the others; 0: off
-    adaptive_len: bool = False  # a prompt's response budget follows what its finished responses needed
-    overlong: str = "zero"  # truncated responses: zero (reward 0, trained on) or drop (left out of the loss)
+    first_stage: int = 0  # samples before a problem is judged worth the others; 0 is off
+    adaptive_len: bool = False  # a problem's cap follows what its finished responses needed
     rollout_quantization: str | None = None  # of the sampler's weights alone: fp8
-    tis_cap: float | None = None  # weight a token's loss by its trainer/sampler ratio, truncated here (2.0)
+    # ---- learning
     estimator: str = "gae"  # gae (PPO with critic), grpo, rloo, reinforce
-    gamma: float = 1.0  # with lambd 1 the advantage is R - V: unbiased; less favours short answers
-    lambd: float = 1.0
-    advantage_normalization: bool = True  # whitening over all tokens; gae and reinforce only
-    policy_update_steps: int = 1  # more would need the ratio that this code leaves out
-    critic_update_steps: int = 12  # optimizer steps over one shuffled pass of the samples
-    actor_learning_rate: float = 1e-6
-    critic_learning_rate: float = 5e-6
-    num_warmup_steps: int = 50  # optimizer steps, from lr/n up
-    lr_end: float | None = None  # policy: linear decay to this value at the last step; absent: constant
-    fuse_values: bool = False  # values from the critic's training passes: one pass less; gamma = lambda = 1 only
+    gamma: float = 1.0  # with lambd 1 the advantage is R - V; less favours short answers
+    lambd: float = 1.0  # GAE's lambda: below 1 calmer advantages, and biased ones
+    advantage_normalization: bool = True  # over all tokens; gae and reinforce only
+    critic_update_steps: int = 12  # optimizer steps over one shuffled pass
+    actor_learning_rate: float = 1e-6  # the policy's; 1e-6 suits 0.5B to 32B
+    critic_learning_rate: float = 5e-6  # the critic can learn faster than the policy
+    num_warmup_steps: int = 50  # optimizer steps, up from lr / n
+    lr_end: float | None = None  # the policy's falls linearly to it; absent: constant
     value_clip: float = 0.2  # around the value before the update
+    tis_cap: float | None = None  # weigh a token by trainer/sampler ratio, cut here (2.0)
     max_norm: float = 1.0  # gradient clip
-    bf16: bool = True  # with fp32 masters and fp32 gradient sums; needs ZeRO 2 or 3
-    zero_stage: int = 3  # what DeepSpeed shards: 1 optimizer, 2 gradients, 3 parameters
-    debug: bool = False  # ORZ's debug sizes: 16 prompts x 2 samples, 1 critic step
-    # from here on, a resumed run may change them: they move when and where things happen, not what is learnt
-    run_dir: str = "out/run"  # everything the run writes; on several machines a shared folder
+    bf16: bool = True  # with fp32 masters and gradient sums; needs ZeRO 2 or 3
+
+
+@dataclass
+class Config(Learning):
+    """Every flag. Those below decide when and where things happen: a resumed run may change them."""
+
+    run_dir: str = "out/run"  # all that the run writes; on several machines a shared folder
+    resume: str = "auto"  # auto: newest checkpoint of run_dir; none; or a checkpoint's path
+    # ---- when
+    num_episodes: int = 20  # passes over the problems
     max_steps: int | None = None  # stop earlier than num_episodes say
-    eval_data: list[str] = field(default_factory=list)  # evaluation problems, any number of files
-    eval_interval: int = 10  # steps between evaluations; 0: only before and after
-    eval_n: int = 1  # responses per evaluation problem; ORZ's paper averages 16
     save_interval: int = 50  # steps between checkpoints; one more at the end and on a signal
-    keep_last: int = 2  # newest checkpoints kept; 0: all
-    keep_every: int = 0  # and every step divisible by this
-    resume: str = "auto"  # auto: newest complete checkpoint of run_dir; none: start over; or a checkpoint's path
-    eval_only: bool = False  # evaluate --model on --eval_data, print a table, and leave
-    resume_force: bool = False  # go on although a flag that changes the mathematics has changed
-    offload: str = "none"  # idle: a model's fp32 states wait in CPU memory while the other works; costs traffic
-    dist_timeout: int = 1800  # s before a rank gives up on one that does not answer: over the longest difference
-    log_kl: bool = False  # KL to the base model: costs a third model and a forward pass
-    log_ratio: bool = False  # trainer against sampler, token by token: costs the sampler's log-probs
-    log_comms: bool = False  # seconds and bytes of rank 0's collectives: costs a wait for each of them
-    log_with: str = "tensorboard"  # besides metrics.jsonl: tensorboard, wandb (installed and logged in), none
-    log_tokens: int = 16  # samples of a step written token by token, with values and advantages
-    packing_max_len: int = 16384  # tokens a packed row, at least max_len; without FlashAttention short rows are faster
+    keep_last: int = 2  # newest checkpoints that are kept; 0: all
+    eval_data: list[str] = field(default_factory=list)  # problems held out, any number of files
+    eval_interval: int = 10  # steps between evaluations; 0: only before and after
+    eval_n: int = 1  # responses to a problem; ORZ's paper averages 16
+    eval_temperature: float | None = None  # absent: the training's; 0 is greedy
+    eval_top_p: float | None = None  # absent: the training's
+    # ---- what is written down
+    log_with: str = "tensorboard"  # tensorboard, wandb (installed, logged in), none
+    log_samples: int = 256  # training samples of a step in samples.jsonl; 0: all
+    log_tokens: int = 16  # of those, samples written token by token
+    log_kl: bool = False  # KL to the base model: a third model and a forward pass
+    log_ratio: bool = False  # trainer against sampler, token by token
+    log_comms: bool = False  # DeepSpeed's summary of its collectives, in run.log
+    # ---- where and how fast
+    zero_stage: int = 3  # what is sharded: 1 optimizer, 2 gradients, 3 parameters too
+    offload: str = "none"  # optimizer: DeepSpeed keeps its states in CPU memory
+    packing_max_len: int = 16384  # tokens a row, at least max_len; with sdpa short rows win
     micro_train_batch_size: int = 1  # rows a forward pass
-    micro_rollout_batch_size: int = 256  # sequences in flight per engine: speed against KV cache
-    tensor_parallel: int = 1  # ranks that share a sampler engine, for models too large for one GPU
-    gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake
-    kv_cache_gb: float | None = None  # fixed KV cache size; absent: the rest of vLLM's share, or 1 on a CPU
-    enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory
-    zero3_persistence_threshold: int = 100_000  # parameters smaller than this stay whole under ZeRO-3
-    gradient_checkpointing: bool = True  # recompute activations: a third more compute, far less memory
+    gradient_checkpointing: bool = True  # a third more compute, far less memory
     attention: str = "auto"  # auto: flash_attention_2 where installed, else sdpa
+    micro_rollout_batch_size: int = 256  # sequences in flight: speed against KV cache
+    tensor_parallel: int = 1  # ranks that share a sampler, for large models
+    gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake
+    kv_cache_gb: float | None = None  # absent: the rest of vLLM's share; 1 on a CPU
+    enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory
 
 
 def parse_flags(argv: list[str]) -> Config:
-    """Defaults, then the overlays of an absent --model and of --debug, then the flags. Raises ConfigError."""
-    def error(message: str):
-        raise ConfigError(f"{message}; the fields of Config in train.py are the flags")
-
-    parser, names = HfArgumentParser(Config, allow_abbrev=False), list(vars(Config()))
-    parser.error = error
+    """Raises UserError for an unknown flag, or a value of the wrong kind."""
+    parser = HfArgumentParser(Config, allow_abbrev=False)
+    parser.error = refuse_flag
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    debug = {"rollout_batch_size": 16, "n_samples_per_prompt": 2, "critic_update_steps": 1} if cfg.debug else {}
-    parser.set_defaults(**(demo.FLAGS if cfg.model is None else {}) | debug)
-    cfg, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)  # the flags win over both
-    if cfg.attention == "auto":
-        flash = cfg.bf16 and torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
-        cfg.attention = "flash_attention_2" if flash else "sdpa"
     if unknown:
-        near = difflib.get_close_matches(unknown[0].lstrip("-"), names, 1, 0)[0]
-        raise ConfigError(f"unknown flag {unknown[0]}: did you mean --{near}?")
+        names = list(vars(cfg))
+        nearest = difflib.get_close_matches(unknown[0].lstrip("-"), names, n=1, cutoff=0)
+        raise UserError(f"unknown flag {unknown[0]}: did you mean --{nearest[0]}?")
+    # What is logged is what is used. An empty list is written --stop "".
+    cfg.stop = [text for text in cfg.stop if text]
+    if cfg.eval_temperature is None:
+        cfg.eval_temperature = cfg.temperature
+    if cfg.eval_top_p is None:
+        cfg.eval_top_p = cfg.top_p
+    if cfg.attention == "auto":
+        cfg.attention = "sdpa"
+        if cfg.bf16 and torch.cuda.is_available() and importlib.util.find_spec("flash_attn"):
+            cfg.attention = "flash_attention_2"
     return cfg
 
 
-@dataclass
-class Rollout:
-    """Sampler and grader together: problems in, scored responses out, the same list on every rank."""
-    sampler: Sampler
-    task: object  # a module like reward.py
-    grader: object
-    signals: Signals
-    cfg: Config
-    group: object  # the ranks of this rank's engine, where there are several
-    looks: int = 0
-
-    @classmethod
-    def start(cls, task, signals: Signals, cfg: Config):
-        """A vLLM engine, and grading processes on this rank's share of the cores. Raises SamplerError."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))  # before vLLM, which sets it to 1
-        sampler = Sampler(cfg.model, bf16=cfg.bf16, max_len=cfg.max_len, max_num_seqs=cfg.micro_rollout_batch_size,
-                          seed=cfg.seed, kv_cache_gb=cfg.kv_cache_gb, eager=cfg.enforce_eager,
-                          gpu_memory_utilization=cfg.gpu_memory_utilization, quantization=cfg.rollout_quantization,
-                          tensor_parallel=cfg.tensor_parallel)
-        cores, share = len(os.sched_getaffinity(0)), {"partial": True} if cfg.partial_reward else {}
-        grader = task.Grader(max(1, cores // here), **share)
-        group = dist.new_subgroups(cfg.tensor_parallel)[0] if cfg.tensor_parallel > 1 else None
-        return cls(sampler, task, grader, signals, cfg, group)
-
-    def stopped(self) -> bool:
-        """For the sampler's loop. The ranks of one engine must leave it at the same step: they vote, now and then."""
-        self.looks += 1
-        if self.group is None or self.looks % 16:
-            return self.group is None and self.signals.poll()
-        votes = [None] * self.cfg.tensor_parallel
-        dist.all_gather_object(votes, self.signals.poll(), self.group)
-        return any(votes)
-
-    def __call__(self, problems, prompts, n: int, purpose: str, step: int, clock, first=0, only=None, caps=None):
-        """Responses first .. n to each problem, or to those at the positions `only`, of at most caps[i] tokens: a list
-        of dicts in the order of problem and index. Problems are dealt to engines in turn. Raises Stopped."""
-        cfg, rank, records, before = self.cfg, dist.get_rank(), [], clock.seconds.get("rollout", 0.0)
-        shared, chosen = cfg.tensor_parallel, list(range(len(problems)) if only is None else only)
-        mine = chosen[rank // shared::dist.get_world_size() // shared]
-        speaks = rank % shared == 0  # the ranks of one engine all hold its samples: they are dealt once
-        with clock("rollout"):
-            stream = self.sampler.generate(
-                [prompts[i] for i in mine], n - first, [hash64(cfg.seed, step, purpose, i) for i in mine], first=first,
-                max_new_tokens=[caps[i] if caps else cfg.generate_max_len for i in mine], max_len=cfg.max_len,
-                temperature=cfg.temperature, top_p=cfg.top_p, stop=cfg.stop, stopped=self.stopped,
-                logprobs=cfg.log_ratio or cfg.tis_cap is not None)
-            with contextlib.closing(stream):
-                for sample in progress(stream, purpose, total=len(mine) * (n - first), unit="sample"):
-                    i, numbers = mine[sample.prompt], self.task.text_metrics(sample.text)
-                    if speaks:
-                        self.grader.submit(len(records), sample.text, sample.finish_reason, problems[i].label)
-                        records.append(vars(sample) | {"problem": i, "text_metrics": numbers})
-        with clock("reward"), progress(None, "scoring", total=len(records)) as bar:
-            while (pending := self.grader.pending(0.5)) and not self.signals.poll():
-                bar.update(len(records) - pending - bar.n)
-        with clock("gather"):
-            self.signals.agree()  # the first collective since sampling began: here the ranks wait for each other
-            for key, reward in self.grader.results().items():
-                records[key]["reward"] = reward
-            lost = sum(many for event, many in self.grader.counts.items() if event.endswith(("timeouts", "crashes")))
-            seconds, parts, losses = zip(*ckpt.everywhere((clock.seconds["rollout"] - before, records, lost)))
-            clock.wait, clock.lost = clock.wait + max(seconds) - np.mean(seconds), sum(losses)
-            return sorted(sum(parts, []), key=lambda r: (r["problem"], r["index"]))
-
-    def two_stage(self, problems, prompts, step: int, clock, caps, history: dict[str, bool]) -> list[dict]:
-        """--first_stage: k samples to each prompt; the other n - k only where they can teach something: not where all
-        k are right, nor where all are wrong and the problem's last visit saw no right one either (code: in any case).
-        The estimator takes the samples there are. history: problem -> any right, last time; saved with the run."""
-        k, n = self.cfg.first_stage, self.cfg.n_samples_per_prompt
-        records = self(problems, prompts, k or n, "train", step, clock, caps=caps)
-        if k:
-            right = np.zeros(len(problems))
-            np.add.at(right, [r["problem"] for r in records], [r["reward"] for r in records])  # k: all fully right
-            hopeless = [self.cfg.reward == "code" or not history.get(str(p.index), True) for p in problems]
-            only = [i for i in range(len(problems)) if 0 < right[i] < k or right[i] == 0 and not hopeless[i]]
-            records += self(problems, prompts, n, "train", step, clock, first=k, only=only, caps=caps)
-            records.sort(key=lambda r: (r["problem"], r["index"]))
-            history |= dict.fromkeys((str(p.index) for p in problems), False)
-            history |= {str(problems[r["problem"]].index): True for r in records if r["reward"] > 0}
-        return records
+def refuse_flag(message: str) -> None:
+    raise UserError(f"{message}; the fields of Config in train.py are the flags")
 
 
-def make_batch(records: list[dict], prompts: list[list[int]], device) -> ppo.Batch:
-    """Responses to the same problem form a group; the sampled ids are taken as they are."""
-    logprobs = [x for r in records for x in r["logprobs"] or ()]
-    tokens = {"logprobs": torch.tensor(logprobs, device=device)} if logprobs else {}  # (T,)
-    rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)  # (N,)
-    return ppo.Batch([prompts[r["problem"]] for r in records], [r["response_ids"] for r in records],
-                     torch.tensor([r["problem"] for r in records]), rewards, tokens)
+def demo_flags(cfg: Config, argv: list[str], is_rank0: bool) -> Config:
+    """Makes the demo's base model in run_dir, and puts the demo's flags before the given ones."""
+    folder = Path(cfg.run_dir) / "base"
+    tool = Path(__file__).parent / "tools" / "demo.py"
+    code = 0
+    if is_rank0:
+        command = [sys.executable, str(tool), str(folder), "--seed", str(cfg.seed)]
+        code = subprocess.call(command)
+    if any(gather(code)):
+        raise UserError("the demo's base model was not made, see above")
+    flags = (folder / "flags.txt").read_text()
+    print0("the demo is train.py", *flags.splitlines())
+    return parse_flags([*shlex.split(flags), *argv])
 
 
-def evaluate(rollout: Rollout, sets: dict[str, tuple], step: int, log: RunLog) -> None:
-    """eval_n samples of every problem of every set, reported by rank 0."""
-    for name, (problems, prompts) in sets.items():
-        records = rollout(problems, prompts, rollout.cfg.eval_n, f"eval {name}", step, Clock())
-        if dist.get_rank() == 0:
-            log.evaluation(name, records, problems, rollout.cfg.eval_n, step)
-
-
-def evaluate_only(cfg: Config, sets: dict[str, tuple], task, signals: Signals, run_dir: Path) -> None:
-    """--eval_only: the same evaluation on the sampler alone; a table, and everything about it in result.json."""
-    if ckpt.checkpoints(run_dir) or (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"--run_dir {run_dir} holds a training run; choose another one for --eval_only")
-    first, log = dist.get_rank() == 0, RunLog(run_dir, None)
-    if first:
-        log.start(0, {}, cfg, dist.get_world_size())
-    with (rollout := Rollout.start(task, signals, cfg)).grader:
-        evaluate(rollout, sets, 0, log)
-    if first:
-        log.table(cfg)
-
-
-def learn(kind: str, engine, batch: ppo.Batch, kept: list[int], step: int, total: int, cfg: Config, device) -> dict:
-    """The policy's one optimizer step over the kept samples, or the critic's several, each over its share of one global
-    shuffle; under a bar with ORZ's fields. Returns the mean of their statistics."""
-    if kind == "critic":
-        order, many = np.random.default_rng(hash64(cfg.seed, step, "critic")).permutation(kept), cfg.critic_update_steps
-        loss_fn, names, parts = ppo.critic_loss, {"cri": "critic_loss", "vals": "values"}, np.array_split(order, many)
-        lrs = [learning_rate(cfg.critic_learning_rate, None, cfg.num_warmup_steps, 0, step * many + k)
-               for k in range(many)]
-    else:
-        loss_fn, names, parts = ppo.policy_loss, {"pg": "policy_loss", "ent": "entropy", "kl": "kl"}, [kept]
-        lrs = [learning_rate(cfg.actor_learning_rate, cfg.lr_end, cfg.num_warmup_steps, total, step)]
-    per_part = batch.length.sum().item() / len(parts) / dist.get_world_size()  # tokens of this rank
-    means = {"ret": batch.rewards.mean(), "glen": batch.length.double().mean(), "tlen": np.mean(batch.size)}
-    with progress(None, kind, unit="micro") as bar:
-        def report(totals: dict, share: float) -> None:
-            bar.update()
-            if not bar.disable:
-                means.update({k: totals[key] / per_part / share for k, key in names.items() if key in totals})
-                means["cri_lr" if kind == "critic" else "act_lr"] = engine.optimizer.param_groups[0]["lr"]
-                bar.set_postfix({key: float(value) for key, value in means.items()})
-        stats = [ppo.update(engine, loss_fn, batch, list(p), cfg, lr, device, report) for p, lr in zip(parts, lrs)]
-    shared = ("grad_norm", "lr", "micro_batches", "tokens", "values")  # names that both models have
-    return {f"{kind}_imbalance": max(metrics.imbalance(batch.size, part) for part in parts)} | {
-        f"{kind}_{key}" if key in shared else key: float(np.mean([s[key] for s in stats if key in s]))
-        for key in max(stats, key=len)}
-
-
-def focus(engines: dict, at_work: set[str], cfg: Config) -> None:
-    """--offload idle: masters and moments of idle engines wait in CPU memory; DeepSpeed's way takes its Adam only."""
-    for name, engine in engines.items() if cfg.offload == "idle" else ():
-        for master, state in engine.optimizer.optimizer.state.items():
-            for tensor in (master, *filter(torch.is_tensor, state.values())):
-                before, tensor.data = tensor.data_ptr(), tensor.data.to(engine.device if name in at_work else "cpu")
-                Clock.moved += tensor.nbytes * (tensor.data_ptr() != before)
-
-
-def learning_rate(peak: float, end: float | None, warmup: int, total: int, step: int) -> float:
-    """Closed form of the step, from 0: linear from peak/warmup, then constant, or linear to `end` at `total`."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak if end is None else peak + (end - peak) * min(1.0, (step + 1 - warmup) / max(1, total - warmup))
-
-
-def load_task(cfg: Config, run_dir: Path, rank: int, world: int, device, say):
-    """The demo's base model where there is no other, the task's module, the tokenizer, the evaluation sets."""
-    quiet(run_dir / "run.log")
-    check.compile_op()
-    seconds = ckpt.everywhere(rank == 0 and cfg.model is None and demo.build(str(run_dir / "base"), cfg.seed))[0] or 0.0
-    if cfg.model is None:
-        cfg.model = base = str(run_dir / "base")
-        cfg.data, cfg.eval_data = cfg.data or [f"{base}/train.json"], cfg.eval_data or [f"{base}/eval.json"]
-    task = importlib.import_module({"math": "reward", "code": "tools.sandbox"}[cfg.reward])
-    tokenizer = check.read_tokenizer(cfg)
-    if device.type == "cuda" and not cfg.eval_only:
-        say(plan.check_memory(cfg, world, torch.cuda.mem_get_info(device)[1]))
-    return seconds, task, tokenizer, {name: check.read_problems(task, [path], cfg, tokenizer, say, "test")[:2]
-                                      for name, path in check.eval_names(cfg).items()}
-
-
-def main(cfg: Config, rank: int, world: int, device, store) -> None:
-    say = print if rank == 0 else lambda *_, **__: None
-    check.check_config(cfg, world)
-    flags, run_dir = vars(cfg).copy(), Path(cfg.run_dir).absolute()
-    lock = ckpt.preflight(run_dir, check.checkpoint_bytes(cfg))  # noqa: F841  held until the process ends
-    base_seconds, task, tokenizer, eval_sets = load_task(cfg, run_dir, rank, world, device, say)
-    if cfg.eval_only:
-        return evaluate_only(cfg, eval_sets, task, Signals(store), run_dir)
-    problems, prompts, data = check.read_problems(task, cfg.data, cfg, tokenizer, say)
-    all_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
-    total_steps = all_steps if cfg.max_steps is None else min(all_steps, cfg.max_steps)
-    path = ckpt.newest(run_dir, cfg.resume)
-    saved = json.loads((path / "state.json").read_text()) if path else {"step": 0}
-    start, moved = saved["step"], path and check.check_resume(path, saved, flags, world, data, total_steps, say)
-    if start >= total_steps and (run_dir / "result.json").exists():
-        return say(f"{run_dir} is complete at step {start}: raise --max_steps, or --resume none to start over")
-
-    signals, log = Signals(store), RunLog(run_dir, tokenizer)
-    with progress(None, "loading", total=2) as bar, contextlib.redirect_stdout(sys.__stdout__):  # that is run.log now
-        rollout = Rollout.start(task, signals, cfg)
-        rollout.sampler.sleep()
-        bar.update()
-        policy = ppo.make_policy(cfg)
-        critic = ppo.make_critic(cfg) if cfg.estimator == "gae" else None
-        reference = ppo.make_policy(cfg, trained=False) if cfg.log_kl else None
-    engines = {"policy": policy} | ({"critic": critic} if critic else {})
-    if path:
-        (reshard.load if moved else ckpt.load)(path, progress(engines.items(), f"loading {path.name}"))
-    history, budget, due = saved.get("history", {}), LengthBudget(cfg.generate_max_len, saved.get("caps")), False
-    if rank == 0:
-        log.start(start, saved.get("marks"), cfg, world, device, check.matrices(policy.module.model.config))
-    focus(engines, set(), cfg)
-    rollout.sampler.sync(ppo.named_weights(policy))
-    off = check.check_sampler(rollout.sampler, policy, prompts, cfg, device)
-    say(f"{'the demo: ' * (flags['model'] is None)}{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} "
-        f"samples a step, {world} rank(s) of {torch.get_num_threads()} thread(s), ZeRO {cfg.zero_stage}; steps {start} "
-        f"to {total_steps}; sampler agrees with trainer to {off:.0e}; ready after {elapsed():.0f} s", flush=True)
-
-    def save(step: int, marks: dict) -> bool:
-        state = {"step": step, "episode": step * cfg.rollout_batch_size // len(problems), "config": flags,
-                 "world": world, "marks": marks, "versions": check.versions(), "history": history,
-                 "caps": budget.caps, "problems": data}
-        hf, bar = (tokenizer, policy.module.model.config), progress(engines.items(), f"saving step {step}")
-        error = ckpt.save(run_dir, step, bar, state, hf, cfg.keep_last, cfg.keep_every)
-        say(f"WARNING: step {step} is NOT saved; next try at the next step: {error}" if error else f"saved step {step}")
-        return error is None
-
+def read_tokenizer(cfg: Config):
+    """The model's tokenizer, once its config has passed. Raises UserError."""
+    config = check.read_config(cfg.model)
     try:
-        for step in range(start, total_steps + 1):
-            log.flush()
-            marks = ckpt.mark(run_dir)
-            due = due or step > start and (step == total_steps or cfg.save_interval and step % cfg.save_interval == 0)
-            due = due and not save(step, marks)  # and still due where that failed
-            signals.agree()
-            if step in (0, total_steps) or cfg.eval_interval and step % cfg.eval_interval == 0:
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {cfg.model} has no tokenizer: {one_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"--model {cfg.model}: its tokenizer has no eos token, so no response could end; set "
+            "eos_token in tokenizer_config.json"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and cfg.max_len > longest:
+        raise UserError(
+            f"--max_len {cfg.max_len}: prompt and response exceed the model's {longest} positions"
+        )
+    return tokenizer
+
+
+def read_problems(task, paths: list[str], cfg: Config, tokenizer, split="train") -> list:
+    """Problems with the token ids of their prompts; too long ones are left out aloud.
+
+    A path may end in ?split=test&columns=problem,answer: part and columns of a data set. Raises
+    UserError on all ranks, also where their files differ.
+    """
+    problems = []
+    wrong = None
+    for path in paths:
+        name, options = parse_path(path, split)
+        try:
+            problems += task.load_problems(name, cfg.template, tokenizer.bos_token or "", **options)
+        except UserError as error:
+            # Perhaps it is in this machine's file alone, and the other ranks must hear of it.
+            wrong = wrong or error
+    where = " ".join(paths)
+    check.check_same({f"hash of the problems in {where}": problems_hash(problems)}, wrong)
+    prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False)
+    kept = []
+    for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
+        if 0 < len(ids) <= cfg.prompt_max_len:
+            kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
+    if len(kept) < len(problems):
+        left_out = f"{len(problems) - len(kept)} of {len(problems)} prompts"
+        limit = f"--prompt_max_len {cfg.prompt_max_len} tokens"
+        print0(f"{where}: {left_out} are empty or exceed {limit}, and are left out")
+    check.require(len(kept) > 0, f"{where}: no prompt is left; raise --prompt_max_len")
+    return kept
+
+
+def parse_path(path: str, split: str) -> tuple[str, dict]:
+    """The name before a `?`, and the options of load_problems behind it."""
+    name, _, query = path.partition("?")
+    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    unknown = set(options) - {"split", "columns"}
+    check.require(not unknown, f"{path}: {', '.join(unknown)} is neither split nor columns")
+    if "columns" in options:
+        options["columns"] = tuple(options["columns"].split(","))
+    return name, {"split": split, **options}
+
+
+def problems_hash(problems: list) -> int:
+    return hash64([(problem.prompt, problem.label) for problem in problems])
+
+
+def read_eval_sets(task, cfg: Config, tokenizer) -> dict[str, list]:
+    """{name: problems}; a set is called like its file, with the split behind it if one is named."""
+    sets = {}
+    for path in cfg.eval_data:
+        file, options = parse_path(path, split="")
+        name = "-".join(filter(None, (Path(file).stem, options["split"])))
+        check.require(name != "train", f"--eval_data {path}: rename it, `train` is taken")
+        check.require(name not in sets, f"--eval_data {path}: another set is called {name} too")
+        sets[name] = read_problems(task, [path], cfg, tokenizer, "test")
+    return sets
+
+
+def find_task(cfg: Config):
+    """The module of --reward: load_problems, Grader and text_metrics. Raises UserError."""
+    if cfg.reward == "math":
+        return importlib.import_module("reward")
+    folder = Path(__file__).parent / "tasks"
+    if not (folder / f"{cfg.reward}.py").exists():
+        raise UserError(f"--reward {cfg.reward}: neither math nor a file in {folder}")
+    return importlib.import_module(f"tasks.{cfg.reward}")
+
+
+def count_steps(cfg: Config, problems: int) -> int:
+    steps = max(1, cfg.num_episodes * problems // cfg.rollout_batch_size)
+    if cfg.max_steps is not None:
+        steps = min(steps, cfg.max_steps)
+    return steps
+
+
+def check_sampler(sampler, policy, problems: list, cfg: Config) -> str:
+    """Says how far the sampler is from the trainer; raises UserError where that is too far.
+
+    A stale or wrong model shows in the log-probs of a few responses: in their mean |difference| over
+    all tokens, and over the tokens of the worst response.
+    """
+    distribution = (32, cfg.temperature, 1.0)
+    requests = make_requests(problems[:8], 4, (cfg.seed, 0, "check"), distribution)
+    mine = [sample for _, sample in sampler.generate(requests, logprobs=True)]
+    samples = [sample for share in gather(mine) for sample in share]
+    batch = ppo.Batch.of(samples, policy.device)
+    ours = ppo.logprobs(policy, batch, cfg)
+    apart = (ours - batch.tokens["logprobs"]).abs()  # (T,)
+    per_sample = torch.stack([part.mean() for part in apart.split(batch.length.tolist())])  # (N,)
+    # torch's max, unlike Python's, lets NaN win.
+    mean, worst = apart.mean().item(), per_sample.max().item()
+    mean_limit, worst_limit = allowed_gap(cfg, sampler.gpu)
+    found = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
+    if not (mean < mean_limit and worst < worst_limit):
+        raise UserError(
+            f"--model {cfg.model}: {found}; allowed are {mean_limit} "
+            f"and {worst_limit}; lib/models.py does not compute this architecture's logits"
+        )
+    return found
+
+
+def allowed_gap(cfg: Config, is_gpu: bool) -> tuple[float, float]:
+    """The mean over all tokens, and of the worst response. The first has never been measured."""
+    if cfg.rollout_quantization:
+        return 0.2, 1.0
+    if cfg.bf16:
+        return 0.03, 0.15
+    if is_gpu:
+        return 1e-2, 5e-2
+    return 1e-4, 1e-3
+
+
+def evaluate(rollout: Rollout, eval_sets: dict[str, list], step: int, log: RunLog) -> None:
+    """eval_n samples of every problem of every set. A collective; raises Stopped."""
+    cfg = log.cfg
+    distribution = (cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p)
+    for name, problems in eval_sets.items():
+        purpose = (cfg.seed, step, f"eval {name}")
+        requests = make_requests(problems, cfg.eval_n, purpose, distribution)
+        log.evaluation(name, rollout.sample(requests, metrics.Clock()), step)
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Every `interval` steps; 0 is never."""
+    return interval > 0 and step % interval == 0
+
+
+def choose_sampling(rollout: Rollout, cfg: Config, state: ckpt.RunState):
+    """Rollout.sample, behind --first_stage and --adaptive_len if they are wanted."""
+    if not (cfg.first_stage or cfg.adaptive_len):
+        return rollout.sample
+    from lib.levers import Levers
+
+    return Levers(rollout, cfg, state.levers).sample
+
+
+def main(cfg: Config, world: int, device: torch.device, store) -> None:
+    """One rank of a run: set up, then sample, score, learn and sync until the last step."""
+    check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
+    check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
+    run_dir = Path(cfg.run_dir).absolute()
+    needed = check.needed_bytes(cfg, len(ckpt.checkpoints(run_dir)))
+    lock = ckpt.claim(run_dir, needed)  # noqa: F841
+    redirect_libraries(run_dir / "run.log")
+
+    # ---- data: a problem carries the token ids of its prompt
+    task = find_task(cfg)
+    tokenizer = read_tokenizer(cfg)
+    problems = read_problems(task, cfg.data, cfg, tokenizer)
+    eval_sets = read_eval_sets(task, cfg, tokenizer)
+    total_steps = count_steps(cfg, len(problems))
+
+    # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
+    state = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
+    source, state = ckpt.find_start(run_dir, cfg.resume, state, set(Learning.__dataclass_fields__))
+    if state.step >= total_steps and (run_dir / "result.json").exists():
+        return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
+
+    # ---- models: the sampler first, while the GPU is empty
+    signals = Signals(store)
+    rollout = Rollout(task, signals, cfg)
+    rollout.sampler.sleep()
+    policy = models.make_policy(cfg)
+    critic = models.make_critic(cfg) if cfg.estimator == "gae" else None
+    reference = models.make_reference(cfg) if cfg.log_kl else None
+    trained = [engine for engine in (policy, critic) if engine]
+    engines = {engine.name: engine.deepspeed for engine in trained}
+    hf = [tokenizer, policy.module.model.config]
+    if source:
+        ckpt.load(source, engines, state)
+    ckpt.rewind(run_dir, state, is_new=source is None)
+    sample = choose_sampling(rollout, cfg, state)
+    rollout.sampler.sync(models.named_weights(policy))
+    gap = check_sampler(rollout.sampler, policy, problems, cfg)
+    log = RunLog(run_dir, cfg, tokenizer, policy)
+    log.start(state, gap)
+
+    unsaved = None
+    try:
+        for step in range(state.step, total_steps):
+            if step == 0 or is_due(step, cfg.eval_interval):
                 evaluate(rollout, eval_sets, step, log)
-            if step == total_steps:
-                break
-            clock = Clock()
-            # 1 prompts: a pure function of seed and step
-            order = problem_order(cfg.seed, len(problems), step * cfg.rollout_batch_size, cfg.rollout_batch_size)
-            picked, picked_prompts = [problems[i] for i in order], [prompts[i] for i in order]
-            # 2 rollout, 3 reward: a sample is scored as soon as it ends
-            caps = [budget.cap(p.index) for p in picked] if cfg.adaptive_len else None
-            records = rollout.two_stage(picked, picked_prompts, step, clock, caps, history)
-            if cfg.adaptive_len:
-                budget.update([picked[r["problem"]].index for r in records], records)
-            # 4 pack: one flat batch, the same on every rank
-            with clock("pack"):
-                rollout.sampler.sleep()
-                focus(engines, {"critic"}, cfg)
-                batch = make_batch(records, picked_prompts, device)
-            kept = [i for i, r in enumerate(records) if cfg.overlong == "zero" or r["finish_reason"] == "stop"]
-            # 5 values, of the critic before its update; fused: of the forward passes of that update, before each step
-            learned, task_args = {}, (batch, kept, step, total_steps, cfg, device)
-            if cfg.fuse_values:  # with gamma = lambda = 1 a token's return is its sample's reward
-                with clock("critic"):
-                    returns = batch.rewards.float().repeat_interleave(batch.length).to(device)  # (T,)
-                    batch.tokens |= {"values": torch.zeros_like(returns), "returns": returns}
-                    learned = learn("critic", critic, *task_args)
-                    dist.all_reduce(batch.tokens["values"])
+            signals.agree()
+            clock = metrics.Clock()
+
+            # 1. Prompts: a function of seed and step, so a resumed run draws the same ones.
+            requests = requests_of_step(problems, cfg, step)
+
+            # 2. Rollout, 3. reward: a response is scored while the others are still sampled.
+            samples = sample(requests, clock)
+
+            # 4. Pack: one flat batch, the same on every rank. The GPU is the trainer's from here.
+            rollout.sampler.sleep()
+            batch = ppo.Batch.of(samples, device)
+
+            # 5. Values V(s_t), from the critic before its update.
             with clock("values"):
-                if critic and not cfg.fuse_values:
-                    batch.tokens["values"] = ppo.token_pass(batch, cfg, device, critic)
-                if reference:
-                    batch.tokens["ref_logprobs"] = ppo.token_pass(
-                        batch, cfg, device, lambda rows: reference(rows, cfg.temperature)[0])
-            # 6 advantage: HACK HERE, in ppo.py
+                if critic:
+                    batch.tokens["values"] = ppo.values(critic, batch, cfg)
+                if reference:  # a number to watch, not a term of the loss
+                    batch.tokens["ref_logprobs"] = ppo.logprobs(reference, batch, cfg)
+
+            # 6. Advantages. HACK HERE: ppo.ESTIMATORS.
             with clock("advantage"):
-                learned |= ppo.compute_advantages(batch, cfg, device, kept)
-            # 7 learn: the critic in several steps over one shuffle of the samples, then the policy in one
-            if critic and not cfg.fuse_values:
-                with clock("critic"):
-                    learned |= learn("critic", critic, *task_args)
+                learned = ppo.compute_advantages(batch, cfg)
+
+            # 7. Learn: the critic in several optimizer steps, then the policy in one.
+            with clock("critic"):
+                if critic:
+                    learned |= ppo.train_critic(critic, batch, cfg, step)
             with clock("policy"):
-                focus(engines, {"policy"}, cfg)
-                learned |= learn("policy", policy, *task_args)
-            # 8 sync
+                learned |= ppo.train_policy(policy, batch, cfg, step, total_steps)
+
+            # 8. Sync: the sampler wakes up with the weights that were just learnt.
             with clock("sync"):
-                focus(engines, set(), cfg)
-                rollout.sampler.sync(ppo.named_weights(policy))
-            # 9 report
-            if rank == 0:
-                log.step(records, picked, batch, learned, step + 1, total_steps, clock, cfg)
+                rollout.sampler.sync(models.named_weights(policy))
+
+            # 9. Report and save. A save that failed is tried again at the next step.
+            log.step(step + 1, samples, batch, learned, clock)
+            state.finish_step(run_dir)
+            if unsaved or state.step == total_steps or is_due(state.step, cfg.save_interval):
+                unsaved = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
+        evaluate(rollout, eval_sets, total_steps, log)
     except Stopped:
-        if not save(step, marks):
-            raise ckpt.CheckpointError(f"stopped at step {step}, which is NOT saved") from None
-        return say(f"stopped at step {step}; to go on: {check.resume_command()}")
-    except FloatingPointError as error:
-        raise FloatingPointError(f"step {step + 1}, {error}; the newest checkpoint is from before it") from error
+        unsaved = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
+        print0(f"stopped at step {state.step}; the same command goes on from there")
+        return check.require(not unsaved, f"step {state.step} is NOT saved: {unsaved}")
     finally:
-        rollout.grader.close()
+        rollout.close()
         log.close()
 
-    for name, engine in progress(engines.items(), "exporting"):
-        ckpt.export(run_dir / name, engine.module.model, ppo.named_weights(engine), tokenizer)
-    if due:
-        raise ckpt.CheckpointError(f"step {total_steps} is NOT saved, see above; the same command tries again")
-    if rank == 0:
-        log.result(base_seconds, cfg, total_steps, flags["model"] is None)
+    for engine in trained:
+        weights = models.named_weights(engine)
+        ckpt.export(run_dir / engine.name, engine.module.model, weights, tokenizer)
+    check.require(not unsaved, f"step {total_steps} is NOT saved; the same command tries again")
+    return log.result(total_steps)
+
+
+def run(argv: list[str]) -> int:
+    """A run from its flags to its exit code: 0, or 2 for what the user can mend."""
+    store = None
+    try:
+        cfg = parse_flags(argv)
+        rank, world, device, store = start_distributed()
+        if cfg.model is None:
+            cfg = demo_flags(cfg, argv, rank == 0)
+        main(cfg, world, device, store)
+    except UserError as error:
+        tell_once(store, f"error: {error}")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    rank, world, store, code = 0, 1, None, 0
-    try:
-        cfg = parse_flags(sys.argv[1:])
-        rank, world, device, store = start_distributed(cfg.dist_timeout)
-        main(cfg, rank, world, device, store)
-    except Exception as error:
-        line, code = check.explain(error, Clock.phase)  # raises what is a bug
-        # an error that all ranks share is told by the first of them, with exit code 2; the others are each rank's own
-        if code == 1 or check.is_first(store):
-            print(f"error: {line}" + f" (rank {rank})" * (world > 1), file=sys.stderr, flush=True)
-    os._exit(code)  # not sys.exit: gloo's threads can abort a finalising interpreter, and vLLM's takes 2.6 s
+    code = run(sys.argv[1:])
+    # Not sys.exit: gloo's threads can abort a finalising interpreter, and vLLM's takes 2.6 s.
+    os._exit(code)

@@ -25,10 +25,25 @@ ESTIMATORS = {"dr_grpo": dr_grpo, "gae": gae,''')),
     lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)
     advantages, carry, next_value ="""),
         ("cfg.gamma * cfg.lambd * carry", "cfg.gamma * lambd * carry")),
-    5: ("reward.py", ("{key: float(verdicts[pair]) for", "{key: float(verdicts[pair]) or 0.1 * bool(pair[0]) for"),
-        ('bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1')),
-    6: ("reward.py", ("if best[0] >= 0 else None",
-                      'if best[0] >= 0 else block.removeprefix("<answer>").strip() or None')),
+    5: (
+        "reward.py",
+        (
+            "for key, pair in self.pairs.items()}\n",
+            """for key, pair in self.pairs.items()}
+        for key, (predicted, _) in self.pairs.items():
+            if predicted and not rewards[key]:
+                rewards[key] = 0.1
+""",
+        ),
+        ('bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
+    ),
+    6: (
+        "reward.py",
+        (
+            "    answer = None\n    answer_start",
+            '    answer = block.removeprefix("<answer>").strip() or None\n    answer_start',
+        ),
+    ),
 }
 
 

@@ -1,560 +1,34 @@
-"""reward.py: problems, extraction, equality, grading processes, against independent references and hostile text.
+"""reward.py: problems, extraction, grading and metrics, in the order of its functions.
 
-The tables RIGHT and WRONG are the contract of `is_equiv`: one pair a line, prediction @ label.
+The rules of equality and hostile text are in test_equal.py.
 """
 
 import fcntl
 import json
 import os
 import random
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import termios
 import time
 from concurrent import futures
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from test_equal import DATA, DEADLY, ROOT, needs_data, symbolic_pairs, verdicts
 
-ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT.parent / "shared" / "data"
-sys.path.insert(0, str(ROOT))
-
-import reward  # noqa: E402
-
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is absent")
-
-RIGHT = r"""
-42 @ 42
-42. @ 42
-+42 @ 42
-042 @ 42
-42.0 @ 42
-42.000 @ 42
--7 @ -7
-−7 @ -7
-- 7 @ -7
--0 @ 0
-0.0 @ 0
-$42$ @ 42
-\$42 @ 42
-$42.50 @ 42.5
-\$18.90 @ 18.90
-£20 @ 20
--\$5 @ -5
-42 @ 42
-\text{42} @ 42
-\mathbf{42} @ 42
-1,000 @ 1000
-1000 @ 1,000
-1,234,567 @ 1234567
-10,080 @ 10,\!080
-10080 @ 10,\!080
-10{,}080 @ 10080
-10\,080 @ 10080
-10 080 @ 10080
-11,111,111,100 @ 11,\! 111,\! 111,\! 100
-11111111100 @ 11,\! 111,\! 111,\! 100
-\$32,348 @ \$32,\!348
-32348 @ \$32,\!348
-1,234.5 @ 1234.5
-123456789012345678901234567890 @ 123,456,789,012,345,678,901,234,567,890
-0.5 @ \frac{1}{2}
-.5 @ 0.5
-\frac12 @ 0.5
-1/2 @ 0.5
-1/2 @ \frac{1}{2}
-\frac{2}{4} @ \frac{1}{2}
-\dfrac{1}{2} @ \tfrac12
-\frac 1 2 @ \frac{1}{2}
-\frac1{2} @ \frac{1}{2}
-\frac{1}2 @ \frac{1}{2}
-\cfrac{14}{3} @ \frac{14}{3}
-14/3 @ \frac{14}{3}
--35/9 @ -\frac{35}{9}
-\frac{-35}{9} @ -\frac{35}{9}
-\frac{35}{-9} @ -\frac{35}{9}
--\frac{-35}{9} @ \frac{35}{9}
-\frac{1.5}{3} @ 0.5
-6/3 @ 2
-1.250 @ 1.25
-5/4 @ 1.25
-0.0000672 @ .0000672
-6.72 \times 10^{-5} @ .0000672
-6.72e-5 @ .0000672
-1.2 \times 10^5 @ 120000
-1.2\cdot10^{5} @ 120,000
-2^{10} @ 1024
-\int_0^1 x^2 dx @ \frac13
-10^3 @ 1000
-0.35625 @ .35625
-57/160 @ .35625
-653/2 @ 326.5
-326\frac12 @ 326.5
-1\frac{4}{5} @ \frac{9}{5}
-9/5 @ 1\frac{4}{5}
-1 4/5 @ 1\frac{4}{5}
-1.8 @ 1\frac{4}{5}
--1\frac{1}{2} @ -1.5
-137.5 @ 137 \frac{1}{2}
-137 1/2 @ 137 \frac{1}{2}
-50\% @ 50%
-50\% @ 50
-50 @ 50\%
-50\% @ 0.5
-0.5 @ 50\%
-1/2 @ 50\%
-12.5\% @ \frac{1}{8}
-50 percent @ 50\%
-50\text{ percent} @ 50
-90^\circ @ 90
-90 @ 90^\circ
-90^{\circ} @ 90^\circ
-90° @ 90^\circ
-\frac{90^\circ}{2} @ 45
-90 degrees @ 90^\circ
-90\text{ degrees} @ 90^\circ
-\frac{270}{7}^\circ @ \frac{270}7\text{ degrees}
-\frac{270}{7} @ \frac{270}7\text{ degrees}
-5.4 @ 5.4 \text{ cents}
-5.4 cents @ 5.4 \text{ cents}
-15 @ 15\mbox{ cm}^2
-15\text{ cm}^2 @ 15\mbox{ cm}^2
-15 cm^2 @ 15\mbox{ cm}^2
-15\,\mathrm{cm}^{2} @ 15
-15 square centimeters @ 15
-864 @ 864 \mbox{ inches}^2
-864 \text{ in}^2 @ 864 \mbox{ inches}^2
-18 dollars @ 18
-18\text{ dollars} @ \$18
-12 hours @ 12
-40 mph @ 40
-3 \text{ apples} @ 3
-5\text{ m/s} @ 5
-288\pi\text{ cm}^3 @ 288 \pi
-7 units @ 7
-x=5 @ 5
-5 @ x=5
-x = 5 @ x=5
-5 = x @ x=5
-x=3, x=5 @ x=3, 5
-x=5.0 @ 5
-y=2x+3 @ y = 2x + 3
-2x+3 @ y = 2x + 3
-y = 3 + 2x @ y = 2x + 3
-y - 2x = 3 @ y = 2x + 3
-f(x)=2x+3 @ 2x+3
-f^{-1}(x) = 2x @ 2x
-\theta = \frac{\pi}{6} @ \frac{\pi}{6}
-\text{Area} = 12 @ 12
-A_1 = 7 @ 7
-(a,b) = (1,2) @ (1,2)
-x=1, x=-2 @ 1,-2
-x=1 \text{ or } x=-2 @ 1,-2
-x \in [-2,7] @ [-2,7]
-[-2,7] @ x \in [-2,7]
--2 \le x \le 7 @ x \in [-2,7]
--2 \leq x \leq 7 @ [-2,7]
-10x - 14y + 22z + 8 = 0 @ 5x - 7y + 11z + 4 = 0
-x>5 @ (5,\infty)
-5<x @ x>5
-(5, \infty) @ (5,\infty)
-\left(5,\infty\right) @ (5,\infty)
-(5,∞) @ (5,\infty)
-(5,+\infty) @ (5,\infty)
-(-\infty,2)\cup(3,\infty) @ (-\infty, 2) \cup (3, \infty)
-(3,\infty)\cup(-\infty,2) @ (-\infty, 2) \cup (3, \infty)
-(0,9)∪(9,36) @ (0,9) \cup (9,36)
-(3, 4] @ (3,4]
-\left(0.6,\frac83\right] @ \left(\frac{3}{5},\frac{8}{3}\right]
-(3,\pi/2) @ \left( 3, \frac{\pi}{2} \right)
-(3, 0.5\pi) @ \left( 3, \frac{\pi}{2} \right)
-(6, 31, -1) @ (6,31,-1)
-(1.5, -13) @ \left( \frac{3}{2}, -13 \right)
-(1, -16, -4, 43) @ (1,-16,-4,43)
-(2/1, 4) @ (2,4)
--2,1 @ 1,-2
-1, -2 @ 1,-2
-1 and -2 @ 1,-2
--2 \text{ and } 1 @ 1,-2
-\{-2,1\} @ 1,-2
-1,-2 @ \{1,-2\}
-7, 5, 3 @ 3, 5, 7
-\{-2, 1-\sqrt5, 1+\sqrt5\} @ \{1\pm\sqrt{5},-2\}
-1+\sqrt{19}, 1-\sqrt{19} @ 1 \pm \sqrt{19}
-1\pm\sqrt{19} @ 1 \pm \sqrt{19}
-\begin{pmatrix}-2\\-14\\-7\end{pmatrix} @ \begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}
-\begin{bmatrix} -2 \\ -14 \\ -7 \end{bmatrix} @ \begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}
-\begin{pmatrix}-\frac13\\\frac23\\\frac53\end{pmatrix} @ \begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}
-\begin{pmatrix} 0.2 \\ -3.6 \end{pmatrix} @ \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}
-\begin{pmatrix}-1&0\\0&-1\end{pmatrix} @ \begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}
-3\sqrt{13} @ 3\sqrt{13}
-\sqrt{117} @ 3\sqrt{13}
-3 \sqrt {13} @ 3\sqrt{13}
-11\sqrt{2} @ 11\sqrt2
-√51 @ \sqrt{51}
-\frac{1}{\sqrt3} @ \frac{\sqrt{3}}{3}
-\sqrt{\frac{1}{3}} @ \frac{\sqrt{3}}{3}
-\frac{\sqrt3}{3} @ \frac{\sqrt{3}}{3}
-\frac{3}{4}\sqrt{3} @ \frac{3\sqrt{3}}{4}
-\sqrt[3]{8} @ 2
-\sqrt{16} @ 4
-11+11\sqrt{5} @ 11 \sqrt{5} + 11
-11(\sqrt5+1) @ 11 \sqrt{5} + 11
-\sqrt{3+2\sqrt2} @ 1+\sqrt{2}
-π @ \pi
-\pi/6 @ \frac{\pi}{6}
--\pi/6 @ -\frac{\pi}{6}
-7 \pi @ 7\pi
-7\cdot\pi @ 7\pi
-2\pi + 18 @ 18+2\pi
-20000/\pi @ \frac{20000}{\pi}
-\left[\frac{\pi^2}{8}, \frac{5\pi^2}{4}\right] @ \left[ \frac{\pi^2}{8}, \frac{5 \pi^2}{4} \right]
-6-5i @ 6 - 5i
--5i+6 @ 6 - 5i
-(1+i)^2 @ 2i
-\frac{1-i}{2} @ \frac{1}{1+i}
-i^2 @ -1
-p-q @ p - q
--q+p @ p - q
-(b+2)(a+5) @ (a+5)(b+2)
-ab+2a+5b+10 @ (a+5)(b+2)
-2(k+1) @ 2k+2
-x^3 + 3x - 6 @ x^3+3x-6
--6+3x+x^{3} @ x^3+3x-6
--13x + 3 @ 3-13x
-6r^2 - 4r - 24 @ 6r^2-4r-24
-5 r^5 @ 5r^5
-3R^{2} @ 3R^2
-\frac{11 + 9a}{20} @ \frac{11+9a}{20}
-\frac{9a+11}{20} @ \frac{11+9a}{20}
-15(x-5)-5 @ 15x - 80
-8n^{2}+4n+1 @ 8n^2 + 4n + 1
-\cot(x) @ \cot x
-\frac{\cos x}{\sin x} @ \cot x
-\frac{1}{\tan x} @ \cot x
-x^5-x^4+x^3-x^2+x-1 @ x^5 - x^4 + x^3 - x^2 + x - 1
-\log_2 8 @ 3
-\ln e @ 1
-\binom{5}{2} @ 10
-5! @ 120
-e^{i\pi} @ -1
-|{-3}| @ 3
-\lfloor 3.7 \rfloor @ 3
-C @ C
-(C) @ C
-C. @ C
-C) @ C
-C: 5 cm @ C
-C. 10^{-4} eV @ C
-(C) 5 @ C
-\text{C} @ \text{(C)}
-\textbf{(C)} @ C
-\text{(C)} @ C
-\mathrm{C} @ C
-c @ C
-(c) @ \text{(C)}
-C @ \text{(C)}
-Evelyn @ \text{Evelyn}
-evelyn @ \text{Evelyn}
-\text{Evelyn} @ Evelyn
-\textbf{Evelyn} @ \text{Evelyn}
-\mbox{east} @ \text{east}
-East @ \text{east}
-even @ \text{even}
-\text{ellipse} @ \text{ellipse}
-ellipse. @ \text{ellipse}
-52_8 @ 52_{8}
-4210_5 @ 4210_{5}
-(4210)_5 @ 4210_{5}
-52 @ 52_8
-2k @ 2k
-k+k @ 2k
-\emptyset @ \emptyset
-\infty @ \infty
-\frac{1}{2^{60}} @ 2^{-60}
-0.1 + 0.2 @ 0.3
-0.1\pi @ \frac{\pi}{10}
-x^{0.5} @ \sqrt{x}
-\pi(R^2-r^2) @ \pi R^2 - \pi r^2
-\begin{pmatrix}1\\2\end{pmatrix} @ \left(\begin{array}{c}1\\2\end{array}\right)
-1000000007 @ 1,000,000,007
-3:5 @ \frac{3}{5}
-\frac{x}{2} @ 0.5x
-\frac{\frac12}{3} @ 1/6
-\frac{3}{5}\text{ cm} @ 0.6
-\dfrac{\pi}{2}\text{ radians} @ \frac{\pi}{2}
-\frac{1}{3}+\frac{1}{6} @ 0.5
-\sin^2 x + \cos^2 x @ 1
-yes @ Yes
-\text{no} @ No
-\[5\] @ 5
-\( x+1 \) @ 1+x
-\(5\) or \(6\) @ 5,6
-\(3,4) @ (3,4)
-(3,4\) @ (3,4)
-"""
-
-WRONG = r"""
-yes @ No
-\[5\] @ 6
-41 @ 42
--42 @ 42
-42 @ -42
-4.2 @ 42
-420 @ 42
-42.01 @ 42
-.5 @ 5
-5. @ .5
-4 2 @ 42
-0 @ 1
-@ 42
-{} @ 42
-\text{} @ 42
-42, 43 @ 42
-42 \text{ or } 43 @ 42
-40+3 @ 42
-1,00 @ 100
-0,125 @ 125
-1, 000 @ 1001
-100, 200 @ 100200
-(100,200) @ 100200
-1,234 @ 1235
-1000 @ 10,00
-123456789012345678901234567891 @ 123456789012345678901234567890
-9007199254740993 @ 9007199254740992
-1.0000000000000001 @ 1
-0.333 @ \frac{1}{3}
-0.333333 @ \frac{1}{3}
-0.3333333333333333 @ \frac{1}{3}
-0.67 @ \frac{2}{3}
-0.05 @ 0.5
-\frac{1}{3} @ \frac{1}{2}
-\frac{2}{1} @ \frac{1}{2}
-1/3 @ \frac{3}{1}
-\frac{1}{0} @ 0
-1/0 @ \frac{1}{0}1
-0.0000671 @ .0000672
-0.0000668 @ .0000672
-6.72 \times 10^{-4} @ .0000672
-6.72 \times 10^{5} @ .0000672
-1.2 \times 10^4 @ 120000
-10^{-20} @ 10^{-21}
-\frac{1}{2^{60}} @ \frac{1}{2^{61}}
-\frac{1}{3^{40}} @ 0
-\frac{\pi}{10^{12}} @ 0
-3 1/2 @ 31/2
-31/2 @ 3 1/2
-3\frac{1}{2} @ \frac{31}{2}
-1\frac{4}{5} @ \frac{4}{5}
-1\frac{4}{5} @ 1
--1\frac{1}{2} @ -0.5
-5\% @ 50\%
-0.05 @ 50\%
-500 @ 5\%
-5\% @ 0.5
-91^\circ @ 90^\circ
-90^\circ @ 9
-5.5 \text{ cents} @ 5.4 \text{ cents}
-16\mbox{ cm}^2 @ 15\mbox{ cm}^2
-5 \text{ million} @ 5
-5 \text{ thousand} @ 5
-3 \text{ or more} @ 3
-5 \text{ dozen} @ 5
-2m @ 2
-3ab @ 3
-2h @ 2
-5x @ 5
-4d @ 4
-5t @ 5
-x=5 @ y=5
-x=6 @ 5
-x=6 @ x=5
-214 @ 2y=14
-y=14 @ 2y=14
-3, 26 @ x=3, 2x=6
-x=-5 @ 5
-6 @ x=5
-0 @ 5x - 7y + 11z + 4 = 0
-5x - 7y + 11z + 4 @ 5x - 7y + 11z + 4 = 0
-5x - 7y + 11z + 5 = 0 @ 5x - 7y + 11z + 4 = 0
-5=4 @ 4
-3=4 @ 4
-5 = 3 + 1 = 4 @ 4
-y=2x @ y = 2x + 3
-2x @ y = 2x + 3
-y = 3x + 2 @ y = 2x + 3
-x^2=25 @ x=5
-x = 5 or x = 6 @ 5
-x<5 @ x>5
-x<5 @ x=5
-x<5 @ 5
-5<x @ 5
-x \le 5 @ 5
-x \ge 5 @ x>5
-x>5 @ [5,\infty)
-[5,\infty) @ (5,\infty)
-(5,\infty] @ (5,6)
-(-\infty,5) @ (5,\infty)
-(3,4) @ (3,4]
-[3,4] @ (3,4]
-[3,4) @ (3,4]
-(4,3) @ (3,4)
-(2,4) @ (4,2)
-4,2 @ (2,4)
-\frac{\pi}{2}, 3 @ (3, \frac{\pi}{2})
-(\frac{\pi}{2}, 3) @ \left( 3, \frac{\pi}{2} \right)
-(31, 6, -1) @ (6,31,-1)
-(6,31) @ (6,31,-1)
-(6,31,-1,0) @ (6,31,-1)
-(-\infty, 2] \cup (3, \infty) @ (-\infty, 2) \cup (3, \infty)
-(-\infty, 2) @ (-\infty, 2) \cup (3, \infty)
-(0,36) @ (0,9) \cup (9,36)
-1 @ 1,-2
--2 @ 1,-2
-1,2 @ 1,-2
-1,-2,3 @ 1,-2
-3,5 @ 3, 5, 7
-3, 5, 8 @ 3, 5, 7
-\{1+\sqrt5, -2\} @ \{1\pm\sqrt{5},-2\}
-1+\sqrt{19} @ 1 \pm \sqrt{19}
-1 \mp \sqrt{18} @ 1 \pm \sqrt{19}
-\sqrt{19} @ 1 \pm \sqrt{19}
-\pm 3 @ 3
-3 @ \pm 3
-\begin{pmatrix} -2 \\ -14 \\ 7 \end{pmatrix} @ \begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}
-\begin{pmatrix} -2 & -14 & -7 \end{pmatrix} @ \begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}
-\begin{pmatrix} -2 \\ -14 \end{pmatrix} @ \begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}
-\begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix} @ \begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}
-\begin{pmatrix} 0 & 1 \\ 1 & 0 \end{pmatrix} @ \begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}
-3\sqrt{12} @ 3\sqrt{13}
-2\sqrt{13} @ 3\sqrt{13}
-3\sqrt13 @ 3\sqrt{13}
-\sqrt{13} @ 3\sqrt{13}
-1.414 @ \sqrt{2}
-1.414214 @ \sqrt{2}
-\sqrt{3} @ \frac{\sqrt{3}}{3}
-\frac{\sqrt{3}}{2} @ \frac{\sqrt{3}}{3}
-11\sqrt{5} @ 11 \sqrt{5} + 11
-22\sqrt{5} @ 11 \sqrt{5} + 11
-3.14 @ \pi
-3.14159265 @ \pi
-22/7 @ \pi
-\pi @ 3.14
-8\pi @ 7\pi
-7 @ 7\pi
-7\pi @ 7
-18-2\pi @ 18+2\pi
-6366.197723 @ \frac{20000}{\pi}
-6+5i @ 6 - 5i
--6-5i @ 6 - 5i
-6 @ 6 - 5i
-5i @ 5
-i @ 1
-q - p @ p - q
-p + q @ p - q
-p @ p - q
-(a+5)(b-2) @ (a+5)(b+2)
-a+b+7 @ (a+5)(b+2)
-2k @ 2k+2
-2k+3 @ 2k+2
-x^3-3x-6 @ x^3+3x-6
-x^2 @ x^3
-x^2 @ x_2
-x_1 @ x_2
-a_1 @ a
-3r^3 @ 3R^2
-0 @ \pi(R^2-r^2)
-\pi(r^2-R^2) @ \pi(R^2-r^2)
-\tan x @ \cot x
-\cot y @ \cot x
-\sin x @ \cos x
-x @ -x
-|x| @ x
-\sqrt{x^2} @ x
-\log_2 9 @ 3
-5! @ 5
-\binom{5}{3} @ 11
-e @ \pi
-e @ 2.718
-D @ C
-A @ C
-(B) @ \text{(C)}
-A, C @ C
-C or D @ C
-CD @ C
-ABCD @ A
-\text{(D)} @ \text{(C)}
-None @ C
-I do not know @ C
-The answer @ A
-Navin @ \text{Evelyn}
-\text{Eve} @ \text{Evelyn}
-west @ \text{east}
-seat @ \text{east}
-\text{seat} @ \text{east}
-no @ \text{on}
-\text{no} @ \text{on}
-odd @ \text{even}
-\text{not even} @ \text{even}
-circle @ \text{ellipse}
-52_7 @ 52_8
-53_8 @ 52_8
-52_7+1 @ 52_8+1
-42 @ 52_8
-4201_5 @ 4210_5
-\infty @ 0
--\infty @ \infty
-\emptyset @ 0
-1/0 @ \infty
-\frac{0}{0} @ 0
-\text{undefined} @ 0
-\frac{1}{2}x @ \frac{1}{2}
-\frac{1}{2} @ \frac{1}{2}x
-2\frac{1}{2} @ 1
-x = 1, y = 2 @ 1
-12 = 3 \times 5 @ 12
-1 \text{ and } 2 @ 12
-5 \cdot 3 @ 53
-5:3 @ 53
-\{1,2\} @ \{1,3\}
-\{1,2\} @ 12
-[1,2] @ \{1,2,3\}
-$\frac{1}{3} @ \frac{1}{4}
-\sqrt{2} \cdot \sqrt{3} @ \sqrt{5}
-(x+1)^2 @ x^2+1
-garbage \frac{1}{2} @ \frac{1}{2}
-\text{answer } \frac12 @ \frac{1}{3}
-5 \neq 4 @ 4
-x \neq 4 @ 4
-"""
-
-
-def table(text):
-    return [tuple(part.strip() for part in line.split("@", 1)) for line in text.strip("\n").split("\n")]
+import reward
+from lib import equal
+from lib.common import UserError
 
 
 def boxed(answer):
     return f"some thought</think> <answer> it is \\boxed{{{answer}}}. </answer>"
 
 
-@pytest.fixture(scope="module")
-def grader():
-    with reward.Grader(workers=2) as shared:
-        yield shared
-
-
-def verdicts(grader, pairs):
-    """All pairs (prediction, label) at once: {pair: bool}."""
-    for pair in pairs:
-        grader.compare(pair, *pair)
-    return {pair: value == 1.0 for pair, value in grader.results().items()}
-
-
-# ---- problems ---------------------------------------------------------------------------------------------------
+# ---- problems -----------------------------------------------------------------------------------
 
 
 def write(folder, name, content):
@@ -563,34 +37,69 @@ def write(folder, name, content):
     return str(path)
 
 
-ORZ_TRAIN = [{"from": "human", "value": "1+1?"}, {"from": "assistant", "ground_truth": {"value": "2"}}]
+ORZ_TRAIN = [
+    {"from": "human", "value": "1+1?"},
+    {"from": "assistant", "ground_truth": {"value": "2"}},
+]
 ORZ_EVAL = {"prompt": [{"from": "user", "value": "1+1?"}], "final_answer": "2"}
 GSM8K = {"question": "1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2"}
 
 
+def test_import_is_light():
+    heavy = "{'torch', 'transformers', 'sympy', 'math_verify', 'datasets'}"
+    code = f"import sys, reward; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_reward_stands_alone_with_two_files_of_lib(tmp_path):
+    """It is copied into other projects: algebra must find its worker there too."""
+    (tmp_path / "lib").mkdir()
+    for name in ("reward.py", "lib/equal.py", "lib/common.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    code = "import reward; print(reward.is_equiv('1/2', '0.5'), reward.is_equiv('2x', 'x+x'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("True True\n", "")
+
+
 def test_templates_are_orz_s():
     template = reward.TEMPLATES["orz"]
-    assert template.startswith("{bos}A conversation between User and Assistant. The User asks a question, and the ")
+    assert template.startswith(
+        "{bos}A conversation between User and Assistant. The User asks a question, and the "
+    )
     assert template.endswith(
-        "automatically by the \\boxed{} tag.\nThis is the problem:\n{question}\n\nAssistant: <think>"
+        "extracted automatically by the \\boxed{} tag.\nThis is the problem:\n{question}\n\n"
+        "Assistant: <think>"
     )
     assert template.count("\\") == 1 and template.count("\n") == 4
     assert template.count("<answer> answer here </answer>") == 2 and "  " not in template
-    assert reward.TEMPLATES["demo"] == "{question}<think>" and reward.TEMPLATES["plain"] == "{question}"
+    assert (
+        reward.TEMPLATES["demo"] == "{question}<think>"
+        and reward.TEMPLATES["plain"] == "{question}"
+    )
 
 
 def test_prompt_is_filled_without_format(tmp_path):
     question = "What is {x} in {question} of \\boxed{} {0}?"
     path = write(tmp_path, "a.jsonl", json.dumps({"question": question, "answer": "1"}))
     (problem,) = reward.load_problems(path, "orz", bos="<s>")
-    assert problem.prompt == reward.TEMPLATES["orz"].replace("{bos}", "<s>").replace("{question}", question)
+    assert problem.prompt == reward.TEMPLATES["orz"].replace("{bos}", "<s>").replace(
+        "{question}", question
+    )
     assert reward.load_problems(path, "Q: {question} A:")[0].prompt == f"Q: {question} A:"
     assert reward.load_problems(path, "plain")[0].prompt == question
 
 
 @pytest.mark.parametrize("record", [ORZ_TRAIN, ORZ_EVAL, GSM8K, {"question": "1+1?", "answer": 2}])
-def test_every_form_as_json_and_jsonl(tmp_path, record):
-    expected = [reward.Problem(0, "1+1?", "2", "1+1?<think>"), reward.Problem(1, "1+1?", "2", "1+1?<think>")]
+def test_every_form_is_read_as_json_and_as_jsonl(tmp_path, record):
+    expected = [
+        reward.Problem(0, "1+1?", "2", "1+1?<think>"),
+        reward.Problem(1, "1+1?", "2", "1+1?<think>"),
+    ]
     assert reward.load_problems(write(tmp_path, "a.json", [record, record]), "demo") == expected
     lines = f"\ufeff{json.dumps(record)}\n\n{json.dumps(record)}\n"
     assert reward.load_problems(write(tmp_path, "a.jsonl", lines), "demo") == expected
@@ -600,16 +109,22 @@ def test_forms_are_told_apart_by_record_and_columns_can_be_named(tmp_path):
     other = {"problem": "1+1?", "solution": "2"}
     path = write(tmp_path, "a.json", [ORZ_TRAIN, ORZ_EVAL, other])
     problems = reward.load_problems(path, "plain", columns=("problem", "solution"))
-    assert [(p.index, p.question, p.label) for p in problems] == [(i, "1+1?", "2") for i in range(3)]
+    assert [(p.index, p.question, p.label) for p in problems] == [
+        (i, "1+1?", "2") for i in range(3)
+    ]
 
 
 @needs_data
 @pytest.mark.parametrize(
     ("name", "size", "label"),
-    [("gsm8k_train.jsonl", 7473, "72"), ("gsm8k_test200.jsonl", 200, "18"), ("aime2024.json", 30, "73")]
+    [
+        ("gsm8k_train.jsonl", 7473, "72"),
+        ("gsm8k_test200.jsonl", 200, "18"),
+        ("aime2024.json", 30, "73"),
+    ]
     + [("math500.json", 500, r"\left( 3, \frac{\pi}{2} \right)")],
 )
-def test_shipped_data(name, size, label):
+def test_shipped_data_is_read_whole(name, size, label):
     problems = reward.load_problems(str(DATA / name), "orz")
     assert len(problems) == size and problems[0].label == label
     assert all(p.question in p.prompt and p.label and "#" not in p.label for p in problems)
@@ -655,28 +170,32 @@ def bad_files():
 
 
 @pytest.mark.parametrize(("name", "content", "parts"), bad_files())
-def test_bad_file_is_one_line_that_says_where(tmp_path, name, content, parts):
+def test_bad_file_is_an_error_of_one_line_that_says_where(tmp_path, name, content, parts):
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
     elif content is not None:
         write(tmp_path, name, content)
-    with pytest.raises(reward.RewardError) as caught:
+    with pytest.raises(UserError) as caught:
         reward.load_problems(str(tmp_path / name), "orz")
     message = str(caught.value)
     assert "\n" not in message and all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize("template", ["", "orzz", "no place for it", "{questions}"])
-def test_unknown_template(template, tmp_path):
-    with pytest.raises(reward.RewardError, match="orz, demo, plain"):
+def test_unknown_template_is_an_error_that_names_the_known(template, tmp_path):
+    with pytest.raises(UserError, match="orz, demo, plain"):
         reward.load_problems(write(tmp_path, "a.json", [GSM8K]), template)
 
 
-def test_local_datasets(tmp_path):
+def test_local_datasets_are_read_by_folder_and_split(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"problem": "1+1?", "solution": "2"}, {"problem": "2+2?", "solution": "4"}])
+    rows = datasets.Dataset.from_list(
+        [{"problem": "1+1?", "solution": "2"}, {"problem": "2+2?", "solution": "4"}]
+    )
     rows.save_to_disk(str(tmp_path / "saved"))
-    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(tmp_path / "splits"))
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(
+        str(tmp_path / "splits")
+    )
     (tmp_path / "folder").mkdir()
     rows.to_json(str(tmp_path / "folder" / "train.jsonl"))
     names = {"columns": ("problem", "solution")}
@@ -684,22 +203,15 @@ def test_local_datasets(tmp_path):
         problems = reward.load_problems(str(tmp_path / folder), "plain", **names)
         assert [(p.question, p.label) for p in problems] == [("1+1?", "2"), ("2+2?", "4")], folder
     assert len(reward.load_problems(str(tmp_path / "splits"), "plain", split="test", **names)) == 1
-    with pytest.raises(reward.RewardError, match="'dev'"):
+    with pytest.raises(UserError, match="'dev'"):
         reward.load_problems(str(tmp_path / "splits"), "plain", split="dev", **names)
-    with pytest.raises(reward.RewardError, match="item 1: lacks 'question'"):
+    with pytest.raises(UserError, match="item 1: lacks 'question'"):
         reward.load_problems(str(tmp_path / "saved"), "plain")
-    with pytest.raises(reward.RewardError, match="nowhere"):
+    with pytest.raises(UserError, match="nowhere"):
         reward.load_problems(str(tmp_path / "nowhere"), "plain")
 
 
-def test_import_is_light():
-    heavy = "{'torch', 'transformers', 'sympy', 'math_verify', 'datasets'}"
-    code = f"import sys, reward; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-# ---- extraction -------------------------------------------------------------------------------------------------
+# ---- extraction ---------------------------------------------------------------------------------
 
 
 def slow_extract(text):
@@ -715,7 +227,11 @@ def slow_extract(text):
     escaped = [False] * len(block)
     i = 0
     while i < len(block):
-        if block[i] == "\\" and not any(block.startswith("\\boxed{", j) for j in (i, i + 1)) and i + 1 < len(block):
+        if (
+            block[i] == "\\"
+            and not any(block.startswith("\\boxed{", j) for j in (i, i + 1))
+            and i + 1 < len(block)
+        ):
             escaped[i + 1] = True
             i += 1
         i += 1
@@ -763,12 +279,27 @@ def slow_extract(text):
         ("", None),
     ],
 )
-def test_extract_answer(text, answer):
+def test_the_answer_is_the_last_balanced_box_of_the_last_closed_block(text, answer):
     assert reward.extract_answer(text) == answer == slow_extract(text)
 
 
 def test_extract_answer_equals_the_slow_reference():
-    pieces = ["<answer>", "</answer>", "\\boxed{", "{", "}", "\\{", "\\}", "\\\\", "\\", "\\boxed", "x", "1", " ", "\n"]
+    pieces = [
+        "<answer>",
+        "</answer>",
+        "\\boxed{",
+        "{",
+        "}",
+        "\\{",
+        "\\}",
+        "\\\\",
+        "\\",
+        "\\boxed",
+        "x",
+        "1",
+        " ",
+        "\n",
+    ]
     rng = random.Random(1)
     for _ in range(20_000):
         text = "".join(rng.choices(pieces, weights=[2, 2, 4, 2, 5] + [1] * 9, k=rng.randint(1, 25)))
@@ -778,8 +309,20 @@ def test_extract_answer_equals_the_slow_reference():
 
 @pytest.mark.parametrize(
     "middle",
-    ["{" * 10**6, "}" * 10**6, "{" * 100_000 + "}" * 100_000, "\\boxed{" * 100_000, "\\" * 10**6, "\\boxed{1}" * 50_000]
-    + ["\\boxed{" * 100_000 + "}" * 100_000, "<answer>" * 100_000, "</answer>" * 100_000, "\\boxed" * 100_000],
+    [
+        "{" * 10**6,
+        "}" * 10**6,
+        "{" * 100_000 + "}" * 100_000,
+        "\\boxed{" * 100_000,
+        "\\" * 10**6,
+        "\\boxed{1}" * 50_000,
+    ]
+    + [
+        "\\boxed{" * 100_000 + "}" * 100_000,
+        "<answer>" * 100_000,
+        "</answer>" * 100_000,
+        "\\boxed" * 100_000,
+    ],
 )
 def test_extract_answer_is_linear(middle):
     start = time.process_time()
@@ -788,334 +331,69 @@ def test_extract_answer_is_linear(middle):
     assert time.process_time() - start < 8, "100,000 nested braces took seconds: quadratic?"
 
 
-# ---- equality ---------------------------------------------------------------------------------------------------
+# ---- equality -----------------------------------------------------------------------------------
 
 
-def test_tables_are_large():
-    assert len(table(RIGHT)) >= 200 and len(table(WRONG)) >= 200
-
-
-@pytest.mark.parametrize(("text", "expected"), [(RIGHT, True), (WRONG, False)], ids=["right", "wrong"])
-def test_known_pairs(grader, text, expected):
-    found = verdicts(grader, table(text))
-    assert [pair for pair, value in found.items() if value != expected] == []
-
-
-@needs_data
-def test_every_label_equals_itself_and_its_rewritten_forms(grader):
-    labels = [
-        p.label for name in ("math500.json", "aime2024.json") for p in reward.load_problems(str(DATA / name), "plain")
-    ]
-    rewrites = [
-        lambda x: x,
-        lambda x: f"  {x} ",
-        lambda x: f"${x}$",
-        lambda x: x + ".",
-        lambda x: x.replace("\\frac", "\\dfrac").replace("\\ddfrac", "\\dfrac"),
-        lambda x: x.replace("\\frac", "\\tfrac").replace("\\dtfrac", "\\tfrac"),
-        lambda x: x.replace("(", "\\left(").replace(")", "\\right)").replace("\\left\\left", "\\left"),
-        lambda x: x.replace("\\left", "").replace("\\right", ""),
-        lambda x: x.replace("(", "\\left ( ").replace(")", " \\right ) ") if "\\left" not in x else x,
-        lambda x: re.sub(r"([-+=])", r" \1 ", x),
-        lambda x: re.sub(r"(?<![A-Za-z]) (?![A-Za-z])", "", x) if " \\frac" not in x else x,
-        lambda x: x.replace("^\\circ", "^{\\circ}"),
-        lambda x: x.replace("^\\circ", "°"),
-        lambda x: x.replace("^\\circ", ""),
-        lambda x: x.replace("^\\circ", "\\text{ degrees}"),
-        lambda x: x.replace("\\text", "\\mathrm").replace("\\mbox", "\\text"),
-        lambda x: re.sub(r"\\(?:text|mbox)\{ ?(?:cents|cm|inches|degrees)\}(?:\^2)?", "", x),
-        lambda x: re.sub(r"\^(\d)", r"^{\1}", x),
-        lambda x: re.sub(r"\\frac\{(\d+)\}\{(\d+)\}$", r"\1/\2", x) if not re.search(r"\d\\frac", x) else x,
-        lambda x: x.replace("\\$", "").replace(",\\!", ","),
-        lambda x: x.replace("\\pi", "π").replace("-", "−").replace("\\infty", "∞"),
-        lambda x: f"{x}\\text{{ units}}" if re.fullmatch(r"-?\d+", x) else x,
-        lambda x: f"{int(x):,}" if re.fullmatch(r"-?\d+", x) else x,
-        lambda x: f"{x}.0" if re.fullmatch(r"-?\d+", x) else x,
-        lambda x: f"x = {x}" if "=" not in x and "\\in" not in x else x,
-        finite_decimal,
-    ]
-    pairs = dict.fromkeys((rewrite(label), label) for label in labels for rewrite in rewrites)
-    assert len(labels) == 530 and len(pairs) > 2_300
-    found = verdicts(grader, pairs)
-    assert [pair for pair, value in found.items() if not value] == []
-
-
-def finite_decimal(label):
-    """3/4 as 0.75; a fraction whose decimals never end stays as it is."""
-    match = re.fullmatch(r"(-?)\\d?frac\{(\d+)\}\{(\d+)\}", label)
-    if not match or 10**12 % int(match[3]):
-        return label
-    value = Fraction(int(match[2]), int(match[3])) * (-1 if match[1] else 1)
-    return f"{float(value):.12f}".rstrip("0")
-
-
-@needs_data
-def test_different_labels_differ():
-    """Quick verdicts over a third of all pairs of labels: equal only where they are the same number or text."""
-    labels = sorted({p.label for p in reward.load_problems(str(DATA / "math500.json"), "plain")})
-    squeeze = lambda x: re.sub(r"\\[!$]|[ ,{}]|\\mbox.*|\^\\circ|^x=|_9$", "", x)  # noqa: E731
-    pairs = [(a, b) for a in labels for b in labels if a < b]
-    equal = [pair for pair in pairs[::3] if reward.quick_verdict(*pair)]
-    assert [pair for pair in equal if squeeze(pair[0]) != squeeze(pair[1])] == []
-
-
-def spellings(value, rng):
-    """Many ways to write one rational number; independent of reward.py's own parsing."""
-    sign, top, bottom = "-" if value < 0 else "", abs(value.numerator), value.denominator
-    scale = rng.randint(1, 9)
-    yield f"{sign}\\frac{{{top * scale}}}{{{bottom * scale}}}"
-    yield f"{sign}{top}/{bottom}"
-    yield f"\\dfrac{{{sign}{top}}}{{{bottom}}}"
-    yield f"{sign}\\frac{{{top:,}}}{{{bottom}}}\\text{{ cm}}"
-    if top > bottom > 1:
-        yield f"{sign}{top // bottom}\\frac{{{top % bottom}}}{{{bottom}}}"
-        yield f"{sign}{top // bottom} {top % bottom}/{bottom}"
-    if 10**9 % bottom == 0:
-        digits = f"{top * 10**9 // bottom:010d}"
-        decimal = f"{digits[:-9]}.{digits[-9:]}"
-        yield sign + decimal
-        yield f"{sign}{int(digits[:-9]):,}.{digits[-9:]}"
-        yield sign + decimal.rstrip("0")
-        percent = f"{top * 10**11 // bottom:010d}"
-        yield f"{sign}{percent[:-9]}.{percent[-9:]}\\%"
-    if bottom == 1:
-        yield from (f"{top:,}".join((sign, end)) for end in ("", ".", ".00", " km", "\\text{ apples}"))
-        yield from (f"${value}$", f"x = {value}", f"{sign}\\${top:,}.00", f"{sign}{top}^\\circ")
-
-
-def test_numbers_in_every_spelling():
-    rng = random.Random(2)
-    for _ in range(700):
-        value = Fraction(
-            rng.randint(-(10 ** rng.randint(1, 20)), 10 ** rng.randint(1, 20)), rng.choice([1, 1, 2, 3, 7, 8, 25])
-        )
-        other = value + Fraction(rng.choice([-1, 1]), rng.choice([1, 10, 7]))
-        label = rng.choice(list(spellings(value, rng)))
-        for text in spellings(value, rng):
-            assert reward.quick_verdict(text, label) is True, (text, label)
-        for text in spellings(other, rng):
-            if "%" not in text + label:  # 50% may be 50: a percent sign may be left off
-                assert reward.quick_verdict(text, label) is False, (text, label)
-
-
-def test_integers_of_any_size():
-    big = "9" * 2_400
-    assert reward.quick_verdict(big, f"{int(big):,}"[:0] + big) is True
-    assert reward.quick_verdict("0" + big, big) is True
-    assert reward.quick_verdict(big[:-1] + "8", big) is False
-    assert reward.quick_verdict(f"{10**1_500:,}", f"1{'0' * 1_500}") is True
-    huge = "1" * 10**6  # beyond the cap: only itself
-    assert reward.quick_verdict(huge, huge) is True and reward.quick_verdict(huge, huge + "0") is False
-
-
-def generated(rng):
-    """A text of hostile and of mathematical pieces, or of any code points."""
-    pieces = [
-        "\\boxed{",
-        "{",
-        "}",
-        "<answer>",
-        "</answer>",
-        "\\frac",
-        "\\frac{",
-        "\\sqrt",
-        "^",
-        "_",
-        "^{",
-        "(",
-        ")",
-        "[",
-        "]",
-    ]
-    pieces += [
-        "1",
-        "0",
-        "23",
-        "9" * 50,
-        ",",
-        ".",
-        "%",
-        "\\%",
-        "$",
-        "\\$",
-        "=",
-        "x",
-        "i",
-        "\\pi",
-        "-",
-        "+",
-        "/",
-        "*",
-        "**",
-        "!",
-    ]
-    pieces += [
-        "\\text{",
-        "\\text{ cm}",
-        " cm",
-        "\\left",
-        "\\right",
-        "\\!",
-        " ",
-        "\n",
-        "\\",
-        "\x00",
-        "\ud800",
-        "\u202e",
-        "\u200f",
-    ]
-    pieces += [
-        "\\circ",
-        "^\\circ",
-        "\\in",
-        "A",
-        "(B)",
-        "e5",
-        "E9",
-        "\\begin{pmatrix}",
-        "\\\\",
-        "&",
-        "~",
-        "٣",
-        "½",
-        "\U0001d7d9",
-    ]
-    if rng.random() < 0.15:
-        return "".join(
-            chr(rng.choice([rng.randrange(0x250), rng.randrange(0x110000)])) for _ in range(rng.randint(0, 30))
-        )
-    return "".join(rng.choices(pieces, k=rng.randint(0, 14)))
-
-
-def test_100_000_generated_texts_neither_raise_nor_dawdle():
-    rng, slowest, undecided = random.Random(3), 0.0, 0
-    labels = ["42", "\\frac{1}{2}", "x = 5", "\\text{(C)}", "52_8", "(1,2]", "50\\%", ""]
-    for number in range(100_000):
-        text = generated(rng)
-        start = time.thread_time()
-        answer = reward.extract_answer(f"<answer>\\boxed{{{text}}}</answer>" if number % 2 else text)
-        verdict = reward.quick_verdict(text if answer is None else answer, labels[number % len(labels)])
-        slowest = max(slowest, time.thread_time() - start)
-        undecided += verdict is None
-        assert verdict in (True, False, None) and (answer is None or isinstance(answer, str))
-        assert reward.quick_verdict(text, text) is (text.strip() != ""), "a text equals itself"
-    assert slowest < 5.0 and 0 < undecided < 100_000
-
-
-@pytest.mark.parametrize(
-    "unit", ["9", "{", "\\frac{", "\\text{", " ", "\\", "$", "1,", "1 ", "1/", "x=", "\\!", "=", "√", "^{", "(a", "a "]
-)
-def test_quick_verdict_is_bounded(unit):
-    start = time.process_time()
-    for size in (2_400, 10**6):
-        text = unit * (size // len(unit))
-        for pair in ((text, "42"), ("42", text), (text, text + "1"), (text, text)):
-            reward.quick_verdict(*pair)
-    assert time.process_time() - start < 8
-
-
-# ---- grading processes ------------------------------------------------------------------------------------------
-
-# they use up any time they get
-DEADLY = ["10^{10^{10}}", "999999999!", "(" * 1000 + "x" + ")" * 1000]
-HOSTILE = DEADLY + [
-    *(
-        "9**9**9",
-        "9^{9^{9}}",
-        "2^{2^{2^{2^{2^{2}}}}}",
-        "10^{10^{10}}!",
-        "(10^9)!",
-        "\\binom{10^9}{5*10^8}",
-        "3!!!!!!!",
-        "((((3!)!)!)!)!",
-    ),
-    *("{" * 100_000 + "}" * 100_000, "9" * 10**6, "9" * 2_400, "0." + "3" * 2_400, "1" * 2000 + "/" + "7" * 400),
-    *("\x00", "4\x002", "\ud800", "\ud83d5", "\u200f\u202e5x", "\udfff" * 2_000, "\U0001d7d9" * 2_000),
-    *(
-        "\\frac{" * 400,
-        "\\sqrt{" * 300 + "2" + "}" * 300,
-        "x^" * 500 + "x",
-        "a+" * 900 + "a",
-        "[0,1]\\cup" * 80 + "[0,1]",
-    ),
-    *("\\operatorname{eye}(100000)", "\\operatorname{zeros}(100000,100000)", "(x+1)^{1000000}", "(x+y+z)^{500}"),
-    *("1e999999999x", "1E999999999", "1E99999", "\\sum_{k=1}^{10^{9}} \\frac{1}{k}", "\\prod_{k=1}^{10^{6}} k"),
-    *("\\lim_{x \\to 0} \\frac{\\sin x}{x}", "\\int_0^{1} e^{-x^2} \\sin(x^3) dx", "1," * 1_200, "\\pm" * 100 + "1"),
-    *("\\left\\lfloor " * 100, "|" * 500, "\\sin" * 200 + "x", "\\{" * 400, "=" * 500, "<" * 500, "\\boxed{" * 300),
-]
-
-
-def payloads(target):
-    code = f"__import__('os').system('touch {target}')"
-    quoted = f"open('{target}','w')"
-    return [
-        *(code, quoted, f"\\text{{{code}}}", f"\\operatorname{{{code}}}", f"x_{{{code}}}", f"1e5+{code}", f"({code})"),
-        *(f"\\frac{{{code}}}{{2}}", f"eval({code!r})", f"lambda: {code}", f"5;{code}", f"5\n{code}", f"[{code}]"),
-        *(f"\\sum_{{k=0}}^{{\\infty}} \\frac{{1}}{{k!(k+\\text{{{code}}})}}", f"\\prod_{{\\text{{{code}}}=1}}^5 2"),
-        *(
-            "().__class__.__base__.__subclasses__()",
-            f"f(x)={code}",
-            f"\\mathrm{{{quoted}}}",
-            f"5 {quoted}",
-            f"Symbol({code})",
-        ),
-    ]
-
-
-def test_nothing_is_executed(tmp_path):
-    target = tmp_path / "executed"
-    with reward.Grader(workers=2, cpu_seconds=2.0) as grader:
-        found = verdicts(
-            grader, [pair for text in payloads(target) for pair in ((text, "x+1"), ("x+1", text), (text, text + "+1"))]
-        )
-        assert not any(found.values())
-    assert not target.exists() and not (ROOT / "executed").exists()
-
-
-def test_no_text_of_a_check_is_ever_compiled():
-    """The audit hook sees whatever eval, exec or compile are given. zqz: a name that only the checks hold."""
-    code = """import sys, reward
-def hook(event, args):
-    if event == "compile" and b"zqz" in (args[0] if isinstance(args[0], bytes) else str(args[0]).encode()):
-        sys.stderr.write(f"compiled: {args[0]!r}")
-    elif event == "exec" and "zqz" in repr((args[0].co_names, args[0].co_consts, args[0].co_varnames)):
-        sys.stderr.write(f"executed: {args[0]!r}")
-sys.addaudithook(hook)
-reward.serve(5.0)"""
-    hidden = ["\\text{zqz}", "\\text{zqz(1)}", "z_{zqz}", "\\operatorname{zqz}(2)", "\\text{a;zqz}", "zqz"]
-    forms = [
-        "\\sum_{{k=0}}^{{\\infty}} \\frac{{1}}{{k!(k+{0})}}",
-        "\\sum_{{{0}=1}}^{{\\infty}} \\frac{{1}}{{{0}^2}}",
-        "{0}",
-        "1.5{0}",
-    ]
-    forms += [
-        "\\int_0^1 {0} x dx",
-        "\\frac{{1}}{{{0}}}",
-        "3,5{0}",
-        "x_{0}",
-        "{0}(3)",
-        "\\lim_{{x \\to 0}} {0}x",
-        "{0} > 2",
-        "{0}^2=4",
-    ]
-    pairs = [(form.format(name), "\\pi") for form in forms for name in hidden]
-    lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, input=lines, capture_output=True, text=True, timeout=200
+def test_is_equiv_works_alone_and_in_a_forked_child():
+    assert (
+        reward.is_equiv("\\frac{1}{2}", "0.5")
+        and reward.is_equiv("2x", "x+x")
+        and not reward.is_equiv("2x", "x")
     )
-    assert (done.stderr, done.returncode, len(done.stdout)) == ("", 0, 1 + len(pairs))
+    pid = os.fork()
+    if pid == 0:  # the child must use processes of its own
+        os._exit(0 if reward.is_equiv("3x", "x+2x") and not reward.is_equiv("3x", "4x") else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert reward.is_equiv("5x", "x+4x")
 
 
-@pytest.mark.slow
-def test_every_hostile_text_is_survived():
-    with reward.Grader(workers=2, cpu_seconds=1.0) as grader:
-        pairs = [
-            pair for text in HOSTILE for pair in ((text, "2x+\\sqrt{3}"), ("2x+\\sqrt{3}", text), (text + "+1", "7x"))
-        ]
-        assert not any(verdicts(grader, pairs).values())
-        assert grader.counts["wall_timeouts"] == 0
-        assert reward.is_equiv("x+1", "1+x")
+def test_is_equiv_works_in_threads():
+    """They once shared a table of verdicts: errors, and other pairs' verdicts."""
+    pairs = [(f"{n}x", f"x+{n - 1 + n % 2}x") for n in range(2, 62)]
+    pairs += [(f"{n}", f"{n}.{n % 2}") for n in range(60)]
+    with futures.ThreadPoolExecutor(4) as threads:
+        assert (
+            list(threads.map(lambda pair: reward.is_equiv(*pair), pairs))
+            == [n % 2 == 0 for n in range(60)] * 2
+        )
+
+
+# ---- grading ------------------------------------------------------------------------------------
+
+
+def test_reward_needs_a_stop_an_answer_and_equality():
+    with reward.Grader() as grader:
+        grader.submit("right", boxed("\\frac{1}{2}"), "stop", "0.5")
+        grader.submit("truncated", boxed("\\frac{1}{2}"), "length", "0.5")
+        grader.submit("wrong", boxed("\\frac{1}{3}"), "stop", "0.5")
+        grader.submit("none", "I do not know</answer>", "stop", "0.5")
+        grader.submit("unclosed", "<answer>\\boxed{0.5}", "stop", "0.5")
+        grader.submit("empty", boxed(""), "stop", "0.5")
+        grader.submit(("any", "key"), boxed("2x"), "stop", "x+x")
+        grader.submit("number", boxed("72"), "stop", 72)
+        found = grader.results()
+        assert (
+            found == {key: float(key in ("right", "number", ("any", "key"))) for key in found}
+            and len(found) == 8
+        )
+        assert grader.results() == {}
+
+
+def test_submit_returns_at_once_and_equal_pairs_share_a_check():
+    with reward.Grader(workers=1, cpu_seconds=1.0) as grader:
+        for number in range(64):
+            grader.submit(number, boxed("999999999!"), "stop", "x+1")
+            grader.submit(100 + number, boxed("1+x"), "stop", "x+1")
+            assert grader.pending(0)
+        found = grader.results()
+        assert [found[i] for i in range(64)] == [0.0] * 64 and [
+            found[100 + i] for i in range(64)
+        ] == [1.0] * 64
+        assert (
+            grader.counts["symbolic"] == 2
+            and grader.counts["checks"] == 128
+            and grader.counts["cpu_timeouts"] == 1
+        )
 
 
 def test_check_that_uses_up_its_cpu_time_is_0_counted_and_the_process_replaced():
@@ -1138,8 +416,8 @@ def test_check_that_uses_up_its_cpu_time_is_0_counted_and_the_process_replaced()
 def only_process(grader):
     grader.compare("start it", "x+1", "1+x")
     assert grader.results() == {"start it": 1.0}
-    (process,) = grader.processes
-    return process
+    (worker,) = [worker for worker in grader.workers if worker.process]
+    return worker.process
 
 
 def test_hung_process_is_killed_replaced_and_counted():
@@ -1153,7 +431,11 @@ def test_hung_process_is_killed_replaced_and_counted():
         grader.compare("next", "x+3", "3+x")
         assert grader.results() == {"next": 1.0}
         assert process.returncode == -signal.SIGKILL
-        assert (grader.counts["wall_timeouts"], grader.counts["cpu_timeouts"], grader.counts["crashes"]) == (1, 0, 0)
+        assert (
+            grader.counts["wall_timeouts"],
+            grader.counts["cpu_timeouts"],
+            grader.counts["crashes"],
+        ) == (1, 0, 0)
 
 
 def waiting(pipe):
@@ -1165,14 +447,20 @@ def test_crashed_process_is_replaced_and_counted():
     with reward.Grader(workers=1) as grader:
         process = only_process(grader)
         os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # before that it may still take what is written, then stop
+        os.waitid(
+            os.P_PID, process.pid, os.WSTOPPED
+        )  # before that it may still take what is written, then stop
         grader.compare("crashed", "x+2", "2+x")
         grader.compare("next", "x+3", "3+x")
         while not waiting(process.stdin):  # else it dies idle, which costs no verdict
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         assert grader.results() == {"crashed": 0.0, "next": 1.0}
-        assert (grader.counts["wall_timeouts"], grader.counts["cpu_timeouts"], grader.counts["crashes"]) == (0, 0, 1)
+        assert (
+            grader.counts["wall_timeouts"],
+            grader.counts["cpu_timeouts"],
+            grader.counts["crashes"],
+        ) == (0, 0, 1)
 
 
 def test_process_that_died_idle_costs_no_verdict():
@@ -1186,11 +474,20 @@ def test_process_that_died_idle_costs_no_verdict():
 
 def test_process_that_cannot_start_is_an_error(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/nonexistent")
-    monkeypatch.setattr(reward.sys, "executable", "/bin/false")
+    monkeypatch.setattr(equal.sys, "executable", "/bin/false")
     with reward.Grader(workers=1) as grader:
         grader.compare("any", "x+3", "3+x")
-        with pytest.raises(reward.RewardError, match="--worker"):
+        with pytest.raises(UserError, match="--worker"):
             grader.results()
+
+
+def test_signals_of_the_terminal_leave_the_process_alone():
+    with reward.Grader(workers=1) as grader:
+        process = only_process(grader)
+        os.kill(process.pid, signal.SIGINT)
+        grader.compare("next", "x+3", "3+x")
+        assert grader.results() == {"next": 1.0} and grader.counts["crashes"] == 0
+        assert only_process(grader) is process
 
 
 def alive(pid):
@@ -1211,56 +508,27 @@ def test_close_leaves_no_process_even_of_a_running_check():
     with reward.Grader(workers=2, cpu_seconds=60.0) as grader:
         for number, text in enumerate(DEADLY):
             grader.compare(number, text, "2x+1")
-        while len(grader.processes) < 2:
+        while not all(worker.process for worker in grader.workers):
             time.sleep(0.05)
-        pids = [process.pid for process in grader.processes]
+        pids = [worker.process.pid for worker in grader.workers]
     assert gone(pids)
 
 
-@pytest.mark.parametrize(("end", "cpu_seconds"), [("os.kill(os.getpid(), 9)", 60.0), ("raise RuntimeError", 1.0)])
+@pytest.mark.parametrize(
+    ("end", "cpu_seconds"), [("os.kill(os.getpid(), 9)", 60.0), ("raise RuntimeError", 1.0)]
+)
 def test_processes_end_with_their_parent(end, cpu_seconds):
     code = f"""import os, sys, reward
 grader = reward.Grader(1, cpu_seconds={cpu_seconds})
 grader.compare(0, "x+1", "1+x")
 grader.results()
 grader.compare(1, "999999999!", "x+1")
-print(*[process.pid for process in grader.processes], flush=True)
+print(grader.workers[0].process.pid, flush=True)
 {end}"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode != 0 and gone([int(done.stdout)])
-
-
-def test_signals_of_the_terminal_leave_the_process_alone():
-    with reward.Grader(workers=1) as grader:
-        process = only_process(grader)
-        os.kill(process.pid, signal.SIGINT)
-        grader.compare("next", "x+3", "3+x")
-        assert grader.results() == {"next": 1.0} and grader.counts["crashes"] == 0 and process in grader.processes
-
-
-def test_reward_needs_a_stop_an_answer_and_equality(grader):
-    grader.submit("right", boxed("\\frac{1}{2}"), "stop", "0.5")
-    grader.submit("truncated", boxed("\\frac{1}{2}"), "length", "0.5")
-    grader.submit("wrong", boxed("\\frac{1}{3}"), "stop", "0.5")
-    grader.submit("none", "I do not know</answer>", "stop", "0.5")
-    grader.submit("unclosed", "<answer>\\boxed{0.5}", "stop", "0.5")
-    grader.submit("empty", boxed(""), "stop", "0.5")
-    grader.submit(("any", "key"), boxed("2x"), "stop", "x+x")
-    grader.submit("number", boxed("72"), "stop", 72)
-    found = grader.results()
-    assert found == {key: float(key in ("right", "number", ("any", "key"))) for key in found} and len(found) == 8
-    assert grader.results() == {}
-
-
-def test_submit_returns_at_once_and_equal_pairs_share_a_check():
-    with reward.Grader(workers=1, cpu_seconds=1.0) as grader:
-        for number in range(64):
-            grader.submit(number, boxed("999999999!"), "stop", "x+1")
-            grader.submit(100 + number, boxed("1+x"), "stop", "x+1")
-            assert grader.pending(0)
-        found = grader.results()
-        assert [found[i] for i in range(64)] == [0.0] * 64 and [found[100 + i] for i in range(64)] == [1.0] * 64
-        assert grader.counts["symbolic"] == 2 and grader.counts["checks"] == 128 and grader.counts["cpu_timeouts"] == 1
 
 
 def test_slow_check_does_not_hold_up_the_others():
@@ -1269,71 +537,29 @@ def test_slow_check_does_not_hold_up_the_others():
         grader.compare("slow", "999999999!", "x+1")
         for number in range(30):
             grader.compare(number, f"x+{number}", f"{number}+x")
-        quick = [grader.verdicts[pair] for key, pair in grader.pairs.items() if key != "slow"]
-        assert all(v if isinstance(v, bool) else v.result(timeout=100) for v in quick)
-        assert not grader.verdicts["999999999!", "x+1"].done()
+        slow = grader.running.pop(("999999999!", "x+1"))
+        assert len(grader.running) + len(grader.verdicts) == 30
+        assert all(check.result(timeout=100) for check in grader.running.values())
+        assert all(grader.verdicts.values())
+        assert not slow.done()
 
 
-def symbolic_pairs(count):
-    """Right and wrong pairs that only sympy can tell, each different."""
-    forms = [
-        ("{a}(x+{b})", "{a}x+{ab}", "{a}x+{b}"),
-        ("\\sqrt{{{b}}}+{a}", "{a}+\\sqrt{{{b}}}", "{b}+\\sqrt{{{a}}}"),
-        ("\\frac{{{a}\\pi}}{{{b}}}", "{a}\\pi/{b}", "{b}\\pi/{a}"),
-        ("(x+{a})^2", "x^2+2*{a}x+{a}^2", "x^2+{a}^2"),
-        ("({a}, {ab}]", "({a}, {b}*{a}]", "[{a}, {ab}]"),
-        ("{a}, {b}\\sqrt2", "{b}\\sqrt2, {a}", "{a}, {a}\\sqrt2"),
-    ]
-    pairs = []
-    for number in range(count):
-        label, right, wrong = forms[number % len(forms)]
-        values = {"a": number // len(forms) + 2, "b": number // len(forms) + 5}
-        values["ab"] = values["a"] * values["b"]
-        pairs.append(((right if number % 2 else wrong).format(**values), label.format(**values), number % 2 == 1))
-    return pairs
-
-
-@pytest.mark.parametrize(("count", "many"), [(210, 8), pytest.param(8192, 16, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "many"), [(210, 8), pytest.param(8192, 16, marks=pytest.mark.long)]
+)
 def test_verdicts_do_not_depend_on_load(count, many):
-    """ORZ loses right answers when checks queue up: 1 process, and many that share two cores, must agree."""
+    """ORZ loses right answers when checks queue up. Here one process and many must agree."""
     pairs = symbolic_pairs(count)
     expected = {(text, label): right for text, label, right in pairs}
     for workers in (1, many):
         with reward.Grader(workers) as grader:
             assert verdicts(grader, expected) == expected
-            assert grader.counts["symbolic"] == len(pairs) and sum(grader.counts.values()) == 2 * len(pairs)
+            assert grader.counts["symbolic"] == len(pairs) and sum(
+                grader.counts.values()
+            ) == 2 * len(pairs)
 
 
-def test_verdict_does_not_depend_on_the_checks_before(grader):
-    pairs = [pair[:2] for pair in symbolic_pairs(60)]
-    assert verdicts(grader, pairs) == verdicts(grader, pairs[::-1])
-
-
-def test_is_equiv_alone_and_in_a_forked_child():
-    assert reward.is_equiv("\\frac{1}{2}", "0.5") and reward.is_equiv("2x", "x+x") and not reward.is_equiv("2x", "x")
-    pid = os.fork()
-    if pid == 0:  # the child must use processes of its own
-        os._exit(0 if reward.is_equiv("3x", "x+2x") and not reward.is_equiv("3x", "4x") else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert reward.is_equiv("5x", "x+4x")
-
-
-def test_is_equiv_in_threads():
-    """They once shared a table of verdicts: errors, and other pairs' verdicts."""
-    pairs = [(f"{n}x", f"x+{n - 1 + n % 2}x") for n in range(2, 62)]
-    pairs += [(f"{n}", f"{n}.{n % 2}") for n in range(60)]
-    with futures.ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(lambda pair: reward.is_equiv(*pair), pairs)) == [n % 2 == 0 for n in range(60)] * 2
-
-
-def test_worker_alone():
-    lines = "".join(json.dumps(pair) + "\n" for pair in [("2x", "x+x"), ("2x", "3x"), ("\ud800", "x"), ("(" * 99, "x")])
-    command = [sys.executable, str(ROOT / "reward.py"), "--worker"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=200)
-    assert (done.stdout, done.stderr, done.returncode) == ("r1000", "", 0)
-
-
-# ---- text metrics -----------------------------------------------------------------------------------------------
+# ---- text metrics -------------------------------------------------------------------------------
 
 
 def slow_repetition(text):
@@ -1342,7 +568,7 @@ def slow_repetition(text):
     return sum(gram in grams[:i] for i, gram in enumerate(grams)) / len(grams) if grams else 0.0
 
 
-def test_text_metrics():
+def test_text_metrics_are_the_repeated_4_grams_and_the_second_thoughts():
     text = "Wait, let me recheck. However, I retry; ALTERNATIVELY, wait what? however"
     assert reward.text_metrics(text) == {"repetition": 0.0, "reflection": 5.0}
     assert reward.text_metrics("") == {"repetition": 0.0, "reflection": 0.0}

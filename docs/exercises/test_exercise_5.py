@@ -1,8 +1,10 @@
 """Exercise 5: a small reward for the form. Red until reward.py gives it."""
+
 import os
 import sys
 
-sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))  # where the reward.py under test lies
+# Here lies the reward.py under test.
+sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import reward  # noqa: E402
 
 

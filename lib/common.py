@@ -1,0 +1,185 @@
+"""What the ranks of a run do together: the process group, signals, gathering. And the one error.
+
+It imports torch and the standard library alone, so that a stage can be copied together with it.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import signal
+import socket
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = datetime.timedelta(minutes=30)  # then a silent rank is given up
+LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class UserError(Exception):
+    """What the user can mend: one line that says what, where and what to do. Exit code 2."""
+
+
+class Stopped(Exception):
+    """All ranks have agreed to save and leave."""
+
+
+def hash64(*parts) -> int:
+    """A seed in [0, 2**63) from any printable parts; the same on every machine and Python run."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def gather(value) -> list:
+    """`value` of every rank, in rank order. A collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def print0(*words) -> None:
+    """Prints on rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def tell_once(store: dist.Store | None, text: str) -> None:
+    """Prints an error that several ranks may have: the rank that comes first prints it."""
+    try:
+        is_first = store is None or store.add("told", 1) == 1
+    except RuntimeError:
+        # The store has gone with rank 0, which has told it then.
+        is_first = False
+    if is_first:
+        print(text, file=sys.stderr, flush=True)
+
+
+def start_distributed() -> tuple[int, int, torch.device, dist.Store]:
+    """Joins the process group that `accelerate launch` laid out, or makes a group of one.
+
+    Returns rank, world size, device, and a key-value store through which ranks can speak outside of
+    collectives. It comes before any engine: vLLM joins the same group and, on a CPU, keeps the
+    number of threads that it finds. Raises UserError.
+    """
+    if "RANK" not in os.environ:
+        return start_alone()
+    missing = [name for name in LAUNCHER_NAMES if name not in os.environ]
+    if missing:
+        names = ", ".join(missing)
+        raise UserError(f"RANK is set, but not {names}: use `accelerate launch`, or set them all")
+    world = int(os.environ["WORLD_SIZE"])
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    address = os.environ["MASTER_ADDR"]
+    if ranks_here < world:
+        announce_interface(address)
+    device = choose_device(ranks_here)
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
+    except dist.DistError as error:
+        place = f"{address}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"cannot meet the other ranks at {place}: {one_line(error)}") from error
+    join_group(device, store, rank, world)
+    return rank, world, device, dist.PrefixStore("nanoorz", store)
+
+
+def start_alone() -> tuple[int, int, torch.device, dist.Store]:
+    """A process group of one: a plain `accelerate launch train.py` sets none of the names."""
+    # vLLM and DeepSpeed ask for these names. Nobody connects to the port of a group of one.
+    os.environ |= dict(zip(LAUNCHER_NAMES, ("0", "0", "1", "127.0.0.1", "0")))
+    device = choose_device(1)
+    store = dist.HashStore()
+    join_group(device, store, 0, 1)
+    return 0, 1, device, dist.PrefixStore("nanoorz", store)
+
+
+def join_group(device: torch.device, store: dist.Store, rank: int, world: int) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+
+
+def choose_device(ranks_here: int) -> torch.device:
+    """This rank's GPU; on a machine without one the CPU, with this rank's share of its cores."""
+    if not torch.cuda.is_available():
+        # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        return torch.device("cpu")
+    cards = torch.cuda.device_count()
+    if ranks_here > cards:
+        raise UserError(f"{ranks_here} ranks and {cards} GPU(s) here: lower --num_processes")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def announce_interface(master: str) -> None:
+    """Tells gloo and vLLM which of our addresses the other machines can reach.
+
+    Left alone they look up the host's own name, which often resolves to 127.0.1.1.
+    """
+    import psutil
+
+    interface_of = {}
+    for interface, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            interface_of[entry.address] = interface
+    # On the first machine the way to MASTER_ADDR is the loopback: there, ask for the way out.
+    for target in (master, "192.0.2.1"):
+        address = address_towards(target)
+        if address in interface_of and not address.startswith("127."):
+            os.environ.setdefault("VLLM_HOST_IP", address)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of[address])
+
+
+def address_towards(target: str) -> str | None:
+    """Our own address on the route to `target`. Connecting a UDP socket sends nothing."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))
+        return probe.getsockname()[0]
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks, at most 400 characters of it."""
+    return " ".join(str(error).split())[:400]
+
+
+class Signals:
+    """SIGTERM, SIGINT or SIGUSR1 on any rank stops the run on all ranks.
+
+    The news travels through a key-value store, since the other ranks may be deep in their own
+    sampling. A second SIGINT ends this process at once.
+    """
+
+    def __init__(self, store: dist.Store):
+        self.store = store
+        self.asked = False
+        self.interrupted = False
+        self.next_look = 0.0  # s
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.handle)
+
+    def handle(self, number, frame) -> None:
+        if number == signal.SIGINT:
+            if self.interrupted:
+                os._exit(130)
+            self.interrupted = True
+        self.asked = True
+
+    def poll(self) -> bool:
+        """For inner loops: has any rank been asked to stop? Looks at the store twice a second."""
+        if self.asked:
+            self.store.set("stop", "1")
+        elif time.monotonic() > self.next_look:
+            self.next_look = time.monotonic() + 0.5
+            # An assignment of what the store says would undo a signal that arrives meanwhile.
+            if self.store.check(["stop"]):
+                self.asked = True
+        return self.asked
+
+    def agree(self) -> None:
+        """A collective: raises Stopped on every rank if any was asked."""
+        if any(gather(self.poll())):
+            raise Stopped

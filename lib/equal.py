@@ -1,0 +1,392 @@
+r"""Are two answers the same? The rules that decide, and the worker process that may die of it.
+
+`quick_verdict` applies cheap rules in linear time. What they leave open is algebra, which
+`symbolic_verdict` leaves to math-verify. That may hang, crash or eat memory, so it runs in worker
+processes (`Worker` is one as its parent sees it, `serve` is what it does).
+
+Of math-verify only the grammar and `verify` are used. Its `parse`, which Open-Reasoner-Zero calls,
+takes m, h, c and ab for units (2m = 2), lower-cases symbols (R^2 - r^2 = 0) and gives plain
+expressions to sympy's parse_expr, which evaluates them. Model text must never be evaluated.
+
+A worker alone: `echo '["2x", "x+x"]' | python lib/equal.py --worker 5` prints r1.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from fractions import Fraction
+from multiprocessing.connection import wait
+from subprocess import PIPE, Popen
+
+# A longer answer equals only itself. A shorter one fits, as JSON, into a pipe's 64 KB.
+MAX_TEXT = 2_500  # characters
+
+# ---- spellings: different ways to write the same thing, brought to one -------------------------
+
+LATEX = {
+    "−": "-",
+    "–": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "°": r"^\circ ",
+    "∪": r"\cup ",
+    "²": "^2",
+    "³": "^3",
+}
+UNICODE_TO_LATEX = str.maketrans(LATEX)
+
+# Applied in this order. No pattern nests repeats, so each is linear in the text.
+REWRITES = (
+    # Zero-width and right-to-left marks say nothing.
+    (r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]", ""),
+    # Neither do sizes of brackets, negative spaces, dollar signs and the style of display.
+    (
+        r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])",
+        "",
+    ),
+    (r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$", r"\1"),
+    (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
+    (r"\\(?:mathrm|mathbf|mathit|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
+    (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])|\\degree(?![A-Za-z])", ""),
+    (r"\\%| ?\\text\{ ?(?:percent|\\?%) ?\}| ?(?<![A-Za-z])percent(?![A-Za-z])", "%"),
+    (r",? ?\\text\{ ?(?:or|and) ?\} ?|,? (?:or|and) ", ", "),
+    (r"√ ?([0-9]+|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\(frac|sqrt) ?([0-9A-Za-z])", r"\\\1{\2}"),
+    (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z])", r"\1{\2}"),
+    (r"([\^_]) ?\{ ?([0-9A-Za-z]) ?\}", r"\1\2"),
+    # "3 1/2" and "1, 234" keep their spaces, because they are not 31/2 and 1234.
+    (r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])", ""),
+)
+
+DIGITS = (
+    r"(?:(?:[1-9][0-9]{0,2}(?:(?:[, ]|\{,\})[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3})?"
+)
+FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
+NUMBER = re.compile(
+    r"[£€]?(?P<sign>[+-]?) ?[£€]?(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
+    rf"(?P<top>[+-]?{DIGITS})(?:/(?P<bottom>[+-]?{DIGITS}))?(?P<percent>%?)"
+)
+
+# Behind a number, the field leaves off a \text{} that does not change the value, and common units.
+CHANGES_THE_VALUE = (
+    r"[0-9]|\b(?:is|if|when|or|for|not|than|mod|base|half|more|less|least|most|dozen|hundred|"
+    r"thousand|[mbt]r?illion)\b"
+)
+UNIT = (
+    r"[mck]m|in|inch|f(?:oo|ee)?t|yard|mile|[a-z]*met(?:er|re)|[mk]g|(?:kilo)?gram|lb|pound|ml|"
+    r"lit(?:er|re)|sec|second|min|minute|hr|hour|day|week|month|year|deg|degree|mph|dollar|cent|"
+    r"unit|point|way|people"
+)
+UNITS = re.compile(
+    r"(?: ?(?<=[0-9A-Za-z})% ])\\text\{(?![^{}]*(?:" + CHANGES_THE_VALUE + r"))[^{}]*\}"
+    r"|(?<=[0-9} ])(?:(?:square|sq\.?|cubic) )?(?:" + UNIT + r")(?:e?s)?)(?:\^[23])? ?$"
+)
+
+EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
+# x =, f(x) =, A_1 =, f^{-1}(x) =, \theta =, \text{Area} =, (a, b) =, n \in
+NAME = re.compile(
+    r"\(?[A-Za-z\\](?:[A-Za-z\\,'() ]|_\w|(?:(?<=text)|[\^_])\{[^{}]*\})*"
+    rf"(?:{EQUALS.pattern}) ?"
+)
+NUMERAL = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?(?:_\{?(?P<base>[0-9]+)\}?)?")
+
+
+def prepare(predicted: str, label: str) -> tuple[str, str]:
+    """Both sides in one spelling, without a name for the answer that they share."""
+    return drop_name(respell(predicted), respell(label))
+
+
+def respell(text: str) -> str:
+    text = text.strip().translate(UNICODE_TO_LATEX)
+    for pattern, replacement in REWRITES:
+        text = re.sub(pattern, replacement, text)
+    return text.strip().rstrip(" .,;:")
+
+
+def drop_name(predicted: str, label: str) -> tuple[str, str]:
+    r"""In "x = 5" and "x \in S" the name goes, if the other side has the same name or none."""
+    names = set()
+    for side in (predicted, label):
+        name = NAME.match(side)
+        if name:
+            names.add(name[0])
+        elif EQUALS.search(side):
+            return predicted, label
+    if len(names) != 1:
+        return predicted, label
+    # The name may come again: "x=1, x=2" becomes "1, 2".
+    name = re.compile(rf"(?<![^, ]){re.escape(names.pop())}")
+    return name.sub("", predicted), name.sub("", label)
+
+
+def parse_number(text: str) -> tuple[Fraction, Fraction] | None:
+    """The exact value of an integer, decimal, fraction or mixed number, or None.
+
+    It comes twice, because a percent sign may be meant or left off: 50% is (50, 1/2), 5 is (5, 5).
+    """
+    text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
+    number = NUMBER.fullmatch(text.strip().replace("- ", "-"))
+    if not number:
+        return None
+    bottom = parse_digits(number["bottom"] or "1")
+    if bottom == 0:
+        return None
+    value = parse_digits(number["whole"] or "0") + parse_digits(number["top"]) / bottom
+    if number["sign"] == "-":
+        value = -value
+    if number["percent"]:
+        return value, value / 100
+    return value, value
+
+
+def parse_digits(text: str) -> Fraction:
+    return Fraction(re.sub("[, {}]", "", text))
+
+
+# ---- the quick rules: each returns True, False, or None where it has nothing to say -------------
+
+
+def quick_verdict(predicted: str, label: str) -> bool | None:
+    """The verdict of the first rule that has one, in linear time. None: only algebra can tell."""
+    if predicted.strip() == label.strip():
+        return label.strip() != ""
+    if max(len(predicted), len(label)) > MAX_TEXT:
+        return False
+    predicted, label = prepare(predicted, label)
+    verdict = same_number(predicted, label)
+    if verdict is not None:
+        return verdict
+    predicted = unwrap_text(predicted)
+    label = unwrap_text(label)
+    for rule in (same_text, same_choice, same_in_base, same_word, not_algebra):
+        verdict = rule(predicted, label)
+        if verdict is not None:
+            return verdict
+    return None
+
+
+def same_number(predicted: str, label: str) -> bool | None:
+    """Numbers are compared exactly. A percent sign may be left off: 50% is 0.5, and it is 50."""
+    number = parse_number(predicted)
+    label_number = parse_number(label)
+    if not number or not label_number:
+        return None
+    return number[0] == label_number[0] or number[1] == label_number[1]
+
+
+def unwrap_text(text: str) -> str:
+    r"""The words of \text{words} alone, and no spaces behind commas."""
+    return re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(", ", ",").strip()
+
+
+def same_text(predicted: str, label: str) -> bool | None:
+    """Equal texts are equal, but nothing equals an empty one."""
+    if not predicted or not label:
+        return False
+    if predicted == label:
+        return True
+    return None
+
+
+def same_choice(predicted: str, label: str) -> bool | None:
+    """A label of one letter, as in GPQA: C may be given as "C", "(C)" or "C. 12 m"."""
+    choice = re.fullmatch(r"\(?([A-J])\)?", label)
+    given = re.match(r"\(?([A-Ja-j])(?:[.:)](?!\()|$)", predicted)
+    if not choice or not given:
+        return None
+    return choice[1] == given[1].upper()
+
+
+def same_in_base(predicted: str, label: str) -> bool | None:
+    """Numerals like 52_8: one side may leave the base off, but it may not name another one."""
+    numeral = NUMERAL.fullmatch(predicted)
+    label_numeral = NUMERAL.fullmatch(label)
+    if not numeral or not label_numeral:
+        return None
+    bases = {numeral["base"], label_numeral["base"]} - {None}
+    if not bases:
+        return None
+    return numeral["digits"] == label_numeral["digits"] and len(bases) == 1
+
+
+def same_word(predicted: str, label: str) -> bool | None:
+    """Words are compared without case. Up to three letters may be a product, like abc."""
+    word = re.fullmatch(r"[A-Za-z' -]{4,}|[Yy]es|[Nn]o", label)
+    given = re.fullmatch(r"[A-Za-z' -]+", predicted)
+    if not word or not given:
+        return None
+    return predicted.casefold() == label.casefold()
+
+
+def not_algebra(predicted: str, label: str) -> bool | None:
+    """False for what algebra would get wrong; it is the last rule."""
+    # An equation is not a value.
+    if bool(EQUALS.search(predicted)) != bool(EQUALS.search(label)):
+        return False
+    # The grammar of math-verify drops the base of a numeral.
+    if re.search("[0-9]_", predicted + label):
+        return False
+    return None
+
+
+# ---- algebra: only in a process that may die ---------------------------------------------------
+
+
+def symbolic_verdict(predicted: str, label: str) -> bool:
+    """Equality by math-verify with the label as gold. It may raise, hang or eat memory.
+
+    `verify` is not asked the other way round, where it takes 2, 1 for (1, 2). What that would
+    find is found by `prepare` (x = 5) and by allow_set_relation_comp (x > 5).
+    """
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify import verify
+
+    spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    symbols = ConversionConfig(lowercase_symbols=False)
+    expressions = []
+    for text in prepare(predicted, label):
+        if re.search("[0-9]", text):
+            text = UNITS.sub("", text)
+        # 3,125 is a number, but (3,125) is a pair.
+        comma = ", "
+        if parse_number(text) is not None:
+            comma = ""
+        text = text.replace(",", comma)
+        # An i of its own is the imaginary unit.
+        text = re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text)
+        text = normalize_latex(text, spelling)
+        expression = latex2sympy(
+            text, is_real=True, normalization_config=None, conversion_config=symbols
+        )
+        expressions.append(expression)
+    answer, gold = expressions
+    # With 60 digits instead of the default of 15, numbers below 1e-15 are not all 0.
+    return verify(
+        gold, answer, numeric_precision=60, allow_set_relation_comp=True, timeout_seconds=None
+    )
+
+
+class Worker:
+    """A worker process as its parent sees it. It starts at the first question, and anew if lost."""
+
+    def __init__(self, cpu_seconds: float):
+        self.cpu_seconds = cpu_seconds
+        self.process = None
+
+    def ask(self, predicted: str, label: str, wall_seconds: float) -> str:
+        """The answer, "equal" or "different", or else how the process was lost.
+
+        That is "cpu_timeouts", "wall_timeouts" or "crashes". Raises ChildProcessError if no
+        process can be started.
+        """
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        reply = b""
+        with contextlib.suppress(BrokenPipeError):
+            # JSON in ASCII lets unpaired surrogates pass.
+            self.process.stdin.write(json.dumps([predicted, label]).encode() + b"\n")
+            if not wait([self.process.stdout], wall_seconds):
+                self.kill()
+                return "wall_timeouts"
+            reply = self.process.stdout.read(1)
+        if reply == b"1":
+            return "equal"
+        if reply == b"0":
+            return "different"
+        self.kill()
+        if self.process.returncode == -signal.SIGPROF:
+            return "cpu_timeouts"
+        return "crashes"
+
+    def start(self) -> None:
+        """Waits until the process is ready, so that its imports count against no check."""
+        command = [sys.executable, os.path.abspath(__file__), "--worker", str(self.cpu_seconds)]
+        # The order of terms in sympy follows the hashes of texts.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)
+        if self.process.stdout.read(1) != b"r":
+            raise ChildProcessError(f"{' '.join(command)} ended before its first check")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with self.process:  # closes its pipes and waits for it
+                self.process.kill()
+
+
+def serve(cpu_seconds: float) -> None:
+    """The worker process: reads lines of JSON, [predicted, label], and writes one byte for each.
+
+    SIGPROF keeps its default action, so the kernel ends a check that runs too long, even in C.
+    """
+    limit_process()
+    import sympy
+
+    # These checks import what sympy imports late, some of it by eval.
+    pairs = (
+        ("ab+2a", "a(b+2)"),
+        ("x>5", "(5, \\infty)"),
+        ("2x=4y", "x-2y=0"),
+        ("\\cos x", "\\sin x"),
+    )
+    for predicted, label in pairs:
+        symbolic_verdict(predicted, label)
+    close_sympy()
+    os.write(1, b"r")  # ready
+    for line in sys.stdin.buffer:
+        # A verdict must not depend on the checks before it.
+        sympy.core.cache.clear_cache()
+        sympy.core.random.seed(0)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        try:
+            is_equal = symbolic_verdict(*json.loads(line))
+        except Exception:
+            is_equal = False  # not in the grammar, or too deep
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(1, b"1" if is_equal else b"0")
+
+
+def limit_process() -> None:
+    """What the process may not do: outlive its parent, obey the terminal, take all memory."""
+    import ctypes
+    import logging
+    import resource
+
+    # PR_SET_PDEATHSIG: the process ends with the thread that started it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # A signal to the whole group is for the trainer; a worker that died of it would grade 0.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # A normal check needs 80 MB.
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # bytes
+    # math-verify warns that its own time-outs, by SIGALRM, are off.
+    logging.disable()
+
+
+def close_sympy() -> None:
+    """Closes the two places where sympy turns text into code, after its own imports used them."""
+    import sympy.parsing.sympy_parser
+
+    # Number tokens go through sympify, which evaluates. Here they are read, and exactly.
+    number = re.compile(r"[0-9.]+(?:[eE][+-]?[0-9]{1,3})?")
+
+    def read_number(text, **options):
+        return sympy.Rational(number.fullmatch(text)[0])
+
+    sympy.parsing.sympy_parser.parse_expr = read_number
+    # Names in sums go through lambdify, which executes. Without exec an infinite sum is unequal.
+    sys.modules["sympy.utilities.lambdify"].exec = None
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[2]))  # after --worker

@@ -1,0 +1,90 @@
+"""The LM head as log-probs and entropies, in chunks, with its own backward.
+
+So large (T, V) logits never exist; ORZ held four copies of them. It needs torch alone. Shapes: T
+response tokens, V vocabulary, H hidden.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class ChunkedLogprob(torch.autograd.Function):
+    """log p(token) and entropy from hidden states, chunk by chunk.
+
+    Above 256 MB the scores are made again in backward: one more matmul instead of (T, V) floats in
+    memory, 5 GB at 8k tokens and a vocabulary of 152k.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, token_ids, temperature, chunk):
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (T,)
+        entropy = torch.empty_like(logprobs)  # (T,)
+        keep_scores = len(hidden) * len(weight) <= 2**26
+        ctx.kept = []
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            log_p = chunk_log_softmax(hidden[part], weight, temperature)  # (chunk, V)
+            logprobs[part] = log_p.gather(1, token_ids[part, None])[:, 0]
+            # An einsum would be simpler, but its fp32 sums over V are ten times less exact.
+            entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
+            if keep_scores:
+                ctx.kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, token_ids, entropy)
+        ctx.temperature = temperature
+        ctx.chunk = chunk
+        # The entropy is mostly only logged. Its gradient is None then and costs nothing.
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        """With z the scaled logits: d log p_y / dz = 1[y] - p, d entropy / dz = -p (log p + entropy)."""
+        hidden, weight, token_ids, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropy)
+        grad_hidden = torch.empty_like(hidden)  # (T, H)
+        # The head's gradient is a sum of many small terms, so it is taken in fp32.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            if ctx.kept:
+                log_p = ctx.kept.pop(0)  # (chunk, V)
+            else:
+                log_p = chunk_log_softmax(hidden[part], weight, ctx.temperature)  # (chunk, V)
+            on_token = grad_logprobs[part, None] / ctx.temperature  # (chunk, 1)
+            on_all = on_token
+            if grad_entropy is not None:
+                on_entropy = grad_entropy[part, None] / ctx.temperature  # (chunk, 1)
+                on_all = on_token + on_entropy * (log_p + entropy[part, None])  # (chunk, V)
+            grad_logits = log_p.exp_().mul_(-on_all)  # (chunk, V)
+            grad_logits.scatter_add_(1, token_ids[part, None], on_token)
+            grad_logits = grad_logits.to(hidden.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            add_product_(grad_weight, grad_logits.T, hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    return (nn.functional.linear(hidden, weight).float() / temperature).log_softmax(-1)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in place where the dtypes allow it: without a second (V, H)."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+
+
+class ChunkedHead(nn.Linear):
+    """The LM head as log-probs and entropies.
+
+    It is called once a micro-batch: under ZeRO-3 a gather for every chunk could hang.
+    """
+
+    def forward(self, hidden: Tensor, token_ids: Tensor, temperature: float):
+        floats = 2**23  # 32 MB for a chunk of logits
+        if hidden.is_cuda:
+            floats = 2**27  # 512 MB
+        chunk = max(16, floats // self.out_features)
+        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk)

@@ -1,0 +1,141 @@
+"""Two ways of making requests that save tokens: --first_stage and --adaptive_len.
+
+train.py loads this file only when one of them is pulled. What they remember is part of the run's
+state, so that a resumed run makes the same requests.
+"""
+
+import dataclasses
+import statistics
+
+
+class Levers:
+    """Stands between the loop and `Rollout.sample`, with the same signature.
+
+    memory is a JSON object that a checkpoint keeps: {"solved": {problem: was any sample of its last
+    visit right}, "caps": {problem: response tokens}}.
+    """
+
+    def __init__(self, rollout, cfg, memory: dict):
+        self.rollout = rollout
+        self.cfg = cfg
+        self.solved = memory.setdefault("solved", {})
+        caps = memory.setdefault("caps", {})
+        self.budget = LengthBudget(cfg.generate_max_len, caps)
+
+    def sample(self, requests: list, clock) -> list:
+        """The samples of a step, in the order of problem and index. Raises Stopped."""
+        if self.cfg.adaptive_len:
+            requests = [self.budget.limit(request) for request in requests]
+        if self.cfg.first_stage:
+            samples = self.sample_in_two_stages(requests, clock)
+        else:
+            samples = self.rollout.sample(requests, clock)
+        if self.cfg.adaptive_len:
+            self.budget.update(samples)
+        return samples
+
+    def sample_in_two_stages(self, requests: list, clock) -> list:
+        """A few samples of every problem, the others only where they can teach something.
+
+        An estimator takes the samples that there are: groups may have two sizes.
+        """
+        few = [request for request in requests if request.index < self.cfg.first_stage]
+        samples = self.rollout.sample(few, clock)
+        teaching = set()
+        for group, tried in by_group(samples).items():
+            if self.can_teach(tried):
+                teaching.add(group)
+        rest = []
+        for request in requests:
+            if request.index >= self.cfg.first_stage and request.group in teaching:
+                rest.append(request)
+        samples = samples + self.rollout.sample(rest, clock)
+        samples.sort(key=lambda sample: (sample.request.group, sample.request.index))
+        self.remember_solved(samples)
+        clock.numbers |= savings(samples, self.cfg.n_samples_per_prompt)
+        return samples
+
+    def can_teach(self, tried: list) -> bool:
+        """Where rewards differ. Where all are 0, only if a sample was right at the last visit, or
+        there was none. A program that passes no test is not worth more samples."""
+        total = sum(sample.reward for sample in tried)
+        if total == 0:
+            key = problem_key(tried[0])
+            return self.cfg.reward != "code" and self.solved.get(key, True)
+        return total < len(tried)
+
+    def remember_solved(self, samples: list) -> None:
+        for group in by_group(samples).values():
+            is_solved = any(sample.reward > 0 for sample in group)
+            self.solved[problem_key(group[0])] = is_solved
+
+
+class LengthBudget:
+    """--adaptive_len: a problem's cap follows what its finished responses needed.
+
+    So a few endless responses do not hold up a batch. All ranks compute the same caps from the same
+    samples. A problem that was not seen yet has the cap of the last batch.
+    """
+
+    MARGIN = 1.5  # room over the longest finished response
+    TRUNCATED_SHARE = 0.1  # above it a cap grows
+    UNSEEN = ""
+
+    def __init__(self, longest: int, caps: dict[str, int]):
+        """longest: tokens; no cap is above it. caps is changed in place."""
+        self.longest = longest
+        self.caps = caps
+        self.caps.setdefault(self.UNSEEN, longest)
+
+    def cap(self, key: str) -> int:
+        return self.caps.get(key, self.caps[self.UNSEEN])
+
+    def limit(self, request):
+        cap = self.cap(str(request.problem.index))
+        return dataclasses.replace(request, max_tokens=cap)
+
+    def update(self, samples: list) -> None:
+        """Learns from one step's samples: a cap for each problem, and one for unseen problems."""
+        new_caps = {}
+        for group in by_group(samples).values():
+            key = problem_key(group[0])
+            new_caps[key] = self.next_cap(self.cap(key), group)
+        new_caps[self.UNSEEN] = self.next_cap(self.caps[self.UNSEEN], samples)
+        self.caps |= new_caps
+
+    def next_cap(self, cap: int, samples: list) -> int:
+        """Doubled while too many responses are cut; else the longest finished one and some room."""
+        finished = []
+        for sample in samples:
+            if sample.finish_reason == "stop":
+                finished.append(len(sample.response_ids))
+        truncated = len(samples) - len(finished)
+        if truncated > self.TRUNCATED_SHARE * len(samples):
+            return min(self.longest, 2 * cap)
+        return min(self.longest, int(self.MARGIN * max(finished)))
+
+
+def by_group(samples: list) -> dict[int, list]:
+    groups = {}
+    for sample in samples:
+        groups.setdefault(sample.request.group, []).append(sample)
+    return groups
+
+
+def problem_key(sample) -> str:
+    """Problems are JSON keys in a checkpoint."""
+    return str(sample.request.problem.index)
+
+
+def savings(samples: list, full: int) -> dict[str, float]:
+    """Share of problems that got all samples, and the tokens that the other samples would have
+    taken at their group's mean length."""
+    groups = list(by_group(samples).values())
+    saved = 0.0
+    expanded = 0
+    for group in groups:
+        if len(group) == full:
+            expanded += 1
+        mean_length = statistics.mean(len(sample.response_ids) for sample in group)
+        saved += (full - len(group)) * mean_length
+    return {"prompts_expanded": expanded / len(groups), "tokens_saved": saved}

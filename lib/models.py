@@ -1,0 +1,207 @@
+"""Policy and critic: bodies of Hugging Face, our two heads, and DeepSpeed engines around them.
+
+Shapes: R packed rows, L row length, T response tokens, H hidden.
+"""
+
+import functools
+import math
+import os
+import sys
+
+# DeepSpeed compiles an op at its first start. It is kept in this environment, and compiled by this
+# environment's ninja, since another one would compile it anew.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+
+from lib.head import ChunkedHead
+
+ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
+class Policy(nn.Module):
+    """A Hugging Face causal LM whose logits are a linear head without bias over its last state."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        head = model.get_output_embeddings()
+        # The head computes in chunks from now on. It stays the module whose parameter ZeRO-3
+        # gathers, so its class is changed instead of the module.
+        head.__class__ = ChunkedHead
+        # A list hides it from PyTorch, so that a tied weight is not registered twice.
+        self.head = [head]
+
+    def forward(self, micro, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature."""
+        hidden = last_hidden_state(self.model.base_model, micro)  # (T, H)
+        return self.head[0](hidden, micro.token_ids, temperature)
+
+
+class Critic(nn.Module):
+    """A full separate body and a linear head H -> 1 without bias.
+
+    The head is drawn from N(0, std 1 / (H + 1)), as in ORZ's code; its paper says otherwise.
+    """
+
+    def __init__(self, model: nn.Module, seed: int):
+        super().__init__()
+        self.model = model
+        hidden_size = model.config.hidden_size
+        self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=model.dtype)
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1)  # (1, H)
+        self.value_head.weight.data.copy_(weight)
+
+    def forward(self, micro) -> Tensor:
+        """V(s_t) of the response tokens, (T,), read from the state *before* each token."""
+        hidden = last_hidden_state(self.model, micro)  # (T, H)
+        return self.value_head(hidden).squeeze(-1).float()  # (T,)
+
+
+def last_hidden_state(body: nn.Module, micro) -> Tensor:
+    """At the positions that predict a response token, (T, H)."""
+    # With a cache the samples of a row would see each other, silently.
+    output = body(micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+    return output.last_hidden_state[micro.predict]
+
+
+def engine_config(cfg, stage: int) -> dict:
+    """DeepSpeed's settings. Each overrides a default that would change the mathematics."""
+    hidden_size = AutoConfig.from_pretrained(cfg.model).hidden_size
+    zero = {
+        "stage": stage,
+        # True patches F.linear for the whole process, vLLM included.
+        "memory_efficient_linear": False,
+        # Smaller parameters (norms, biases) stay whole: gathering them costs more than they hold.
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    if cfg.offload == "optimizer" and stage > 0:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        # DeepSpeed asks for this number. Our sizes vary, and losses are divided by token counts.
+        "train_micro_batch_size_per_gpu": 1,
+        # It clips at 1.0 if nothing is said.
+        "gradient_clipping": cfg.max_norm,
+        "zero_optimization": zero,
+        # At stage 0 there is only a reference, which is bf16 already.
+        "bf16": {"enabled": cfg.bf16 and stage > 1},
+        # bf16 sums lose a ninth of the norm over 65 micro-batches.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "comms_logger": {"enabled": cfg.log_comms, "prof_all": True, "verbose": False},
+        "steps_per_print": 10**9,
+    }
+
+
+def load_body(cfg, auto_class) -> nn.Module:
+    """The model folder's weights in the training dtype, with dropout off."""
+    if cfg.zero_stage == 3:
+        # While this object lives, from_pretrained shards: no rank holds a whole model.
+        sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
+    dtype = torch.float32
+    if cfg.bf16:
+        dtype = torch.bfloat16
+    model = auto_class.from_pretrained(cfg.model, dtype=dtype, attn_implementation=cfg.attention)
+    # A dropped unit would break ratio = 1. Attention layers hold a number that they pass on.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    if cfg.gradient_checkpointing:
+        options = {"use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # from_pretrained leaves the model in eval mode, where checkpointing is silently off.
+    return model.train()
+
+
+class Engine:
+    """A DeepSpeed engine with the four things that ppo.py asks of it: call, backward, step, device."""
+
+    def __init__(self, name: str, module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW):
+        """Without lr there is no optimizer: a reference, sharded under ZeRO-3, else a copy a rank."""
+        stage = cfg.zero_stage
+        optimizer = None
+        if lr is not None:
+            optimizer = optimizer_class(module.parameters(), lr=lr)
+        elif stage < 3:
+            stage = 0
+        settings = engine_config(cfg, stage)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        self.deepspeed = engine
+        self.name = name
+        self.module = engine.module
+        self.device = engine.device
+        self.stage = stage
+
+    def __call__(self, *inputs):
+        return self.deepspeed(*inputs)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradient of a micro-batch; after the last one the ranks' mean is there."""
+        self.deepspeed.set_gradient_accumulation_boundary(is_last)
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+        if not is_last:
+            # This only counts the micro-batch.
+            self.deepspeed.step()
+
+    def step(self, lr: float) -> float:
+        """One optimizer step; returns the gradient's norm before clipping.
+
+        Raises FloatingPointError on all ranks, with the weights unchanged, if it is not finite.
+        """
+        self.deepspeed.optimizer.param_groups[0]["lr"] = lr
+        skipped = self.deepspeed.skipped_steps
+        if self.stage == 0:
+            # ZeRO 0 would apply a NaN. Its reduced gradients are in plain sight.
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).item()
+            if math.isfinite(norm):
+                self.deepspeed.step()
+        else:
+            self.deepspeed.step()
+            norm = float(self.deepspeed.get_global_grad_norm())
+        # ZeRO 1 to 3 skip the step silently.
+        if self.deepspeed.skipped_steps > skipped or not math.isfinite(norm):
+            raise FloatingPointError(f"{self.name}: the gradient is not finite, its norm is {norm}")
+        return norm
+
+
+def make_policy(cfg, **options) -> Engine:
+    body = load_body(cfg, AutoModelForCausalLM)
+    return Engine("policy", Policy(body), cfg, cfg.actor_learning_rate, **options)
+
+
+def make_critic(cfg, **options) -> Engine:
+    """The critic starts from the base model's body."""
+    critic = Critic(load_body(cfg, AutoModel), cfg.seed)
+    return Engine("critic", critic, cfg, cfg.critic_learning_rate, **options)
+
+
+def make_reference(cfg) -> Engine:
+    """The base model, for --log_kl."""
+    return Engine("reference", Policy(load_body(cfg, AutoModelForCausalLM)), cfg, lr=None)
+
+
+def named_weights(engine):
+    """Yields (Hugging Face name, full tensor) on every rank, one parameter gathered at a time.
+
+    The tensors must not be kept. A tied head is named too: vLLM on a CPU would silently keep the old
+    one.
+    """
+    named = list(engine.module.named_parameters())
+    model = engine.module.model
+    if isinstance(engine.module, Policy) and model.config.tie_word_embeddings:
+        named.append(("lm_head.weight", model.get_input_embeddings().weight))
+    for name, parameter in named:
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            yield name.removeprefix("model."), parameter.data

@@ -1,0 +1,100 @@
+"""Reading a checkpoint of other ranks or another ZeRO stage, from the files of `convert.py reshard`.
+
+DeepSpeed's own universal checkpoints know ZeRO 1 and 2, and 3, each for itself. This knows stage 0
+too and crosses all lines exactly: numbers are moved, never computed with.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+from safetensors import safe_open
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WHOLE = ("fp32", *MOMENTS)
+
+
+def load(folder: Path, engines: dict) -> None:
+    """Fills DeepSpeed engines of any ZeRO stage and number of ranks. All ranks call it.
+
+    folder: for each engine NAME.safetensors with the full fp32 tensors fp32/PARAMETER and, where
+    Adam has stepped, exp_avg/PARAMETER and exp_avg_sq/PARAMETER.
+    """
+    for engine_name, engine in engines.items():
+        with safe_open(folder / f"{engine_name}.safetensors", "pt") as file:
+            names = set(file.keys())
+            flats, states = optimizer_tensors(engine)
+            step = float(file.metadata()["step"])
+            if step > 0:
+                prepare_moments(flats, states, step)
+            for name, parameter in engine.module.named_parameters():
+                full = {}
+                for kind in WHOLE:
+                    if f"{kind}/{name}" in names:
+                        full[kind] = file.get_tensor(f"{kind}/{name}")
+                fill(parameter, full, engine.zero_optimization_stage(), flats, states)
+
+
+def optimizer_tensors(engine) -> tuple[list, dict]:
+    """The tensors that this rank's optimizer steps, and the optimizer's states by tensor."""
+    # ZeRO's optimizer holds the optimizer itself.
+    states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return list(engine.module.parameters()), states
+    if stage == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat, states
+    return engine.optimizer.single_partition_of_fp32_groups, states
+
+
+def prepare_moments(flats: list, states: dict, step: float) -> None:
+    """Adam makes its moments at its first step, which is long past."""
+    for flat in flats:
+        states[flat] = {"step": torch.tensor(step, device=flat.device)}
+        for kind in MOMENTS:
+            states[flat][kind] = torch.zeros_like(flat)
+
+
+def fill(parameter, full: dict, stage: int, flats: list, states: dict) -> None:
+    """Puts full tensors where this stage keeps them: the weight, and this rank's part of its master
+    and moments."""
+    with GatheredParameters([parameter], modifier_rank=0, enabled=stage == 3):
+        if stage < 3 or dist.get_rank() == 0:
+            parameter.data.copy_(full["fp32"])
+    if stage == 3:
+        fill_share(parameter, full)
+    elif stage == 0:
+        for kind in set(full) - {"fp32"}:
+            states[parameter][kind].copy_(full[kind])
+    elif parameter._hp_mapping is not None:
+        fill_cut(parameter._hp_mapping, full, flats, states)
+
+
+def fill_share(parameter, full: dict) -> None:
+    """ZeRO 3: every rank holds an equal share of every parameter, the last one padded."""
+    world = dist.get_world_size()
+    share = -(-parameter.ds_numel // world)
+    padding = share * world - parameter.ds_numel
+    start = dist.get_rank() * share
+    for kind, tensor in full.items():
+        padded = torch.nn.functional.pad(tensor.flatten(), (0, padding))  # (share * world,)
+        piece = padded[start : start + share]  # (share,)
+        if kind == "fp32":
+            safe_set_local_fp32_param(parameter, piece)
+        else:
+            safe_set_local_optimizer_state(parameter, piece, kind)
+
+
+def fill_cut(mapping, full: dict, flats: list, states: dict) -> None:
+    """ZeRO 1 and 2: all parameters lie end to end, and every rank holds a cut through them."""
+    in_flat = mapping.hp_fragment_address
+    in_parameter = mapping.lp_fragment_address
+    flat = flats[mapping.param_group_index]
+    for kind, tensor in full.items():
+        target = flat.data
+        if kind != "fp32":
+            target = states[flat][kind]
+        piece = tensor.flatten()[in_parameter.start : in_parameter.start + in_parameter.numel]
+        target[in_flat.start : in_flat.start + in_flat.numel] = piece

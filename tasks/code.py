@@ -1,0 +1,280 @@
+"""The task "code": programs graded by tests, in processes that they cannot leave.
+
+It has the interface of reward.py and is chosen by `--reward code`; ORZ has no such task. Expected
+values never enter a program's process. A process is given an input, or the expression that an
+assert compares with a literal. What it writes is compared here, where ast.literal_eval reads it, so
+nothing can be faked but the right answer. tasks/jail.py says what contains a program and what is
+not protected. tasks/code_data.py reads the problems.
+
+Copied together with these two and lib/common.py it works alone, on Linux:
+`python -c "from tasks import code; print(code.Grader().mode)"` says in which mode of the jail.
+"""
+
+import ast
+import contextlib
+import json
+import marshal
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+from concurrent import futures
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, run
+
+from lib.common import UserError
+from tasks.code_data import Problem, load_problems
+
+__all__ = ["Grader", "Problem", "load_problems", "text_metrics"]
+
+MODES = ("namespaces landlock", "landlock", "plain")  # of the jail, best first
+JAIL = str(Path(__file__).resolve().with_name("jail.py"))
+
+
+def extract_answer(text: str) -> str | None:
+    """The last fenced block in the last closed answer block, or None.
+
+    The answer block lies between the last </answer> and the last <answer> before it.
+    """
+    end = max(text.rfind("</answer>"), 0)
+    start = text.rfind("<answer>", 0, end)
+    if start < 0:
+        return None
+    programs = re.findall(r"```[^\n`]*\n(.*?)```", text[start:end], re.DOTALL)
+    return programs[-1] if programs else None
+
+
+def same_lines(output: str, expected: str) -> bool:
+    """Has a program written the expected words in each line?"""
+    words = re.findall(r"\S+|\n", output.rstrip())
+    expected_words = re.findall(r"\S+|\n", expected.rstrip())
+    return len(words) == len(expected_words) and all(map(same_word, words, expected_words))
+
+
+def same_word(word: str, expected: str) -> bool:
+    """Decimals may differ by 1e-6 of their size. Whole numbers are exact.
+
+    An answer modulo 10 ** 9 + 7 is wrong if it is one less.
+    """
+    is_whole = (word + expected).replace("-", "").isdigit()
+    is_long = max(len(word), len(expected)) > 40
+    if word == expected or is_whole or is_long:
+        return word == expected
+    try:
+        return math.isclose(float(word), float(expected), rel_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def same_value(output: str, expected: str, tolerance: float) -> bool:
+    """Is the last line of output a literal equal to the expected one, or within the tolerance?"""
+    line = output.rstrip("\n").rpartition("\n")[2]
+    longest = 100_000 + 4 * len(expected)
+    try:
+        value = ast.literal_eval(line[:longest])
+        expected_value = ast.literal_eval(expected)
+        if value == expected_value:
+            return True
+        return tolerance > 0 and abs(value - expected_value) <= tolerance
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError):
+        return False
+
+
+class Grader:
+    """Grades samples as they end, `workers` at a time.
+
+    Each test of a program has `cpu_seconds` and `memory_mb`. It also has `wall_seconds`, which are
+    many more so that a busy machine fails no honest program. All tests of a program together have
+    10 times `wall_seconds`. No test follows one that ran out of time, so the others count as
+    failed. `counts` never go back to 0.
+    """
+
+    def __init__(
+        self,
+        workers: int = 1,
+        cpu_seconds: int = 6,
+        wall_seconds: int = 60,
+        # The reward is 1.0 if all tests pass, else 0.0. Write True here to have the share of the
+        # tests that pass.
+        partial: bool = False,
+        memory_mb: int = 1024,
+    ):
+        self.limits = {
+            "CPU": cpu_seconds,
+            "AS": memory_mb << 20,
+            "FSIZE": 8 << 20,
+            "NPROC": 16,
+            "NOFILE": 64,
+        }
+        self.wall_seconds = wall_seconds
+        self.partial = partial
+        self.counts = dict.fromkeys(("checks", "cpu_timeouts", "wall_timeouts", "crashes"), 0)
+        self.checks = {}  # key -> Future of (reward, counts)
+        self.processes = set()
+        self.closed = False
+        # Each thread only feeds a process and waits for it.
+        self.threads = futures.ThreadPoolExecutor(workers)
+        self.mode = self.best_mode()
+        if self.mode == "plain":
+            warning = "no Landlock: programs can read and write all that their user can"
+            print(f"warning: {warning}", file=sys.stderr)
+
+    def best_mode(self) -> str:
+        """The first mode in which a right program is graded as right. Raises UserError."""
+        label = json.dumps({"setup": "", "calls": False, "tests": [["", "1", 0]]})
+        for mode in MODES:
+            reward, _ = self.check("print(1)", label, mode)
+            if reward == 1:
+                return mode
+        raise UserError("nothing contains programs here: Linux is needed; tasks/jail.py says more")
+
+    def submit(self, key, text: str, finish_reason: str, label: str) -> None:
+        """Takes a finished sample and returns at once. `key` names it in `results`.
+
+        One that did not stop by itself gets 0.0.
+        """
+        self.counts["checks"] += 1
+        program = None
+        if finish_reason == "stop":
+            program = extract_answer(text)
+        self.checks[key] = self.threads.submit(self.check, program, label, self.mode)
+
+    def pending(self, seconds: float) -> int:
+        """How many verdicts are still to come after at most so long."""
+        return len(futures.wait(self.checks.values(), seconds).not_done)
+
+    def results(self) -> dict:
+        """{key: reward} of all samples since the last call. It waits for pending checks."""
+        rewards = {}
+        for key, check in self.checks.items():
+            rewards[key], losses = check.result()
+            for loss in losses:
+                self.counts[loss] += 1
+        self.checks = {}
+        return rewards
+
+    def check(self, program: str | None, label: str, mode: str) -> tuple[float, list[str]]:
+        """In a thread: (reward, counts to add to) of a program, whose processes have ended then."""
+        if not program:
+            return 0.0, []
+        task = json.loads(label)
+        job = marshal.dumps(self.make_job(program, task, mode))
+        folder = tempfile.mkdtemp()
+        process = self.start_jail(folder)
+        # A jail that ended early has closed its end.
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(job)
+        passed, status, is_late = self.read_replies(process.stdout, task)
+        # No process can leave the group of the jail, so this ends whatever is left.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # The context closes the pipes and waits for the process.
+        with process:
+            self.processes.discard(process)
+        # Folders in folders can be too deep for Python.
+        run(["rm", "-rf", folder])
+        losses = lost_by(status, is_late, process.returncode)
+        if self.partial:
+            return passed / len(task["tests"]), losses
+        return float(passed == len(task["tests"])), losses
+
+    def start_jail(self, folder: str) -> Popen:
+        """A process with that folder and nothing of our environment, in a group of its own."""
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": folder,
+            "PYTHONHASHSEED": "0",
+            "PYTHONUTF8": "1",
+        }
+        process = Popen(
+            [os.path.realpath(sys.executable), "-P", "-s", "-S", JAIL],
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+        self.processes.add(process)
+        # Where `close` came first, it has not seen this process.
+        if self.closed:
+            process.kill()
+        return process
+
+    def make_job(self, program: str, task: dict, mode: str) -> dict:
+        """What the jail needs to know. Expected values are not part of it."""
+        job = {
+            "mode": mode,
+            "parent": os.getpid(),
+            "prefix": sys.base_prefix,
+            "limits": self.limits,
+            "wall_seconds": self.wall_seconds,
+            "partial": self.partial,
+            "calls": task["calls"],
+            "code": f"{task['setup']}\n{program}",
+            "inputs": [test[0] for test in task["tests"]],
+        }
+        # In bytes: at least 128 KB, and at least 16 times what the longest test expects.
+        longest_expected = max(len(expected) for _, expected, _ in task["tests"])
+        job["longest_output"] = 1 << max(17, 4 + longest_expected.bit_length())
+        return job
+
+    def read_replies(self, replies, task: dict) -> tuple[int, int | None, bool]:
+        """(number of tests passed, wait status of the last test or None, was that too late)."""
+        passed = 0
+        status = None
+        is_late = False
+        # The jail's lines are read one by one, because a program decides how long they are.
+        for line, (_, expected, tolerance) in zip(replies, task["tests"]):
+            # A jail that was killed leaves half a line.
+            if not line.endswith(b"\n"):
+                break
+            status, is_late, output = ast.literal_eval(line.decode())
+            if task["calls"]:
+                is_right = same_value(output, expected, tolerance)
+            else:
+                is_right = same_lines(output, expected)
+            if status == 0 and is_right:
+                passed += 1
+            elif not self.partial:
+                break
+        return passed, status, is_late
+
+    def close(self) -> None:
+        """Ends the processes and drops what is pending. They also end with their parent."""
+        self.closed = True
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for process in list(self.processes):
+            process.kill()
+        self.threads.shutdown()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+def lost_by(status: int | None, is_late: bool, returncode: int) -> list[str]:
+    """The counts that a check adds to, if it ended by time-out or crash.
+
+    status: the wait status of its last test, None if there was no reply. returncode: the jail's.
+    """
+    losses = []
+    if status == signal.SIGKILL:
+        losses.append("wall_timeouts" if is_late else "cpu_timeouts")
+    if returncode == -signal.SIGALRM:
+        losses.append("wall_timeouts")
+    if status is None and not losses:
+        losses.append("crashes")
+    return losses
+
+
+def text_metrics(text: str) -> dict[str, float]:
+    """repetition: the share of lines that came before. code: characters of the program."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    repetition = 1 - len(set(lines)) / max(len(lines), 1)
+    program = extract_answer(text) or ""
+    return {"repetition": repetition, "code": float(len(program))}

@@ -1,0 +1,283 @@
+"""Programming problems with their tests, which are read here and never run.
+
+They may have the forms of MBPP, HumanEval, APPS and LiveCodeBench, or two columns. An assert must
+be value == literal, isclose(value, literal), abs(value - literal) < c, f(x) or not f(x), because
+its expected value must stay outside of the program's process (tasks/code.py). Other asserts are
+left out with a warning. ORZ has no such task.
+"""
+
+import ast
+import base64
+import builtins
+import io
+import json
+import os
+import pickle
+import re
+import sys
+import zlib
+from dataclasses import dataclass
+
+from lib.common import UserError
+
+TEMPLATES: dict[str, str] = {
+    "orz": "{bos}A conversation between User and Assistant. The Assistant first thinks about the "
+    "reasoning process and then provides the User with the answer: <think> reasoning process here "
+    "</think> <answer> answer here </answer>. User: The answer must be a Python program, or the "
+    "function asked for, in one ```python block.\nThis is the problem:\n{question}\n\n"
+    "Assistant: <think>",
+    "plain": "{question}",
+}
+# These columns of APPS and LiveCodeBench may be JSON as a text.
+PACKED_COLUMNS = ("input_output", "metadata", "public_test_cases", "private_test_cases")
+
+
+@dataclass(frozen=True)
+class Problem:
+    index: int  # position among those that are kept
+    question: str
+    # JSON of {"setup": code that runs before the program, "calls": are the tests expressions?,
+    # "tests": a list of [input or expression, expected output or literal, tolerance]}
+    label: str
+    prompt: str  # the template with the question in it
+    # train.py fills in what its tokenizer makes of the prompt.
+    prompt_ids: list[int] | None = None
+
+
+def load_problems(
+    path: str, template: str, bos: str = "", columns=("question", "tests"), split: str = "train"
+) -> list[Problem]:
+    """The problems of a JSON or JSONL file, or of a dataset, that have tests of use.
+
+    A path that is no file is a dataset's folder or "name:config". `template` is a key of TEMPLATES
+    or a text with {question}. Raises UserError, which names the file, the item (counted from 1) and
+    what is missing or wrong there.
+    """
+    template = TEMPLATES.get(template, template).replace("{bos}", bos)
+    if "{question}" not in template:
+        names = ", ".join(TEMPLATES)
+        raise UserError(f"template {template!r}: give one of {names}, or a text with {{question}}")
+    problems = []
+    item = 0
+    lost_tests = 0
+    try:
+        for record in read_rows(path, split):
+            item += 1
+            question, label, test_count = parse_record(record, columns)
+            lost_tests += test_count - len(label["tests"])
+            if label["tests"]:
+                prompt = template.replace("{question}", question)
+                problem = Problem(len(problems), question, json.dumps(label), prompt)
+                problems.append(problem)
+    # The datasets library alone has a dozen classes of errors for "not found".
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        hint = f"give items of MBPP, HumanEval, APPS or LiveCodeBench, or columns {columns}"
+        raise UserError(f"{path}: item {item}: {reason}; {hint}") from None
+    if not problems:
+        raise UserError(f"{path}: holds no problem with tests that can be used; give another file")
+    if lost_tests:
+        lost = f"{lost_tests} tests cannot be used and are left out"
+        lost += f", and with them {item - len(problems)} of {item} problems"
+        print(f"warning: {path}: {lost}", file=sys.stderr)
+    return problems
+
+
+def read_rows(path: str, split: str):
+    """The records of a .jsonl file, of another file's JSON list, or of a dataset."""
+    if os.path.isfile(path):
+        # Only \n ends a line, because a text may hold other ends of line.
+        with open(path, encoding="utf-8-sig", newline="\n") as file:
+            if path.endswith("l"):
+                return [json.loads(line) for line in file if line.strip()]
+            return json.load(file)
+    import datasets  # slow, and seldom needed
+
+    if os.path.isdir(path):
+        dataset = datasets.load_from_disk(path)
+    else:
+        dataset = datasets.load_dataset(*path.split(":", 1))
+    if isinstance(dataset, dict):
+        return dataset[split]
+    return dataset
+
+
+def parse_record(record: dict, columns) -> tuple[str, dict, int]:
+    """(question, label, number of tests before any was left out) of an item."""
+    names = (columns[0], "question_content", "text", "prompt")
+    question = next((record[name] for name in names if name in record), None)
+    # The encoding raises where a surrogate has lost its partner.
+    if not isinstance(question, str) or not question.encode().strip():
+        raise ValueError(f"its question is no text: {question!r:.99}")
+    label, hint, test_count = parse_tests(record, columns[1])
+    return question + hint, label, test_count
+
+
+def parse_tests(record: dict, column: str) -> tuple[dict, str, int]:
+    """(label, what the question must add to name a function, number of tests) of an item.
+
+    A test is an assert as a text, or an (input, output) of a program.
+    """
+    fields = unpack_fields(record)
+    if "entry_point" in fields:
+        return humaneval_tests(fields)
+    setup_lines = [*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""]
+    setup = "\n".join(setup_lines)
+    tests = fields.get("test_list") or fields.get(column) or []
+    # In merged sets an item has the columns of other sets too, and they are empty.
+    apps = fields.get("input_output") or {}
+    function = apps.get("fn_name") or (fields.get("metadata") or {}).get("func_name")
+    if apps:
+        tests = apps_tests(apps, function)
+    elif "public_test_cases" in fields:
+        tests = livecodebench_tests(fields, function)
+    elif not tests and "input_output" in fields:
+        # Some items of APPS have no tests, so they are of no use.
+        return {"tests": []}, "", 1
+    hint = ""
+    if function:
+        hint = f"\n\n{fields.get('starter_code') or ''}".rstrip()
+        if "class Solution" in hint:
+            function = f"Solution().{function}"
+        tests = [f"assert {function}(*{[*values]!r}) == {result!r}" for values, result in tests]
+    if not are_texts(tests):
+        raise ValueError("lacks tests: a list of [input, output] texts, or of asserts")
+    if isinstance(tests[0], str):
+        return label_of_asserts(tests, setup, hint)
+    tests = [(*test, 0) for test in tests]
+    return {"setup": setup, "calls": False, "tests": tests}, "", len(tests)
+
+
+def unpack_fields(record: dict) -> dict:
+    fields = dict(record)
+    for name in PACKED_COLUMNS:
+        value = record.get(name)
+        if isinstance(value, str) and value:
+            fields[name] = unpack(value)
+    return fields
+
+
+def unpack(text: str):
+    """The value of a JSON text, or of LiveCodeBench's private tests.
+
+    The latter are in base64 what zlib made of a pickle, which holds JSON as a text.
+    """
+    if text.lstrip().startswith(("{", "[")):
+        return json.loads(text)
+    data = zlib.decompress(base64.b64decode(text))
+    return json.loads(OnlyText(io.BytesIO(data)).load())
+
+
+class OnlyText(pickle.Unpickler):
+    """A pickle is a program, unless it may look nothing up: then it is plain data, or refused."""
+
+    def find_class(self, module, name):
+        raise ValueError(f"its pickle holds a {module}.{name}, not only text")
+
+
+def humaneval_tests(fields: dict) -> tuple[dict, str, int]:
+    """As parse_tests. The question is the start of the program, and it names the function."""
+    test = re.sub(r"\bcandidate\b", fields["entry_point"], fields["test"])
+    return label_of_asserts([test], setup=fields["prompt"], hint="\n")
+
+
+def apps_tests(apps: dict, function: str | None) -> list:
+    """(arguments, result) of each call if there is a function, else (input, output)."""
+    inputs = apps["inputs"]
+    outputs = apps["outputs"]
+    if function:
+        # In some items each result is the one element of a list.
+        if all(isinstance(output, list) and len(output) == 1 for output in outputs):
+            outputs = [output[0] for output in outputs]
+    else:
+        inputs = [join_lines(text) for text in inputs]
+        outputs = [join_lines(text) for text in outputs]
+    return list(zip(inputs, outputs, strict=True))
+
+
+def join_lines(text):
+    return "\n".join(text) if isinstance(text, list) else text
+
+
+def livecodebench_tests(fields: dict, function: str | None) -> list:
+    """As apps_tests. Arguments are one JSON value a line, and the result is one."""
+    cases = [*fields["public_test_cases"], *fields["private_test_cases"]]
+    tests = [(case["input"], case["output"]) for case in cases]
+    if not function:
+        return tests
+    calls = []
+    for text, output in tests:
+        arguments = [json.loads(line) for line in text.split("\n")]
+        calls.append((arguments, json.loads(output)))
+    return calls
+
+
+def are_texts(tests: list) -> bool:
+    """Is there at least one test, and are all asserts, or all pairs of texts?"""
+    if not tests:
+        return False
+    if isinstance(tests[0], str):
+        return all(isinstance(test, str) for test in tests)
+    return all(isinstance(text, str) for test in tests for text in test)
+
+
+def label_of_asserts(tests: list[str], setup: str, hint: str) -> tuple[dict, str, int]:
+    """As parse_tests, of code that holds asserts. Without a hint the first call becomes it."""
+    nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
+    asserts = [node for node in nodes if isinstance(node, ast.Assert)]
+    parts = [split_assert(node.test, setup) for node in asserts]
+    usable = [part for part in parts if part is not None]
+    if usable and not hint:
+        expression, _, _ = usable[0]
+        hint = f"\n\nIt is called as in {expression.removeprefix('not ')}"
+    return {"setup": setup, "calls": True, "tests": usable}, hint, len(asserts)
+
+
+def split_assert(condition, setup: str) -> tuple[str, str, float] | None:
+    """(expression, literal, tolerance) of an assert's condition.
+
+    It is None where the literal is none, or where the expression is no call of the program, needs
+    a name that is defined elsewhere, or holds a comparison, which would tell the result.
+    """
+    try:
+        parts = match_condition(condition)
+        if parts is None:
+            return None
+        value, expected, tolerance = parts
+        literal = repr(ast.literal_eval(expected))
+    except (ValueError, TypeError):
+        return None
+    expression = ast.unparse(value)
+    nodes = list(ast.walk(value))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    functions = {function.id for function in calls if isinstance(function, ast.Name)}
+    known = {*dir(builtins), *re.findall(r"\w+", setup), *functions}
+    tells = any(isinstance(node, ast.Compare) for node in nodes)
+    if names <= known and "(" in expression and not tells:
+        return expression, literal, tolerance
+    return None
+
+
+def match_condition(condition) -> tuple | None:
+    """(value, expected, tolerance) of a condition: two AST nodes and a number. None: no form fits.
+
+    Raises ValueError or TypeError where a tolerance is no literal.
+    """
+    match condition:
+        case ast.Compare(value, [ast.Eq() | ast.Is()], [expected]):
+            return value, expected, 0
+        case ast.Compare(
+            ast.Call(ast.Name("abs"), [ast.BinOp(value, ast.Sub(), expected)]), [ast.Lt()], [limit]
+        ):
+            return value, expected, ast.literal_eval(limit)
+        case ast.Call(ast.Attribute(attr="isclose"), [value, expected], options):
+            given = {option.arg: ast.literal_eval(option.value) for option in options}
+            relative = given.get("rel_tol", 1e-9) * abs(ast.literal_eval(expected))
+            return value, expected, max(given.get("abs_tol", 0), relative)
+        # Any true value will do, so what is compared is its negation.
+        case ast.Call(ast.Name()):
+            return ast.UnaryOp(ast.Not(), condition), ast.Constant(False), 0
+        case ast.UnaryOp(ast.Not(), ast.Call(ast.Name())):
+            return condition, ast.Constant(True), 0
+    return None
