@@ -24,7 +24,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +53,7 @@ class RunState:
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes
     levers: dict = field(default_factory=dict)  # the memory of lib/levers.py
 
-    def finish_step(self, run_dir: Path) -> None:
+    def finish_step(self, run_dir):
         """Counts a step whose lines are in the logs."""
         self.step += 1
         self.log_sizes = log_sizes(run_dir)
@@ -67,7 +67,7 @@ class RunState:
 # ---- disk ------------------------------------------------------------------------------------
 
 
-def try_disk(action: Callable, *arguments, **options) -> str | None:
+def try_disk(action, *arguments, **options):
     """Calls a disk action; returns the error's text instead of raising it.
 
     So all ranks stay in step and can agree on what to do.
@@ -80,7 +80,15 @@ def try_disk(action: Callable, *arguments, **options) -> str | None:
     return None
 
 
-def fsync(path: Path) -> None:
+def on_rank0(action, *arguments, **options):
+    """Rank 0 does a disk action; all ranks learn the error's text. A collective."""
+    error = None
+    if dist.get_rank() == 0:
+        error = try_disk(action, *arguments, **options)
+    return gather(error)[0]
+
+
+def fsync(path):
     """Flushes a file or a folder: a new name is on disk only after its folder is."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -89,7 +97,7 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def size_and_hash(path: Path) -> dict:
+def size_and_hash(path):
     """Of a file, read back. It is {} where the file cannot be read: a sick disk on one rank must
     not leave the others waiting."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -98,82 +106,63 @@ def size_and_hash(path: Path) -> dict:
     return {}
 
 
-def here() -> str:
+def here():
     return f"machine {socket.gethostname()}, rank {dist.get_rank()}"
 
 
 # ---- the folder ------------------------------------------------------------------------------
 
 
-def claim(run_dir: Path, needed_bytes: int) -> object:
+def claim(run_dir, needed_bytes):
     """Locks the folder for this run; returns the lock, which lasts as long as that object.
 
     Raises UserError on all ranks if the folder is not shared by all machines, not writable, too
     small, or used by another run; it names machine, rank, path and bytes.
     """
+    rank = dist.get_rank()
     tokens = run_dir / ".claim"
     nonce = gather(os.urandom(8).hex())[0]
-    mine = tokens / f"{nonce}.{dist.get_rank()}"
+    mine = tokens / f"{nonce}.{rank}"
     lock = None
-    problem = try_disk(write_token, mine)
-    if problem:
-        problem = f"not writable ({problem})"
-    else:
-        problem = check_room(run_dir, needed_bytes)
-    if dist.get_rank() == 0 and not problem:
-        lock = open(run_dir / ".lock", "w")  # noqa: SIM115
-        problem = try_lock(lock)
+    problem = None
+    try:
+        tokens.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+        free = shutil.disk_usage(run_dir).free
+        if free < needed_bytes:
+            numbers = f"needed {needed_bytes / GIB:.2f} GiB, free {free / GIB:.2f} GiB"
+            problem = f"too small for its checkpoints: {numbers}"
+        if rank == 0:
+            lock = open(run_dir / ".lock", "w")  # noqa: SIM115
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        problem = "another run is using this folder; wait for it or choose another --run_dir"
+    except OSError as error:
+        problem = f"not writable, or not lockable ({error.strerror})"
     dist.barrier()
-    neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+    neighbour = (rank + 1) % dist.get_world_size()
     if not problem and not (tokens / f"{nonce}.{neighbour}").exists():
-        problem = (
-            f"not shared: the file of rank {neighbour} is not there; all machines must mount it"
-        )
-    problems = gather(problem and f"{here()}, {run_dir}: {problem}")
-    try_disk(mine.unlink)
-    for text in problems:
+        problem = f"not shared: the file of rank {neighbour} is absent; all machines must mount it"
+    for place, text in gather((here(), problem)):
         if text:
-            raise UserError(f"--run_dir: {text}")
-    if dist.get_rank() == 0:
+            raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
+    if rank == 0:
         # What is left of a run that was killed while it saved.
         for leftover in [*run_dir.glob(".saving_*"), tokens]:
             shutil.rmtree(leftover, ignore_errors=True)
     return lock
 
 
-def write_token(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("")
-
-
-def check_room(run_dir: Path, needed_bytes: int) -> str | None:
-    free = shutil.disk_usage(run_dir).free
-    if free >= needed_bytes:
-        return None
-    needed = f"needed {needed_bytes / GIB:.2f} GiB, free {free / GIB:.2f} GiB"
-    return f"too small for its checkpoints: {needed}"
-
-
-def try_lock(file) -> str | None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "another run is using this folder; wait for it or choose another --run_dir"
-    except OSError as error:
-        return f"not lockable ({error.strerror})"
-    return None
-
-
-def step_of(path: Path) -> int:
+def step_of(path):
     return int(path.name.removeprefix("step_"))
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
+def checkpoints(run_dir):
     """All published checkpoints, newest first."""
     return sorted(Path(run_dir).glob("step_" + "[0-9]" * 6), reverse=True)
 
 
-def manifest(path: Path) -> dict[str, dict]:
+def manifest(path) -> dict[str, dict]:
     """Size and hash of every file, or {} if one is absent or cut short."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         entries = json.loads((path / "manifest.json").read_text())
@@ -184,13 +173,10 @@ def manifest(path: Path) -> dict[str, dict]:
     return {}
 
 
-def log_sizes(run_dir: Path) -> dict[str, int]:
+def log_sizes(run_dir) -> dict[str, int]:
     """Bytes of each log: what belongs to the state of this instant."""
-    sizes = {}
-    for name in LOGS:
-        if (run_dir / name).exists():
-            sizes[name] = (run_dir / name).stat().st_size
-    return sizes
+    present = [run_dir / name for name in LOGS if (run_dir / name).exists()]
+    return {path.name: path.stat().st_size for path in present}
 
 
 # ---- save ------------------------------------------------------------------------------------
@@ -211,24 +197,24 @@ class DurableWriter(CheckpointEngine):
         # We hash the file anyway, and the CRC takes a third of torch.save's time.
         torch.serialization.set_crc32_options(False)
 
-    def create(self, info) -> None:
+    def create(self, info):
         pass
 
-    def commit(self, info) -> bool:
+    def commit(self, info):
         return True
 
-    def makedirs(self, path, exist_ok=False) -> None:
+    def makedirs(self, path, exist_ok=False):
         self.attempt(os.makedirs, path, exist_ok=exist_ok)
 
-    def save(self, state_dict, path: str) -> None:
+    def save(self, state_dict, path):
         self.attempt(self.write, state_dict, path)
 
-    def attempt(self, action: Callable, *arguments, **options) -> None:
+    def attempt(self, action, *arguments, **options):
         """After an error nothing more is done."""
         if self.error is None:
             self.error = try_disk(action, *arguments, **options)
 
-    def write(self, state_dict, path: str) -> None:
+    def write(self, state_dict, path):
         with open(path, "wb") as file:
             torch.save(state_dict, file)
         self.flushes.append(self.threads.submit(fsync, path))
@@ -240,7 +226,7 @@ class DurableWriter(CheckpointEngine):
             self.attempt(flush.result)
         return {path: entry.result() for path, entry in self.entries.items()}
 
-    def load(self, path: str, map_location=None):
+    def load(self, path, map_location=None):
         """Reads tensors, plain containers and DeepSpeed's three classes; no arbitrary pickles."""
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -250,41 +236,38 @@ class DurableWriter(CheckpointEngine):
             return torch.load(path, map_location=map_location, weights_only=True)
 
 
-def save(run_dir: Path, state: RunState, engines: dict, hf: list, keep_last: int) -> str | None:
+def save(run_dir, state: RunState, engines, hf, keep_last):
     """Publishes RUN/step_NNNNNN, or returns on every rank why it could not.
 
     hf: objects with `save_pretrained`. The checkpoints before stay whole either way.
     """
     final = run_dir / f"step_{state.step:06d}"
     temporary = run_dir / f".saving_{state.step:06d}"
-    is_rank0 = dist.get_rank() == 0
-    if gather(is_rank0 and manifest(final))[0]:
+    if gather(manifest(final))[0]:
         return None
-    error = None
-    if is_rank0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        # A checkpoint that was damaged after it was published is replaced.
-        shutil.rmtree(final, ignore_errors=True)
-        error = try_disk((temporary / "hf").mkdir, parents=True)
-    error = gather(error)[0]
+    error = on_rank0(make_room, temporary, final)
     files = {}
     if not error:
         files, error = write_engines(temporary, engines)
-    if is_rank0 and not error:
-        error = try_disk(publish, temporary, final, files, state, hf)
-    error = gather(error)[0]
-    if is_rank0 and error:
-        shutil.rmtree(temporary, ignore_errors=True)
-    elif is_rank0:
-        try_disk(prune, run_dir, keep_last)
+    if not error:
+        error = on_rank0(publish, temporary, final, files, state, hf)
     if error:
+        on_rank0(shutil.rmtree, temporary, ignore_errors=True)
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
     else:
+        on_rank0(prune, run_dir, keep_last)
         print0(f"saved step {state.step}")
     return error
 
 
-def write_engines(folder: Path, engines: dict) -> tuple[dict[str, dict], str | None]:
+def make_room(temporary, final):
+    """Takes away what a killed save left, or what was damaged after it was published."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(final, ignore_errors=True)
+    (temporary / "hf").mkdir(parents=True)
+
+
+def write_engines(folder, engines) -> tuple[dict[str, dict], str | None]:
     """Every rank's files, on disk; their sizes and hashes by relative path, or the error of a rank."""
     writer = DurableWriter()
     for name, engine in engines.items():
@@ -292,18 +275,18 @@ def write_engines(folder: Path, engines: dict) -> tuple[dict[str, dict], str | N
         engine._copy_recovery_script = str
         with checkpoint_engine(engine, writer):
             engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
-    written = writer.finish()
     files = {}
-    problem = None
-    for rank_files, rank_problem in gather((written, writer.error and f"{here()}: {writer.error}")):
-        problem = problem or rank_problem
-        for path, entry in rank_files.items():
+    error = None
+    for place, written, problem in gather((here(), writer.finish(), writer.error)):
+        if problem:
+            error = f"{place}: {problem}"
+        for path, entry in written.items():
             files[os.path.relpath(path, folder)] = entry
-    return files, problem
+    return files, error
 
 
 @contextlib.contextmanager
-def checkpoint_engine(engine, writer: DurableWriter):
+def checkpoint_engine(engine, writer):
     """DeepSpeed's files of this engine go through `writer` meanwhile."""
     own = engine.checkpoint_engine
     engine.checkpoint_engine = writer
@@ -311,7 +294,7 @@ def checkpoint_engine(engine, writer: DurableWriter):
     engine.checkpoint_engine = own
 
 
-def publish(temporary: Path, final: Path, files: dict, state: RunState, hf: Iterable) -> None:
+def publish(temporary, final, files, state: RunState, hf):
     """Rank 0, after all ranks have written: the small files, the manifest, and one rename."""
     for item in hf:
         item.save_pretrained(temporary / "hf")
@@ -330,7 +313,7 @@ def publish(temporary: Path, final: Path, files: dict, state: RunState, hf: Iter
     fsync(run_dir)
 
 
-def prune(run_dir: Path, keep_last: int) -> None:
+def prune(run_dir, keep_last):
     """Deletes all complete checkpoints but the newest `keep_last`; 0 keeps all."""
     if keep_last == 0:
         return
@@ -344,7 +327,7 @@ def prune(run_dir: Path, keep_last: int) -> None:
 # ---- resume ----------------------------------------------------------------------------------
 
 
-def pick_checkpoint(run_dir: Path, resume: str) -> Path | None:
+def pick_checkpoint(run_dir, resume):
     """The checkpoint to start from. All ranks agree. Raises UserError.
 
     resume: `auto` is the newest undamaged one of the folder, `none` is none, else it is a path.
@@ -369,7 +352,7 @@ def pick_checkpoint(run_dir: Path, resume: str) -> Path | None:
     return None
 
 
-def find_damage(path: Path) -> str | None:
+def find_damage(path):
     """What is wrong with a checkpoint, or None. The ranks share the hashing. A collective."""
     # Rank 0's manifest, since all ranks must come to the same end.
     entries = sorted(gather(manifest(path))[0].items())
@@ -385,13 +368,11 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def read_state(path: Path) -> RunState:
+def read_state(path) -> RunState:
     return RunState(**json.loads((path / "state.json").read_text()))
 
 
-def find_start(
-    run_dir: Path, choice: str, now: RunState, fixed: set[str]
-) -> tuple[Path | None, RunState]:
+def find_start(run_dir, choice, now: RunState, fixed: set[str]) -> tuple[Path | None, RunState]:
     """The checkpoint to start from, or None, and the state to go on from.
 
     now: this run at its step 0. fixed: the flags that decide what is learnt. Raises UserError where
@@ -427,7 +408,7 @@ def find_start(
     return path, dataclasses.replace(now, step=saved.step, levers=saved.levers, log_sizes=sizes)
 
 
-def find_changes(saved: RunState, now: RunState, fixed: set[str]) -> list[str]:
+def find_changes(saved: RunState, now: RunState, fixed: set[str]):
     """Shows every changed flag; returns the names of those that decide what is learnt."""
     changed = []
     for name, value in now.config.items():
@@ -446,7 +427,7 @@ def find_changes(saved: RunState, now: RunState, fixed: set[str]) -> list[str]:
     return changed
 
 
-def load(path: Path, engines: dict, now: RunState) -> None:
+def load(path, engines, now: RunState):
     """Restores the engines from a verified checkpoint."""
     if read_state(path).layout != now.layout:
         from lib import reshard
@@ -461,7 +442,7 @@ def load(path: Path, engines: dict, now: RunState) -> None:
             engine.load_checkpoint(str(path / name), tag="state")
 
 
-def rewind(run_dir: Path, state: RunState, is_new: bool) -> None:
+def rewind(run_dir, state: RunState, is_new):
     """Cuts the logs back to where they were, and sets later checkpoints aside.
 
     Those are damaged, or of a future that will not be. In a new run nothing that is there belongs to
@@ -483,7 +464,7 @@ def rewind(run_dir: Path, state: RunState, is_new: bool) -> None:
 # ---- export ----------------------------------------------------------------------------------
 
 
-def export(out: Path, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer) -> None:
+def export(out, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer):
     """Writes a Hugging Face folder that transformers and vLLM load. All ranks call it.
 
     weights: (name, full tensor) one at a time. A critic's head goes to `value_head.safetensors`
@@ -493,15 +474,12 @@ def export(out: Path, model, weights: Iterable[tuple[str, torch.Tensor]], tokeni
     for name, tensor in weights:
         if dist.get_rank() == 0:
             kept[name] = tensor.detach().to("cpu", copy=True)
-    error = None
-    if dist.get_rank() == 0:
-        error = try_disk(write_export, out, model, kept, tokenizer)
-    error = gather(error)[0]
+    error = on_rank0(write_export, out, model, kept, tokenizer)
     if error:
         raise UserError(f"{out} is NOT written: {error}")
 
 
-def write_export(out: Path, model, weights: dict[str, torch.Tensor], tokenizer) -> None:
+def write_export(out, model, weights: dict[str, torch.Tensor], tokenizer):
     head = {}
     for name in list(weights):
         if name.startswith("value_head."):

@@ -51,7 +51,7 @@ class Batch:
         self.mask = torch.arange(int(self.length.max())) < self.length[:, None]  # (N, longest)
 
     @classmethod
-    def of(cls, samples: list, device: torch.device) -> "Batch":
+    def of(cls, samples, device) -> "Batch":
         """From the sampler's samples. Responses to one problem of the step form a group."""
         batch = cls(
             prompt_ids=[sample.request.problem.prompt_ids for sample in samples],
@@ -154,7 +154,7 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
     return MicroBatch(*[torch.from_numpy(array).to(batch.device) for array in arrays])
 
 
-def filler(device: torch.device) -> MicroBatch:
+def filler(device) -> MicroBatch:
     """One token of mask 0: it keeps a rank without samples in step with the others."""
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)  # (1, 1)
     return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float())
@@ -349,7 +349,7 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 # ---- updates ---------------------------------------------------------------------------------
 
 
-def train_critic(critic, batch: Batch, cfg, step: int) -> dict[str, float]:
+def train_critic(critic, batch: Batch, cfg, step) -> dict[str, float]:
     """critic_update_steps optimizer steps, each over its part of one shuffle of the samples."""
     rng = np.random.default_rng(hash64(cfg.seed, step, "critic"))
     parts = np.array_split(rng.permutation(len(batch.size)), cfg.critic_update_steps)
@@ -361,7 +361,7 @@ def train_critic(critic, batch: Batch, cfg, step: int) -> dict[str, float]:
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
-def train_policy(policy, batch: Batch, cfg, step: int, total_steps: int) -> dict[str, float]:
+def train_policy(policy, batch: Batch, cfg, step, total_steps) -> dict[str, float]:
     """One optimizer step over all samples, so the ratio is 1 and PPO's clip would do nothing."""
     lr = learning_rate(cfg.actor_learning_rate, cfg.num_warmup_steps, step, cfg.lr_end, total_steps)
     # A sample without a gradient does not pass through the model, but its tokens still count.
@@ -369,7 +369,7 @@ def train_policy(policy, batch: Batch, cfg, step: int, total_steps: int) -> dict
     return update(policy, policy_loss, batch, batch.with_signal(), lr, cfg, tokens)
 
 
-def learning_rate(peak: float, warmup: int, step: int, end=None, total: int = 0) -> float:
+def learning_rate(peak, warmup, step, end=None, total=0):
     """Of optimizer step `step`, from 0: linear from peak / warmup, then constant.
 
     With `end` it then falls linearly, to reach that at the last of `total` steps.
@@ -382,7 +382,7 @@ def learning_rate(peak: float, warmup: int, step: int, end=None, total: int = 0)
     return peak + (end - peak) * min(1.0, progress)
 
 
-def update(engine, loss_fn, batch: Batch, samples: list[int], lr: float, cfg, tokens=None) -> dict:
+def update(engine, loss_fn, batch: Batch, samples: list[int], lr, cfg, tokens=None):
     """One optimizer step over `samples`, which are dealt to all ranks. Returns global means.
 
     The loss is a sum over response tokens, divided by `tokens`: how many there are on all ranks
@@ -413,7 +413,7 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], lr: float, cfg, to
     return stats | {f"{engine.name}_{key}": value for key, value in own.items()}
 
 
-def add_stats(totals: dict[str, Tensor], stats: dict[str, Tensor]) -> None:
+def add_stats(totals: dict[str, Tensor], stats: dict[str, Tensor]):
     for key, value in stats.items():
         if key not in totals:
             totals[key] = value
@@ -423,7 +423,7 @@ def add_stats(totals: dict[str, Tensor], stats: dict[str, Tensor]) -> None:
             totals[key] = totals[key] + value
 
 
-def reduce_stats(totals: dict[str, Tensor], tokens: int, passed: int) -> dict[str, float]:
+def reduce_stats(totals: dict[str, Tensor], tokens, passed) -> dict[str, float]:
     """Over all ranks: a loss is divided by the step's tokens, another sum by the tokens that passed
     through the model, and what ends in _max is a maximum."""
     sums = torch.stack(list(totals.values())).double()  # (stats,)

@@ -1,4 +1,4 @@
-r"""The task: problems and their prompts, and the rewards of responses. Swap this file to change it.
+"""The task: problems and their prompts, and the rewards of responses. Swap this file to change it.
 
 It sees only text. Deviations from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
 - ORZ allows a check 1 s of wall time, time in the queue included, in threads that nobody can kill,
@@ -52,7 +52,7 @@ class Problem:
 
 
 def load_problems(
-    path: str, template: str, bos: str = "", columns=("question", "answer"), split: str = "train"
+    path, template, bos="", columns=("question", "answer"), split="train"
 ) -> list[Problem]:
     """The problems of a JSON or JSONL file, or of a dataset.
 
@@ -88,7 +88,7 @@ def load_problems(
     return problems
 
 
-def read_rows(path: str, split: str) -> list:
+def read_rows(path, split):
     """The lines of a .jsonl file, the items of another file's JSON list, or a dataset's rows."""
     if path.endswith((".json", ".jsonl")) or os.path.isfile(path):
         # Only \n ends a line, because a question may hold other ends of line.
@@ -130,7 +130,7 @@ def parse_record(record, columns) -> tuple[str, str]:
     return question, answer
 
 
-def explain(error: Exception) -> str:
+def explain(error):
     """What is wrong with a file or a record, in one line."""
     if isinstance(error, KeyError):
         reason = f"lacks {error} of its form"
@@ -143,7 +143,7 @@ def explain(error: Exception) -> str:
     return " ".join(reason.split())[:300]
 
 
-def extract_answer(text: str) -> str | None:
+def extract_answer(text):
     r"""The content of the last balanced \boxed{} in the last closed answer block, or None.
 
     The block lies between the last </answer> and the last <answer> before it. As in ORZ, a box
@@ -175,7 +175,7 @@ def extract_answer(text: str) -> str | None:
     return answer
 
 
-def is_equiv(predicted: str, label: str) -> bool:
+def is_equiv(predicted, label):
     """Is the predicted answer right? Any text is safe: only a worker process may die of it."""
     grader = shared_grader(os.getpid(), threading.get_ident())
     grader.compare("is_equiv", predicted, label)
@@ -183,7 +183,7 @@ def is_equiv(predicted: str, label: str) -> bool:
 
 
 @functools.cache
-def shared_grader(process_id: int, thread_id: int) -> "Grader":
+def shared_grader(process_id, thread_id) -> "Grader":
     """One for each thread, and a forked child must not share the pipes of its parent."""
     return Grader()
 
@@ -196,7 +196,7 @@ class Grader:
     pairs share a check until `results`. `counts` never go back to 0.
     """
 
-    def __init__(self, workers: int = 1, cpu_seconds: float = 5.0, wall_seconds: float = 120.0):
+    def __init__(self, workers=1, cpu_seconds=5.0, wall_seconds=120.0):
         self.wall_seconds = wall_seconds
         kinds = ("checks", "symbolic", "cpu_timeouts", "wall_timeouts", "crashes")
         self.counts = dict.fromkeys(kinds, 0)
@@ -210,7 +210,7 @@ class Grader:
         self.idle_workers = list(self.workers)
         self.lock = threading.Lock()
 
-    def submit(self, key, text: str, finish_reason: str, label) -> None:
+    def submit(self, key, text, finish_reason, label):
         """Takes a finished sample and returns at once. `key` names it in `results`.
 
         The reward is 1.0 if the response stopped by itself with the right answer, else 0.0.
@@ -220,7 +220,7 @@ class Grader:
             answer = extract_answer(text)
         self.compare(key, answer or "", str(label))
 
-    def compare(self, key, predicted: str, label: str) -> None:
+    def compare(self, key, predicted, label):
         pair = (predicted, label)
         self.counts["checks"] += 1
         self.pairs[key] = pair
@@ -233,7 +233,7 @@ class Grader:
         else:
             self.verdicts[pair] = verdict
 
-    def check(self, predicted: str, label: str) -> bool:
+    def check(self, predicted, label):
         """In a thread: the verdict of a worker, or False if the worker is lost."""
         worker = self.idle_workers.pop()
         try:
@@ -248,11 +248,11 @@ class Grader:
                 self.counts[reply] += 1
         return reply == "equal"
 
-    def pending(self, seconds: float) -> int:
+    def pending(self, seconds):
         """How many verdicts are still to come after at most so long."""
         return len(futures.wait(self.running.values(), seconds).not_done)
 
-    def results(self) -> dict:
+    def results(self):
         """{key: reward} of all samples since the last call. It waits for pending checks."""
         for pair, check in self.running.items():
             self.verdicts[pair] = check.result()
@@ -262,7 +262,7 @@ class Grader:
         self.running = {}
         return rewards
 
-    def close(self) -> None:
+    def close(self):
         """Ends the workers and drops what is pending. They also end with their parent."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
@@ -275,7 +275,7 @@ class Grader:
         self.close()
 
 
-def text_metrics(text: str) -> dict[str, float]:
+def text_metrics(text) -> dict[str, float]:
     """Counts of a response's words.
 
     repetition: the share of its word 4-grams that came before (ORZ: suffix arrays, slow).

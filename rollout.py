@@ -63,7 +63,7 @@ class Sample:
     text_metrics: dict[str, float] = field(default_factory=dict)
 
 
-def requests_of_step(problems: list, cfg, step: int) -> list[Request]:
+def requests_of_step(problems, cfg, step) -> list[Request]:
     """Some samples of each problem whose turn it is: a pure function of seed and step."""
     start = step * cfg.rollout_batch_size
     order = problem_order(cfg.seed, len(problems), start, cfg.rollout_batch_size)
@@ -73,7 +73,7 @@ def requests_of_step(problems: list, cfg, step: int) -> list[Request]:
     return make_requests(chosen, cfg.n_samples_per_prompt, purpose, distribution)
 
 
-def make_requests(problems: list, count: int, purpose: tuple, distribution: tuple) -> list[Request]:
+def make_requests(problems, count, purpose, distribution) -> list[Request]:
     """`count` samples of every problem. purpose: (seed, step, name), which is all that their
     randomness depends on. distribution: (max_tokens, temperature, top_p)."""
     requests = []
@@ -84,7 +84,7 @@ def make_requests(problems: list, count: int, purpose: tuple, distribution: tupl
     return requests
 
 
-def problem_order(seed: int, count: int, start: int, size: int) -> list[int]:
+def problem_order(seed, count, start, size) -> list[int]:
     """Positions start .. start + size of an endless order in which each pass is shuffled anew."""
     order = []
     for position in range(start, start + size):
@@ -94,7 +94,7 @@ def problem_order(seed: int, count: int, start: int, size: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=2)
-def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
+def shuffled(seed, epoch, count):
     return np.random.default_rng(hash64(seed, "order", epoch)).permutation(count)
 
 
@@ -120,18 +120,12 @@ class Sampler:
             self.llm = LLM(**self.engine_settings())
         # What vLLM raises is not one class.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
-            reason = one_line(error)
-            if "cache" in reason:
-                reason += "; raise --kv_cache_gb or lower --max_len"
-            flags = (f"--model {cfg.model}", f"--kv_cache_gb {cfg.kv_cache_gb}")
-            flags += (
-                f"--max_len {cfg.max_len}",
-                f"--rollout_quantization {cfg.rollout_quantization}",
-            )
-            raise UserError(f"vLLM cannot start with {', '.join(flags)}: {reason}") from error
+            flags = f"--model {cfg.model}, --max_len {cfg.max_len}, --kv_cache_gb {cfg.kv_cache_gb}"
+            flags += f", --rollout_quantization {cfg.rollout_quantization}"
+            raise UserError(f"vLLM cannot start with {flags}: {one_line(error)}") from error
         self.tokenizer = self.llm.get_tokenizer()
 
-    def engine_settings(self) -> dict:
+    def engine_settings(self):
         cfg = self.cfg
         settings = {
             "model": cfg.model,
@@ -161,7 +155,7 @@ class Sampler:
         return settings
 
     def generate(
-        self, requests: list[Request], stopped: Callable[[], bool] = bool, logprobs: bool = False
+        self, requests: list[Request], stopped: Callable[[], bool] = bool, logprobs=False
     ) -> Iterator[tuple[int, Sample]]:
         """Yields (position in `requests`, sample) as samples end, in any order.
 
@@ -186,7 +180,7 @@ class Sampler:
         finally:
             engine.abort_request(list(waiting))
 
-    def sampling_params(self, request: Request, logprobs: bool):
+    def sampling_params(self, request, logprobs):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -206,7 +200,7 @@ class Sampler:
             params.logprobs = 0
         return params
 
-    def read_output(self, request: Request, completion) -> Sample:
+    def read_output(self, request, completion) -> Sample:
         ids = list(completion.token_ids)
         text = completion.text
         if not self.cfg.stop:
@@ -216,7 +210,7 @@ class Sampler:
             logprobs = [step[token].logprob for step, token in zip(completion.logprobs, ids)]
         return Sample(request, ids, logprobs, text, completion.finish_reason)
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def sync(self, weights: Iterable[tuple[str, Tensor]]):
         """Replaces the weights by (Hugging Face name, tensor) pairs, and wakes the engine.
 
         All ranks call it. On a GPU the order bounds the peak: the weights wake up, are replaced, and
@@ -228,13 +222,13 @@ class Sampler:
         if self.gpu:
             self.llm.wake_up(tags=["kv_cache"])
 
-    def sleep(self) -> None:
+    def sleep(self):
         """Frees weights and KV cache on a GPU; the next sync brings the weights (level 2)."""
         if self.gpu:
             self.llm.sleep(level=2)
 
 
-def finished_outputs(engine, stopped: Callable[[], bool]) -> Iterator:
+def finished_outputs(engine, stopped: Callable[[], bool]):
     """Steps the engine until nothing is left to do or `stopped` says so."""
     while engine.has_unfinished_requests() and not stopped():
         for output in engine.step():
@@ -273,7 +267,8 @@ class Rollout:
             self.signals.agree()
             for position, reward in self.grader.results().items():
                 mine[position].reward = reward
-            clock.numbers["reward_lost"] = sum(gather(self.count_lost()))
+            # Since the run began: checks that ended without a verdict.
+            clock.numbers["reward_lost"] = sum(gather(self.grader.lost))
             seconds = gather(clock.seconds["rollout"])
             clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
             return exchange(requests, mine)
@@ -286,26 +281,24 @@ class Rollout:
         positions = range(engine, len(requests), engines)
         share = [requests[position] for position in positions]
         logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
+        # A bar on rank 0's terminal (None asks whether there is one), gone when it is done.
+        is_silent = dist.get_rank() > 0 or None
         mine = {}
         with contextlib.closing(self.sampler.generate(share, self.stopped, logprobs)) as stream:
-            for k, sample in self.progress(stream, len(share)):
+            bar = tqdm(stream, "sampling", len(share), leave=False, disable=is_silent)
+            for k, sample in bar:
                 # All ranks of an engine get its samples; only its first rank hands them on.
                 if place == 0:
                     mine[positions[k]] = sample
                     self.submit(positions[k], sample)
         return mine
 
-    def submit(self, position: int, sample: Sample) -> None:
+    def submit(self, position, sample: Sample):
         sample.text_metrics = self.task.text_metrics(sample.text)
         label = sample.request.problem.label
         self.grader.submit(position, sample.text, sample.finish_reason, label)
 
-    def progress(self, stream: Iterator, total: int) -> Iterator:
-        """A bar on rank 0's terminal, which is gone when it is done."""
-        is_silent = dist.get_rank() > 0 or None  # None: if there is no terminal
-        return tqdm(stream, "sampling", total, leave=False, disable=is_silent, unit="sample")
-
-    def stopped(self) -> bool:
+    def stopped(self):
         """Asked between the engine's steps. Ranks that share an engine must leave it at the same
         step, so they vote, every 16 steps."""
         if self.cfg.tensor_parallel == 1:
@@ -317,15 +310,7 @@ class Rollout:
         dist.all_gather_object(votes, self.signals.poll(), self.group)
         return any(votes)
 
-    def count_lost(self) -> int:
-        """Checks of this rank, since the run began, that ended without a verdict."""
-        lost = 0
-        for event, count in self.grader.counts.items():
-            if event.endswith(("timeouts", "crashes")):
-                lost += count
-        return lost
-
-    def close(self) -> None:
+    def close(self):
         self.grader.close()
 
 

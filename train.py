@@ -127,7 +127,7 @@ class Config(Learning):
     enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory
 
 
-def parse_flags(argv: list[str]) -> Config:
+def parse_flags(argv):
     """Raises UserError for an unknown flag, or a value of the wrong kind."""
     parser = HfArgumentParser(Config, allow_abbrev=False)
     parser.error = refuse_flag
@@ -149,11 +149,11 @@ def parse_flags(argv: list[str]) -> Config:
     return cfg
 
 
-def refuse_flag(message: str) -> None:
+def refuse_flag(message):
     raise UserError(f"{message}; the fields of Config in train.py are the flags")
 
 
-def demo_flags(cfg: Config, argv: list[str], is_rank0: bool) -> Config:
+def demo_flags(cfg, argv, is_rank0):
     """Makes the demo's base model in run_dir, and puts the demo's flags before the given ones."""
     folder = Path(cfg.run_dir) / "base"
     tool = Path(__file__).parent / "tools" / "demo.py"
@@ -168,7 +168,7 @@ def demo_flags(cfg: Config, argv: list[str], is_rank0: bool) -> Config:
     return parse_flags([*shlex.split(flags), *argv])
 
 
-def read_tokenizer(cfg: Config):
+def read_tokenizer(cfg):
     """The model's tokenizer, once its config has passed. Raises UserError."""
     config = check.read_config(cfg.model)
     try:
@@ -188,7 +188,7 @@ def read_tokenizer(cfg: Config):
     return tokenizer
 
 
-def read_problems(task, paths: list[str], cfg: Config, tokenizer, split="train") -> list:
+def read_problems(task, paths, cfg, tokenizer, split="train"):
     """Problems with the token ids of their prompts; too long ones are left out aloud.
 
     A path may end in ?split=test&columns=problem,answer: part and columns of a data set. Raises
@@ -218,7 +218,7 @@ def read_problems(task, paths: list[str], cfg: Config, tokenizer, split="train")
     return kept
 
 
-def parse_path(path: str, split: str) -> tuple[str, dict]:
+def parse_path(path, split) -> tuple[str, dict]:
     """The name before a `?`, and the options of load_problems behind it."""
     name, _, query = path.partition("?")
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
@@ -229,11 +229,11 @@ def parse_path(path: str, split: str) -> tuple[str, dict]:
     return name, {"split": split, **options}
 
 
-def problems_hash(problems: list) -> int:
+def problems_hash(problems):
     return hash64([(problem.prompt, problem.label) for problem in problems])
 
 
-def read_eval_sets(task, cfg: Config, tokenizer) -> dict[str, list]:
+def read_eval_sets(task, cfg, tokenizer) -> dict[str, list]:
     """{name: problems}; a set is called like its file, with the split behind it if one is named."""
     sets = {}
     for path in cfg.eval_data:
@@ -245,7 +245,7 @@ def read_eval_sets(task, cfg: Config, tokenizer) -> dict[str, list]:
     return sets
 
 
-def find_task(cfg: Config):
+def find_task(cfg):
     """The module of --reward: load_problems, Grader and text_metrics. Raises UserError."""
     if cfg.reward == "math":
         return importlib.import_module("reward")
@@ -255,14 +255,14 @@ def find_task(cfg: Config):
     return importlib.import_module(f"tasks.{cfg.reward}")
 
 
-def count_steps(cfg: Config, problems: int) -> int:
+def count_steps(cfg, problems):
     steps = max(1, cfg.num_episodes * problems // cfg.rollout_batch_size)
     if cfg.max_steps is not None:
         steps = min(steps, cfg.max_steps)
     return steps
 
 
-def check_sampler(sampler, policy, problems: list, cfg: Config) -> str:
+def check_sampler(sampler, policy, problems, cfg):
     """Says how far the sampler is from the trainer; raises UserError where that is too far.
 
     A stale or wrong model shows in the log-probs of a few responses: in their mean |difference| over
@@ -288,7 +288,7 @@ def check_sampler(sampler, policy, problems: list, cfg: Config) -> str:
     return found
 
 
-def allowed_gap(cfg: Config, is_gpu: bool) -> tuple[float, float]:
+def allowed_gap(cfg, is_gpu) -> tuple[float, float]:
     """The mean over all tokens, and of the worst response. The first has never been measured."""
     if cfg.rollout_quantization:
         return 0.2, 1.0
@@ -299,22 +299,22 @@ def allowed_gap(cfg: Config, is_gpu: bool) -> tuple[float, float]:
     return 1e-4, 1e-3
 
 
-def evaluate(rollout: Rollout, eval_sets: dict[str, list], step: int, log: RunLog) -> None:
+def evaluate(rollout, eval_sets: dict[str, list], step, log):
     """eval_n samples of every problem of every set. A collective; raises Stopped."""
     cfg = log.cfg
     distribution = (cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p)
     for name, problems in eval_sets.items():
         purpose = (cfg.seed, step, f"eval {name}")
         requests = make_requests(problems, cfg.eval_n, purpose, distribution)
-        log.evaluation(name, rollout.sample(requests, metrics.Clock()), step)
+        log.evaluation(name, rollout.sample(requests, metrics.Clock(step)), step)
 
 
-def is_due(step: int, interval: int) -> bool:
+def is_due(step, interval):
     """Every `interval` steps; 0 is never."""
     return interval > 0 and step % interval == 0
 
 
-def choose_sampling(rollout: Rollout, cfg: Config, state: ckpt.RunState):
+def choose_sampling(rollout, cfg, state: ckpt.RunState):
     """Rollout.sample, behind --first_stage and --adaptive_len if they are wanted."""
     if not (cfg.first_stage or cfg.adaptive_len):
         return rollout.sample
@@ -323,7 +323,7 @@ def choose_sampling(rollout: Rollout, cfg: Config, state: ckpt.RunState):
     return Levers(rollout, cfg, state.levers).sample
 
 
-def main(cfg: Config, world: int, device: torch.device, store) -> None:
+def main(cfg, world, device, store):
     """One rank of a run: set up, then sample, score, learn and sync until the last step."""
     check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
     check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
@@ -370,7 +370,7 @@ def main(cfg: Config, world: int, device: torch.device, store) -> None:
             if step == 0 or is_due(step, cfg.eval_interval):
                 evaluate(rollout, eval_sets, step, log)
             signals.agree()
-            clock = metrics.Clock()
+            clock = metrics.Clock(step + 1)
 
             # 1. Prompts: a function of seed and step, so a resumed run draws the same ones.
             requests = requests_of_step(problems, cfg, step)
@@ -425,7 +425,7 @@ def main(cfg: Config, world: int, device: torch.device, store) -> None:
     return log.result(total_steps)
 
 
-def run(argv: list[str]) -> int:
+def run(argv):
     """A run from its flags to its exit code: 0, or 2 for what the user can mend."""
     store = None
     try:

@@ -31,12 +31,12 @@ COUNTS = (
 GROUPED = ("grpo", "rloo")  # they compare the samples of a problem
 
 
-def require(holds: bool, message: str) -> None:
+def require(holds, message):
     if not holds:
         raise UserError(message)
 
 
-def check_config(cfg, world: int, choices: dict) -> None:
+def check_config(cfg, world, choices):
     """Raises UserError. choices: allowed values of some flags, beside CHOICES."""
     for name, allowed in {**CHOICES, **choices}.items():
         value = getattr(cfg, name)
@@ -49,7 +49,7 @@ def check_config(cfg, world: int, choices: dict) -> None:
     check_engines(cfg, world)
 
 
-def check_ranges(cfg) -> None:
+def check_ranges(cfg):
     """No number is negative, infinite or NaN."""
     for name, value in vars(cfg).items():
         if type(value) not in (int, float):
@@ -61,7 +61,7 @@ def check_ranges(cfg) -> None:
         require(least <= value < 2**63, message)
 
 
-def check_batch(cfg, world: int) -> None:
+def check_batch(cfg, world):
     prompts = cfg.rollout_batch_size
     samples = cfg.n_samples_per_prompt
     is_grouped = cfg.estimator in GROUPED
@@ -88,7 +88,7 @@ def check_batch(cfg, world: int) -> None:
     )
 
 
-def check_lengths(cfg) -> None:
+def check_lengths(cfg):
     require(
         cfg.prompt_max_len < cfg.max_len,
         f"--prompt_max_len {cfg.prompt_max_len} leaves no room for a response in --max_len "
@@ -101,7 +101,7 @@ def check_lengths(cfg) -> None:
     )
 
 
-def check_sampling(cfg) -> None:
+def check_sampling(cfg):
     for name in ("temperature", "eval_temperature"):
         value = getattr(cfg, name)
         is_greedy = name == "eval_temperature" and value == 0
@@ -121,7 +121,7 @@ def check_sampling(cfg) -> None:
     )
 
 
-def check_engines(cfg, world: int) -> None:
+def check_engines(cfg, world):
     require(
         not cfg.bf16 or cfg.zero_stage >= 2,
         f"--bf16 with --zero_stage {cfg.zero_stage}: its fp32 gradient sums need stage 2 or 3; add "
@@ -148,7 +148,7 @@ def check_engines(cfg, world: int) -> None:
     require(len(cfg.data) > 0, "--data: name at least one file of training problems")
 
 
-def check_same(values: dict, error: UserError | None = None) -> None:
+def check_same(values, error=None):
     """Raises UserError on all ranks where one has an error, or another value than rank 0.
 
     Ranks that differ would train on samples behind each other's prompts, or wait for each other
@@ -170,7 +170,7 @@ def check_same(values: dict, error: UserError | None = None) -> None:
                 raise UserError(f"{host}, rank {rank}: {text}")
 
 
-def read_config(model: str):
+def read_config(model):
     """The config of a model. Raises UserError where it is absent or ppo.py cannot train it."""
     try:
         config = AutoConfig.from_pretrained(model)
@@ -180,7 +180,7 @@ def read_config(model: str):
     return config
 
 
-def check_architecture(config) -> None:
+def check_architecture(config):
     """Raises ValueError for what cannot be packed or scored.
 
     Sliding windows and recurrent states cross the borders of a row's samples; the head computes
@@ -204,16 +204,19 @@ def skeleton(config):
         return AutoModelForCausalLM.from_config(config)
 
 
-def count_parameters(config) -> int:
+def count_parameters(config):
     return sum(p.numel() for p in skeleton(config).parameters())
 
 
-def needed_bytes(cfg, present: int) -> int:
+def needed_bytes(cfg, present):
     """What the checkpoints to come need on disk; `present` ones are there already.
 
     16 bytes a parameter (weight, fp32 master, two moments) of policy and critic: keep_last
     checkpoints beside the one that is written. If all are kept there is no bound, and it is one.
     """
+    if cfg.resume == "none":
+        # Those are set aside, and stay.
+        present = 0
     count = 1
     if cfg.keep_last > 0:
         count = max(1, cfg.keep_last + 1 - present)

@@ -27,29 +27,34 @@ class Stopped(Exception):
     """All ranks have agreed to save and leave."""
 
 
-def hash64(*parts) -> int:
+def hash64(*parts):
     """A seed in [0, 2**63) from any printable parts; the same on every machine and Python run."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def gather(value) -> list:
+def gather(value):
     """`value` of every rank, in rank order. A collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def print0(*words) -> None:
+def print0(*words):
     """Prints on rank 0 alone."""
     if dist.get_rank() == 0:
         print(*words, flush=True)
 
 
-def tell_once(store: dist.Store | None, text: str) -> None:
-    """Prints an error that several ranks may have: the rank that comes first prints it."""
+def tell_once(store, text):
+    """Prints an error that several ranks may have: the rank that comes first prints it.
+
+    Before there is a store, one rank on each machine does.
+    """
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        is_first = store is None or store.add("told", 1) == 1
+        if store:
+            is_first = store.add("told", 1) == 1
     except RuntimeError:
         # The store has gone with rank 0, which has told it then.
         is_first = False
@@ -95,12 +100,12 @@ def start_alone() -> tuple[int, int, torch.device, dist.Store]:
     return 0, 1, device, dist.PrefixStore("nanoorz", store)
 
 
-def join_group(device: torch.device, store: dist.Store, rank: int, world: int) -> None:
+def join_group(device, store, rank, world):
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
-def choose_device(ranks_here: int) -> torch.device:
+def choose_device(ranks_here):
     """This rank's GPU; on a machine without one the CPU, with this rank's share of its cores."""
     if not torch.cuda.is_available():
         # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed.
@@ -114,7 +119,7 @@ def choose_device(ranks_here: int) -> torch.device:
     return device
 
 
-def announce_interface(master: str) -> None:
+def announce_interface(master):
     """Tells gloo and vLLM which of our addresses the other machines can reach.
 
     Left alone they look up the host's own name, which often resolves to 127.0.1.1.
@@ -133,7 +138,7 @@ def announce_interface(master: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of[address])
 
 
-def address_towards(target: str) -> str | None:
+def address_towards(target):
     """Our own address on the route to `target`. Connecting a UDP socket sends nothing."""
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
@@ -141,7 +146,7 @@ def address_towards(target: str) -> str | None:
     return None
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error):
     """An error's text without line breaks, at most 400 characters of it."""
     return " ".join(str(error).split())[:400]
 
@@ -153,7 +158,7 @@ class Signals:
     sampling. A second SIGINT ends this process at once.
     """
 
-    def __init__(self, store: dist.Store):
+    def __init__(self, store):
         self.store = store
         self.asked = False
         self.interrupted = False
@@ -161,14 +166,14 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.handle)
 
-    def handle(self, number, frame) -> None:
+    def handle(self, number, frame):
         if number == signal.SIGINT:
             if self.interrupted:
                 os._exit(130)
             self.interrupted = True
         self.asked = True
 
-    def poll(self) -> bool:
+    def poll(self):
         """For inner loops: has any rank been asked to stop? Looks at the store twice a second."""
         if self.asked:
             self.store.set("stop", "1")
@@ -179,7 +184,7 @@ class Signals:
                 self.asked = True
         return self.asked
 
-    def agree(self) -> None:
+    def agree(self):
         """A collective: raises Stopped on every rank if any was asked."""
         if any(gather(self.poll())):
             raise Stopped

@@ -1,4 +1,4 @@
-r"""Are two answers the same? The rules that decide, and the worker process that may die of it.
+"""Are two answers the same? The rules that decide, and the worker process that may die of it.
 
 `quick_verdict` applies cheap rules in linear time. What they leave open is algebra, which
 `symbolic_verdict` leaves to math-verify. That may hang, crash or eat memory, so it runs in worker
@@ -100,19 +100,19 @@ NAME = re.compile(
 NUMERAL = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?(?:_\{?(?P<base>[0-9]+)\}?)?")
 
 
-def prepare(predicted: str, label: str) -> tuple[str, str]:
+def prepare(predicted, label) -> tuple[str, str]:
     """Both sides in one spelling, without a name for the answer that they share."""
     return drop_name(respell(predicted), respell(label))
 
 
-def respell(text: str) -> str:
+def respell(text):
     text = text.strip().translate(UNICODE_TO_LATEX)
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     return text.strip().rstrip(" .,;:")
 
 
-def drop_name(predicted: str, label: str) -> tuple[str, str]:
+def drop_name(predicted, label) -> tuple[str, str]:
     r"""In "x = 5" and "x \in S" the name goes, if the other side has the same name or none."""
     names = set()
     for side in (predicted, label):
@@ -128,7 +128,7 @@ def drop_name(predicted: str, label: str) -> tuple[str, str]:
     return name.sub("", predicted), name.sub("", label)
 
 
-def parse_number(text: str) -> tuple[Fraction, Fraction] | None:
+def parse_number(text) -> tuple[Fraction, Fraction] | None:
     """The exact value of an integer, decimal, fraction or mixed number, or None.
 
     It comes twice, because a percent sign may be meant or left off: 50% is (50, 1/2), 5 is (5, 5).
@@ -148,14 +148,14 @@ def parse_number(text: str) -> tuple[Fraction, Fraction] | None:
     return value, value
 
 
-def parse_digits(text: str) -> Fraction:
+def parse_digits(text) -> Fraction:
     return Fraction(re.sub("[, {}]", "", text))
 
 
 # ---- the quick rules: each returns True, False, or None where it has nothing to say -------------
 
 
-def quick_verdict(predicted: str, label: str) -> bool | None:
+def quick_verdict(predicted, label):
     """The verdict of the first rule that has one, in linear time. None: only algebra can tell."""
     if predicted.strip() == label.strip():
         return label.strip() != ""
@@ -174,7 +174,7 @@ def quick_verdict(predicted: str, label: str) -> bool | None:
     return None
 
 
-def same_number(predicted: str, label: str) -> bool | None:
+def same_number(predicted, label):
     """Numbers are compared exactly. A percent sign may be left off: 50% is 0.5, and it is 50."""
     number = parse_number(predicted)
     label_number = parse_number(label)
@@ -183,12 +183,12 @@ def same_number(predicted: str, label: str) -> bool | None:
     return number[0] == label_number[0] or number[1] == label_number[1]
 
 
-def unwrap_text(text: str) -> str:
+def unwrap_text(text):
     r"""The words of \text{words} alone, and no spaces behind commas."""
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(", ", ",").strip()
 
 
-def same_text(predicted: str, label: str) -> bool | None:
+def same_text(predicted, label):
     """Equal texts are equal, but nothing equals an empty one."""
     if not predicted or not label:
         return False
@@ -197,7 +197,7 @@ def same_text(predicted: str, label: str) -> bool | None:
     return None
 
 
-def same_choice(predicted: str, label: str) -> bool | None:
+def same_choice(predicted, label):
     """A label of one letter, as in GPQA: C may be given as "C", "(C)" or "C. 12 m"."""
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
     given = re.match(r"\(?([A-Ja-j])(?:[.:)](?!\()|$)", predicted)
@@ -206,7 +206,7 @@ def same_choice(predicted: str, label: str) -> bool | None:
     return choice[1] == given[1].upper()
 
 
-def same_in_base(predicted: str, label: str) -> bool | None:
+def same_in_base(predicted, label):
     """Numerals like 52_8: one side may leave the base off, but it may not name another one."""
     numeral = NUMERAL.fullmatch(predicted)
     label_numeral = NUMERAL.fullmatch(label)
@@ -218,7 +218,7 @@ def same_in_base(predicted: str, label: str) -> bool | None:
     return numeral["digits"] == label_numeral["digits"] and len(bases) == 1
 
 
-def same_word(predicted: str, label: str) -> bool | None:
+def same_word(predicted, label):
     """Words are compared without case. Up to three letters may be a product, like abc."""
     word = re.fullmatch(r"[A-Za-z' -]{4,}|[Yy]es|[Nn]o", label)
     given = re.fullmatch(r"[A-Za-z' -]+", predicted)
@@ -227,7 +227,7 @@ def same_word(predicted: str, label: str) -> bool | None:
     return predicted.casefold() == label.casefold()
 
 
-def not_algebra(predicted: str, label: str) -> bool | None:
+def not_algebra(predicted, label):
     """False for what algebra would get wrong; it is the last rule."""
     # An equation is not a value.
     if bool(EQUALS.search(predicted)) != bool(EQUALS.search(label)):
@@ -241,7 +241,7 @@ def not_algebra(predicted: str, label: str) -> bool | None:
 # ---- algebra: only in a process that may die ---------------------------------------------------
 
 
-def symbolic_verdict(predicted: str, label: str) -> bool:
+def symbolic_verdict(predicted, label):
     """Equality by math-verify with the label as gold. It may raise, hang or eat memory.
 
     `verify` is not asked the other way round, where it takes 2, 1 for (1, 2). What that would
@@ -279,11 +279,11 @@ def symbolic_verdict(predicted: str, label: str) -> bool:
 class Worker:
     """A worker process as its parent sees it. It starts at the first question, and anew if lost."""
 
-    def __init__(self, cpu_seconds: float):
+    def __init__(self, cpu_seconds):
         self.cpu_seconds = cpu_seconds
         self.process = None
 
-    def ask(self, predicted: str, label: str, wall_seconds: float) -> str:
+    def ask(self, predicted, label, wall_seconds):
         """The answer, "equal" or "different", or else how the process was lost.
 
         That is "cpu_timeouts", "wall_timeouts" or "crashes". Raises ChildProcessError if no
@@ -308,7 +308,7 @@ class Worker:
             return "cpu_timeouts"
         return "crashes"
 
-    def start(self) -> None:
+    def start(self):
         """Waits until the process is ready, so that its imports count against no check."""
         command = [sys.executable, os.path.abspath(__file__), "--worker", str(self.cpu_seconds)]
         # The order of terms in sympy follows the hashes of texts.
@@ -317,13 +317,13 @@ class Worker:
         if self.process.stdout.read(1) != b"r":
             raise ChildProcessError(f"{' '.join(command)} ended before its first check")
 
-    def kill(self) -> None:
+    def kill(self):
         if self.process is not None:
             with self.process:  # closes its pipes and waits for it
                 self.process.kill()
 
 
-def serve(cpu_seconds: float) -> None:
+def serve(cpu_seconds):
     """The worker process: reads lines of JSON, [predicted, label], and writes one byte for each.
 
     SIGPROF keeps its default action, so the kernel ends a check that runs too long, even in C.
@@ -355,7 +355,7 @@ def serve(cpu_seconds: float) -> None:
         os.write(1, b"1" if is_equal else b"0")
 
 
-def limit_process() -> None:
+def limit_process():
     """What the process may not do: outlive its parent, obey the terminal, take all memory."""
     import ctypes
     import logging
@@ -373,7 +373,7 @@ def limit_process() -> None:
     logging.disable()
 
 
-def close_sympy() -> None:
+def close_sympy():
     """Closes the two places where sympy turns text into code, after its own imports used them."""
     import sympy.parsing.sympy_parser
 

@@ -64,11 +64,11 @@ class ChunkedLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
     return (nn.functional.linear(hidden, weight).float() / temperature).log_softmax(-1)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product_(total: Tensor, a: Tensor, b: Tensor):
     """total += a @ b, in place where the dtypes allow it: without a second (V, H)."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -82,7 +82,7 @@ class ChunkedHead(nn.Linear):
     It is called once a micro-batch: under ZeRO-3 a gather for every chunk could hang.
     """
 
-    def forward(self, hidden: Tensor, token_ids: Tensor, temperature: float):
+    def forward(self, hidden: Tensor, token_ids: Tensor, temperature):
         floats = 2**23  # 32 MB for a chunk of logits
         if hidden.is_cuda:
             floats = 2**27  # 512 MB

@@ -8,7 +8,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def follow_launcher() -> None:
+def follow_launcher():
     """Lets this process end with the one-process `accelerate launch` that started it.
 
     That launcher does not hand a SIGTERM on. The kernel sends one when the launcher is gone, and the

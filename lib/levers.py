@@ -15,14 +15,14 @@ class Levers:
     visit right}, "caps": {problem: response tokens}}.
     """
 
-    def __init__(self, rollout, cfg, memory: dict):
+    def __init__(self, rollout, cfg, memory):
         self.rollout = rollout
         self.cfg = cfg
         self.solved = memory.setdefault("solved", {})
         caps = memory.setdefault("caps", {})
         self.budget = LengthBudget(cfg.generate_max_len, caps)
 
-    def sample(self, requests: list, clock) -> list:
+    def sample(self, requests, clock):
         """The samples of a step, in the order of problem and index. Raises Stopped."""
         if self.cfg.adaptive_len:
             requests = [self.budget.limit(request) for request in requests]
@@ -34,7 +34,7 @@ class Levers:
             self.budget.update(samples)
         return samples
 
-    def sample_in_two_stages(self, requests: list, clock) -> list:
+    def sample_in_two_stages(self, requests, clock):
         """A few samples of every problem, the others only where they can teach something.
 
         An estimator takes the samples that there are: groups may have two sizes.
@@ -55,7 +55,7 @@ class Levers:
         clock.numbers |= savings(samples, self.cfg.n_samples_per_prompt)
         return samples
 
-    def can_teach(self, tried: list) -> bool:
+    def can_teach(self, tried):
         """Where rewards differ. Where all are 0, only if a sample was right at the last visit, or
         there was none. A program that passes no test is not worth more samples."""
         total = sum(sample.reward for sample in tried)
@@ -64,7 +64,7 @@ class Levers:
             return self.cfg.reward != "code" and self.solved.get(key, True)
         return total < len(tried)
 
-    def remember_solved(self, samples: list) -> None:
+    def remember_solved(self, samples):
         for group in by_group(samples).values():
             is_solved = any(sample.reward > 0 for sample in group)
             self.solved[problem_key(group[0])] = is_solved
@@ -81,20 +81,20 @@ class LengthBudget:
     TRUNCATED_SHARE = 0.1  # above it a cap grows
     UNSEEN = ""
 
-    def __init__(self, longest: int, caps: dict[str, int]):
+    def __init__(self, longest, caps: dict[str, int]):
         """longest: tokens; no cap is above it. caps is changed in place."""
         self.longest = longest
         self.caps = caps
         self.caps.setdefault(self.UNSEEN, longest)
 
-    def cap(self, key: str) -> int:
+    def cap(self, key):
         return self.caps.get(key, self.caps[self.UNSEEN])
 
     def limit(self, request):
         cap = self.cap(str(request.problem.index))
         return dataclasses.replace(request, max_tokens=cap)
 
-    def update(self, samples: list) -> None:
+    def update(self, samples):
         """Learns from one step's samples: a cap for each problem, and one for unseen problems."""
         new_caps = {}
         for group in by_group(samples).values():
@@ -103,7 +103,7 @@ class LengthBudget:
         new_caps[self.UNSEEN] = self.next_cap(self.caps[self.UNSEEN], samples)
         self.caps |= new_caps
 
-    def next_cap(self, cap: int, samples: list) -> int:
+    def next_cap(self, cap, samples):
         """Doubled while too many responses are cut; else the longest finished one and some room."""
         finished = []
         for sample in samples:
@@ -115,19 +115,19 @@ class LengthBudget:
         return min(self.longest, int(self.MARGIN * max(finished)))
 
 
-def by_group(samples: list) -> dict[int, list]:
+def by_group(samples) -> dict[int, list]:
     groups = {}
     for sample in samples:
         groups.setdefault(sample.request.group, []).append(sample)
     return groups
 
 
-def problem_key(sample) -> str:
+def problem_key(sample):
     """Problems are JSON keys in a checkpoint."""
     return str(sample.request.problem.index)
 
 
-def savings(samples: list, full: int) -> dict[str, float]:
+def savings(samples, full) -> dict[str, float]:
     """Share of problems that got all samples, and the tokens that the other samples would have
     taken at their group's mean length."""
     groups = list(by_group(samples).values())

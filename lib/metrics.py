@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import statistics
 import time
 
 import numpy as np
@@ -18,7 +17,8 @@ class Clock:
     The seconds of a repeated phase add up. `numbers` is for what else a phase has to tell.
     """
 
-    def __init__(self):
+    def __init__(self, step):
+        self.step = step
         self.start = time.perf_counter()
         self.seconds = {}
         self.memory = {}  # GiB
@@ -26,35 +26,27 @@ class Clock:
         read_memory()
 
     @contextlib.contextmanager
-    def __call__(self, phase: str):
+    def __call__(self, phase):
+        """An error in the phase says where it was; being out of memory is the user's to mend."""
         begin = time.perf_counter()
         try:
             yield
         except (RuntimeError, FloatingPointError) as error:
-            raise self.explain(error, phase) from error
+            where = f"in phase {phase} of step {self.step}"
+            if "out of memory" in str(error):
+                raise UserError(
+                    f"{where}: out of GPU memory; lower --gpu_memory_utilization, --packing_max_len "
+                    f"or --max_len, or try --zero_stage 3 --offload optimizer: {one_line(error)}"
+                ) from error
+            error.add_note(where)
+            raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
         self.memory[phase] = max(self.memory.get(phase, 0.0), read_memory())
 
-    def explain(self, error: Exception, phase: str) -> Exception:
-        """The same error, which says its phase; being out of memory is the user's to mend."""
-        if "out of memory" not in str(error):
-            error.add_note(f"in phase {phase}")
-            return error
-        flag = "--packing_max_len"
-        if phase in ("rollout", "sync"):
-            flag = "--gpu_memory_utilization"
-        return UserError(
-            f"phase {phase}: out of GPU memory; lower {flag} (and --max_len), or try --zero_stage 3 "
-            f"--offload optimizer: {one_line(error)}"
-        )
 
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.start
-
-
-def read_memory() -> float:
+def read_memory():
     """GiB on this rank: the most that tensors held on its GPU since the last call; on a CPU what
     the process holds."""
     if not torch.cuda.is_available():
@@ -64,12 +56,12 @@ def read_memory() -> float:
     return most
 
 
-def since_start() -> float:
+def since_start():
     """Seconds since this process began: its imports take 8 of them."""
     return time.time() - psutil.Process().create_time()
 
 
-def of_samples(samples: list, batch, longest: int) -> dict:
+def of_samples(samples, batch, longest):
     """What ORZ's users watch, from the samples alone.
 
     Histograms are counts in 16 equal bins of 0 to `longest` tokens.
@@ -97,22 +89,22 @@ def of_samples(samples: list, batch, longest: int) -> dict:
     return line
 
 
-def of_time(clock, tokens: int, learnt: float) -> dict[str, float]:
-    """Rates, and seconds and memory per phase. tokens: of all samples, with their prompts.
+def of_time(clock, tokens, operations) -> dict[str, float]:
+    """Rates, and seconds and memory per phase.
 
-    learnt: floating-point operations of the updates on this rank, 6 for each parameter and token.
+    tokens: of all samples, with their prompts. operations: of the updates on this rank.
     """
-    seconds = clock.elapsed()
+    seconds = time.perf_counter() - clock.start
+    updating = clock.seconds["critic"] + clock.seconds["policy"]
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    updating = clock.seconds.get("critic", 0.0) + clock.seconds["policy"]
-    line["tflops"] = learnt / updating / 1e12
+    line["tflops"] = operations / updating / 1e12
     for phase in clock.seconds:
         line[f"seconds_{phase}"] = clock.seconds[phase]
         line[f"memory_{phase}"] = clock.memory[phase]
     return line
 
 
-def of_evaluation(samples: list, n: int) -> dict[str, float]:
+def of_evaluation(samples, n) -> dict[str, float]:
     """Accuracy over n samples of each problem, its standard error over problems, pass@k, lengths."""
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
     lengths = [len(sample.response_ids) for sample in samples]
@@ -129,11 +121,11 @@ def of_evaluation(samples: list, n: int) -> dict[str, float]:
     return line | pass_at_k((rewards > 0).sum(1), n)
 
 
-def share_truncated(samples: list) -> float:
+def share_truncated(samples):
     return float(np.mean([sample.finish_reason != "stop" for sample in samples]))
 
 
-def pass_at_k(right: np.ndarray, n: int) -> dict[str, float]:
+def pass_at_k(right, n) -> dict[str, float]:
     """{"pass@k": ...} for k = 1, 2, 4, ... and n, from the counts c of right samples, (problems,).
 
     Unbiased: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
@@ -144,25 +136,3 @@ def pass_at_k(right: np.ndarray, n: int) -> dict[str, float]:
         missed = [math.comb(n - int(c), k) / math.comb(n, k) for c in right]
         line[f"pass@{k}"] = 1 - float(np.mean(missed))
     return line
-
-
-def health(line: dict, norms: list[float]) -> list[str]:
-    """What looks wrong with a step, in words. norms: the policy's gradient norms so far."""
-    signs = []
-    if line["truncated"] > 0.3:
-        signs.append(f"{line['truncated']:.0%} of the responses are truncated")
-    entropy = line.get("entropy", 1.0)
-    if entropy < 0.02 and line["reward"] < 0.9:
-        signs.append(f"entropy {entropy:.3f} has collapsed")
-    # Where nearly all rewards are equal there is little to explain.
-    if line.get("explained_variance", 0.0) < 0 and 0.05 < line["reward"] < 0.95:
-        signs.append("the critic explains less than a constant would")
-    norm = line["policy_grad_norm"]
-    if len(norms) > 5 and norm > 10 * statistics.median(norms[-20:]):
-        usual = statistics.median(norms[-20:])
-        signs.append(f"gradient norm {norm:.2g}, usually {usual:.2g}")
-    # The mean ratio says nothing: it is 1 for any two distributions.
-    apart = line.get("approx_kl", 0.0)
-    if apart > 0.02:
-        signs.append(f"sampler and trainer differ: KL {apart:.3f}")
-    return signs

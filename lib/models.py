@@ -28,7 +28,7 @@ ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0
 class Policy(nn.Module):
     """A Hugging Face causal LM whose logits are a linear head without bias over its last state."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model):
         super().__init__()
         self.model = model
         head = model.get_output_embeddings()
@@ -38,7 +38,7 @@ class Policy(nn.Module):
         # A list hides it from PyTorch, so that a tied weight is not registered twice.
         self.head = [head]
 
-    def forward(self, micro, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, micro, temperature) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature."""
         hidden = last_hidden_state(self.model.base_model, micro)  # (T, H)
         return self.head[0](hidden, micro.token_ids, temperature)
@@ -50,7 +50,7 @@ class Critic(nn.Module):
     The head is drawn from N(0, std 1 / (H + 1)), as in ORZ's code; its paper says otherwise.
     """
 
-    def __init__(self, model: nn.Module, seed: int):
+    def __init__(self, model, seed):
         super().__init__()
         self.model = model
         hidden_size = model.config.hidden_size
@@ -65,14 +65,14 @@ class Critic(nn.Module):
         return self.value_head(hidden).squeeze(-1).float()  # (T,)
 
 
-def last_hidden_state(body: nn.Module, micro) -> Tensor:
+def last_hidden_state(body, micro) -> Tensor:
     """At the positions that predict a response token, (T, H)."""
     # With a cache the samples of a row would see each other, silently.
     output = body(micro.input_ids, position_ids=micro.position_ids, use_cache=False)
     return output.last_hidden_state[micro.predict]
 
 
-def engine_config(cfg, stage: int) -> dict:
+def engine_config(cfg, stage):
     """DeepSpeed's settings. Each overrides a default that would change the mathematics."""
     hidden_size = AutoConfig.from_pretrained(cfg.model).hidden_size
     zero = {
@@ -102,7 +102,7 @@ def engine_config(cfg, stage: int) -> dict:
     }
 
 
-def load_body(cfg, auto_class) -> nn.Module:
+def load_body(cfg, auto_class):
     """The model folder's weights in the training dtype, with dropout off."""
     if cfg.zero_stage == 3:
         # While this object lives, from_pretrained shards: no rank holds a whole model.
@@ -127,7 +127,7 @@ def load_body(cfg, auto_class) -> nn.Module:
 class Engine:
     """A DeepSpeed engine with the four things that ppo.py asks of it: call, backward, step, device."""
 
-    def __init__(self, name: str, module: nn.Module, cfg, lr: float | None, optimizer_class=ADAMW):
+    def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
         """Without lr there is no optimizer: a reference, sharded under ZeRO-3, else a copy a rank."""
         stage = cfg.zero_stage
         optimizer = None
@@ -146,7 +146,7 @@ class Engine:
     def __call__(self, *inputs):
         return self.deepspeed(*inputs)
 
-    def backward(self, loss: Tensor, is_last: bool) -> None:
+    def backward(self, loss: Tensor, is_last):
         """Adds the gradient of a micro-batch; after the last one the ranks' mean is there."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
@@ -154,7 +154,7 @@ class Engine:
             # This only counts the micro-batch.
             self.deepspeed.step()
 
-    def step(self, lr: float) -> float:
+    def step(self, lr):
         """One optimizer step; returns the gradient's norm before clipping.
 
         Raises FloatingPointError on all ranks, with the weights unchanged, if it is not finite.

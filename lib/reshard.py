@@ -4,8 +4,6 @@ DeepSpeed's own universal checkpoints know ZeRO 1 and 2, and 3, each for itself.
 too and crosses all lines exactly: numbers are moved, never computed with.
 """
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
@@ -16,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 WHOLE = ("fp32", *MOMENTS)
 
 
-def load(folder: Path, engines: dict) -> None:
+def load(folder, engines):
     """Fills DeepSpeed engines of any ZeRO stage and number of ranks. All ranks call it.
 
     folder: for each engine NAME.safetensors with the full fp32 tensors fp32/PARAMETER and, where
@@ -49,7 +47,7 @@ def optimizer_tensors(engine) -> tuple[list, dict]:
     return engine.optimizer.single_partition_of_fp32_groups, states
 
 
-def prepare_moments(flats: list, states: dict, step: float) -> None:
+def prepare_moments(flats, states, step):
     """Adam makes its moments at its first step, which is long past."""
     for flat in flats:
         states[flat] = {"step": torch.tensor(step, device=flat.device)}
@@ -57,7 +55,7 @@ def prepare_moments(flats: list, states: dict, step: float) -> None:
             states[flat][kind] = torch.zeros_like(flat)
 
 
-def fill(parameter, full: dict, stage: int, flats: list, states: dict) -> None:
+def fill(parameter, full, stage, flats, states):
     """Puts full tensors where this stage keeps them: the weight, and this rank's part of its master
     and moments."""
     with GatheredParameters([parameter], modifier_rank=0, enabled=stage == 3):
@@ -72,7 +70,7 @@ def fill(parameter, full: dict, stage: int, flats: list, states: dict) -> None:
         fill_cut(parameter._hp_mapping, full, flats, states)
 
 
-def fill_share(parameter, full: dict) -> None:
+def fill_share(parameter, full):
     """ZeRO 3: every rank holds an equal share of every parameter, the last one padded."""
     world = dist.get_world_size()
     share = -(-parameter.ds_numel // world)
@@ -87,7 +85,7 @@ def fill_share(parameter, full: dict) -> None:
             safe_set_local_optimizer_state(parameter, piece, kind)
 
 
-def fill_cut(mapping, full: dict, flats: list, states: dict) -> None:
+def fill_cut(mapping, full, flats, states):
     """ZeRO 1 and 2: all parameters lie end to end, and every rank holds a cut through them."""
     in_flat = mapping.hp_fragment_address
     in_parameter = mapping.lp_fragment_address

@@ -1,4 +1,5 @@
 """Shared by the tests: a tiny model, problems, and one way to launch the real train.py."""
+
 import contextlib
 import json
 import os
@@ -14,38 +15,75 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))  # as rollout.py does
+# lib/models.py does so too.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
-SMALL = {  # the sizes of a whole run that takes seconds
-    "template": "demo", "rollout_batch_size": 4, "n_samples_per_prompt": 4, "critic_update_steps": 2, "max_steps": 3,
-    "prompt_max_len": 16, "generate_max_len": 32, "max_len": 64, "packing_max_len": 64, "micro_train_batch_size": 4,
-    "micro_rollout_batch_size": 32, "kv_cache_gb": 0.25, "stop": "", "actor_learning_rate": 1e-3,
-    "critic_learning_rate": 1e-3, "num_warmup_steps": 2, "zero_stage": 0, "bf16": "false",
-    "gradient_checkpointing": "false", "eval_interval": 0, "zero3_persistence_threshold": 0}
-
+# The sizes of a whole run that takes seconds.
+SMALL = {
+    "template": "demo",
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 4,
+    "critic_update_steps": 2,
+    "max_steps": 3,
+    "prompt_max_len": 16,
+    "generate_max_len": 32,
+    "max_len": 64,
+    "packing_max_len": 64,
+    "micro_train_batch_size": 4,
+    "micro_rollout_batch_size": 32,
+    "kv_cache_gb": 0.25,
+    "stop": "",
+    "actor_learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "num_warmup_steps": 2,
+    "zero_stage": 0,
+    "bf16": "false",
+    "gradient_checkpointing": "false",
+    "eval_interval": 0,
+}
 
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
 
-
-LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "ppo", "reward", "levers"]
+# Files are dealt to two processes in this order. A long one at the end would leave one idle.
+LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "ppo", "rollout", "reward", "levers"]
 
 
 def pytest_collection_modifyitems(items):
-    """Files are dealt to two processes in this order: a long one at the end would leave one of them idle."""
     rank = {f"test_{name}": k for k, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
-def launch(run_dir, ranks: int = 1, timeout: float = 300, check: bool = True, env=None, **flags):
-    """train.py with SMALL sizes, changed by flags (a list becomes several values); several ranks by accelerate, which
-    one rank is spared: it does nothing there but import itself for 5 s (test_trainer_does_not_outlive... has it)."""
-    launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", str(ranks), "--num_machines", "1",
-                "--main_process_port", "0"]  # a free one: other tests launch at the same time
-    command = [sys.executable, *(launcher if ranks > 1 else []), str(ROOT / "train.py")]
-    for name, value in (SMALL | flags | {"run_dir": str(run_dir)}).items():
-        command += [f"--{name}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
-    env = clean_environment() | (env or {})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)
+def arguments(flags: dict) -> list[str]:
+    """The flags as words of a command line; a list becomes several values."""
+    words = []
+    for name, value in flags.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def launch(run_dir, ranks=1, timeout=300, check=True, env=None, script=ROOT / "train.py", **flags):
+    """train.py with SMALL sizes, changed by flags.
+
+    Several ranks are launched by accelerate. One rank is spared it: it does nothing there but
+    import itself for 5 s, and test_trainer_does_not_outlive_its_launcher has it.
+    """
+    command = [sys.executable]
+    if ranks > 1:
+        command += [*ACCELERATE, "--use_deepspeed", "--num_processes", str(ranks)]
+        # Port 0 is a free one: other tests launch at the same time.
+        command += ["--num_machines", "1", "--main_process_port", "0"]
+    command += [str(script), *arguments(SMALL | flags | {"run_dir": run_dir})]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env=clean_environment() | (env or {}),
+    )
     if check:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
@@ -53,8 +91,11 @@ def launch(run_dir, ranks: int = 1, timeout: float = 300, check: bool = True, en
 
 @contextlib.contextmanager
 def held_port():
-    """A port for a rendezvous that starts much later: bound, so that nobody else is given it, but not listened on, so
-    that the rendezvous can. Chosen and let go, it was another test's by then now and then."""
+    """A port for a rendezvous that starts much later.
+
+    It is bound, so that nobody else is given it, but not listened on, so that the rendezvous can.
+    Chosen and let go, it was another test's by then now and then.
+    """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("", 0))
@@ -63,8 +104,7 @@ def held_port():
 
 def clean_environment() -> dict:
     """Without the process group that a test of this process may have joined."""
-    return {k: v for k, v in os.environ.items() if k not in (
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
 
 
 def jsonl(path) -> list[dict]:
@@ -73,34 +113,45 @@ def jsonl(path) -> list[dict]:
 
 def same_metrics(line: dict) -> dict:
     """A metrics line without what may differ between equal runs: times, rates and memory."""
-    return {key: value for key, value in line.items()
-            if not key.startswith(("seconds", "tokens_per_second", "mfu", "memory", "communication_seconds"))}
+    differ = ("seconds", "tokens_per_second", "tflops", "memory")
+    return {key: value for key, value in line.items() if not key.startswith(differ)}
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A tied tiny model and problem files that its tokenizer covers: {"model", "data", "eval_data"}."""
+    """A tied tiny model, and files of problems that its tokenizer covers: flags of train.py."""
     import tiny as maker
 
     folder = tmp_path_factory.mktemp("tiny")
     rng = random.Random(0)
-    pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(40)]
-    train = [[{"from": "human", "value": f"{a}+{b}"}, {"from": "assistant", "ground_truth": {"value": str(a + b)}}]
-             for a, b in pairs]
-    held = [{"prompt": [{"from": "user", "value": f"{a}+{b}"}], "final_answer": str(a + b)} for a, b in pairs[:8]]
+    train = []
+    held_out = []
+    for _ in range(40):
+        a = rng.randrange(10, 100)
+        b = rng.randrange(10, 100)
+        question = {"from": "human", "value": f"{a}+{b}"}
+        train.append([question, {"from": "assistant", "ground_truth": {"value": str(a + b)}}])
+        question = {"from": "user", "value": f"{a}+{b}"}
+        held_out.append({"prompt": [question], "final_answer": str(a + b)})
     (folder / "train.json").write_text(json.dumps(train))
-    (folder / "eval.json").write_text(json.dumps(held))
-    return {"model": str(maker.make_model(folder / "model")), "data": str(folder / "train.json"),
-            "eval_data": str(folder / "eval.json")}
+    (folder / "eval.json").write_text(json.dumps(held_out[:8]))
+    return {
+        "model": str(maker.make_model(folder / "model")),
+        "data": str(folder / "train.json"),
+        "eval_data": str(folder / "eval.json"),
+    }
 
 
 def equal_runs(a: Path, b: Path) -> None:
     assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
     assert (a / "eval.jsonl").read_text() == (b / "eval.jsonl").read_text()
-    assert list(map(same_metrics, jsonl(a / "metrics.jsonl"))) == list(map(same_metrics, jsonl(b / "metrics.jsonl")))
+    ours, theirs = (jsonl(run / "metrics.jsonl") for run in (a, b))
+    assert list(map(same_metrics, ours)) == list(map(same_metrics, theirs))
     last = max({p.name for p in a.glob("step_*")} & {p.name for p in b.glob("step_*")})
-    for file in sorted((a / last).rglob("*.pt")):  # weights, masters, moments of every rank
-        one, two = (torch.load(r / last / file.relative_to(a / last), weights_only=False) for r in (a, b))
+    # These hold the weights, masters and moments of every rank.
+    for file in sorted((a / last).rglob("*.pt")):
+        path = file.relative_to(a)
+        one, two = (torch.load(run / path, weights_only=False) for run in (a, b))
         compare(one, two, file.name)
 
 
@@ -117,6 +168,23 @@ def compare(one, two, where: str) -> None:
             compare(x, y, f"{where}/{k}")
 
 
+@pytest.fixture
+def shared_memory():
+    """Removes what a run that shares an engine leaves behind, before and after the test.
+
+    On a CPU vLLM gives its shared memory the same name in every run, and refuses to start where
+    that of a dead run lies.
+    """
+
+    def remove():
+        for left_over in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+            left_over.unlink()
+
+    remove()
+    yield
+    remove()
+
+
 @pytest.fixture(scope="session")
 def whole(tiny, tmp_path_factory):
     """The folder of an undisturbed run with these flags, made once."""
@@ -128,4 +196,5 @@ def whole(tiny, tmp_path_factory):
             runs[key] = tmp_path_factory.mktemp("whole")
             launch(runs[key], ranks=ranks, **tiny | flags)
         return runs[key]
+
     return run

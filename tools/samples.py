@@ -179,6 +179,10 @@ def order(path: Path, per_step: int) -> tuple[list[int], int]:
     return [offset for _, _, offset in sorted(queue)], total
 
 
+def null(constant: str) -> None:
+    """Stands for NaN and infinity, which Python's JSON has and a browser refuses."""
+
+
 def embed(path: Path, per_step: int, max_samples: int, max_bytes: int) -> tuple[list[str], int]:
     """The chosen samples as JSON that may stand in a page, in the file's order.
 
@@ -191,8 +195,7 @@ def embed(path: Path, per_step: int, max_samples: int, max_bytes: int) -> tuple[
     with path.open("rb") as file:
         for offset in offsets[:max_samples]:
             file.seek(offset)
-            # Python's JSON has NaN and infinity, which a browser refuses.
-            row = json.loads(file.readline(), parse_constant=lambda _: None)
+            row = json.loads(file.readline(), parse_constant=null)
             text = escape(row)
             max_bytes -= len(text)
             if max_bytes < 0:

@@ -1,0 +1,156 @@
+"""PPO the slow and obvious way: python loops, padded batches, full logits, float64.
+
+What ppo.py and lib/ compute is compared with these. Nothing here imports them; a batch is theirs,
+but only its fields are read. Shapes as in ppo.py: T response tokens, N samples, L length, H hidden.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+# ---- advantages ----------------------------------------------------------------------------------
+
+
+def gae(rewards: list[float], values: list[list], gamma: float, lambd: float) -> list[list]:
+    """The double sum, straight from the definition."""
+    advantages = []
+    for reward, of_sample in zip(rewards, values):
+        length = len(of_sample)
+        token_rewards = [0.0] * (length - 1) + [reward]
+        next_values = of_sample[1:] + [0.0]
+        deltas = []
+        for r, value, next_value in zip(token_rewards, of_sample, next_values):
+            deltas.append(r + gamma * next_value - value)
+        of_tokens = []
+        for t in range(length):
+            of_tokens.append(sum((gamma * lambd) ** (k - t) * deltas[k] for k in range(t, length)))
+        advantages.append(of_tokens)
+    return advantages
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def std(numbers: list[float]) -> float:
+    """Of the population, not of a draw from it."""
+    center = mean(numbers)
+    return math.sqrt(mean([(x - center) ** 2 for x in numbers]))
+
+
+def scores(estimator: str, rewards: list[float], groups: list[int]) -> list[float]:
+    """One number a sample, which all of its tokens get."""
+    found = []
+    for i, reward in enumerate(rewards):
+        mates = [j for j in range(len(rewards)) if groups[j] == groups[i]]
+        group = [rewards[j] for j in mates]
+        if estimator == "reinforce":
+            found.append(reward - mean(rewards))
+        elif min(group) == max(group):
+            found.append(0.0)
+        elif estimator == "grpo":
+            found.append((reward - mean(group)) / std(group))
+        elif estimator == "rloo":
+            found.append(reward - mean([rewards[j] for j in mates if j != i]))
+    return found
+
+
+def per_sample(batch, flat: Tensor) -> list[list[float]]:
+    """A flat (T,) tensor as a list for each sample."""
+    numbers = iter(flat.tolist())
+    lists = [[next(numbers) for _ in ids] for ids in batch.response_ids]
+    assert not list(numbers)
+    return lists
+
+
+def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
+    """Advantages, whitened for gae and reinforce, and returns, (T,) each."""
+    values = per_sample(batch, batch.tokens["values"].double())
+    rewards = batch.rewards.tolist()
+    if cfg.estimator == "gae":
+        parts = gae(rewards, values, cfg.gamma, cfg.lambd)
+    else:
+        of_samples = scores(cfg.estimator, rewards, batch.groups.tolist())
+        parts = [[score] * len(v) for score, v in zip(of_samples, values)]
+    flat = sum(parts, [])
+    returns = [a + v for a, v in zip(flat, sum(values, []))]
+    if cfg.estimator in ("gae", "reinforce") and cfg.advantage_normalization:
+        center = mean(flat)
+        spread = std(flat)
+        flat = [(a - center) / spread for a in flat]
+    return torch.tensor(flat, dtype=torch.float64), torch.tensor(returns, dtype=torch.float64)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def load(folder, auto_class=AutoModelForCausalLM):
+    return auto_class.from_pretrained(folder, dtype=torch.float64)
+
+
+def padded(batch) -> tuple[Tensor, Tensor]:
+    """Right-padded token ids and attention mask, (N, L): no packing at all."""
+    rows = [prompt + response for prompt, response in zip(batch.prompt_ids, batch.response_ids)]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return ids, mask
+
+
+def responses_only(batch, numbers: Tensor) -> Tensor:
+    """(N, L) numbers read at the position before each token -> (T,) of the response tokens."""
+    parts = []
+    for of_row, prompt, response in zip(numbers, batch.prompt_ids, batch.response_ids):
+        start = len(prompt) - 1
+        parts.append(of_row[start : start + len(response)])
+    return torch.cat(parts)
+
+
+def logprobs(model, batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, (T,) each, from full, padded logits."""
+    ids, mask = padded(batch)
+    log_p = (model(ids, attention_mask=mask).logits / temperature).log_softmax(-1)  # (N, L, V)
+    following = torch.cat([ids[:, 1:], ids[:, :1]], 1)  # (N, L)
+    of_token = log_p.gather(2, following[:, :, None])[:, :, 0]  # (N, L)
+    entropy = -(log_p.exp() * log_p).sum(-1)  # (N, L)
+    return responses_only(batch, of_token), responses_only(batch, entropy)
+
+
+def values(body, head: Tensor, batch) -> Tensor:
+    """(T,), from a body and a head (1, H)."""
+    ids, mask = padded(batch)
+    hidden = body(ids, attention_mask=mask).last_hidden_state  # (N, L, H)
+    return responses_only(batch, (hidden * head[0]).sum(-1))
+
+
+# ---- losses and gradients ------------------------------------------------------------------------
+
+
+def clipped_ppo(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """The textbook's loss of each token, with its ratio, (T,)."""
+    ratio = (logprobs - old).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """(T,)"""
+    clipped = torch.min(torch.max(values, old - clip), old + clip)
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def policy_gradient(model, batch, cfg) -> dict[str, Tensor]:
+    """Of clipped PPO at old = current, a mean over all response tokens; by name."""
+    of_tokens, _ = advantages(batch, cfg)
+    current, _ = logprobs(model, batch, cfg.temperature)
+    clipped_ppo(current, current.detach(), of_tokens).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def critic_gradient(body, head: Tensor, batch, old, returns, clip: float) -> dict[str, Tensor]:
+    """Of the clipped value loss, a mean over all response tokens; by name."""
+    body.zero_grad()
+    head = head.detach().clone().requires_grad_()
+    clipped_value_loss(values(body, head, batch), old.double(), returns, clip).mean().backward()
+    return {name: p.grad for name, p in body.named_parameters()} | {"value_head.weight": head.grad}

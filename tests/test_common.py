@@ -1,0 +1,151 @@
+"""What the ranks do together: errors told once, the process group, signals. And the launcher."""
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ACCELERATE, ROOT, clean_environment, held_port
+
+from lib import common
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def test_an_error_of_several_ranks_is_told_once(capsys, monkeypatch):
+    store = dist.HashStore()
+    for _ in range(2):
+        common.tell_once(store, "error: of both ranks")
+    assert capsys.readouterr().err == "error: of both ranks\n"
+    # Before there is a store, one rank on each machine tells it. Without a launcher there is one.
+    for local_rank, told in ((None, "early\n"), ("0", "early\n"), ("1", "")):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if local_rank:
+            monkeypatch.setenv("LOCAL_RANK", local_rank)
+        common.tell_once(None, "early")
+        assert capsys.readouterr().err == told
+
+
+def test_a_rank_whose_store_has_gone_does_not_repeat_the_error(capsys):
+    """The store goes with rank 0, which has told it."""
+
+    class Store:
+        def add(self, key, amount):
+            raise dist.DistNetworkError("connection reset by peer")
+
+    common.tell_once(Store(), "error")
+    assert capsys.readouterr().err == ""
+
+
+def test_half_of_a_launcher_s_variables_is_one_line(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"})
+    with pytest.raises(common.UserError, match="not LOCAL_RANK, MASTER_PORT: use") as error:
+        common.start_distributed()
+    assert "\n" not in str(error.value)
+
+
+def test_ranks_that_cannot_be_met_are_one_line(monkeypatch):
+    monkeypatch.setattr(common, "PATIENCE", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(common, "choose_device", lambda ranks_here: torch.device("cpu"))
+    with held_port() as port:
+        values = ("1", "1", "2", "127.0.0.1", port)
+        monkeypatch.setattr(os, "environ", dict(zip(common.LAUNCHER_NAMES, values)))
+        place = f"cannot meet the other ranks at 127.0.0.1:{port}"
+        with pytest.raises(common.UserError, match=place) as error:
+            common.start_distributed()
+    assert "\n" not in str(error.value)
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handlers():
+    """Puts back the handlers that a Signals replaces."""
+    kept = {number: signal.getsignal(number) for number in STOPS}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_signal_during_a_look_at_the_store_is_not_lost(number, handlers):
+    class Store(dist.HashStore):
+        def check(self, keys):
+            os.kill(os.getpid(), number)
+            return super().check(keys)
+
+    store = Store()
+    assert common.Signals(store).poll()
+    other = common.Signals(store)
+    assert not dist.HashStore.check(store, ["stop"])
+    assert other.poll() and other.poll(), "the second look tells the other ranks"
+    assert dist.HashStore.check(store, ["stop"])
+
+
+def test_only_a_second_interrupt_ends_a_rank_at_once(monkeypatch):
+    """The first one may come after another signal, or after another rank's. It must not cut off the
+    save."""
+    exits = []
+    monkeypatch.setattr(common.os, "_exit", exits.append)
+    monkeypatch.setattr(common.signal, "signal", lambda *_: None)
+    signals = common.Signals(dist.HashStore())
+    for number in STOPS:
+        signals.handle(number, None)
+    assert signals.poll()
+    assert exits == []
+    signals.handle(signal.SIGINT, None)
+    assert exits == [130]
+
+
+# ---- lib/launcher.py -----------------------------------------------------------------------------
+
+READ_BACK = f"""import ctypes, sys
+sys.path.insert(0, {str(ROOT)!r})
+from lib.launcher import follow_launcher
+follow_launcher()
+number = ctypes.c_int(-1)
+PR_GET_PDEATHSIG = 2
+ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+print("death of the parent sends", number.value)
+"""
+
+
+@pytest.mark.parametrize(
+    "parent, number",
+    [
+        pytest.param(
+            [sys.executable, *ACCELERATE, "--num_machines", "1", "--num_processes", "1"],
+            signal.SIGTERM,
+            id="a launcher of one process",
+        ),
+        # It must hear of the end of all ranks from their launcher, which hands signals on.
+        pytest.param(
+            [sys.executable, *ACCELERATE, "--use_deepspeed", "--num_machines", "1"]
+            + ["--num_processes", "2", "--main_process_port", "0"],
+            0,
+            id="a launcher of two ranks",
+        ),
+        # The second command keeps the shell from becoming the first one.
+        pytest.param(
+            ["sh", "-c", '"$@"; true', "accelerate launch", sys.executable], 0, id="a shell"
+        ),
+    ],
+)
+def test_only_under_a_launcher_of_one_process_does_a_trainer_follow_its_parent(
+    tmp_path, parent, number
+):
+    """Followed always, the parent took `nohup python train.py &` along, silently, when that shell
+    left."""
+    script = tmp_path / "read_back.py"
+    script.write_text(READ_BACK)
+    done = subprocess.run(
+        [*parent, str(script)], capture_output=True, text=True, env=clean_environment(), timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = {line for line in done.stdout.splitlines() if line.startswith("death")}
+    assert said == {f"death of the parent sends {int(number)}"}

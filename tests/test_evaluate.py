@@ -1,0 +1,157 @@
+"""tools/evaluate.py: what training would find at step 0, and nothing of a training run touched."""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ACCELERATE, ROOT, SMALL, clean_environment, jsonl, launch
+
+from lib.common import UserError
+from tools import evaluate
+
+TOOL = str(ROOT / "tools" / "evaluate.py")
+
+
+@pytest.fixture(scope="module")
+def sets(tiny, tmp_path_factory):
+    """Two sets. The second has another name than train.json, which is no name for a set."""
+    folder = tmp_path_factory.mktemp("sets")
+    shutil.copy(tiny["data"], folder / "larger.json")
+    return [tiny["eval_data"], str(folder / "larger.json")]
+
+
+def arguments(tiny, sets, out, **flags) -> list[str]:
+    argv = [tiny["model"], "--data", *sets, "--out", str(out)]
+    for name, value in (SMALL | flags).items():
+        argv += [f"--{name}", str(value)]
+    return argv
+
+
+def start(argv, launcher=(), **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *launcher, TOOL, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=clean_environment(),
+        **options,
+    )
+
+
+def test_flags_are_those_of_training():
+    argv = ["model", "--data", "a.json", "b.json", "--n", "16", "--temperature", "0.6"]
+    cfg = evaluate.read_flags([*argv, "--stop", "User:", "Human:", "--top_p", "0.9"])
+    assert cfg.model == "model"
+    assert cfg.eval_data == ["a.json", "b.json"]
+    assert (cfg.eval_n, cfg.eval_temperature, cfg.eval_top_p) == (16, 0.6, 0.9)
+    assert cfg.stop == ["User:", "Human:"]
+    assert cfg.run_dir == "out/evaluate"
+    with pytest.raises(UserError, match="did you mean --temperature"):
+        evaluate.read_flags(["model", "--data", "a.json", "--temprature", "0.6"])
+
+
+def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, sets, tmp_path):
+    flags = {"eval_n": 2, "eval_temperature": 0.7, "eval_top_p": 0.9}
+    run = tmp_path / "run"
+    launch(run, **tiny | flags | {"eval_data": sets, "max_steps": 1})
+    out = tmp_path / "evaluate"
+    out.mkdir()
+    (out / "eval_samples.jsonl").write_text('{"set": "of an evaluation before"}\n')
+    process = start(arguments(tiny, sets, out, **flags))
+    screen, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+
+    result = json.loads((out / "result.json").read_text())
+    before = [line for line in jsonl(run / "eval.jsonl") if line["step"] == 0]
+    assert result["sets"] == before
+    answers = [line for line in jsonl(run / "eval_samples.jsonl") if line["step"] == 0]
+    assert jsonl(out / "eval_samples.jsonl") == answers, "a second evaluation replaces the first"
+    assert len(answers) == (8 + 40) * 2
+
+    assert [line["set"] for line in result["sets"]] == ["eval", "larger"]
+    numbers = {"accuracy", "stderr", "pass@1", "pass@2", "length", "truncated"}
+    assert numbers <= set(result["sets"][0])
+    assert result["config"]["eval_temperature"] == 0.7
+    assert "torch" in result["versions"]
+    assert result["wall_seconds"] > 0
+    table = screen.splitlines()
+    assert "pass@2" in table[0]
+    assert [line.split()[0] for line in table[1:3]] == ["eval", "larger"]
+
+
+def test_two_ranks_share_the_samples(tiny, sets, tmp_path):
+    launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"]
+    argv = arguments(tiny, sets, tmp_path, n=3)
+    process = start(argv, [*launcher, "--main_process_port", "0"])
+    screen, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert screen.count("accuracy") == 1, "one rank prints the table"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["world"] == 2
+    samples = jsonl(tmp_path / "eval_samples.jsonl")
+    drawn = {(sample["set"], sample["problem"], sample["index"]) for sample in samples}
+    assert len(drawn) == len(samples) == (8 + 40) * 3
+    for line in result["sets"]:
+        rewards = [sample["reward"] for sample in samples if sample["set"] == line["set"]]
+        assert line["accuracy"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "step_000002/manifest.json"])
+def test_a_training_run_is_not_touched(tiny, sets, tmp_path, trace, capsys):
+    """Nor one that was killed before its first checkpoint: an evaluation once emptied its logs."""
+    file = tmp_path / trace
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('{"step": 1}\n')
+    cfg = evaluate.read_flags(arguments(tiny, sets, tmp_path))
+    with pytest.raises(UserError, match="holds a training run"):
+        evaluate.main(cfg, world=1, store=None)
+    assert file.read_text() == '{"step": 1}\n'
+    assert list(tmp_path.rglob("*.json*")) == [file]
+
+
+def test_what_only_training_reads_is_not_in_the_way(tiny, tmp_path):
+    """Long answers need no long packed rows, and three ranks no batch that three divides.
+
+    The next check, of the folder, is the one that fails.
+    """
+    (tmp_path / "metrics.jsonl").touch()
+    flags = {"max_len": 32768, "packing_max_len": 64, "rollout_batch_size": 4}
+    cfg = evaluate.read_flags(arguments(tiny, ["x.json"], tmp_path, **flags))
+    with pytest.raises(UserError, match="holds a training run"):
+        evaluate.main(cfg, world=3, store=None)
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tiny, tmp_path, capsys):
+    argv = [tiny["model"], "--data", "x.json", "--out", str(tmp_path), "--temprature", "0.6"]
+    assert evaluate.run(argv) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: unknown flag --temprature")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may be done before the signal")
+def test_a_signal_ends_it_with_one_line_and_exit_code_1(tiny, sets, tmp_path):
+    """The first set is small, and the signal comes while the second, a large one, is sampled."""
+    problems = json.loads((ROOT / sets[1]).read_text())
+    many = tmp_path / "many.json"
+    many.write_text(json.dumps(problems * 50))
+    process = start(arguments(tiny, [sets[0], str(many)], tmp_path / "out", n=32))
+    deadline = time.monotonic() + 200
+    with contextlib.suppress(FileNotFoundError):
+        (tmp_path / "out" / "eval_samples.jsonl").unlink()
+    while not (tmp_path / "out" / "eval_samples.jsonl").exists():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    screen, errors = process.communicate(timeout=100)
+    assert process.returncode == 1, errors
+    assert errors.splitlines() == ["stopped: an evaluation saves nothing, so start it again"]
+    assert not (tmp_path / "out" / "result.json").exists()

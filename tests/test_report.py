@@ -1,0 +1,385 @@
+"""What a run says about itself: lib/metrics.py and lib/report.py, also on a disk that is full."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import jsonl, launch
+
+import ppo
+import train
+from lib import metrics, report
+from lib.common import UserError
+from reward import Problem
+from rollout import Request, Sample
+
+
+def sample(group=0, index=0, reward=0.0, length=3, reason="stop", **text_metrics) -> Sample:
+    problem = Problem(10 + group, f"{group}+0", str(group), f"{group}+0=", [1, 2])
+    request = Request(problem, group, index, seed=0, max_tokens=99)
+    ids = list(range(1, length + 1))
+    return Sample(request, ids, None, "text", reason, reward, text_metrics)
+
+
+def batch_of(samples: list) -> ppo.Batch:
+    return ppo.Batch.of(samples, torch.device("cpu"))
+
+
+# ---- lib/metrics.py ------------------------------------------------------------------------------
+
+
+def test_a_phase_that_comes_twice_adds_up(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 10.0, 15.0, 20.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
+    memory = iter([5.0, 2.0, 1.0])
+    monkeypatch.setattr(metrics, "read_memory", lambda: next(memory))
+    clock = metrics.Clock()
+    for _ in range(2):
+        with clock("rollout"):
+            pass
+    assert clock.seconds == {"rollout": 2 + 5}
+    assert clock.memory == {"rollout": 2.0}, "the most; and not what was held before"
+    assert clock.elapsed() == 20
+
+
+def test_an_error_says_its_phase():
+    with pytest.raises(FloatingPointError) as error, metrics.Clock()("policy"):
+        raise FloatingPointError("policy: the gradient is not finite")
+    assert error.value.__notes__ == ["in phase policy"]
+    with pytest.raises(KeyError) as error, metrics.Clock()("sync"):
+        raise KeyError("a bug")
+    assert not hasattr(error.value, "__notes__"), "a bug is not explained away"
+
+
+@pytest.mark.parametrize(
+    "phase, error, flag",
+    [
+        ("critic", torch.cuda.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), "--packing_max"),
+        ("sync", RuntimeError("CUDA Error: out of memory\nat allocator.cpp:1"), "--gpu_memory"),
+    ],
+)
+def test_out_of_memory_is_one_line_that_says_what_to_lower(phase, error, flag):
+    with pytest.raises(UserError) as found, metrics.Clock()(phase):
+        raise error
+    line = str(found.value)
+    assert line.startswith(f"phase {phase}: out of GPU memory; lower {flag}")
+    assert "--zero_stage 3" in line and "\n" not in line
+
+
+def test_numbers_of_samples():
+    samples = [
+        sample(0, 0, 1.0, length=2, words=4),
+        sample(0, 1, 0.0, length=8, words=0, reason="length"),
+        sample(1, 0, 0.0, length=3, words=2),
+        sample(1, 1, 0.0, length=7, words=2),
+    ]
+    line = metrics.of_samples(samples, batch_of(samples), 8)
+    assert (line["reward"], line["pass_at_n"], line["truncated"]) == (0.25, 0.5, 0.25)
+    assert (line["response_length"], line["total_length"], line["words"]) == (5, 7, 2)
+    assert (line["length_right_mean"], line["length_right_std"]) == (2, 0)
+    assert line["length_wrong_mean"] == 6
+    assert line["length_wrong_std"] == pytest.approx(np.std([8, 3, 7]))
+    # 16 bins of half a token; the last one has its upper end too.
+    assert [k for k, count in enumerate(line["length_right_histogram"]) if count] == [4]
+    assert [k for k, count in enumerate(line["length_wrong_histogram"]) if count] == [6, 14, 15]
+
+
+def test_no_right_answer_has_no_mean_length():
+    samples = [sample(), sample()]
+    line = metrics.of_samples(samples, batch_of(samples), 8)
+    assert "length_right_mean" not in line
+    assert line["length_right_histogram"] == [0] * 16
+
+
+def test_rates_of_a_step(monkeypatch):
+    clock = metrics.Clock()
+    clock.seconds = {"rollout": 1.0, "critic": 1.5, "policy": 0.5}
+    clock.memory = {"rollout": 7.0, "critic": 8.0, "policy": 9.0}
+    monkeypatch.setattr(metrics.Clock, "elapsed", lambda self: 4.0)
+    line = metrics.of_time(clock, 100, 6e12)
+    assert (line["seconds"], line["tokens_per_second"], line["tflops"]) == (4, 25, 3)
+    assert (line["seconds_rollout"], line["memory_policy"]) == (1, 9)
+
+
+def test_numbers_of_an_evaluation():
+    samples = [
+        sample(0, 0, 1.0, length=2),
+        sample(0, 1, 0.0, length=4),
+        sample(1, 0, 1.0, length=6),
+        sample(1, 1, 1.0, length=8, reason="length"),
+        sample(2, 0, 0.0, length=5),
+        sample(2, 1, 0.0, length=5),
+    ]
+    line = metrics.of_evaluation(samples, 2)
+    assert (line["problems"], line["n"], line["accuracy"]) == (3, 2, 0.5)
+    assert line["stderr"] == pytest.approx(np.std([0.5, 1, 0], ddof=1) / np.sqrt(3))
+    assert (line["length"], line["truncated"]) == (5, pytest.approx(1 / 6))
+    assert line["pass@1"] == pytest.approx(0.5) and line["pass@2"] == pytest.approx(2 / 3)
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+    right = np.array([0, 1, 3, 6])
+    got = metrics.pass_at_k(right, 6)
+    assert list(got) == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    for k in (1, 2, 4, 6):
+        draws = []
+        for count in right:
+            for draw in itertools.combinations(range(6), k):
+                draws.append(any(position < count for position in draw))
+        assert got[f"pass@{k}"] == pytest.approx(np.mean(draws))
+
+
+def test_health_speaks_up_and_only_then():
+    well = {
+        "truncated": 0.1,
+        "entropy": 0.5,
+        "reward": 0.4,
+        "explained_variance": 0.2,
+        "approx_kl": 0.001,
+        "policy_grad_norm": 1.0,
+    }
+    usual = [1.0] * 10
+    assert metrics.health(well, usual) == []
+    without_critic = {"truncated": 0.0, "reward": 0.5, "policy_grad_norm": 1.0}
+    assert metrics.health(without_critic, []) == []
+    assert metrics.health(well | {"policy_grad_norm": 50.0}, [1.0]) == [], "a spike against what?"
+    sure = well | {"entropy": 0.01, "reward": 0.95}
+    assert metrics.health(sure, usual) == [], "sure because it is right"
+    little = well | {"explained_variance": -1.0, "reward": 0.97}
+    assert metrics.health(little, usual) == [], "little to explain"
+    for change, word in [
+        ({"truncated": 0.31}, "31%"),
+        ({"entropy": 0.01}, "collapsed"),
+        ({"explained_variance": -0.1}, "critic"),
+        ({"policy_grad_norm": 11.0}, "11"),
+        ({"approx_kl": 0.05}, "differ: KL 0.050"),
+    ]:
+        (sign,) = metrics.health(well | change, usual)
+        assert word in sign
+
+
+# ---- lib/report.py -------------------------------------------------------------------------------
+
+
+def test_a_changed_file_shows_in_what_made_the_run(tmp_path, monkeypatch):
+    # A hook that runs the tests sets some of these.
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    (tmp_path / "report.py").write_text("")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    assert re.fullmatch("[0-9a-f]{40}", report.versions()["git_commit"])
+    (tmp_path / "report.py").write_bytes(b"\xe4")
+    assert re.fullmatch("[0-9a-f]{40}-dirty", report.versions()["git_commit"])
+
+
+def test_without_git_a_run_says_its_libraries(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert report.versions()["git_commit"] == ""
+    assert report.versions()["torch"] == torch.__version__
+
+
+@pytest.fixture
+def make_log(monkeypatch):
+    """make_log(folder, **flags): a RunLog of rank 0 of one, with a policy of 7 parameters."""
+    monkeypatch.setattr(report.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(report.dist, "get_world_size", lambda: 1)
+    policy = SimpleNamespace(module=torch.nn.Linear(6, 1))
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+
+    def make(folder, **flags) -> report.RunLog:
+        return report.RunLog(folder, train.Config(**flags), tokenizer, policy)
+
+    return make
+
+
+def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):
+    monkeypatch.setattr(report.dist, "get_rank", lambda: 1)
+    log = make_log(tmp_path, eval_data=["x"])
+    log.start(None, "")
+    log.step(1, [sample()], batch_of([sample()]), {}, metrics.Clock())
+    log.evaluation("x", [sample()], 0)
+    log.result(1)
+    log.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_lines_of_a_run(make_log, tmp_path, capsys):
+    """An old result.json speaks of a run that goes on now."""
+    (tmp_path / "result.json").write_text("{}")
+    log = make_log(tmp_path, log_with="none")
+    log.start(SimpleNamespace(step=3, total_steps=9, world=2), "what check_sampler found")
+    assert not (tmp_path / "result.json").exists()
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written.items() >= vars(log.cfg).items()
+    assert written["world"] == 2 and "torch" in written["versions"]
+    said = capsys.readouterr().out
+    assert "steps 3 to 9; what check_sampler found" in said
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A tmpfs of 64 KB, where the machine lets us mount one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no permission to mount")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(disk) -> None:
+    (disk / "ballast").write_bytes(b"x" * shutil.disk_usage(disk).free)
+
+
+def test_a_full_disk_costs_no_line(make_log, tiny_disk, capsys):
+    log = make_log(tiny_disk)
+    lines = [{"step": k, "text": "x" * 9000} for k in range(12)]
+    for k in range(0, 12, 3):
+        log.append("samples.jsonl", lines[k : k + 3])
+    assert "wait" in capsys.readouterr().err
+    kept = (tiny_disk / "samples.jsonl").read_text()
+    assert kept.endswith("\n"), "no half line"
+    subprocess.run(["mount", "-o", "remount,size=1m", str(tiny_disk)], check=True)
+    log.append("samples.jsonl", [])
+    assert jsonl(tiny_disk / "samples.jsonl") == lines
+
+
+DEAD_THREAD = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+
+
+@pytest.mark.filterwarnings(DEAD_THREAD)
+def test_a_full_disk_ends_the_tracker_and_not_the_run(make_log, tiny_disk, capsys):
+    """TensorBoard's thread dies of it, and from then on each call raises."""
+    log = make_log(tiny_disk)
+    log.tracker = report.make_tracker(log.cfg, tiny_disk, 0)
+    fill(tiny_disk)
+    many = {f"number_{k}": 0.5 for k in range(99)}
+    for step in range(1000):
+        log.track(many, step)
+    assert log.tracker is None
+    assert capsys.readouterr().err.count("no more events") == 1
+    log.close()
+
+
+def test_half_a_result_is_never_written(make_log, tiny_disk):
+    """It would look like the end of a run."""
+    fill(tiny_disk)
+    with pytest.raises(OSError):
+        make_log(tiny_disk).write("result.json", {"steps": "9" * 9999})
+    assert not (tiny_disk / "result.json").exists()
+
+
+@pytest.mark.filterwarnings(DEAD_THREAD)
+def test_a_tracker_that_cannot_finish_does_not_spoil_the_exit_code(make_log, tiny_disk):
+    log = make_log(tiny_disk)
+    log.tracker = report.make_tracker(log.cfg, tiny_disk, 0)
+    log.track({f"name{k}": 0.5 for k in range(99)}, 1)
+    fill(tiny_disk)
+    log.tracker.tracker.add_text("long", "x" * 99_999)
+    log.close()
+
+
+def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
+    """Where no step was taken the gradient norm is 0, and the usual norm does not fall."""
+    log = make_log(tmp_path, critic_update_steps=4, log_tokens=0)
+    samples = [sample(0, k, reward=float(k)) for k in range(2)]
+    learned = {"policy_grad_norm": 0.0, "policy_tokens": 30, "critic_tokens": 20}
+    clock = metrics.Clock()
+    for phase in ("critic", "policy"):
+        with clock(phase):
+            pass
+    clock.numbers["reward_lost"] = 3
+    log.step(1, samples, batch_of(samples), learned, clock)
+    log.step(2, samples, batch_of(samples), learned | {"policy_grad_norm": 2.0}, clock)
+    one, two = jsonl(tmp_path / "metrics.jsonl")
+    assert one["step"] == 1 and one["reward"] == 0.5 and one["reward_lost"] == 3
+    assert one.items() >= learned.items()
+    assert one["seconds_report"] == 0 < two["seconds_report"], "of the report before"
+    assert log.norms == [2.0]
+    seconds = one["seconds_critic"] + one["seconds_policy"]
+    assert one["tflops"] == pytest.approx(6 * 7 * (30 + 20 * 4) / seconds / 1e12)
+    assert len(jsonl(tmp_path / "samples.jsonl")) == 4
+    assert "step 2  reward 0.500  length 3.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("log_samples, written", [(0, 8), (1, 1), (5, 5), (256, 8)])
+def test_log_samples_is_how_many_of_a_step_are_written(make_log, tmp_path, log_samples, written):
+    """The first ones of the step; 0 is all of them."""
+    log = make_log(tmp_path, log_samples=log_samples, log_tokens=2)
+    samples = [sample(k // 4, k % 4) for k in range(8)]
+    lines = log.sample_lines(samples, 3, batch_of(samples))
+    places = [(line["problem"], line["index"]) for line in lines]
+    assert places == [(10 + k // 4, k % 4) for k in range(written)]
+    with_tokens = ["tokens" in line for line in lines]
+    assert with_tokens == [k < 2 for k in range(written)], "--log_tokens"
+
+
+def test_a_sample_is_written_token_by_token(make_log, tmp_path):
+    log = make_log(tmp_path)
+    samples = [sample(length=2), sample(index=1, length=3)]
+    batch = batch_of(samples)
+    batch.tokens["values"] = torch.tensor([9, 9, 1, 2, 3.33333])
+    fields = log.token_fields(1, batch)
+    assert fields == {"tokens": ["\x01", "\x02", "\x03"], "values": [1, 2, 3.3333]}
+
+
+def test_an_evaluation_is_a_line_and_its_answers(make_log, tmp_path, capsys):
+    log = make_log(tmp_path, eval_n=2)
+    log.evaluation("aime", [sample(0, 0, 1.0), sample(0, 1, 0.0)], 7)
+    (line,) = jsonl(tmp_path / "eval.jsonl")
+    assert (line["step"], line["set"], line["accuracy"], line["pass@2"]) == (7, "aime", 0.5, 1.0)
+    answers = jsonl(tmp_path / "eval_samples.jsonl")
+    assert [answer["reward"] for answer in answers] == [1, 0]
+    assert answers[0] == {
+        "step": 7,
+        "set": "aime",
+        "problem": 10,
+        "question": "0+0",
+        "label": "0",
+        "index": 0,
+        "response": "text",
+        "reward": 1.0,
+        "finish_reason": "stop",
+        "length": 3,
+    }
+    assert "step 7  aime: accuracy 0.500 +- 0.000  pass@2 1.000" in capsys.readouterr().out
+
+
+def test_the_result_compares_the_first_and_last_evaluation_of_the_first_set(make_log, tmp_path):
+    log = make_log(tmp_path, eval_data=["x", "y"])
+    for step, reward in ((0, 0.0), (5, 1.0)):
+        log.evaluation("x", [sample(reward=reward, length=step + 1)], step)
+        log.evaluation("y", [sample(reward=0.5)], step)
+    log.result(5)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["accuracy_before"], result["accuracy_after"]) == (0, 1)
+    assert (result["length_before"], result["length_after"]) == (1, 6)
+    assert (result["steps"], result["seed"]) == (5, 42)
+    assert result["wall_seconds"] > 0 and "torch" in result["versions"]
+
+
+def test_a_run_without_evaluation_has_a_result_too(make_log, tmp_path):
+    make_log(tmp_path).result(5)
+    assert "accuracy_after" not in json.loads((tmp_path / "result.json").read_text())
+
+
+def test_weights_and_biases(tiny, tmp_path):
+    """A run without network keeps its numbers; one that is not logged in ends in a line."""
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    flags = tiny | {"max_steps": 1, "log_with": "wandb"}
+    anonymous = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    done = launch(run, **flags, check=False, env=anonymous)
+    assert done.returncode == 2 and "--log_with wandb: No API key" in done.stderr
+    launch(run, **flags, env={"WANDB_MODE": "offline"})
+    (kept,) = run.glob("wandb/offline-run-*/*.wandb")
+    assert all(name in kept.read_bytes() for name in (b"policy_grad_norm", b"actor_learning_rate"))
