@@ -4,10 +4,10 @@ Owns RUN/step_NNNNNN/: policy/ and critic/ (DeepSpeed's own files), hf/ (config 
 state.json (the loop's state) and manifest.json (size and SHA-256 of every file, written last).
 
 Deviations from Open-Reasoner-Zero (ORZ):
-- Everything comes back: weights, fp32 masters, Adam's moments, the step. The order of the problems
-  and all random numbers are functions of the step.
-- A checkpoint appears by one rename, after the files of all ranks are on disk. A kill at any instant
-  leaves the one before.
+- Everything comes back: weights, fp32 masters, Adam's moments, the step. The order of the
+  problems and all random numbers are functions of the step.
+- A checkpoint appears by one rename, after the files of all ranks are on disk. A kill at any
+  instant leaves the one before.
 - The folder is absolute, shared and large enough, or the run ends before a model is read (ORZ's
   issue 22).
 
@@ -21,10 +21,7 @@ import hashlib
 import json
 import os
 import shutil
-import socket
-import sys
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +31,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from safetensors.torch import save_file
 
-from lib.common import UserError, gather, print0
+from lib.common import UserError, gather, here, one_line, print0
 
 # Only these are cut back on resume. They are nobody else's files.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
@@ -59,7 +56,7 @@ class RunState:
         self.log_sizes = log_sizes(run_dir)
 
     @property
-    def layout(self) -> tuple[int, int]:
+    def layout(self):
         """What the engines' files depend on: ranks and ZeRO stage."""
         return self.world, self.config["zero_stage"]
 
@@ -76,7 +73,7 @@ def try_disk(action, *arguments, **options):
         action(*arguments, **options)
     # A full disk is a RuntimeError to torch.save and a bare Exception to tokenizers.
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return f"{type(error).__name__}: {one_line(error)}"
     return None
 
 
@@ -101,13 +98,9 @@ def size_and_hash(path):
     """Of a file, read back. It is {} where the file cannot be read: a sick disk on one rank must
     not leave the others waiting."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        digest = hashlib.file_digest(file, "sha256")
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
     return {}
-
-
-def here():
-    return f"machine {socket.gethostname()}, rank {dist.get_rank()}"
 
 
 # ---- the folder ------------------------------------------------------------------------------
@@ -162,7 +155,7 @@ def checkpoints(run_dir):
     return sorted(Path(run_dir).glob("step_" + "[0-9]" * 6), reverse=True)
 
 
-def manifest(path) -> dict[str, dict]:
+def manifest(path):
     """Size and hash of every file, or {} if one is absent or cut short."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         entries = json.loads((path / "manifest.json").read_text())
@@ -173,7 +166,7 @@ def manifest(path) -> dict[str, dict]:
     return {}
 
 
-def log_sizes(run_dir) -> dict[str, int]:
+def log_sizes(run_dir):
     """Bytes of each log: what belongs to the state of this instant."""
     present = [run_dir / name for name in LOGS if (run_dir / name).exists()]
     return {path.name: path.stat().st_size for path in present}
@@ -220,7 +213,7 @@ class DurableWriter(CheckpointEngine):
         self.flushes.append(self.threads.submit(fsync, path))
         self.entries[path] = self.threads.submit(size_and_hash, path)
 
-    def finish(self) -> dict[str, dict]:
+    def finish(self):
         """Waits until this rank's files are on disk; their sizes and hashes by path."""
         for flush in self.flushes:
             self.attempt(flush.result)
@@ -267,8 +260,8 @@ def make_room(temporary, final):
     (temporary / "hf").mkdir(parents=True)
 
 
-def write_engines(folder, engines) -> tuple[dict[str, dict], str | None]:
-    """Every rank's files, on disk; their sizes and hashes by relative path, or the error of a rank."""
+def write_engines(folder, engines):
+    """Every rank's files, on disk: their sizes and hashes by relative path, or a rank's error."""
     writer = DurableWriter()
     for name, engine in engines.items():
         # It would copy a script past the writer, and raise on a full disk.
@@ -372,11 +365,11 @@ def read_state(path) -> RunState:
     return RunState(**json.loads((path / "state.json").read_text()))
 
 
-def find_start(run_dir, choice, now: RunState, fixed: set[str]) -> tuple[Path | None, RunState]:
+def find_start(run_dir, choice, now: RunState, fixed):
     """The checkpoint to start from, or None, and the state to go on from.
 
-    now: this run at its step 0. fixed: the flags that decide what is learnt. Raises UserError where
-    another run would come of it.
+    now: this run at its step 0. fixed: the flags that decide what is learnt. Raises UserError
+    where another run would come of it.
     """
     path = pick_checkpoint(run_dir, choice)
     if path is None:
@@ -402,21 +395,20 @@ def find_start(run_dir, choice, now: RunState, fixed: set[str]) -> tuple[Path | 
         )
     if saved.layout != now.layout and not (path / "universal").is_dir():
         raise UserError(
-            f"{path} is of {saved.world} ranks with ZeRO {saved.layout[1]}, this run of {now.world} "
-            f"with {now.layout[1]}; run `python tools/convert.py reshard {path}` first"
+            f"{path} is of {saved.world} ranks with ZeRO {saved.layout[1]}, this run of "
+            f"{now.world} with {now.layout[1]}; run `python tools/convert.py reshard {path}` first"
         )
     return path, dataclasses.replace(now, step=saved.step, levers=saved.levers, log_sizes=sizes)
 
 
-def find_changes(saved: RunState, now: RunState, fixed: set[str]):
+def find_changes(saved: RunState, now: RunState, fixed):
     """Shows every changed flag; returns the names of those that decide what is learnt."""
     changed = []
     for name, value in now.config.items():
         old = saved.config.get(name)
-        if old == value:
-            continue
-        print0(f"resume: --{name} was {old}, is {value}")
-        if name in fixed:
+        if old != value:
+            print0(f"resume: --{name} was {old}, is {value}")
+        if old != value and name in fixed:
             changed.append(name)
     if saved.problems_hash != now.problems_hash and not changed:
         print0("resume: the problems in --data are not those of the checkpoint")
@@ -427,15 +419,21 @@ def find_changes(saved: RunState, now: RunState, fixed: set[str]):
     return changed
 
 
+def restore(run_dir, source, engines, state: RunState):
+    """The engines from a verified checkpoint, if there is one, and the logs as they were then."""
+    if source:
+        load(source, engines, state)
+    if dist.get_rank() == 0:
+        rewind(run_dir, state, is_new=source is None)
+
+
 def load(path, engines, now: RunState):
-    """Restores the engines from a verified checkpoint."""
     if read_state(path).layout != now.layout:
         from lib import reshard
 
         damage = find_damage(path / "universal")
         if damage:
-            command = f"python tools/convert.py reshard {path}"
-            raise UserError(f"{path}/universal: {damage}; run `{command}` again")
+            raise UserError(f"{path}/universal: {damage}; run tools/convert.py reshard again")
         return reshard.load(path / "universal", engines)
     for name, engine in engines.items():
         with checkpoint_engine(engine, DurableWriter()):
@@ -443,13 +441,11 @@ def load(path, engines, now: RunState):
 
 
 def rewind(run_dir, state: RunState, is_new):
-    """Cuts the logs back to where they were, and sets later checkpoints aside.
+    """Rank 0 cuts the logs back to where they were, and sets later checkpoints aside.
 
-    Those are damaged, or of a future that will not be. In a new run nothing that is there belongs to
-    it.
+    Those are damaged, or of a future that will not be. In a new run nothing that is there belongs
+    to it.
     """
-    if dist.get_rank() > 0:
-        return
     for name, size in log_sizes(run_dir).items():
         size_then = state.log_sizes.get(name, 0)
         os.truncate(run_dir / name, min(size_then, size))
@@ -457,14 +453,13 @@ def rewind(run_dir, state: RunState, is_new):
         if is_new or step_of(path) > state.step:
             # Nothing that was dropped is ever deleted, so each has a name of its own.
             aside = path.rename(path.with_name(f"dropped_{path.name}_{time.time_ns()}"))
-            text = f"{path} is now {aside.name}: the run goes on from step {state.step}"
-            print(text, file=sys.stderr, flush=True)
+            print0(f"{path} is now {aside.name}: the run goes on from step {state.step}")
 
 
 # ---- export ----------------------------------------------------------------------------------
 
 
-def export(out, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer):
+def export(out, model, weights, tokenizer):
     """Writes a Hugging Face folder that transformers and vLLM load. All ranks call it.
 
     weights: (name, full tensor) one at a time. A critic's head goes to `value_head.safetensors`
@@ -479,7 +474,7 @@ def export(out, model, weights: Iterable[tuple[str, torch.Tensor]], tokenizer):
         raise UserError(f"{out} is NOT written: {error}")
 
 
-def write_export(out, model, weights: dict[str, torch.Tensor], tokenizer):
+def write_export(out, model, weights, tokenizer):
     head = {}
     for name in list(weights):
         if name.startswith("value_head."):

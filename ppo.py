@@ -39,40 +39,41 @@ class Batch:
     groups: Tensor  # (N,) which problem a sample answers
     rewards: Tensor  # (N,) float64
     device: torch.device  # of the token tensors
-    tokens: dict[str, Tensor]  # (T,) each: values, advantages, returns, logprobs, ref_logprobs
+    # (T,) each: values, advantages, returns, logprobs (the sampler's), ref_logprobs
+    tokens: dict[str, Tensor]
 
     def __post_init__(self):
         self.length = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
         self.start = self.length.cumsum(0) - self.length  # (N,)
-        self.size = []  # (N,) tokens of each sample, with its prompt
-        for prompt, response in zip(self.prompt_ids, self.response_ids):
-            self.size.append(len(prompt) + len(response))
+        # (N,) tokens of each sample, with its prompt
+        self.size = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
         # The mask comes from the lengths alone: a padding id may be an answer's token too.
         self.mask = torch.arange(int(self.length.max())) < self.length[:, None]  # (N, longest)
-
-    @classmethod
-    def of(cls, samples, device) -> "Batch":
-        """From the sampler's samples. Responses to one problem of the step form a group."""
-        batch = cls(
-            prompt_ids=[sample.request.problem.prompt_ids for sample in samples],
-            response_ids=[sample.response_ids for sample in samples],
-            groups=torch.tensor([sample.request.group for sample in samples]),
-            rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
-            device=device,
-            tokens={},
-        )
-        if samples[0].logprobs is not None:
-            logprobs = np.concatenate([sample.logprobs for sample in samples])  # (T,)
-            batch.tokens["logprobs"] = torch.tensor(logprobs, dtype=torch.float32, device=device)
-        return batch
 
     def everyone(self) -> list[int]:
         return list(range(len(self.size)))
 
+    @classmethod
+    def of(cls, samples, device) -> "Batch":
+        """From the sampler's samples. Responses to one problem of the step form a group."""
+        prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
+        response_ids = [sample.response_ids for sample in samples]
+        groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
+        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
+        batch = cls(prompt_ids, response_ids, groups, rewards, device, {})
+        if samples[0].logprobs is not None:
+            logprobs = [x for sample in samples for x in sample.logprobs]
+            batch.tokens["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
+        return batch
+
     def with_signal(self) -> list[int]:
         """Samples with an advantage that is not 0. The others have no gradient."""
-        advantages = self.tokens["advantages"].cpu().split(self.length.tolist())
-        return [i for i, part in enumerate(advantages) if part.any()]
+        parts = self.split(self.tokens["advantages"].cpu())
+        return [i for i, part in enumerate(parts) if part.any()]
+
+    def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """(T,) as one tensor a sample."""
+        return numbers.split(self.length.tolist())
 
 
 @dataclass
@@ -80,10 +81,13 @@ class MicroBatch:
     """R rows of packed samples, and which of their positions predict a response token."""
 
     input_ids: Tensor  # (R, L)
-    position_ids: Tensor  # (R, L) restarts at 0 with each sample, which isolates the samples
-    predict: Tensor  # (R, L) bool: the next token is a response token
+    # The positions restart at 0 with each sample, which isolates the samples from each other.
+    position_ids: Tensor  # (R, L)
+    # Is the next token a response token?
+    predict: Tensor  # (R, L) bool
     token_ids: Tensor  # (T,) those next tokens
-    index: Tensor  # (T,) where they live in the batch's flat token tensors
+    # Where those tokens live in the batch's flat token tensors.
+    index: Tensor  # (T,)
     mask: Tensor  # (T,) 1.0; 0.0 for a filler
 
 
@@ -128,30 +132,28 @@ def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
     """The tensors of some packed rows of samples."""
     longest = max(sum(batch.size[i] for i in row) for row in rows)
-    shape = (len(rows), longest)  # (R, L)
-    input_ids = np.zeros(shape, dtype=np.int64)
-    position_ids = np.zeros(shape, dtype=np.int64)
-    predict = np.zeros(shape, dtype=bool)
-    token_ids = []
-    index = []
-    for r, row in enumerate(rows):
-        start = 0
+    columns = {"input_ids": [], "position_ids": [], "predict": [], "token_ids": [], "index": []}
+    for row in rows:
+        ids = []
+        positions = []
+        predict = []
         for i in row:
             prompt = batch.prompt_ids[i]
             response = batch.response_ids[i]
-            end = start + batch.size[i]
-            input_ids[r, start:end] = prompt + response
-            position_ids[r, start:end] = np.arange(end - start)
-            # Position t predicts token t + 1: from the prompt's last to the response's last but one.
-            predict[r, start + len(prompt) - 1 : end - 1] = True
-            token_ids += response
-            index.append(np.arange(batch.start[i], batch.start[i] + len(response)))
-            start = end
+            ids += prompt + response
+            positions += range(batch.size[i])
+            # Position t predicts token t + 1: the prompt's last to the response's last but one.
+            predict += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
+            start = int(batch.start[i])
+            columns["token_ids"] += response
+            columns["index"] += range(start, start + len(response))
         # The padding is one more sample, of which nothing is predicted.
-        position_ids[r, start:] = np.arange(longest - start)
-    mask = np.ones(len(token_ids), dtype=np.float32)  # (T,)
-    arrays = [input_ids, position_ids, predict, np.array(token_ids), np.concatenate(index), mask]
-    return MicroBatch(*[torch.from_numpy(array).to(batch.device) for array in arrays])
+        padding = longest - len(ids)
+        columns["input_ids"].append(ids + [0] * padding)
+        columns["position_ids"].append(positions + [*range(padding)])
+        columns["predict"].append(predict + [False] * padding)
+    columns["mask"] = [1.0] * len(columns["token_ids"])
+    return MicroBatch(**{name: torch.tensor(x, device=batch.device) for name, x in columns.items()})
 
 
 def filler(device) -> MicroBatch:
@@ -186,8 +188,8 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
 # ---- advantages ------------------------------------------------------------------------------
 
 
-# HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T) and groups (N,) to advantages
-# (N, T), in float64 on the CPU.
+# HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T) and groups (N,) to
+# advantages (N, T), in float64 on the CPU.
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16)."""
@@ -245,14 +247,13 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
     """Adds `advantages` and `returns`, (T,), to the batch; returns what to log about them."""
-    padded_values = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
+    values = torch.zeros(int(batch.length.sum()), dtype=torch.float64)  # (T,)
     if "values" in batch.tokens:
-        padded_values[batch.mask] = batch.tokens["values"].double().cpu()
+        values = batch.tokens["values"].double().cpu()
+    padded = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
+    padded[batch.mask] = values
     estimate = ESTIMATORS[cfg.estimator]
-    padded = estimate(batch.rewards, padded_values, batch.mask, batch.groups, cfg)  # (N, longest)
-
-    values = padded_values[batch.mask]  # (T,)
-    advantages = padded[batch.mask]  # (T,)
+    advantages = estimate(batch.rewards, padded, batch.mask, batch.groups, cfg)[batch.mask]  # (T,)
     # The critic's target is taken before whitening.
     returns = advantages + values  # (T,)
     if cfg.advantage_normalization and cfg.estimator in WHITENED:
@@ -325,7 +326,6 @@ def ratio_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     stats = {"ratio": (ratio * mask).sum(), "ratio_max": ratio.max()}
     stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
     stats["approx_kl"] = k3(log_ratio).sum()
-    stats["approx_kl_k1"] = -log_ratio.sum()
     return stats
 
 
@@ -391,51 +391,43 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], lr, cfg, tokens=No
     FloatingPointError on all ranks, with the weights unchanged, if something is not finite.
     """
     passed = int(batch.length[samples].sum())
-    if tokens is None:
-        tokens = passed
+    tokens = passed if tokens is None else tokens
     micros = micro_batches(batch, samples, cfg)
-    totals = {}
+    history = []
     for micro in micros:
         loss, stats = loss_fn(engine, batch, micro, cfg)
         # The engine averages gradients over ranks; times their number that is a sum.
         scaled = loss * (dist.get_world_size() / tokens)
         engine.backward(scaled, is_last=micro is micros[-1])
-        add_stats(totals, stats)
+        history.append(stats)
     stats = {}
     grad_norm = 0.0
     if micros:
-        stats = reduce_stats(totals, tokens, passed)
+        stats = reduce_stats(history, tokens, passed)
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{engine.name}: the loss is not finite: {stats}")
         grad_norm = engine.step(lr)
-    passed_tokens = sum(batch.size[i] for i in samples)
-    own = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros), "tokens": passed_tokens}
+    own = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
+    own["tokens"] = sum(batch.size[i] for i in samples)
     return stats | {f"{engine.name}_{key}": value for key, value in own.items()}
 
 
-def add_stats(totals: dict[str, Tensor], stats: dict[str, Tensor]):
-    for key, value in stats.items():
-        if key not in totals:
-            totals[key] = value
-        elif key.endswith("_max"):
-            totals[key] = torch.maximum(totals[key], value)
-        else:
-            totals[key] = totals[key] + value
+def reduce_stats(history: list[dict], tokens, passed) -> dict[str, float]:
+    """The statistics of all micro-batches and ranks.
 
-
-def reduce_stats(totals: dict[str, Tensor], tokens, passed) -> dict[str, float]:
-    """Over all ranks: a loss is divided by the step's tokens, another sum by the tokens that passed
-    through the model, and what ends in _max is a maximum."""
-    sums = torch.stack(list(totals.values())).double()  # (stats,)
-    largest = sums.clone()  # (stats,)
-    dist.all_reduce(sums)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    stats = {}
-    for key, total, most in zip(totals, sums.tolist(), largest.tolist()):
+    A loss is divided by the step's tokens, another sum by the tokens that passed through the model,
+    and what ends in _max is a maximum.
+    """
+    totals = {}
+    for key in history[0]:
+        column = torch.stack([stats[key] for stats in history]).double()  # (micro-batches,)
         if key.endswith("_max"):
-            stats[key] = most
-        elif key.endswith("loss"):
-            stats[key] = total / tokens
+            total = column.max()
+            dist.all_reduce(total, op=dist.ReduceOp.MAX)
         else:
-            stats[key] = total / passed
-    return stats
+            total = column.sum() / passed
+            dist.all_reduce(total)
+        if key.endswith("loss"):
+            total = total * passed / tokens
+        totals[key] = total.item()
+    return totals

@@ -21,7 +21,7 @@ import threading
 from concurrent import futures
 from dataclasses import dataclass
 
-from lib.common import UserError
+from lib.common import UserError, one_line
 from lib.equal import Worker, quick_verdict
 
 # The places are filled by str.replace, because the braces of \boxed{} break str.format.
@@ -39,6 +39,9 @@ TEMPLATES: dict[str, str] = {
     "plain": "{question}",
 }
 
+# The ways in which a worker is lost.
+LOSSES = ("cpu_timeouts", "wall_timeouts", "crashes")
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -51,9 +54,7 @@ class Problem:
     prompt_ids: list[int] | None = None
 
 
-def load_problems(
-    path, template, bos="", columns=("question", "answer"), split="train"
-) -> list[Problem]:
+def load_problems(path, template, bos="", columns=("question", "answer"), split="train"):
     """The problems of a JSON or JSONL file, or of a dataset.
 
     Files may have the forms of ORZ's training and evaluation data, of GSM8K, or records with these
@@ -82,7 +83,7 @@ def load_problems(
     except Exception as error:
         hint = "give a list of ORZ's or GSM8K's items"
         hint += f", columns {columns}, or a dataset with split {split!r}"
-        raise UserError(f"{place}: {explain(error)}; {hint}") from None
+        raise UserError(f"{place}: {type(error).__name__}: {one_line(error)}; {hint}") from None
     if not problems:
         raise UserError(f"{path}: holds no problems; give a file or split with at least one")
     return problems
@@ -98,17 +99,15 @@ def read_rows(path, split):
             return list(json.load(file))
     import datasets  # slow, and seldom needed
 
-    marks = [os.path.join(path, name) for name in ("state.json", "dataset_dict.json")]
-    if any(os.path.isfile(mark) for mark in marks):
+    try:
         dataset = datasets.load_from_disk(path)
-    else:
+    except FileNotFoundError:
+        # It was not saved by that library, so it is a folder of files, or "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
-    if isinstance(dataset, dict):
-        return dataset[split]
-    return dataset
+    return dataset[split] if isinstance(dataset, dict) else dataset
 
 
-def parse_record(record, columns) -> tuple[str, str]:
+def parse_record(record, columns):
     """The question and the answer of a record. A wrong form raises whatever it runs into."""
     if isinstance(record, list):  # ORZ, training
         question = record[0]["value"]
@@ -128,19 +127,6 @@ def parse_record(record, columns) -> tuple[str, str]:
     if not is_plain or not answer or "\n" in answer:
         raise ValueError(f"lacks an answer of one line (GSM8K: after '#### '): {label!r:.99}")
     return question, answer
-
-
-def explain(error):
-    """What is wrong with a file or a record, in one line."""
-    if isinstance(error, KeyError):
-        reason = f"lacks {error} of its form"
-    elif isinstance(error, IndexError):
-        reason = "has an empty list where its form has items"
-    elif isinstance(error, TypeError):
-        reason = f"is not of its form: {error}"
-    else:
-        reason = f"{type(error).__name__}: {error}"
-    return " ".join(reason.split())[:300]
 
 
 def extract_answer(text):
@@ -198,26 +184,22 @@ class Grader:
 
     def __init__(self, workers=1, cpu_seconds=5.0, wall_seconds=120.0):
         self.wall_seconds = wall_seconds
-        kinds = ("checks", "symbolic", "cpu_timeouts", "wall_timeouts", "crashes")
-        self.counts = dict.fromkeys(kinds, 0)
+        self.counts = dict.fromkeys(("checks", "symbolic", *LOSSES), 0)
         self.pairs = {}  # key -> (predicted, label)
         self.verdicts = {}  # pair -> bool
-        self.running = {}  # pair -> Future of a bool
+        self.running = {}  # pair -> Future of a reply
         self.workers = [Worker(cpu_seconds) for _ in range(workers)]
         # Each thread hands a pair to an idle worker and waits for it. It takes the one that was
         # used last, so that no more of them start than are needed.
         self.threads = futures.ThreadPoolExecutor(workers)
         self.idle_workers = list(self.workers)
-        self.lock = threading.Lock()
 
     def submit(self, key, text, finish_reason, label):
         """Takes a finished sample and returns at once. `key` names it in `results`.
 
         The reward is 1.0 if the response stopped by itself with the right answer, else 0.0.
         """
-        answer = None
-        if finish_reason == "stop":
-            answer = extract_answer(text)
+        answer = extract_answer(text) if finish_reason == "stop" else None
         self.compare(key, answer or "", str(label))
 
     def compare(self, key, predicted, label):
@@ -234,7 +216,7 @@ class Grader:
             self.verdicts[pair] = verdict
 
     def check(self, predicted, label):
-        """In a thread: the verdict of a worker, or False if the worker is lost."""
+        """In a thread: what `Worker.ask` returns."""
         worker = self.idle_workers.pop()
         try:
             reply = worker.ask(predicted, label, self.wall_seconds)
@@ -242,11 +224,12 @@ class Grader:
             raise UserError(f"{error}; run.log has its error") from None
         finally:
             self.idle_workers.append(worker)
-        # A lost worker is counted under the way in which it was lost.
-        if reply in self.counts:
-            with self.lock:
-                self.counts[reply] += 1
-        return reply == "equal"
+        return reply
+
+    @property
+    def lost(self):
+        """Checks that ended without a verdict."""
+        return sum(self.counts[way] for way in LOSSES)
 
     def pending(self, seconds):
         """How many verdicts are still to come after at most so long."""
@@ -255,7 +238,11 @@ class Grader:
     def results(self):
         """{key: reward} of all samples since the last call. It waits for pending checks."""
         for pair, check in self.running.items():
-            self.verdicts[pair] = check.result()
+            reply = check.result()
+            self.verdicts[pair] = reply == "equal"
+            # A lost worker is counted under the way in which it was lost.
+            if reply in LOSSES:
+                self.counts[reply] += 1
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}
         self.verdicts = {}
@@ -275,7 +262,7 @@ class Grader:
         self.close()
 
 
-def text_metrics(text) -> dict[str, float]:
+def text_metrics(text):
     """Counts of a response's words.
 
     repetition: the share of its word 4-grams that came before (ORZ: suffix arrays, slow).
@@ -283,9 +270,7 @@ def text_metrics(text) -> dict[str, float]:
     """
     words = text.split()
     grams = list(zip(words, words[1:], words[2:], words[3:]))
-    repetition = 0.0
-    if grams:
-        repetition = 1 - len(set(grams)) / len(grams)
+    repetition = (len(grams) - len(set(grams))) / max(1, len(grams))
     lowered = text.lower()
     second_thoughts = ("wait,", "recheck", "retry", "alternatively,", "however,")
     reflection = sum(lowered.count(word) for word in second_thoughts)

@@ -7,8 +7,8 @@ Deviations from Open-Reasoner-Zero (ORZ):
   takes turns with it on the same device.
 - The sampled ids are what is returned and trained on. ORZ decodes and encodes again, and the last
   action is often another one then.
-- A sample's randomness is a hash of (seed, step, purpose, problem, index). It does not depend on the
-  rank that draws it, on the order, or on what ran before.
+- A sample's randomness is a hash of (seed, step, purpose, problem, index). It does not depend on
+  the rank that draws it, on the order, or on what ran before.
 - The prefix cache is reset before every call. ORZ forgets that in one mode and reuses the keys of
   old weights.
 
@@ -16,7 +16,6 @@ Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 """
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -41,13 +40,14 @@ from lib.common import UserError, gather, hash64, one_line, start_distributed
 class Request:
     """One sample to draw."""
 
-    problem: object  # its prompt_ids are sampled from, its label is for the grader
+    # Its prompt_ids are what is sampled from, its label is for the grader.
+    problem: object
     group: int  # position of the problem in its step
     index: int  # which of the problem's samples
     seed: int
     max_tokens: int  # of the response
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float
+    top_p: float
 
 
 @dataclass
@@ -68,9 +68,8 @@ def requests_of_step(problems, cfg, step) -> list[Request]:
     start = step * cfg.rollout_batch_size
     order = problem_order(cfg.seed, len(problems), start, cfg.rollout_batch_size)
     chosen = [problems[i] for i in order]
-    purpose = (cfg.seed, step, "train")
     distribution = (cfg.generate_max_len, cfg.temperature, cfg.top_p)
-    return make_requests(chosen, cfg.n_samples_per_prompt, purpose, distribution)
+    return make_requests(chosen, cfg.n_samples_per_prompt, (cfg.seed, step, "train"), distribution)
 
 
 def make_requests(problems, count, purpose, distribution) -> list[Request]:
@@ -86,16 +85,15 @@ def make_requests(problems, count, purpose, distribution) -> list[Request]:
 
 def problem_order(seed, count, start, size) -> list[int]:
     """Positions start .. start + size of an endless order in which each pass is shuffled anew."""
+    passes = {}
     order = []
     for position in range(start, start + size):
-        epoch, offset = divmod(position, count)
-        order.append(int(shuffled(seed, epoch, count)[offset]))
+        number, offset = divmod(position, count)
+        if number not in passes:
+            rng = np.random.default_rng(hash64(seed, "order", number))
+            passes[number] = rng.permutation(count)
+        order.append(int(passes[number][offset]))
     return order
-
-
-@functools.lru_cache(maxsize=2)
-def shuffled(seed, epoch, count):
-    return np.random.default_rng(hash64(seed, "order", epoch)).permutation(count)
 
 
 class Sampler:
@@ -130,7 +128,6 @@ class Sampler:
         settings = {
             "model": cfg.model,
             "dtype": "bfloat16" if cfg.bf16 else "float32",
-            "seed": cfg.seed % 2**32,
             "max_model_len": cfg.max_len,
             "max_num_seqs": cfg.micro_rollout_batch_size,
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
@@ -140,7 +137,6 @@ class Sampler:
             "enable_sleep_mode": self.gpu,
             "logprobs_mode": "processed_logprobs",
             "distributed_executor_backend": "external_launcher",
-            "use_tqdm_on_load": False,
         }
         if cfg.kv_cache_gb:
             settings["kv_cache_memory_bytes"] = int(cfg.kv_cache_gb * 2**30)
@@ -213,8 +209,8 @@ class Sampler:
     def sync(self, weights: Iterable[tuple[str, Tensor]]):
         """Replaces the weights by (Hugging Face name, tensor) pairs, and wakes the engine.
 
-        All ranks call it. On a GPU the order bounds the peak: the weights wake up, are replaced, and
-        only then the KV cache wakes up.
+        All ranks call it. On a GPU the order bounds the peak: the weights wake up, are replaced,
+        and only then the KV cache wakes up.
         """
         if self.gpu:
             self.llm.wake_up(tags=["weights"])
@@ -248,9 +244,6 @@ class Rollout:
         self.task = task
         self.signals = signals
         self.cfg = cfg
-        self.looks = 0
-        if cfg.tensor_parallel > 1:
-            self.group, _ = dist.new_subgroups(cfg.tensor_parallel, backend="gloo")
 
     def sample(self, requests: list[Request], clock) -> list[Sample]:
         """Draws and scores every request, in this order. A collective; raises Stopped.
@@ -274,8 +267,11 @@ class Rollout:
             return exchange(requests, mine)
 
     def sample_my_share(self, requests: list[Request]) -> dict[int, Sample]:
-        """{position: sample} of this rank's engine. Single samples are dealt to the engines in turn,
-        so that no engine is left with all the long samples of one hard problem."""
+        """{position: sample} of this rank's engine.
+
+        Single samples are dealt to the engines in turn, so that no engine is left with all the long
+        samples of one hard problem.
+        """
         engine, place = divmod(dist.get_rank(), self.cfg.tensor_parallel)
         engines = dist.get_world_size() // self.cfg.tensor_parallel
         positions = range(engine, len(requests), engines)
@@ -290,28 +286,17 @@ class Rollout:
                 # All ranks of an engine get its samples; only its first rank hands them on.
                 if place == 0:
                     mine[positions[k]] = sample
-                    self.submit(positions[k], sample)
+                    sample.text_metrics = self.task.text_metrics(sample.text)
+                    label = share[k].problem.label
+                    self.grader.submit(positions[k], sample.text, sample.finish_reason, label)
         return mine
-
-    def submit(self, position, sample: Sample):
-        sample.text_metrics = self.task.text_metrics(sample.text)
-        label = sample.request.problem.label
-        self.grader.submit(position, sample.text, sample.finish_reason, label)
 
     def stopped(self):
         """Asked between the engine's steps. Ranks that share an engine must leave it at the same
-        step, so they vote, every 16 steps."""
-        if self.cfg.tensor_parallel == 1:
-            return self.signals.poll()
-        self.looks += 1
-        if self.looks % 16:
+        step, so they finish their rollout before they stop."""
+        if self.cfg.tensor_parallel > 1:
             return False
-        votes = [None] * self.cfg.tensor_parallel
-        dist.all_gather_object(votes, self.signals.poll(), self.group)
-        return any(votes)
-
-    def close(self):
-        self.grader.close()
+        return self.signals.poll()
 
 
 def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:
@@ -330,7 +315,6 @@ if __name__ == "__main__":
     start_distributed()
     settings = {
         "model": sys.argv[1],
-        "seed": 0,
         "bf16": False,
         "max_len": 256,  # tokens
         "stop": [],

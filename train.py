@@ -1,7 +1,7 @@
 """nanoORZ: reinforcement learning of reasoning straight on a base model, after Open-Reasoner-Zero.
 
-`accelerate launch train.py --model MODEL --data FILE` trains. Without --model it is the demo: a tiny
-base model is made on the spot by tools/demo.py, whose flags are printed and come before yours.
+`accelerate launch train.py --model MODEL --data FILE` trains. Without --model it is the demo: a
+tiny base model is made on the spot by tools/demo.py, whose flags are printed and come before yours.
 
 Owns the flags, the set-up, the loop and evaluation. A process per GPU (a rank) holds a shard of
 policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the device.
@@ -92,7 +92,7 @@ class Learning:
 
 @dataclass
 class Config(Learning):
-    """Every flag. Those below decide when and where things happen: a resumed run may change them."""
+    """Every flag. Those below decide when and where: a resumed run may change them."""
 
     run_dir: str = "out/run"  # all that the run writes; on several machines a shared folder
     resume: str = "auto"  # auto: newest checkpoint of run_dir; none; or a checkpoint's path
@@ -196,13 +196,13 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
     """
     problems = []
     wrong = None
-    for path in paths:
-        name, options = parse_path(path, split)
-        try:
+    try:
+        for path in paths:
+            name, options = parse_path(path, split)
             problems += task.load_problems(name, cfg.template, tokenizer.bos_token or "", **options)
-        except UserError as error:
-            # Perhaps it is in this machine's file alone, and the other ranks must hear of it.
-            wrong = wrong or error
+    except UserError as error:
+        # Perhaps it is in this machine's file alone, and the other ranks must hear of it.
+        wrong = error
     where = " ".join(paths)
     check.check_same({f"hash of the problems in {where}": problems_hash(problems)}, wrong)
     prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False)
@@ -211,14 +211,13 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
         if 0 < len(ids) <= cfg.prompt_max_len:
             kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
     if len(kept) < len(problems):
-        left_out = f"{len(problems) - len(kept)} of {len(problems)} prompts"
-        limit = f"--prompt_max_len {cfg.prompt_max_len} tokens"
-        print0(f"{where}: {left_out} are empty or exceed {limit}, and are left out")
+        counts = f"{len(problems) - len(kept)} of {len(problems)} prompts"
+        print0(f"{where}: {counts} are empty or exceed --prompt_max_len, and are left out")
     check.require(len(kept) > 0, f"{where}: no prompt is left; raise --prompt_max_len")
     return kept
 
 
-def parse_path(path, split) -> tuple[str, dict]:
+def parse_path(path, split):
     """The name before a `?`, and the options of load_problems behind it."""
     name, _, query = path.partition("?")
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
@@ -233,51 +232,46 @@ def problems_hash(problems):
     return hash64([(problem.prompt, problem.label) for problem in problems])
 
 
-def read_eval_sets(task, cfg, tokenizer) -> dict[str, list]:
+def read_eval_sets(task, cfg, tokenizer):
     """{name: problems}; a set is called like its file, with the split behind it if one is named."""
     sets = {}
     for path in cfg.eval_data:
         file, options = parse_path(path, split="")
         name = "-".join(filter(None, (Path(file).stem, options["split"])))
-        check.require(name != "train", f"--eval_data {path}: rename it, `train` is taken")
-        check.require(name not in sets, f"--eval_data {path}: another set is called {name} too")
+        is_free = name not in ("train", *sets)
+        check.require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
         sets[name] = read_problems(task, [path], cfg, tokenizer, "test")
     return sets
 
 
 def find_task(cfg):
     """The module of --reward: load_problems, Grader and text_metrics. Raises UserError."""
-    if cfg.reward == "math":
-        return importlib.import_module("reward")
-    folder = Path(__file__).parent / "tasks"
-    if not (folder / f"{cfg.reward}.py").exists():
-        raise UserError(f"--reward {cfg.reward}: neither math nor a file in {folder}")
-    return importlib.import_module(f"tasks.{cfg.reward}")
+    name = "reward" if cfg.reward == "math" else f"tasks.{cfg.reward}"
+    is_there = importlib.util.find_spec(name) is not None
+    check.require(is_there, f"--reward {cfg.reward}: neither math nor the name of a file in tasks/")
+    return importlib.import_module(name)
 
 
 def count_steps(cfg, problems):
     steps = max(1, cfg.num_episodes * problems // cfg.rollout_batch_size)
-    if cfg.max_steps is not None:
-        steps = min(steps, cfg.max_steps)
-    return steps
+    return steps if cfg.max_steps is None else min(steps, cfg.max_steps)
 
 
 def check_sampler(sampler, policy, problems, cfg):
     """Says how far the sampler is from the trainer; raises UserError where that is too far.
 
-    A stale or wrong model shows in the log-probs of a few responses: in their mean |difference| over
-    all tokens, and over the tokens of the worst response.
+    A stale or wrong model shows in the log-probs of a few responses: in their mean |difference|
+    over all tokens, and over the tokens of the worst response.
     """
     distribution = (32, cfg.temperature, 1.0)
     requests = make_requests(problems[:8], 4, (cfg.seed, 0, "check"), distribution)
     mine = [sample for _, sample in sampler.generate(requests, logprobs=True)]
-    samples = [sample for share in gather(mine) for sample in share]
-    batch = ppo.Batch.of(samples, policy.device)
-    ours = ppo.logprobs(policy, batch, cfg)
-    apart = (ours - batch.tokens["logprobs"]).abs()  # (T,)
-    per_sample = torch.stack([part.mean() for part in apart.split(batch.length.tolist())])  # (N,)
+    batch = ppo.Batch.of(sum(gather(mine), []), policy.device)
+    apart = (ppo.logprobs(policy, batch, cfg) - batch.tokens["logprobs"]).abs()  # (T,)
+    means = torch.stack([part.mean() for part in batch.split(apart)])  # (N,)
+    mean = apart.mean().item()
     # torch's max, unlike Python's, lets NaN win.
-    mean, worst = apart.mean().item(), per_sample.max().item()
+    worst = means.max().item()
     mean_limit, worst_limit = allowed_gap(cfg, sampler.gpu)
     found = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
     if not (mean < mean_limit and worst < worst_limit):
@@ -288,7 +282,7 @@ def check_sampler(sampler, policy, problems, cfg):
     return found
 
 
-def allowed_gap(cfg, is_gpu) -> tuple[float, float]:
+def allowed_gap(cfg, is_gpu):
     """The mean over all tokens, and of the worst response. The first has never been measured."""
     if cfg.rollout_quantization:
         return 0.2, 1.0
@@ -299,13 +293,14 @@ def allowed_gap(cfg, is_gpu) -> tuple[float, float]:
     return 1e-4, 1e-3
 
 
-def evaluate(rollout, eval_sets: dict[str, list], step, log):
+def evaluate(rollout, eval_sets, step, log):
     """eval_n samples of every problem of every set. A collective; raises Stopped."""
     cfg = log.cfg
     distribution = (cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p)
     for name, problems in eval_sets.items():
-        purpose = (cfg.seed, step, f"eval {name}")
-        requests = make_requests(problems, cfg.eval_n, purpose, distribution)
+        requests = make_requests(
+            problems, cfg.eval_n, (cfg.seed, step, f"eval {name}"), distribution
+        )
         log.evaluation(name, rollout.sample(requests, metrics.Clock(step)), step)
 
 
@@ -323,14 +318,26 @@ def choose_sampling(rollout, cfg, state: ckpt.RunState):
     return Levers(rollout, cfg, state.levers).sample
 
 
+def open_run_dir(cfg):
+    """The folder, and its lock for this run. From here on libraries print to its run.log."""
+    run_dir = Path(cfg.run_dir).absolute()
+    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, len(ckpt.checkpoints(run_dir))))
+    redirect_libraries(run_dir / "run.log")
+    return run_dir, lock
+
+
+def export(trained, run_dir, tokenizer, cfg):
+    """The Hugging Face folders of policy and critic, and DeepSpeed's summary of its collectives."""
+    for engine in trained:
+        weights = models.named_weights(engine)
+        ckpt.export(run_dir / engine.name, engine.module.model, weights, tokenizer)
+    if cfg.log_comms:
+        models.deepspeed.comm.log_summary()
+
+
 def main(cfg, world, device, store):
     """One rank of a run: set up, then sample, score, learn and sync until the last step."""
-    check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
-    check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
-    run_dir = Path(cfg.run_dir).absolute()
-    needed = check.needed_bytes(cfg, len(ckpt.checkpoints(run_dir)))
-    lock = ckpt.claim(run_dir, needed)  # noqa: F841
-    redirect_libraries(run_dir / "run.log")
+    run_dir, lock = open_run_dir(cfg)
 
     # ---- data: a problem carries the token ids of its prompt
     task = find_task(cfg)
@@ -355,14 +362,11 @@ def main(cfg, world, device, store):
     trained = [engine for engine in (policy, critic) if engine]
     engines = {engine.name: engine.deepspeed for engine in trained}
     hf = [tokenizer, policy.module.model.config]
-    if source:
-        ckpt.load(source, engines, state)
-    ckpt.rewind(run_dir, state, is_new=source is None)
-    sample = choose_sampling(rollout, cfg, state)
+    ckpt.restore(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
-    gap = check_sampler(rollout.sampler, policy, problems, cfg)
-    log = RunLog(run_dir, cfg, tokenizer, policy)
-    log.start(state, gap)
+    sample = choose_sampling(rollout, cfg, state)
+    log = RunLog(run_dir, cfg, tokenizer)
+    log.start(state, check_sampler(rollout.sampler, policy, problems, cfg))
 
     unsaved = None
     try:
@@ -386,7 +390,7 @@ def main(cfg, world, device, store):
             with clock("values"):
                 if critic:
                     batch.tokens["values"] = ppo.values(critic, batch, cfg)
-                if reference:  # a number to watch, not a term of the loss
+                if reference:  # a number to watch, not a loss
                     batch.tokens["ref_logprobs"] = ppo.logprobs(reference, batch, cfg)
 
             # 6. Advantages. HACK HERE: ppo.ESTIMATORS.
@@ -415,12 +419,10 @@ def main(cfg, world, device, store):
         print0(f"stopped at step {state.step}; the same command goes on from there")
         return check.require(not unsaved, f"step {state.step} is NOT saved: {unsaved}")
     finally:
-        rollout.close()
+        rollout.grader.close()
         log.close()
 
-    for engine in trained:
-        weights = models.named_weights(engine)
-        ckpt.export(run_dir / engine.name, engine.module.model, weights, tokenizer)
+    export(trained, run_dir, tokenizer, cfg)
     check.require(not unsaved, f"step {total_steps} is NOT saved; the same command tries again")
     return log.result(total_steps)
 
@@ -433,6 +435,8 @@ def run(argv):
         rank, world, device, store = start_distributed()
         if cfg.model is None:
             cfg = demo_flags(cfg, argv, rank == 0)
+        check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
+        check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
         main(cfg, world, device, store)
     except UserError as error:
         tell_once(store, f"error: {error}")

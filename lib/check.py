@@ -1,13 +1,11 @@
 """Flags that cannot work, refused in one line before a model is read."""
 
 import importlib.util
-import socket
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lib.common import UserError, gather, one_line
+from lib.common import UserError, gather, here, one_line
 
 CHOICES = {
     "zero_stage": (0, 1, 2, 3),
@@ -36,116 +34,108 @@ def require(holds, message):
         raise UserError(message)
 
 
+def require_all(cfg, table):
+    """table: {flag: (does its value work, what to do if not)}."""
+    for name, (holds, advice) in table.items():
+        require(holds, f"--{name} {getattr(cfg, name)}: {advice}")
+
+
 def check_config(cfg, world, choices):
-    """Raises UserError. choices: allowed values of some flags, beside CHOICES."""
+    """Raises UserError. choices: the allowed values of some flags, beside CHOICES."""
     for name, allowed in {**CHOICES, **choices}.items():
-        value = getattr(cfg, name)
-        names = " or ".join(map(str, allowed))
-        require(value in allowed, f"--{name} {value}: choose {names}")
-    check_ranges(cfg)
+        advice = "choose " + " or ".join(map(str, allowed))
+        require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
+    for name, value in vars(cfg).items():
+        least = 1 if name in COUNTS else 0
+        if type(value) in (int, float):
+            # Not negative, not infinite, not NaN.
+            advice = f"must be a number, at least {least}"
+            require_all(cfg, {name: (least <= value < 2**63, advice)})
     check_batch(cfg, world)
-    check_lengths(cfg)
     check_sampling(cfg)
     check_engines(cfg, world)
 
 
-def check_ranges(cfg):
-    """No number is negative, infinite or NaN."""
-    for name, value in vars(cfg).items():
-        if type(value) not in (int, float):
-            continue
-        least = 0
-        if name in COUNTS:
-            least = 1
-        message = f"--{name} {value}: must be a number, at least {least}"
-        require(least <= value < 2**63, message)
-
-
 def check_batch(cfg, world):
-    prompts = cfg.rollout_batch_size
     samples = cfg.n_samples_per_prompt
-    is_grouped = cfg.estimator in GROUPED
-    require(
-        prompts % world == 0,
-        f"--rollout_batch_size {prompts}: use a multiple of {world}, the number of ranks",
-    )
-    require(
-        samples > 1 or not is_grouped,
-        f"--n_samples_per_prompt {samples}: --estimator {cfg.estimator} compares at least 2",
-    )
-    require(
-        1 <= cfg.critic_update_steps <= prompts * samples,
-        f"--critic_update_steps {cfg.critic_update_steps}: choose 1 to {prompts * samples}, the "
-        "samples of a step",
-    )
-    require(
-        cfg.first_stage < samples,
-        f"--first_stage {cfg.first_stage}: choose less than --n_samples_per_prompt {samples}",
-    )
-    require(
-        cfg.first_stage != 1 or not is_grouped,
-        f"--first_stage 1: --estimator {cfg.estimator} compares at least 2 samples",
-    )
-
-
-def check_lengths(cfg):
-    require(
-        cfg.prompt_max_len < cfg.max_len,
-        f"--prompt_max_len {cfg.prompt_max_len} leaves no room for a response in --max_len "
-        f"{cfg.max_len}: lower the one or raise the other",
-    )
-    require(
-        cfg.packing_max_len >= cfg.max_len,
-        f"--packing_max_len {cfg.packing_max_len}: a row must hold one sample of --max_len "
-        f"{cfg.max_len} tokens; raise it",
-    )
+    all_samples = cfg.rollout_batch_size * samples
+    least = 2 if cfg.estimator in GROUPED else 1
+    table = {
+        "rollout_batch_size": (
+            cfg.rollout_batch_size % world == 0,
+            f"use a multiple of {world}, the number of ranks",
+        ),
+        "n_samples_per_prompt": (
+            samples >= least,
+            f"--estimator {cfg.estimator} compares at least {least}",
+        ),
+        "critic_update_steps": (
+            1 <= cfg.critic_update_steps <= all_samples,
+            f"choose 1 to {all_samples}, the samples of a step",
+        ),
+        "first_stage": (
+            cfg.first_stage == 0 or least <= cfg.first_stage < samples,
+            f"--estimator {cfg.estimator} needs at least {least}, and less than "
+            f"--n_samples_per_prompt {samples}",
+        ),
+        "prompt_max_len": (
+            cfg.prompt_max_len < cfg.max_len,
+            f"leaves no room for a response in --max_len {cfg.max_len}: lower the one or raise "
+            "the other",
+        ),
+        "packing_max_len": (
+            cfg.packing_max_len >= cfg.max_len,
+            f"a row must hold one sample of --max_len {cfg.max_len} tokens; raise it",
+        ),
+    }
+    require_all(cfg, table)
 
 
 def check_sampling(cfg):
-    for name in ("temperature", "eval_temperature"):
-        value = getattr(cfg, name)
-        is_greedy = name == "eval_temperature" and value == 0
-        require(
-            value is None or is_greedy or 0.01 <= value <= 2,
-            f"--{name} {value}: choose 0.01 to 2, what vLLM takes (greedy evaluation: 0)",
-        )
-    for name in ("top_p", "eval_top_p", "gpu_memory_utilization"):
-        value = getattr(cfg, name)
-        require(value is None or 0 < value <= 1, f"--{name} {value}: choose above 0, up to 1")
-    require(cfg.tis_cap is None or cfg.tis_cap >= 1, f"--tis_cap {cfg.tis_cap}: choose at least 1")
     compares = cfg.log_ratio or cfg.tis_cap is not None
-    require(
-        cfg.top_p == 1 or not compares,
-        f"--top_p {cfg.top_p}: choose 1 with --tis_cap or --log_ratio, since log-probs of a cut "
-        "distribution are not the trainer's",
-    )
+    limits = "choose 0.01 to 2, what vLLM takes"
+    table = {
+        "temperature": (0.01 <= cfg.temperature <= 2, limits),
+        "eval_temperature": (
+            cfg.eval_temperature == 0 or 0.01 <= cfg.eval_temperature <= 2,
+            f"{limits}, or 0 for greedy answers",
+        ),
+        "tis_cap": (cfg.tis_cap is None or cfg.tis_cap >= 1, "choose at least 1"),
+        "top_p": (
+            cfg.top_p == 1 or not compares,
+            "choose 1 with --tis_cap or --log_ratio, since log-probs of a cut distribution are not "
+            "the trainer's",
+        ),
+    }
+    require_all(cfg, table)
+    for name in ("top_p", "eval_top_p", "gpu_memory_utilization"):
+        require_all(cfg, {name: (0 < getattr(cfg, name) <= 1, "choose above 0, up to 1")})
 
 
 def check_engines(cfg, world):
-    require(
-        not cfg.bf16 or cfg.zero_stage >= 2,
-        f"--bf16 with --zero_stage {cfg.zero_stage}: its fp32 gradient sums need stage 2 or 3; add "
-        "--zero_stage 2 or --bf16 false",
-    )
-    require(
-        world % cfg.tensor_parallel == 0,
-        f"--tensor_parallel {cfg.tensor_parallel}: does not divide {world} ranks",
-    )
-    require(
-        cfg.offload == "none" or cfg.zero_stage > 0,
-        "--offload optimizer: is ZeRO's own; add --zero_stage 1, 2 or 3",
-    )
-    require(
-        not cfg.rollout_quantization or torch.cuda.is_available(),
-        f"--rollout_quantization {cfg.rollout_quantization}: needs a GPU that vLLM can quantize on "
-        "(fp8: compute capability 8.9 or more)",
-    )
-    require(
-        cfg.log_with != "wandb" or importlib.util.find_spec("wandb") is not None,
-        "--log_with wandb: `pip install wandb` first",
-    )
-    require("" not in [*cfg.data, *cfg.eval_data], "--data, --eval_data: a name is empty")
-    require(len(cfg.data) > 0, "--data: name at least one file of training problems")
+    table = {
+        "bf16": (
+            not cfg.bf16 or cfg.zero_stage >= 2,
+            f"its fp32 gradient sums need stage 2 or 3, not --zero_stage {cfg.zero_stage}; add "
+            "--zero_stage 2 or --bf16 false",
+        ),
+        "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
+        "offload": (
+            cfg.offload == "none" or cfg.zero_stage > 0,
+            "it is ZeRO's own; add --zero_stage 1, 2 or 3",
+        ),
+        "rollout_quantization": (
+            not cfg.rollout_quantization or torch.cuda.is_available(),
+            "needs a GPU that vLLM can quantize on (fp8: compute capability 8.9 or more)",
+        ),
+        "log_with": (
+            cfg.log_with != "wandb" or importlib.util.find_spec("wandb"),
+            "`pip install wandb` first",
+        ),
+    }
+    require_all(cfg, table)
+    require(all([*cfg.data, *cfg.eval_data]), "--data, --eval_data: a name is empty")
+    require(cfg.data, "--data: name at least one file of training problems")
 
 
 def check_same(values, error=None):
@@ -155,19 +145,17 @@ def check_same(values, error=None):
     for ever.
     """
     shown = {name: repr(value) for name, value in values.items()}
-    if not dist.is_initialized():
-        reports = [("", error, shown)]
-    else:
-        reports = gather((f"machine {socket.gethostname()}", error, shown))
-    for rank, (host, why, found) in enumerate(reports):
-        if why and all(report[1] for report in reports):
-            raise why
+    reports = gather((here(), error, shown))
+    errors = [why for _, why, _ in reports if why]
+    if len(errors) == len(reports):
+        raise errors[0]
+    for place, why, found in reports:
         if why:
-            raise UserError(f"{host}, rank {rank}: {why}")
+            raise UserError(f"{place}: {why}")
         for name, ours in reports[0][2].items():
             if found[name] != ours:
-                text = f"{name}: {found[name]}, of rank 0: {ours}; give all the same"
-                raise UserError(f"{host}, rank {rank}: {text}")
+                difference = f"{name}: {found[name]}, of rank 0: {ours}"
+                raise UserError(f"{place}: {difference}; give all the same")
 
 
 def read_config(model):
@@ -199,7 +187,7 @@ def check_architecture(config):
 
 
 def skeleton(config):
-    """A causal LM without memory for its weights. Raises ValueError where there is no such model."""
+    """A causal LM without memory for its weights. Raises ValueError where there is none."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -215,12 +203,10 @@ def needed_bytes(cfg, present):
     checkpoints beside the one that is written. If all are kept there is no bound, and it is one.
     """
     if cfg.resume == "none":
-        # Those are set aside, and stay.
+        # They are set aside then, and stay.
         present = 0
     count = 1
     if cfg.keep_last > 0:
         count = max(1, cfg.keep_last + 1 - present)
-    models = 1
-    if cfg.estimator == "gae":
-        models = 2
+    models = 2 if cfg.estimator == "gae" else 1
     return count * models * 16 * count_parameters(read_config(cfg.model))

@@ -46,6 +46,10 @@ def print0(*words):
         print(*words, flush=True)
 
 
+def here():
+    return f"machine {socket.gethostname()}, rank {dist.get_rank()}"
+
+
 def tell_once(store, text):
     """Prints an error that several ranks may have: the rank that comes first prints it.
 
@@ -62,47 +66,42 @@ def tell_once(store, text):
         print(text, file=sys.stderr, flush=True)
 
 
-def start_distributed() -> tuple[int, int, torch.device, dist.Store]:
+def start_distributed():
     """Joins the process group that `accelerate launch` laid out, or makes a group of one.
 
     Returns rank, world size, device, and a key-value store through which ranks can speak outside of
     collectives. It comes before any engine: vLLM joins the same group and, on a CPU, keeps the
     number of threads that it finds. Raises UserError.
     """
-    if "RANK" not in os.environ:
-        return start_alone()
+    # A plain `accelerate launch train.py` sets none of the names, which vLLM and DeepSpeed ask for.
+    is_alone = "RANK" not in os.environ
+    if is_alone:
+        os.environ |= dict(zip(LAUNCHER_NAMES, ("0", "0", "1", "127.0.0.1", "0")))
     missing = [name for name in LAUNCHER_NAMES if name not in os.environ]
     if missing:
         names = ", ".join(missing)
         raise UserError(f"RANK is set, but not {names}: use `accelerate launch`, or set them all")
+    rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    address = os.environ["MASTER_ADDR"]
     if ranks_here < world:
-        announce_interface(address)
+        announce_interface(os.environ["MASTER_ADDR"])
     device = choose_device(ranks_here)
-    try:
-        store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
-    except dist.DistError as error:
-        place = f"{address}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"cannot meet the other ranks at {place}: {one_line(error)}") from error
-    join_group(device, store, rank, world)
+    # A group of one needs no port, which another process could take.
+    store = dist.HashStore() if is_alone else meet_ranks()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
     return rank, world, device, dist.PrefixStore("nanoorz", store)
 
 
-def start_alone() -> tuple[int, int, torch.device, dist.Store]:
-    """A process group of one: a plain `accelerate launch train.py` sets none of the names."""
-    # vLLM and DeepSpeed ask for these names. Nobody connects to the port of a group of one.
-    os.environ |= dict(zip(LAUNCHER_NAMES, ("0", "0", "1", "127.0.0.1", "0")))
-    device = choose_device(1)
-    store = dist.HashStore()
-    join_group(device, store, 0, 1)
-    return 0, 1, device, dist.PrefixStore("nanoorz", store)
-
-
-def join_group(device, store, rank, world):
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+def meet_ranks() -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 opens."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"cannot meet the other ranks at {place}: {one_line(error)}") from error
+    return store
 
 
 def choose_device(ranks_here):
@@ -126,10 +125,8 @@ def announce_interface(master):
     """
     import psutil
 
-    interface_of = {}
-    for interface, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            interface_of[entry.address] = interface
+    cards = psutil.net_if_addrs()
+    interface_of = {entry.address: name for name in cards for entry in cards[name]}
     # On the first machine the way to MASTER_ADDR is the loopback: there, ask for the way out.
     for target in (master, "192.0.2.1"):
         address = address_towards(target)
@@ -143,7 +140,6 @@ def address_towards(target):
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
         return probe.getsockname()[0]
-    return None
 
 
 def one_line(error):

@@ -100,7 +100,7 @@ NAME = re.compile(
 NUMERAL = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?(?:_\{?(?P<base>[0-9]+)\}?)?")
 
 
-def prepare(predicted, label) -> tuple[str, str]:
+def prepare(predicted, label):
     """Both sides in one spelling, without a name for the answer that they share."""
     return drop_name(respell(predicted), respell(label))
 
@@ -112,7 +112,7 @@ def respell(text):
     return text.strip().rstrip(" .,;:")
 
 
-def drop_name(predicted, label) -> tuple[str, str]:
+def drop_name(predicted, label):
     r"""In "x = 5" and "x \in S" the name goes, if the other side has the same name or none."""
     names = set()
     for side in (predicted, label):
@@ -128,7 +128,7 @@ def drop_name(predicted, label) -> tuple[str, str]:
     return name.sub("", predicted), name.sub("", label)
 
 
-def parse_number(text) -> tuple[Fraction, Fraction] | None:
+def parse_number(text):
     """The exact value of an integer, decimal, fraction or mixed number, or None.
 
     It comes twice, because a percent sign may be meant or left off: 50% is (50, 1/2), 5 is (5, 5).
@@ -258,10 +258,7 @@ def symbolic_verdict(predicted, label):
         if re.search("[0-9]", text):
             text = UNITS.sub("", text)
         # 3,125 is a number, but (3,125) is a pair.
-        comma = ", "
-        if parse_number(text) is not None:
-            comma = ""
-        text = text.replace(",", comma)
+        text = text.replace(",", "" if parse_number(text) else ", ")
         # An i of its own is the imaginary unit.
         text = re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text)
         text = normalize_latex(text, spelling)

@@ -38,7 +38,10 @@ class ChunkedLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        """With z the scaled logits: d log p_y / dz = 1[y] - p, d entropy / dz = -p (log p + entropy)."""
+        """With z the scaled logits, p the probabilities and S the entropy:
+
+        d log p_y / dz = 1[y] - p        d S / dz = -p (log p + S)
+        """
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
@@ -83,8 +86,7 @@ class ChunkedHead(nn.Linear):
     """
 
     def forward(self, hidden: Tensor, token_ids: Tensor, temperature):
-        floats = 2**23  # 32 MB for a chunk of logits
-        if hidden.is_cuda:
-            floats = 2**27  # 512 MB
+        # A chunk of logits takes 512 MB on a GPU, 32 MB on a CPU.
+        floats = 2**27 if hidden.is_cuda else 2**23
         chunk = max(16, floats // self.out_features)
         return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk)

@@ -60,8 +60,9 @@ class Levers:
         there was none. A program that passes no test is not worth more samples."""
         total = sum(sample.reward for sample in tried)
         if total == 0:
-            key = problem_key(tried[0])
-            return self.cfg.reward != "code" and self.solved.get(key, True)
+            if self.cfg.reward == "code":
+                return False
+            return self.solved.get(problem_key(tried[0]), True)
         return total < len(tried)
 
     def remember_solved(self, samples):

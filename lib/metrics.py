@@ -2,13 +2,12 @@
 
 import contextlib
 import math
+import statistics
 import time
 
 import numpy as np
 import psutil
 import torch
-
-from lib.common import UserError, one_line
 
 
 class Clock:
@@ -27,18 +26,15 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase):
-        """An error in the phase says where it was; being out of memory is the user's to mend."""
+        """An error in the phase says where it was."""
         begin = time.perf_counter()
         try:
             yield
         except (RuntimeError, FloatingPointError) as error:
-            where = f"in phase {phase} of step {self.step}"
-            if "out of memory" in str(error):
-                raise UserError(
-                    f"{where}: out of GPU memory; lower --gpu_memory_utilization, --packing_max_len "
-                    f"or --max_len, or try --zero_stage 3 --offload optimizer: {one_line(error)}"
-                ) from error
-            error.add_note(where)
+            error.add_note(f"in phase {phase} of step {self.step}")
+            error.add_note(
+                "If memory ran out, lower --packing_max_len or --gpu_memory_utilization."
+            )
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -66,66 +62,56 @@ def of_samples(samples, batch, longest):
 
     Histograms are counts in 16 equal bins of 0 to `longest` tokens.
     """
-    length = batch.length.double().numpy()  # (N,)
-    rewards = batch.rewards.numpy()  # (N,)
-    solved = {sample.request.group for sample in samples if sample.reward > 0}
-    groups = {sample.request.group for sample in samples}
+    length = batch.length.double()  # (N,)
+    right = batch.rewards > 0  # (N,) bool
     line = {
-        "reward": rewards.mean(),
-        "pass_at_n": len(solved) / len(groups),
+        "reward": batch.rewards.mean().item(),
+        "pass_at_n": len(batch.groups[right].unique()) / len(batch.groups.unique()),
         "truncated": share_truncated(samples),
-        "response_length": length.mean(),
-        "total_length": np.mean(batch.size),
+        "response_length": length.mean().item(),
+        "total_length": statistics.mean(batch.size),
     }
     for key in samples[0].text_metrics:
-        line[key] = np.mean([sample.text_metrics[key] for sample in samples])
-    line = {key: float(value) for key, value in line.items()}
-    for name, some in (("right", length[rewards > 0]), ("wrong", length[rewards <= 0])):
-        if len(some) > 0:
-            line[f"length_{name}_mean"] = float(some.mean())
-            line[f"length_{name}_std"] = float(some.std())
-        histogram, _ = np.histogram(some, 16, (0, longest))
-        line[f"length_{name}_histogram"] = histogram.tolist()
+        line[key] = statistics.mean(sample.text_metrics[key] for sample in samples)
+    for name, lengths in (("right", length[right]), ("wrong", length[~right])):
+        if len(lengths) > 0:
+            line[f"length_{name}_mean"] = lengths.mean().item()
+            line[f"length_{name}_std"] = lengths.std(correction=0).item()
+        line[f"length_{name}_histogram"] = lengths.histc(16, 0, longest).int().tolist()
     return line
 
 
-def of_time(clock, tokens, operations) -> dict[str, float]:
-    """Rates, and seconds and memory per phase.
-
-    tokens: of all samples, with their prompts. operations: of the updates on this rank.
-    """
+def of_time(clock: Clock, tokens):
+    """The step's rate, and seconds and memory per phase. tokens: of all samples, with prompts."""
     seconds = time.perf_counter() - clock.start
-    updating = clock.seconds["critic"] + clock.seconds["policy"]
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    line["tflops"] = operations / updating / 1e12
     for phase in clock.seconds:
         line[f"seconds_{phase}"] = clock.seconds[phase]
         line[f"memory_{phase}"] = clock.memory[phase]
     return line
 
 
-def of_evaluation(samples, n) -> dict[str, float]:
-    """Accuracy over n samples of each problem, its standard error over problems, pass@k, lengths."""
+def of_evaluation(samples, n):
+    """Accuracy over n samples of each problem, its error over problems, pass@k and lengths."""
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
     lengths = [len(sample.response_ids) for sample in samples]
-    spread = rewards.mean(1).std()
     line = {
         "problems": len(rewards),
         "n": n,
-        "accuracy": float(rewards.mean()),
-        "stderr": float(spread / math.sqrt(max(1, len(rewards) - 1))),
-        "length": float(np.mean(lengths)),
-        "length_std": float(np.std(lengths)),
+        "accuracy": rewards.mean().item(),
+        "stderr": rewards.mean(1).std().item() / math.sqrt(max(1, len(rewards) - 1)),
+        "length": statistics.mean(lengths),
+        "length_std": statistics.pstdev(lengths),
         "truncated": share_truncated(samples),
     }
     return line | pass_at_k((rewards > 0).sum(1), n)
 
 
 def share_truncated(samples):
-    return float(np.mean([sample.finish_reason != "stop" for sample in samples]))
+    return statistics.mean(sample.finish_reason != "stop" for sample in samples)
 
 
-def pass_at_k(right, n) -> dict[str, float]:
+def pass_at_k(right, n):
     """{"pass@k": ...} for k = 1, 2, 4, ... and n, from the counts c of right samples, (problems,).
 
     Unbiased: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).

@@ -31,17 +31,14 @@ class Policy(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        head = model.get_output_embeddings()
-        # The head computes in chunks from now on. It stays the module whose parameter ZeRO-3
-        # gathers, so its class is changed instead of the module.
-        head.__class__ = ChunkedHead
-        # A list hides it from PyTorch, so that a tied weight is not registered twice.
-        self.head = [head]
+        # The head computes in chunks from now on. It must stay the module whose parameter ZeRO-3
+        # gathers, and whose weight may be tied, so its class is changed instead of the module.
+        model.get_output_embeddings().__class__ = ChunkedHead
 
-    def forward(self, micro, temperature) -> tuple[Tensor, Tensor]:
+    def forward(self, micro, temperature):
         """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature."""
         hidden = last_hidden_state(self.model.base_model, micro)  # (T, H)
-        return self.head[0](hidden, micro.token_ids, temperature)
+        return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 
 
 class Critic(nn.Module):
@@ -84,7 +81,7 @@ def engine_config(cfg, stage):
     }
     if cfg.offload == "optimizer" and stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    return {
+    settings = {
         # DeepSpeed asks for this number. Our sizes vary, and losses are divided by token counts.
         "train_micro_batch_size_per_gpu": 1,
         # It clips at 1.0 if nothing is said.
@@ -97,9 +94,9 @@ def engine_config(cfg, stage):
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "comms_logger": {"enabled": cfg.log_comms, "prof_all": True, "verbose": False},
-        "steps_per_print": 10**9,
     }
+    settings["comms_logger"] = {"enabled": cfg.log_comms, "prof_all": True, "verbose": False}
+    return settings
 
 
 def load_body(cfg, auto_class):
@@ -107,9 +104,7 @@ def load_body(cfg, auto_class):
     if cfg.zero_stage == 3:
         # While this object lives, from_pretrained shards: no rank holds a whole model.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
-    dtype = torch.float32
-    if cfg.bf16:
-        dtype = torch.bfloat16
+    dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     model = auto_class.from_pretrained(cfg.model, dtype=dtype, attn_implementation=cfg.attention)
     # A dropped unit would break ratio = 1. Attention layers hold a number that they pass on.
     for module in model.modules():
@@ -118,17 +113,16 @@ def load_body(cfg, auto_class):
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     if cfg.gradient_checkpointing:
-        options = {"use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     # from_pretrained leaves the model in eval mode, where checkpointing is silently off.
     return model.train()
 
 
 class Engine:
-    """A DeepSpeed engine with the four things that ppo.py asks of it: call, backward, step, device."""
+    """A DeepSpeed engine as ppo.py uses it: it is called, and has backward, step, device, name."""
 
     def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
-        """Without lr there is no optimizer: a reference, sharded under ZeRO-3, else a copy a rank."""
+        """Without lr there is no optimizer; that is a reference, which only ZeRO-3 shards."""
         stage = cfg.zero_stage
         optimizer = None
         if lr is not None:
@@ -195,8 +189,8 @@ def make_reference(cfg) -> Engine:
 def named_weights(engine):
     """Yields (Hugging Face name, full tensor) on every rank, one parameter gathered at a time.
 
-    The tensors must not be kept. A tied head is named too: vLLM on a CPU would silently keep the old
-    one.
+    The tensors must not be kept. A tied head is named too: vLLM on a CPU would silently keep the
+    old one.
     """
     named = list(engine.module.named_parameters())
     model = engine.module.model

@@ -1,4 +1,4 @@
-"""Reading a checkpoint of other ranks or another ZeRO stage, from the files of `convert.py reshard`.
+"""Reading a checkpoint of other ranks or another ZeRO stage: the files of `convert.py reshard`.
 
 DeepSpeed's own universal checkpoints know ZeRO 1 and 2, and 3, each for itself. This knows stage 0
 too and crosses all lines exactly: numbers are moved, never computed with.
@@ -14,25 +14,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 WHOLE = ("fp32", *MOMENTS)
 
 
-def load(folder, engines):
+def load(folder, engines: dict):
     """Fills DeepSpeed engines of any ZeRO stage and number of ranks. All ranks call it.
 
     folder: for each engine NAME.safetensors with the full fp32 tensors fp32/PARAMETER and, where
     Adam has stepped, exp_avg/PARAMETER and exp_avg_sq/PARAMETER.
     """
     for engine_name, engine in engines.items():
+        flats, states = optimizer_tensors(engine)
+        stage = engine.zero_optimization_stage()
         with safe_open(folder / f"{engine_name}.safetensors", "pt") as file:
-            names = set(file.keys())
-            flats, states = optimizer_tensors(engine)
             step = float(file.metadata()["step"])
-            if step > 0:
-                prepare_moments(flats, states, step)
+            kinds = WHOLE if step > 0 else ("fp32",)
+            prepare_moments(flats, states, step)
             for name, parameter in engine.module.named_parameters():
-                full = {}
-                for kind in WHOLE:
-                    if f"{kind}/{name}" in names:
-                        full[kind] = file.get_tensor(f"{kind}/{name}")
-                fill(parameter, full, engine.zero_optimization_stage(), flats, states)
+                full = {kind: file.get_tensor(f"{kind}/{name}") for kind in kinds}
+                fill(parameter, full, stage, flats, states)
 
 
 def optimizer_tensors(engine) -> tuple[list, dict]:
@@ -48,7 +45,9 @@ def optimizer_tensors(engine) -> tuple[list, dict]:
 
 
 def prepare_moments(flats, states, step):
-    """Adam makes its moments at its first step, which is long past."""
+    """Adam makes its moments at its first step, which may be long past."""
+    if step == 0:
+        return
     for flat in flats:
         states[flat] = {"step": torch.tensor(step, device=flat.device)}
         for kind in MOMENTS:

@@ -3,4 +3,5 @@
 # Memory (planned, never run): 43 GiB training, 73 GiB sampling, on GPUs of 80 GB.
 # Expect: three steps, a checkpoint each, exit code 0; rewards near 0.
 exec "$(dirname "$0")/launch.sh" 1 8 --model Qwen/Qwen2.5-7B --data data/orz_math_57k_collected.json \
-    --run_dir out/debug_7b_1x8 --debug true --max_steps 3 --save_interval 1 "$@"
+    --run_dir out/debug_7b_1x8 --rollout_batch_size 16 --n_samples_per_prompt 2 --critic_update_steps 1 \
+    --max_steps 3 --save_interval 1 "$@"

@@ -1,20 +1,33 @@
 #!/usr/bin/env bash
-# runs/launch.sh MACHINES GPUS FLAGS...: train.py on every GPU of every machine; run it on each of them.
-# Which machine this is and where the first one is come from the usual variables: Slurm's, else torchrun's names
-# (NODE_RANK or GROUP_RANK, MASTER_ADDR, MASTER_PORT). With --dry_run among the flags it only prints the plan, for cards
-# of CARD_GB (80).
+# runs/launch.sh MACHINES GPUS FLAGS... starts train.py on every GPU; run it on each of the machines.
+# Which machine this is, and where the first one is, come from Slurm's variables, or else from
+# torchrun's: NODE_RANK or GROUP_RANK, MASTER_ADDR and MASTER_PORT.
+# The plan is printed first, and a run that does not fit this machine's smallest card is refused.
+# With --dry_run among the flags nothing else happens, and the cards are of CARD_GB (80) GiB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-machines=$1 gpus=$2
+machines=$1
+gpus=$2
 shift 2
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
+plan=(python tools/plan.py --machines "$machines" --gpus "$gpus")
 for flag in "$@"; do
-    [ "$flag" = --dry_run ] && exec python tools/plan.py --machines "$machines" --gpus "$gpus" --card_gb "${CARD_GB:-80}" "$@"
+    [ "$flag" = --dry_run ] && exec "${plan[@]}" --card_gb "${CARD_GB:-80}" "$@"
 done
+
+# nvidia-smi prints MiB, a line for each card. Without a GPU it is absent, or says something else.
+card=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null |
+    sort -n | head -n 1) || true
+if [[ $card =~ ^[0-9]+$ ]]; then
+    CARD_GB=$((card / 1024))
+fi
+"${plan[@]}" --card_gb "${CARD_GB:-80}" "$@"
+
 if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${MASTER_ADDR:-}" ]; then
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 fi
-trap '' USR1  # ignored from here on by the launcher; the ranks catch it, save and leave, with no 30 s to do it in
+# The launcher ignores USR1 from here on. The ranks catch it, save and leave, in their own time.
+trap '' USR1
 exec accelerate launch --use_deepspeed --deepspeed_multinode_launcher standard --mixed_precision no --dynamo_backend no \
     --num_machines "$machines" --num_processes $((machines * gpus)) \
     --machine_rank "${SLURM_NODEID:-${NODE_RANK:-${GROUP_RANK:-0}}}" \

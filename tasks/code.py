@@ -30,6 +30,8 @@ from tasks.code_data import Problem, load_problems
 __all__ = ["Grader", "Problem", "load_problems", "text_metrics"]
 
 MODES = ("namespaces landlock", "landlock", "plain")  # of the jail, best first
+# The ways in which a check ends without a verdict.
+LOSSES = ("cpu_timeouts", "wall_timeouts", "crashes")
 JAIL = str(Path(__file__).resolve().with_name("jail.py"))
 
 
@@ -110,7 +112,7 @@ class Grader:
         }
         self.wall_seconds = wall_seconds
         self.partial = partial
-        self.counts = dict.fromkeys(("checks", "cpu_timeouts", "wall_timeouts", "crashes"), 0)
+        self.counts = dict.fromkeys(("checks", *LOSSES), 0)
         self.checks = {}  # key -> Future of (reward, counts)
         self.processes = set()
         self.closed = False
@@ -140,6 +142,11 @@ class Grader:
         if finish_reason == "stop":
             program = extract_answer(text)
         self.checks[key] = self.threads.submit(self.check, program, label, self.mode)
+
+    @property
+    def lost(self) -> int:
+        """Checks that ended without a verdict."""
+        return sum(self.counts[way] for way in LOSSES)
 
     def pending(self, seconds: float) -> int:
         """How many verdicts are still to come after at most so long."""

@@ -113,7 +113,7 @@ def jsonl(path) -> list[dict]:
 
 def same_metrics(line: dict) -> dict:
     """A metrics line without what may differ between equal runs: times, rates and memory."""
-    differ = ("seconds", "tokens_per_second", "tflops", "memory")
+    differ = ("seconds", "tokens_per_second", "memory")
     return {key: value for key, value in line.items() if not key.startswith(differ)}
 
 
@@ -166,6 +166,17 @@ def compare(one, two, where: str) -> None:
         assert len(one) == len(two), where
         for k, (x, y) in enumerate(zip(one, two)):
             compare(x, y, f"{where}/{k}")
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    """The process group of a run of one rank, in this process."""
+    import torch.distributed as dist
+
+    from lib.common import start_distributed
+
+    if not dist.is_initialized():
+        start_distributed()
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
-"""Kills -9 ranks at random instants and looks at what is left: `python tests/faults.py --kills 50`. Outside the gate.
+"""Kills ranks at random instants with SIGKILL and looks at what is left; no part of the gate.
 
-Most kills hit two ranks that only step small engines and save with ckpt.py, so that most instants are inside a save;
-the last five hit the whole train.py with two ranks. Ends with one JSON line: kills, published checkpoints, how many of
-them were lost (gone, or incomplete), how many torn ones were loaded, and whether the final parameters are those of a
-run that nobody disturbed.
+    python tests/faults.py --kills 50
+
+Most kills hit two ranks that only step small engines and save with ckpt.py, so that most instants
+are inside a save. The last five hit the whole train.py with two ranks. It ends with one JSON line:
+kills, published checkpoints, how many of them were lost (gone, or incomplete), how many torn ones
+were loaded, and whether the final parameters are those of a run that nobody disturbed.
 """
+
 import argparse
 import hashlib
 import json
@@ -12,58 +15,78 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from conftest import ROOT, SMALL, arguments, clean_environment, held_port
 
 import ckpt
 
-ROOT = Path(__file__).parent.parent
+# It says where DeepSpeed's compiled op is.
+import lib.models  # noqa: F401
+
+TRAIN = str(ROOT / "train.py")
 
 
-def work(run: Path, until: int) -> None:
-    """One rank: resume, step, save after every step; rank 0 notes each published step and the hash of its weights."""
-    import deepspeed
+# ---- one rank that is killed ---------------------------------------------------------------------
+
+
+def work(run: Path, until: int):
+    """Resumes, steps, and saves after every step.
+
+    Rank 0 notes each published step and the hash of its weights.
+    """
     import torch
     import torch.distributed as dist
 
-    import rollout
+    from lib.common import start_distributed
 
-    rank, *_ = rollout.start_distributed()
-    lock = ckpt.preflight(run, 0)  # noqa: F841
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config={
-        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})[0]
-
-    def digest() -> str:
-        return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-
-    start, path = 0, ckpt.newest(run, "auto")
+    rank, world, _, _ = start_distributed()
+    lock = ckpt.claim(run, 0)  # noqa: F841
+    engine = make_engine()
+    flags = {"zero_stage": 2, "lr_end": None}
+    now = ckpt.RunState(total_steps=10**9, world=world, config=flags)
+    path, state = ckpt.find_start(run, "auto", now, set())
     if path:
-        ckpt.load(path, [("policy", engine)])
-        start = json.loads((path / "state.json").read_text())["step"]
+        ckpt.load(path, {"policy": engine}, state)
+    ckpt.rewind(run, state, is_new=path is None)
     if rank == 0:
-        ckpt.rewind(run, start, {})
-        note(run / "loaded.txt", start, digest())
-    for step in range(start, until):
-        inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(step))  # (8, 256)
+        note(run / "loaded.txt", state.step, hash_of_weights(engine))
+    for step in range(state.step, until):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(8, 256, generator=generator)  # (8, 256)
         engine.backward(engine(inputs).square().mean())
         engine.step()
-        error = ckpt.save(run, step + 1, [("policy", engine)], {"step": step + 1}, [], keep_last=3)
+        state.finish_step(run)
+        error = ckpt.save(run, state, {"policy": engine}, [], keep_last=3)
         assert error is None, error
         if rank == 0:
-            note(run / "published.txt", step + 1, digest())
+            note(run / "published.txt", step + 1, hash_of_weights(engine))
     dist.barrier()
 
 
-def note(path: Path, step: int, digest: str) -> None:
+def make_engine():
+    import deepspeed
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
+def hash_of_weights(engine) -> str:
+    weights = [parameter.detach().numpy().tobytes() for parameter in engine.module.parameters()]
+    return hashlib.sha256(b"".join(weights)).hexdigest()
+
+
+def note(path: Path, step: int, digest: str):
     with path.open("a") as file:
         file.write(f"{step} {digest}\n")
         file.flush()
@@ -71,21 +94,40 @@ def note(path: Path, step: int, digest: str) -> None:
 
 
 def notes(path: Path) -> list[tuple[int, str]]:
+    """Without a line that a kill has cut."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [(int(line.split()[0]), line.split()[1]) for line in lines if len(line.split()) == 2]
+    words = [line.split() for line in lines]
+    return [(int(step), digest) for step, digest in (pair for pair in words if len(pair) == 2)]
 
 
-def start(command: list[str]) -> list[subprocess.Popen]:
+# ---- two ranks, and their ends -------------------------------------------------------------------
+
+
+def start(command: list[str], port: str) -> list[subprocess.Popen]:
     """Two ranks of a script on this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [subprocess.Popen([sys.executable, *command], env=env | {"RANK": rank, "LOCAL_RANK": rank},
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for rank in "01"]
+    names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = clean_environment() | names
+    ranks = []
+    for rank in "01":
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=env | {"RANK": rank, "LOCAL_RANK": rank},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+    return ranks
 
 
-def kill(ranks: list[subprocess.Popen], rng: random.Random) -> None:
+def wait_while(condition, ranks: list[subprocess.Popen]):
+    """And while both ranks live."""
+    while condition() and all(process.poll() is None for process in ranks):
+        time.sleep(0.02)
+
+
+def kill(ranks: list[subprocess.Popen], rng: random.Random):
     """One rank or both; a survivor must notice by itself."""
     for process in rng.choice([ranks, ranks[:1], ranks[1:]]):
         process.send_signal(signal.SIGKILL)
@@ -98,59 +140,89 @@ def kill(ranks: list[subprocess.Popen], rng: random.Random) -> None:
             process.wait()
 
 
-def engine_kills(folder: Path, kills: int, rng: random.Random) -> dict:
+def finish(command: list[str], port: str):
+    for process in start(command, port):
+        assert process.wait(900) == 0
+
+
+def engine_kills(folder: Path, kills: int, rng: random.Random, port: str) -> dict:
     """Kills during engines and saves alone."""
-    run, counts = folder / "run", {"published": 0, "lost": 0, "torn_loaded": 0}
+    run = folder / "run"
     worker = [__file__, "--worker"]
+    lost = 0
+    torn_loaded = 0
     for k in range(kills):
-        loads, ranks = len(notes(run / "loaded.txt")), start([*worker, str(run), "100000"])
-        while len(notes(run / "loaded.txt")) == loads and all(p.poll() is None for p in ranks):
-            time.sleep(0.02)
+        loads = len(notes(run / "loaded.txt"))
+        ranks = start([*worker, str(run), "100000"], port)
+        wait_while(lambda loads=loads: len(notes(run / "loaded.txt")) == loads, ranks)
         time.sleep(rng.uniform(0, 1.5))
         kill(ranks, rng)
-        published, loaded = dict(notes(run / "published.txt")), notes(run / "loaded.txt")
-        complete = [ckpt.step_of(p) for p in ckpt.checkpoints(run) if ckpt.manifest(p)]
-        if published and max(complete, default=0) < max(published):
-            counts["lost"] += 1
-        counts["torn_loaded"] += sum(published.get(step, digest) != digest for step, digest in loaded[loads:])
-        print(f"kill {k + 1}: newest {max(complete, default=0)}", flush=True)
-    until = max([step for step, _ in notes(run / "published.txt")], default=0) + 5
+        published = dict(notes(run / "published.txt"))
+        newest = newest_complete(run)
+        if published and newest < max(published):
+            lost += 1
+        for step, digest in notes(run / "loaded.txt")[loads:]:
+            if published.get(step, digest) != digest:
+                torn_loaded += 1
+        print(f"kill {k + 1}: newest {newest}", flush=True)
+    published = dict(notes(run / "published.txt"))
+    until = max(published, default=0) + 5
+    ends = set()
     for name in ("run", "whole"):
-        for process in start([*worker, str(folder / name), str(until)]):
-            assert process.wait(600) == 0
-    ends = [dict(notes(folder / name / "published.txt"))[until] for name in ("run", "whole")]
-    return counts | {"published": len(dict(notes(run / "published.txt"))), "bit_exact": ends[0] == ends[1]}
+        finish([*worker, str(folder / name), str(until)], port)
+        ends.add(dict(notes(folder / name / "published.txt"))[until])
+    return {
+        "published": len(published),
+        "lost": lost,
+        "torn_loaded": torn_loaded,
+        "bit_exact": len(ends) == 1,
+    }
 
 
-def train_kills(folder: Path, kills: int, rng: random.Random) -> bool:
-    """Kills of the whole train.py with two ranks under ZeRO 3; True if the end equals an undisturbed run's."""
-    from conftest import SMALL
+def newest_complete(run: Path) -> int:
+    complete = [path for path in ckpt.checkpoints(run) if ckpt.manifest(path)]
+    return max(map(ckpt.step_of, complete), default=0)
+
+
+def train_kills(folder: Path, kills: int, rng: random.Random, port: str) -> bool:
+    """Kills of the whole train.py with two ranks under ZeRO 3.
+
+    Returns whether it ends like a run that nobody disturbed.
+    """
+    steps = 4 * kills
+    flags = SMALL | write_model_and_problems(folder)
+    flags |= {"max_steps": steps, "save_interval": 1, "zero_stage": 3}
+    run = folder / "run"
+    whole = folder / "whole"
+    command = [TRAIN, *arguments(flags | {"run_dir": run})]
+    for k in range(kills):
+        before = newest_complete(run)
+        ranks = start(command, port)
+        wait_while(lambda before=before: newest_complete(run) == before, ranks)
+        time.sleep(rng.uniform(0, 1.0))
+        kill(ranks, rng)
+        print(f"train.py kill {k + 1}: newest {newest_complete(run)}", flush=True)
+    finish(command, port)
+    finish([TRAIN, *arguments(flags | {"run_dir": whole})], port)
+    shards = [path.relative_to(whole) for path in (whole / "policy").glob("*.safetensors")]
+    same = [(run / path).read_bytes() == (whole / path).read_bytes() for path in shards]
+    return all(same) and len(same) > 0 and newest_complete(run) == newest_complete(whole) == steps
+
+
+def write_model_and_problems(folder: Path) -> dict:
     from tiny import make_model
 
-    pairs = [(a, b) for a in range(10, 16) for b in range(10, 16)]
-    items = [[{"from": "human", "value": f"{a}+{b}"}, {"from": "assistant", "ground_truth": {"value": str(a + b)}}]
-             for a, b in pairs]
-    (folder / "train.json").write_text(json.dumps(items))
-    flags = SMALL | {"model": make_model(folder / "model"), "data": folder / "train.json", "max_steps": 4 * kills,
-                     "save_interval": 1, "zero_stage": 3}
-    for name in ("run", "whole"):
-        argv = [str(x) for key, value in (flags | {"run_dir": folder / name}).items() for x in (f"--{key}", value)]
-        for k in range(kills if name == "run" else 0):
-            before, ranks = ckpt.checkpoints(folder / name)[:1], start([str(ROOT / "train.py"), *argv])
-            while ckpt.checkpoints(folder / name)[:1] == before and all(p.poll() is None for p in ranks):
-                time.sleep(0.05)
-            time.sleep(rng.uniform(0, 1.0))
-            kill(ranks, rng)
-            print(f"train.py kill {k + 1}: newest {ckpt.checkpoints(folder / name)[:1]}", flush=True)
-        for process in start([str(ROOT / "train.py"), *argv]):
-            assert process.wait(900) == 0
-    last = f"step_{4 * kills:06d}"
-    shards = [p.relative_to(folder / "whole") for p in (folder / "whole" / "policy").glob("*.safetensors")]
-    same = all((folder / "run" / p).read_bytes() == (folder / "whole" / p).read_bytes() for p in shards)
-    return same and all((folder / name / last).is_dir() for name in ("run", "whole"))
+    problems = []
+    for a in range(10, 16):
+        for b in range(10, 16):
+            answer = {"from": "assistant", "ground_truth": {"value": str(a + b)}}
+            problems.append([{"from": "human", "value": f"{a}+{b}"}, answer])
+    path = folder / "train.json"
+    path.write_text(json.dumps(problems))
+    return {"model": make_model(folder / "model"), "data": path}
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--train_kills", type=int, default=5)
@@ -158,14 +230,17 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2)
     args = parser.parse_args()
     if args.worker:
-        return work(Path(args.worker[0]), int(args.worker[1]))
-    folder, rng = Path(tempfile.mkdtemp()), random.Random(args.seed)
-    result = engine_kills(folder, args.kills - args.train_kills, rng)
-    (folder / "whole_train").mkdir()
-    result["bit_exact"] &= train_kills(folder / "whole_train", args.train_kills, rng) if args.train_kills else True
+        run, until = args.worker
+        return work(Path(run), int(until))
+    rng = random.Random(args.seed)
+    folder = Path(tempfile.mkdtemp())
+    (folder / "train").mkdir()
+    with held_port() as port:
+        result = engine_kills(folder, args.kills - args.train_kills, rng, port)
+        if args.train_kills:
+            result["bit_exact"] &= train_kills(folder / "train", args.train_kills, rng, port)
     shutil.rmtree(folder)
     print(json.dumps({"kills": args.kills} | result))
-    return None
 
 
 if __name__ == "__main__":

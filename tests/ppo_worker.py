@@ -315,7 +315,8 @@ def cell_adamw(cfg, spec) -> dict:
     groups = []
     for group in policy.deepspeed.optimizer.param_groups:
         groups.append({key: group[key] for key in ("betas", "weight_decay", "lr")})
-    return {"start": start, "policy": weights(policy), "stats": stats, "groups": groups}
+    result = {"start": start, "policy": weights(policy), "stats": stats, "groups": groups}
+    return result | {"offloaded": policy.deepspeed.zero_offload_optimizer() is not None}
 
 
 # ---- all of them ---------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
-"""torchrun tests/reshard_worker.py MODEL OUT [SOURCE]: saves a stepped policy at each ZeRO stage, or what it loaded.
+"""torchrun tests/reshard_worker.py MODEL OUT [SOURCE]
 
-Without SOURCE: OUT/<stage>/step_000003 after three steps. With SOURCE: OUT/<from>to<stage>, loaded from each resharded
-checkpoint of SOURCE into each stage and saved at once, untouched."""
+Without SOURCE it saves a policy at each ZeRO stage after three steps, as OUT/<stage>/step_000003.
+With SOURCE it loads each resharded checkpoint of SOURCE into each stage, and saves what it loaded
+at once, untouched, as OUT/<from>to<stage>.
+"""
+
 import os
 import sys
 from pathlib import Path
@@ -14,36 +17,83 @@ from transformers import AutoModelForCausalLM
 
 import ckpt
 import ppo
-import rollout
-from tools import reshard
+from lib import models, reshard
+from lib.common import start_distributed
+
+shipped_config = models.engine_config
 
 
-def main() -> None:
+def engine_config(cfg, stage: int) -> dict:
+    """Only biases of keys and values stay whole, so that nearly everything is sharded."""
+    settings = shipped_config(cfg, stage)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 40
+    return settings
+
+
+def make_config(model: str, stage: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        model=model,
+        bf16=stage >= 2,
+        zero_stage=stage,
+        attention="sdpa",
+        max_norm=1.0,
+        gradient_checkpointing=False,
+        offload="none",
+        log_comms=False,
+        actor_learning_rate=1e-2,
+    )
+
+
+def take_steps(engine):
+    for k in range(3):
+        micro = micro_batch([k, 1, 2], [3, 4, 5, k])
+        logprobs, _ = engine(micro, 1.0)  # (4,)
+        engine.backward(-logprobs.sum(), is_last=True)
+        engine.step(1e-2)
+
+
+def micro_batch(prompt_ids: list[int], response_ids: list[int]):
+    device = torch.device("cpu")
+    batch = ppo.Batch([prompt_ids], [response_ids], torch.zeros(1), torch.zeros(1), device, {})
+    return ppo.build_rows(batch, [[0]])
+
+
+def save(folder: Path, engine, cfg, world: int):
+    config = {"zero_stage": cfg.zero_stage, "bf16": cfg.bf16}
+    state = ckpt.RunState(3, 3, world, config)
+    error = ckpt.save(folder, state, {"policy": engine.deepspeed}, [], keep_last=0)
+    assert error is None, error
+
+
+def load_each(source: Path, out: Path, cfg, world: int):
+    for origin in sorted(source.iterdir()):
+        # A run in bf16 does not go on in fp32.
+        if (origin.name in "01") == (cfg.zero_stage < 2):
+            engine = models.make_policy(cfg)
+            reshard.load(origin / "step_000003" / "universal", {"policy": engine.deepspeed})
+            save(out / f"{origin.name}to{cfg.zero_stage}", engine, cfg, world)
+
+
+def main():
     model, out, *source = sys.argv[1:]
-    rollout.start_distributed()
+    _, world, _, _ = start_distributed()
+    models.engine_config = engine_config
     for stage in range(4):
-        cfg = SimpleNamespace(model=model, bf16=stage >= 2, zero_stage=stage, attention="sdpa", max_norm=1.0,
-                              gradient_checkpointing=False, zero3_persistence_threshold=40, actor_learning_rate=1e-2)
+        cfg = make_config(model, stage)
         if stage == 3:
-            body = ppo.load_body(cfg, AutoModelForCausalLM)
-            assert all(p.numel() == 0 and p.ds_tensor.numel() for p in body.parameters()), "this rank held all of it"
-        for origin in sorted(Path(source[0]).iterdir()) if source else [None]:
-            if origin and (origin.name in "01") != (stage < 2):
-                continue  # a bf16 run does not go on in fp32
-            engine = ppo.make_policy(cfg)
-            if origin:
-                reshard.load(origin / "step_000003", [("policy", engine)])
-            else:
-                for k in range(3):
-                    batch = ppo.Batch([[k, 1, 2]], [[3, 4, 5, k]], torch.zeros(1), torch.zeros(1), {})
-                    logprobs, _ = engine(ppo.build_rows(batch, [[0]], torch.device("cpu")), 1.0)  # (4,)
-                    engine.backward(-logprobs.sum())
-                    engine.step()
-            name = f"{origin.name}to{stage}" if origin else str(stage)
-            state = {"step": 3, "config": {"zero_stage": stage, "bf16": cfg.bf16}}
-            assert ckpt.save(Path(out) / name, 3, [("policy", engine)], state, []) is None
+            body = models.load_body(cfg, AutoModelForCausalLM)
+            for parameter in body.parameters():
+                is_sharded = parameter.numel() == 0 and parameter.ds_tensor.numel() > 0
+                assert is_sharded, "this rank held all of it"
+        if source:
+            load_each(Path(source[0]), Path(out), cfg, world)
+        else:
+            engine = models.make_policy(cfg)
+            take_steps(engine)
+            save(Path(out) / str(stage), engine, cfg, world)
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as train.py: gloo's threads can abort a finalising interpreter
+    # As in train.py: gloo's threads can abort a finalising interpreter.
+    os._exit(0)

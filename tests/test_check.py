@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import pytest
 import tiny as maker
 import torch
-import torch.distributed as dist
 from conftest import SMALL, arguments
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PhiConfig, T5Config
 
@@ -113,7 +112,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(tiny, flags, words):
 # ---- check_same ----------------------------------------------------------------------------------
 
 
-def test_same_values_pass_and_an_error_is_raised_as_it_is():
+def test_same_values_pass_and_an_error_is_raised_as_it_is(process_group):
     check.check_same({"--seed": 1})
     with pytest.raises(UserError, match="^no such file$"):
         check.check_same({"--seed": 1}, UserError("no such file"))
@@ -127,16 +126,16 @@ def test_same_values_pass_and_an_error_is_raised_as_it_is():
         ([("bad line", 1), ("bad line", 1)], "bad line"),
     ],
 )
-def test_all_ranks_hear_of_the_one_that_differs(monkeypatch, reports, words):
+def test_all_ranks_hear_of_the_one_that_differs(process_group, monkeypatch, reports, words):
     """What two ranks would gather: they must end alike, or one would wait for the other."""
 
     def gathered(_):
-        return [
-            (f"machine {host}", error and UserError(error), {"--seed": repr(seed)})
-            for host, (error, seed) in zip("ab", reports)
-        ]
+        everyone = []
+        for rank, (error, seed) in enumerate(reports):
+            place = f"machine {'ab'[rank]}, rank {rank}"
+            everyone.append((place, error and UserError(error), {"--seed": repr(seed)}))
+        return everyone
 
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(check, "gather", gathered)
     with pytest.raises(UserError) as error:
         check.check_same({"--seed": 1})

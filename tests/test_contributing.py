@@ -1,36 +1,45 @@
-"""The examples of CONTRIBUTING.md, taken from the page and run: they work, and stay under ten lines; names that pages
-mention exist."""
+"""The examples of CONTRIBUTING.md, taken from the page and run: they work, and each stays under ten
+lines. Names that pages mention exist."""
+
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import naive
 import pytest
 import torch
 
 import ppo
 import reward
+from lib import check, common
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-EXAMPLES = {block.split("\n", 1)[0].removeprefix("# "): block for block in
-            re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)}
+EXAMPLES = {}
+for block in re.findall(r"^```python\n# (.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+    title, code = block.split("\n", 1)
+    EXAMPLES[title] = code
 
 
 @pytest.mark.parametrize("name", ["estimator", "reward", "dataset"])
 def test_under_ten_lines(name):
-    assert len([line for line in EXAMPLES[name].splitlines()[1:] if line.strip()]) < 10
+    assert len([line for line in EXAMPLES[name].splitlines() if line.strip()]) < 10
 
 
 def test_estimator(monkeypatch):
-    """As if pasted into ppo.py: samples of one score get equal sums of |advantage|, whatever their lengths."""
+    """As if pasted into ppo.py. Samples of one score get equal sums of |advantage|, whatever their
+    lengths: the score, +-1, times the mean length. A flat group is 0."""
     monkeypatch.setattr(ppo, "ESTIMATORS", dict(ppo.ESTIMATORS))
     exec(EXAMPLES["estimator"], dict(vars(ppo)))
     lengths = [1, 2, 4, 5, 3]
-    batch = ppo.Batch([[1]] * 5, [[2] * n for n in lengths], torch.tensor([0, 0, 0, 0, 1]),
-                      torch.tensor([1, 1, 0, 0, 1], dtype=torch.float64), {})
-    ppo.compute_advantages(batch, SimpleNamespace(estimator="by_sample", advantage_normalization=True), "cpu")
+    responses = [[2] * length for length in lengths]
+    groups = torch.tensor([0, 0, 0, 0, 1])
+    rewards = torch.tensor([1, 1, 0, 0, 1], dtype=torch.float64)
+    batch = ppo.Batch([[1]] * 5, responses, groups, rewards, torch.device("cpu"), {})
+    cfg = SimpleNamespace(estimator="by_sample", advantage_normalization=True)
+    ppo.compute_advantages(batch, cfg)
     sums = [part.sum().item() for part in batch.tokens["advantages"].split(lengths)]
-    assert sums == pytest.approx([3, 3, -3, -3, 0]), "the score, +-1, times the mean length; a flat group is 0"
+    assert sums == pytest.approx([3, 3, -3, -3, 0])
 
 
 def test_reward():
@@ -54,12 +63,23 @@ def test_dataset(tmp_path, monkeypatch):
 
 
 def test_names_on_the_page_exist():
-    """What the page says train.py and tools/ use of a task is what both tasks have."""
-    for name in ("load_problems", "RewardError", "text_metrics", "Grader"):
-        assert name in PAGE
-        assert hasattr(reward, name)
-    for name in ("submit", "pending", "results", "close"):
-        assert callable(getattr(reward.Grader, name))
+    """The lists that name estimators, and what a run uses of a task."""
+    owners = {
+        "WHITENED": ppo,
+        "GROUPED": check,
+        "scores": naive,
+        "load_problems": reward,
+        "text_metrics": reward,
+        "Grader": reward,
+        "submit": reward.Grader,
+        "pending": reward.Grader,
+        "results": reward.Grader,
+        "close": reward.Grader,
+        "UserError": common,
+    }
+    for name, owner in owners.items():
+        assert f"`{name}`" in PAGE
+        assert hasattr(owner, name)
 
 
 def test_stripped_names_tests_that_exist():

@@ -80,7 +80,7 @@ def test_the_folder_holds_model_problems_and_flags(base):
 
 
 def test_flags_are_one_a_line(base):
-    """The paths come first and are quoted; an empty --stop list is the flag alone."""
+    """The paths come first and are quoted; an empty --stop list is an empty text."""
     lines = [shlex.split(line) for line in (base / "flags.txt").read_text().splitlines()]
     assert lines[:4] == [
         ["--model", str(base)],
@@ -92,7 +92,7 @@ def test_flags_are_one_a_line(base):
     assert not [word for line in lines for word in line[1:] if word.startswith("--")]
     flags = {name: values for name, *values in lines}
     assert len(flags) == len(lines)
-    assert flags["--stop"] == [] and flags["--bf16"] == ["false"]
+    assert flags["--stop"] == [""] and flags["--bf16"] == ["false"]
     assert flags["--template"] == ["demo"] and flags["--actor_learning_rate"] == ["3e-4"]
     assert "--run_dir" not in flags
 

@@ -1,76 +1,135 @@
-"""docs/exercises: every exercise's test is red on the shipped code and green on a solved copy of it."""
+"""docs/exercises: each test is red on the shipped code and green on a solved copy of it."""
+
 import os
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS = sorted((ROOT / "docs" / "exercises").glob("test_exercise_*.py"))
-SOLUTIONS = {  # exercise: file, then (old, new) pairs
-    1: ("ppo.py", ('ESTIMATORS = {"gae": gae,', '''
+
+
+@dataclass
+class Change:
+    exercise: int
+    file: str
+    old: str
+    new: str
+
+
+# One solution of each exercise: the texts that it replaces, each of which is there exactly once.
+SOLUTIONS = [
+    Change(
+        1,
+        "ppo.py",
+        old='ESTIMATORS = {"gae": gae,',
+        new='''
 def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - group mean for all tokens alike (arXiv 2503.20783)."""
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
     return torch.where(std > 0, rewards - mean, 0.0)[:, None] * mask
 
 
-ESTIMATORS = {"dr_grpo": dr_grpo, "gae": gae,''')),
-    2: ("ppo.py", ("loss = -(weight * logprobs).sum()",
-                   "loss = -(weight * logprobs).sum() - 0.01 * (entropy * rows.weight).sum()")),
-    3: ("ppo.py", ('["ref_logprobs"][rows.index] - logprobs.detach()', '["ref_logprobs"][rows.index] - logprobs'),
-        ('stats["kl"] = (delta.exp() - 1 - delta).sum()',
-         'kl = (delta.exp() - 1 - delta).sum()\n        loss, stats["kl"] = loss + 0.1 * kl, kl.detach()')),
-    4: ("ppo.py", ("    advantages, carry, next_value =", """\
-    lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)
-    advantages, carry, next_value ="""),
-        ("cfg.gamma * cfg.lambd * carry", "cfg.gamma * lambd * carry")),
-    5: (
+ESTIMATORS = {"dr_grpo": dr_grpo, "gae": gae,''',
+    ),
+    Change(
+        2,
+        "ppo.py",
+        old="loss = -(advantages * logprobs).sum()",
+        new="loss = -(advantages * logprobs).sum() - 0.01 * (entropy * micro.mask).sum()",
+    ),
+    Change(
+        3,
+        "ppo.py",
+        old='stats["kl"] = k3((reference - logprobs.detach()) * micro.mask).sum()',
+        new="""kl = k3((reference - logprobs) * micro.mask).sum()
+        stats["kl"] = kl.detach()""",
+    ),
+    Change(
+        3,
+        "ppo.py",
+        old='    stats["policy_loss"]',
+        new="""    if "ref_logprobs" in batch.tokens:
+        loss = loss + 0.1 * kl
+    stats["policy_loss"]""",
+    ),
+    Change(
+        4,
+        "ppo.py",
+        old="    carry = torch.zeros_like(rewards)",
+        new="""    lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)
+    carry = torch.zeros_like(rewards)""",
+    ),
+    Change(
+        4,
+        "ppo.py",
+        old="cfg.gamma * cfg.lambd * carry",
+        new="cfg.gamma * lambd * carry",
+    ),
+    Change(
+        5,
         "reward.py",
-        (
-            "for key, pair in self.pairs.items()}\n",
-            """for key, pair in self.pairs.items()}
+        old="""for key, pair in self.pairs.items()}
+""",
+        new="""for key, pair in self.pairs.items()}
         for key, (predicted, _) in self.pairs.items():
             if predicted and not rewards[key]:
                 rewards[key] = 0.1
 """,
-        ),
-        ('bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
     ),
-    6: (
+    Change(
+        5,
         "reward.py",
-        (
-            "    answer = None\n    answer_start",
-            '    answer = block.removeprefix("<answer>").strip() or None\n    answer_start',
-        ),
+        old='bool(grader.results()["is_equiv"])',
+        new='grader.results()["is_equiv"] == 1',
     ),
-}
+    Change(
+        6,
+        "reward.py",
+        old="""    answer = None
+    answer_start""",
+        new="""    answer = block.removeprefix("<answer>").strip() or None
+    answer_start""",
+    ),
+]
 
 
 def run(folder: Path) -> dict[int, str]:
     """{exercise: "passed", "failed" or "error"} with the files of that folder."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-rA",
-               *map(str, TESTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=folder,
-                          env=os.environ | {"EXERCISE_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"})
-    found = re.findall(r"^(PASSED|FAILED|ERROR) \S*test_exercise_(\d)\.py", done.stdout, re.MULTILINE)
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-rA"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *map(str, TESTS)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=folder,
+        env=os.environ | {"EXERCISE_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    found = re.findall(
+        r"^(PASSED|FAILED|ERROR) \S*test_exercise_(\d)\.py", done.stdout, re.MULTILINE
+    )
     assert len(found) == len(TESTS), f"one test each:\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
     return {int(number): verdict.lower() for verdict, number in found}
 
 
 def test_shipped_code_is_red():
-    """A test that is green before the work teaches nothing; one that cannot run says the wrong thing."""
-    assert len(TESTS) == len(SOLUTIONS) == 6
-    assert run(ROOT) == dict.fromkeys(SOLUTIONS, "failed")
+    """A test that is green before the work teaches nothing, and one that cannot run says the wrong
+    thing."""
+    assert len(TESTS) == 6
+    assert run(ROOT) == dict.fromkeys(range(1, 7), "failed")
 
 
 def test_solved_copy_is_green(tmp_path):
     """All solutions at once: they also must not get in each other's way."""
     for name in ("ppo.py", "reward.py"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    for number, (name, *changes) in SOLUTIONS.items():
-        for old, new in changes:
-            text = (tmp_path / name).read_text()
-            assert text.count(old) == 1, f"exercise {number}: {old!r} is not in {name} exactly once"
-            (tmp_path / name).write_text(text.replace(old, new))
-    assert run(tmp_path) == dict.fromkeys(SOLUTIONS, "passed")
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "lib", tmp_path / "lib", ignore=shutil.ignore_patterns("__pycache__"))
+    for change in SOLUTIONS:
+        path = tmp_path / change.file
+        text = path.read_text()
+        assert text.count(change.old) == 1, f"{change} is not in the file exactly once"
+        path.write_text(text.replace(change.old, change.new))
+    assert run(tmp_path) == dict.fromkeys(range(1, 7), "passed")

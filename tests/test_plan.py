@@ -1,4 +1,5 @@
-"""Every recipe in runs/ can be planned without a GPU, and the numbers are those of a count by hand."""
+"""Every recipe in runs/ can be planned without a GPU; the numbers are those of a count by hand."""
+
 import json
 import os
 import re
@@ -12,35 +13,112 @@ from conftest import ROOT, SMALL, clean_environment
 from transformers import AutoModelForCausalLM
 
 import train
-from tools import check, plan
+from lib import check
+from lib.common import UserError
+from tools import plan
 
 RECIPES = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "launch.sh")
 
 
-def flags_of(recipe: Path, tmp_path, *extra) -> list[str]:
-    """What the recipe's own shell code hands to tools/plan.py: a stand-in for `python` on the PATH writes it down."""
-    fake = tmp_path / "bin" / "python"
-    fake.parent.mkdir()
-    fake.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[2:]))' \"$@\"\n")
-    fake.chmod(0o755)
+def config_of(**flags) -> train.Config:
+    argv = []
+    for name, value in (SMALL | flags).items():
+        argv += [f"--{name}", str(value)]
+    return train.parse_flags(argv)
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    """A program of this name for the PATH."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def run_recipe(
+    recipe: str, tmp_path: Path, *extra: str, **environment
+) -> subprocess.CompletedProcess:
+    """The recipe's own shell code with stand-ins for `python` and `accelerate` on the PATH.
+
+    They print their arguments as JSON lines, and `python` ends with the exit code $PLAN.
+    """
+    programs = tmp_path / "bin"
+    dump = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"
+    stand_in(programs, "python", f'{dump} "$@"\nexit ${{PLAN:-0}}')
+    stand_in(programs, "accelerate", f'{dump} "$@"')
     copy = tmp_path / "runs"
     shutil.copytree(ROOT / "runs", copy)
-    env = os.environ | {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
-    command = ["bash", str(copy / recipe.name), "--dry_run", *extra]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    env = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"} | environment
+    command = ["bash", str(copy / recipe), *extra]
+    return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def calls(done: subprocess.CompletedProcess) -> list[list[str]]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stage, bf16, world", [(0, False, 2), (1, False, 2), (2, True, 4), (3, True, 4)]
+)
+def test_static_memory_is_counted_per_parameter(tiny, stage, bf16, world):
+    model = AutoModelForCausalLM.from_pretrained(tiny["model"])
+    config = model.config
+    count = sum(p.numel() for p in model.parameters())
+    assert check.count_parameters(config) == count
+    cfg = config_of(**tiny | {"zero_stage": stage, "bf16": str(bf16).lower()})
+    memory = plan.estimate(cfg, config, world, 80 * plan.GIB)
+    width = 2 if bf16 else 4
+    gathered = width * config.vocab_size * config.hidden_size if stage == 3 else 0
+    weights = 2 * count * width / (world if stage == 3 else 1) + gathered
+    assert memory.weights * plan.GIB == pytest.approx(weights)
+    gradients = 2 * count * 4 / (world if stage >= 2 else 1)
+    assert memory.gradients * plan.GIB == pytest.approx(gradients)
+    # Without ZeRO the fp32 weights are their own masters.
+    states = 8 if stage == 0 else 12
+    assert memory.optimizer * plan.GIB == pytest.approx(
+        2 * count * states / (world if stage else 1)
+    )
+    assert memory.card == 80
+
+
+def test_an_offloaded_optimizer_is_not_on_the_card(tiny):
+    config = plan.model_config("Qwen/Qwen2.5-0.5B")
+    kept, offloaded = (
+        plan.estimate(config_of(**tiny | flags), config, 2, 80 * plan.GIB)
+        for flags in ({"zero_stage": 1}, {"zero_stage": 1, "offload": "optimizer"})
+    )
+    assert kept.optimizer > 0
+    assert offloaded.optimizer == 0
+    assert offloaded.training == pytest.approx(kept.training - kept.optimizer)
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_can_be_planned(recipe, tmp_path, capsys):
-    extra = ("--model", "Qwen/Qwen2.5-32B") if recipe.stem == "orz_32b_anneal" else ()  # else of a run still to come
-    plan.main(flags_of(recipe, tmp_path, *extra))
-    out, text = capsys.readouterr().out, recipe.read_text()
-    assert "samples" in out
+    extra = []
+    if recipe.stem == "orz_32b_anneal":
+        # Its own model is made by a run that is still to come.
+        extra = ["--model", "Qwen/Qwen2.5-32B"]
+    done = run_recipe(recipe.name, tmp_path, "--dry_run", *extra)
+    assert done.returncode == 0, done.stderr
+    [[script, *flags]] = calls(done)
+    assert script == "tools/plan.py"
+    plan.main(flags)
+    out = capsys.readouterr().out
+    text = recipe.read_text()
     planned = re.search(r"= ([0-9.]+) training.* ([0-9.]+) sampling", out)
-    assert planned or recipe.stem == "demo"
-    if said := re.search(r"Memory \(planned, never run\): (\d+) GiB training, (\d+) GiB sampling", text):
+    if recipe.stem == "demo":
+        assert "tools/demo.py" in out
+    else:
+        assert "samples" in out
+        assert planned
+    said = re.search(r"Memory \(planned, never run\): (\d+) GiB training, (\d+) GiB sampling", text)
+    if said:
         assert list(said.groups()) == [f"{float(x):.0f}" for x in planned.groups()]
     assert said or recipe.stem in ("demo", "orz_32b_anneal")
     assert "xpect" in text
@@ -48,46 +126,76 @@ def test_recipe_can_be_planned(recipe, tmp_path, capsys):
 
 
 def test_all_recipes_of_the_list_are_there():
-    names = """demo orz_0p5b_1gpu orz_0p5b_8gpu orz_1p5b_2x8 orz_7b_4x8 orz_32b_16x8 orz_32b_anneal grpo_7b_4x8
-        debug_7b_1x8"""
+    names = """demo orz_0p5b_1gpu orz_0p5b_8gpu orz_1p5b_2x8 orz_7b_4x8 orz_32b_16x8 orz_32b_anneal
+        grpo_7b_4x8 debug_7b_1x8"""
     assert set(names.split()) <= {path.stem for path in RECIPES}
     assert (ROOT / "runs" / "slurm.sbatch").exists()
 
 
-@pytest.mark.slow
-def test_dry_run_for_real():
-    """One recipe from end to end, with the real interpreter; an unknown flag among its own is refused by name."""
-    env = clean_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    script = ["bash", str(ROOT / "runs" / "orz_7b_4x8.sh"), "--dry_run"]
-    done = subprocess.run([*script, "--rollout_batchsize", "3"], capture_output=True, text=True, env=env)
-    assert done.returncode == 2
-    assert "did you mean --rollout_batch_size" in done.stderr
-
-
-def config_of(**flags):
-    argv = [str(x) for name, value in (SMALL | flags).items() for x in (f"--{name}", value)]
-    return train.parse_flags(argv)
-
-
-@pytest.mark.parametrize("stage, bf16, world", [(0, False, 2), (1, False, 2), (2, True, 4), (3, True, 4)])
-def test_static_memory_is_counted_per_parameter(tiny, stage, bf16, world):
-    model = AutoModelForCausalLM.from_pretrained(tiny["model"])
-    count = sum(p.numel() for p in model.parameters())
-    assert check.parameters(model.config) == count
-    cfg = config_of(**tiny | {"zero_stage": stage, "bf16": str(bf16).lower()})
-    memory = plan.estimate(cfg, model.config, world, 80 * plan.GIB)
-    width = 2 if bf16 else 4
-    gathered = width * model.config.vocab_size * model.config.hidden_size if stage == 3 else 0
-    assert memory.weights * plan.GIB == pytest.approx(2 * count * width / (world if stage == 3 else 1) + gathered)
-    assert memory.gradients * plan.GIB == pytest.approx(2 * count * 4 / (world if stage >= 2 else 1))
-    states = 8 if stage == 0 else 12  # without ZeRO the fp32 weights are their own masters
-    assert memory.optimizer * plan.GIB == pytest.approx(2 * count * states / (world if stage else 1))
-
-
 def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
     flags = ["--model", "Qwen/Qwen2.5-32B", "--data", "x", "--machines", "1", "--gpus", "1"]
-    with pytest.raises(check.ConfigError, match="does not fit"):
+    with pytest.raises(UserError, match="does not fit"):
         plan.main(flags)
     out = capsys.readouterr().out
     assert "use more GPUs" in out
     assert "--gpu_memory_utilization" in out
+
+
+def test_a_plan_checks_the_flags():
+    flags = ["--model", "Qwen/Qwen2.5-0.5B", "--data", "x", "--gpus", "3"]
+    with pytest.raises(UserError, match="--rollout_batch_size 128: use a multiple of 3"):
+        plan.main(flags)
+    with pytest.raises(UserError, match="--estimator ppo: choose gae or grpo"):
+        plan.main([*flags, "--estimator", "ppo"])
+
+
+@pytest.mark.slow
+def test_dry_run_for_real():
+    """One recipe with the real interpreter, and a flag that it does not know."""
+    python_folder = Path(sys.executable).parent
+    env = clean_environment() | {"PATH": f"{python_folder}:{os.environ['PATH']}"}
+    script = ["bash", str(ROOT / "runs" / "orz_7b_4x8.sh"), "--dry_run"]
+    command = [*script, "--rollout_batchsize", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert "did you mean --rollout_batch_size" in done.stderr
+
+
+# ---- runs/launch.sh ------------------------------------------------------------------------------
+
+
+def test_a_start_is_planned_for_the_smallest_card_of_this_machine(tmp_path):
+    stand_in(tmp_path / "bin", "nvidia-smi", "echo 81559\necho 24564\necho 81559")
+    done = run_recipe("orz_0p5b_24gb.sh", tmp_path, "--seed", "7")
+    assert done.returncode == 0, done.stderr
+    planned, launched = calls(done)
+    assert planned[:7] == ["tools/plan.py", "--machines", "1", "--gpus", "1", "--card_gb", "23"]
+    start = launched.index("train.py")
+    assert launched[start + 1 :] == planned[7:], "what is planned is what is run"
+    assert planned[-2:] == ["--seed", "7"]
+
+
+def test_a_start_that_does_not_fit_is_refused(tmp_path):
+    """Before a model is read. Only a dry run had the plan once."""
+    stand_in(tmp_path / "bin", "nvidia-smi", "echo 8192")
+    done = run_recipe("orz_0p5b_24gb.sh", tmp_path, PLAN="2")
+    assert done.returncode == 2
+    [planned] = calls(done)
+    assert planned[5:7] == ["--card_gb", "8"]
+
+
+@pytest.mark.parametrize("answer", ["exit 9", "echo NVIDIA-SMI has failed\nexit 9", "echo '[N/A]'"])
+def test_without_a_gpu_a_run_starts_too(answer, tmp_path):
+    stand_in(tmp_path / "bin", "nvidia-smi", answer)
+    done = run_recipe("demo.sh", tmp_path, CARD_GB="80")
+    assert done.returncode == 0, done.stderr
+    planned, launched = calls(done)
+    assert planned[5:7] == ["--card_gb", "80"]
+    assert launched[-1] == "train.py"
+
+
+def test_a_dry_run_is_for_the_cards_of_the_recipe(tmp_path):
+    stand_in(tmp_path / "bin", "nvidia-smi", "echo 8192")
+    done = run_recipe("orz_0p5b_24gb.sh", tmp_path, "--dry_run")
+    [planned] = calls(done)
+    assert planned[5:7] == ["--card_gb", "24"]

@@ -16,7 +16,6 @@ from conftest import jsonl, launch
 import ppo
 import train
 from lib import metrics, report
-from lib.common import UserError
 from reward import Problem
 from rollout import Request, Sample
 
@@ -36,41 +35,29 @@ def batch_of(samples: list) -> ppo.Batch:
 
 
 def test_a_phase_that_comes_twice_adds_up(monkeypatch):
-    now = iter([0.0, 1.0, 3.0, 10.0, 15.0, 20.0])
+    now = iter([0.0, 1.0, 3.0, 10.0, 15.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
     memory = iter([5.0, 2.0, 1.0])
     monkeypatch.setattr(metrics, "read_memory", lambda: next(memory))
-    clock = metrics.Clock()
+    clock = metrics.Clock(4)
     for _ in range(2):
         with clock("rollout"):
             pass
     assert clock.seconds == {"rollout": 2 + 5}
     assert clock.memory == {"rollout": 2.0}, "the most; and not what was held before"
-    assert clock.elapsed() == 20
 
 
 def test_an_error_says_its_phase():
-    with pytest.raises(FloatingPointError) as error, metrics.Clock()("policy"):
+    with pytest.raises(FloatingPointError) as error, metrics.Clock(4)("policy"):
         raise FloatingPointError("policy: the gradient is not finite")
-    assert error.value.__notes__ == ["in phase policy"]
-    with pytest.raises(KeyError) as error, metrics.Clock()("sync"):
+    assert error.value.__notes__[0] == "in phase policy of step 4"
+    with pytest.raises(RuntimeError) as error, metrics.Clock(4)("sync"):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert "in phase sync" in error.value.__notes__[0]
+    assert "lower --packing_max_len or --gpu_memory_utilization" in error.value.__notes__[1]
+    with pytest.raises(KeyError) as error, metrics.Clock(4)("sync"):
         raise KeyError("a bug")
     assert not hasattr(error.value, "__notes__"), "a bug is not explained away"
-
-
-@pytest.mark.parametrize(
-    "phase, error, flag",
-    [
-        ("critic", torch.cuda.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), "--packing_max"),
-        ("sync", RuntimeError("CUDA Error: out of memory\nat allocator.cpp:1"), "--gpu_memory"),
-    ],
-)
-def test_out_of_memory_is_one_line_that_says_what_to_lower(phase, error, flag):
-    with pytest.raises(UserError) as found, metrics.Clock()(phase):
-        raise error
-    line = str(found.value)
-    assert line.startswith(f"phase {phase}: out of GPU memory; lower {flag}")
-    assert "--zero_stage 3" in line and "\n" not in line
 
 
 def test_numbers_of_samples():
@@ -99,12 +86,12 @@ def test_no_right_answer_has_no_mean_length():
 
 
 def test_rates_of_a_step(monkeypatch):
-    clock = metrics.Clock()
+    clock = metrics.Clock(4)
     clock.seconds = {"rollout": 1.0, "critic": 1.5, "policy": 0.5}
     clock.memory = {"rollout": 7.0, "critic": 8.0, "policy": 9.0}
-    monkeypatch.setattr(metrics.Clock, "elapsed", lambda self: 4.0)
-    line = metrics.of_time(clock, 100, 6e12)
-    assert (line["seconds"], line["tokens_per_second"], line["tflops"]) == (4, 25, 3)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock.start + 4)
+    line = metrics.of_time(clock, 100)
+    assert (line["seconds"], line["tokens_per_second"]) == (4, 25)
     assert (line["seconds_rollout"], line["memory_policy"]) == (1, 9)
 
 
@@ -136,35 +123,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
         assert got[f"pass@{k}"] == pytest.approx(np.mean(draws))
 
 
-def test_health_speaks_up_and_only_then():
-    well = {
-        "truncated": 0.1,
-        "entropy": 0.5,
-        "reward": 0.4,
-        "explained_variance": 0.2,
-        "approx_kl": 0.001,
-        "policy_grad_norm": 1.0,
-    }
-    usual = [1.0] * 10
-    assert metrics.health(well, usual) == []
-    without_critic = {"truncated": 0.0, "reward": 0.5, "policy_grad_norm": 1.0}
-    assert metrics.health(without_critic, []) == []
-    assert metrics.health(well | {"policy_grad_norm": 50.0}, [1.0]) == [], "a spike against what?"
-    sure = well | {"entropy": 0.01, "reward": 0.95}
-    assert metrics.health(sure, usual) == [], "sure because it is right"
-    little = well | {"explained_variance": -1.0, "reward": 0.97}
-    assert metrics.health(little, usual) == [], "little to explain"
-    for change, word in [
-        ({"truncated": 0.31}, "31%"),
-        ({"entropy": 0.01}, "collapsed"),
-        ({"explained_variance": -0.1}, "critic"),
-        ({"policy_grad_norm": 11.0}, "11"),
-        ({"approx_kl": 0.05}, "differ: KL 0.050"),
-    ]:
-        (sign,) = metrics.health(well | change, usual)
-        assert word in sign
-
-
 # ---- lib/report.py -------------------------------------------------------------------------------
 
 
@@ -184,20 +142,17 @@ def test_a_changed_file_shows_in_what_made_the_run(tmp_path, monkeypatch):
 
 def test_without_git_a_run_says_its_libraries(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert report.versions()["git_commit"] == ""
+    assert "git_commit" not in report.versions()
     assert report.versions()["torch"] == torch.__version__
 
 
 @pytest.fixture
-def make_log(monkeypatch):
-    """make_log(folder, **flags): a RunLog of rank 0 of one, with a policy of 7 parameters."""
-    monkeypatch.setattr(report.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(report.dist, "get_world_size", lambda: 1)
-    policy = SimpleNamespace(module=torch.nn.Linear(6, 1))
+def make_log(process_group):
+    """make_log(folder, **flags): a RunLog of rank 0 of one."""
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
 
     def make(folder, **flags) -> report.RunLog:
-        return report.RunLog(folder, train.Config(**flags), tokenizer, policy)
+        return report.RunLog(folder, train.Config(**flags), tokenizer)
 
     return make
 
@@ -206,7 +161,7 @@ def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):
     monkeypatch.setattr(report.dist, "get_rank", lambda: 1)
     log = make_log(tmp_path, eval_data=["x"])
     log.start(None, "")
-    log.step(1, [sample()], batch_of([sample()]), {}, metrics.Clock())
+    log.step(1, [sample()], batch_of([sample()]), {}, metrics.Clock(4))
     log.evaluation("x", [sample()], 0)
     log.result(1)
     log.close()
@@ -289,24 +244,20 @@ def test_a_tracker_that_cannot_finish_does_not_spoil_the_exit_code(make_log, tin
 
 
 def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
-    """Where no step was taken the gradient norm is 0, and the usual norm does not fall."""
     log = make_log(tmp_path, critic_update_steps=4, log_tokens=0)
     samples = [sample(0, k, reward=float(k)) for k in range(2)]
-    learned = {"policy_grad_norm": 0.0, "policy_tokens": 30, "critic_tokens": 20}
-    clock = metrics.Clock()
+    learned = {"policy_tokens": 30, "critic_tokens": 20}
+    clock = metrics.Clock(4)
     for phase in ("critic", "policy"):
         with clock(phase):
             pass
     clock.numbers["reward_lost"] = 3
     log.step(1, samples, batch_of(samples), learned, clock)
-    log.step(2, samples, batch_of(samples), learned | {"policy_grad_norm": 2.0}, clock)
+    log.step(2, samples, batch_of(samples), learned, clock)
     one, two = jsonl(tmp_path / "metrics.jsonl")
     assert one["step"] == 1 and one["reward"] == 0.5 and one["reward_lost"] == 3
     assert one.items() >= learned.items()
     assert one["seconds_report"] == 0 < two["seconds_report"], "of the report before"
-    assert log.norms == [2.0]
-    seconds = one["seconds_critic"] + one["seconds_policy"]
-    assert one["tflops"] == pytest.approx(6 * 7 * (30 + 20 * 4) / seconds / 1e12)
     assert len(jsonl(tmp_path / "samples.jsonl")) == 4
     assert "step 2  reward 0.500  length 3.0" in capsys.readouterr().out
 
@@ -327,9 +278,15 @@ def test_a_sample_is_written_token_by_token(make_log, tmp_path):
     log = make_log(tmp_path)
     samples = [sample(length=2), sample(index=1, length=3)]
     batch = batch_of(samples)
-    batch.tokens["values"] = torch.tensor([9, 9, 1, 2, 3.33333])
-    fields = log.token_fields(1, batch)
-    assert fields == {"tokens": ["\x01", "\x02", "\x03"], "values": [1, 2, 3.3333]}
+    batch.tokens["values"] = torch.tensor([9, 9, 1, 2, 3.5])
+    line = log.sample_lines(samples, 3, batch)[1]
+    assert line["tokens"] == ["\x01", "\x02", "\x03"]
+    assert line["values"] == [1, 2, 3.5]
+    assert "logprobs" not in line
+    for name in ("logprobs", "advantages"):
+        batch.tokens[name] = torch.zeros(5)
+    line = log.sample_lines(samples, 3, batch)[0]
+    assert list(line)[-3:] == ["values", "logprobs", "advantages"], "in every process alike"
 
 
 def test_an_evaluation_is_a_line_and_its_answers(make_log, tmp_path, capsys):
@@ -354,22 +311,12 @@ def test_an_evaluation_is_a_line_and_its_answers(make_log, tmp_path, capsys):
     assert "step 7  aime: accuracy 0.500 +- 0.000  pass@2 1.000" in capsys.readouterr().out
 
 
-def test_the_result_compares_the_first_and_last_evaluation_of_the_first_set(make_log, tmp_path):
-    log = make_log(tmp_path, eval_data=["x", "y"])
-    for step, reward in ((0, 0.0), (5, 1.0)):
-        log.evaluation("x", [sample(reward=reward, length=step + 1)], step)
-        log.evaluation("y", [sample(reward=0.5)], step)
-    log.result(5)
+def test_the_result_says_that_a_run_is_complete(make_log, tmp_path, capsys):
+    make_log(tmp_path, seed=3).result(5)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["accuracy_before"], result["accuracy_after"]) == (0, 1)
-    assert (result["length_before"], result["length_after"]) == (1, 6)
-    assert (result["steps"], result["seed"]) == (5, 42)
-    assert result["wall_seconds"] > 0 and "torch" in result["versions"]
-
-
-def test_a_run_without_evaluation_has_a_result_too(make_log, tmp_path):
-    make_log(tmp_path).result(5)
-    assert "accuracy_after" not in json.loads((tmp_path / "result.json").read_text())
+    assert (result["steps"], result["seed"]) == (5, 3)
+    assert result["wall_seconds"] > 0
+    assert capsys.readouterr().out.startswith("5 steps in ")
 
 
 def test_weights_and_biases(tiny, tmp_path):

@@ -41,7 +41,7 @@ FLAGS = """\
 --n_samples_per_prompt 16
 --max_steps 14
 --eval_interval 4
---stop
+--stop ''
 --prompt_max_len 16
 --generate_max_len 48
 --max_len 64

@@ -118,7 +118,7 @@ def main(cfg: train.Config, world: int, store) -> None:
     try:
         train.evaluate(rollout, eval_sets, 0, results)
     finally:
-        rollout.close()
+        rollout.grader.close()
     results.write()
     print0(results.table())
     print0(f"everything is in {folder}")

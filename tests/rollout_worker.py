@@ -1,0 +1,149 @@
+"""The real sampler in a process of its own, for test_rollout.py: `rollout_worker.py OUT FLAGS`.
+
+It writes what it found to the JSON file OUT: with --bf16 false how the sampler behaves, and in any
+case what train.check_sampler says of right and of wrong weights.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny as maker  # noqa: E402
+
+import reward  # noqa: E402
+import train  # noqa: E402
+from lib import models  # noqa: E402
+from lib.common import Signals, Stopped, UserError, start_distributed  # noqa: E402
+from lib.metrics import Clock  # noqa: E402
+from rollout import Rollout, make_requests  # noqa: E402
+
+
+def make_problems(tokenizer, count: int = 8) -> list[reward.Problem]:
+    problems = []
+    for k in range(count):
+        prompt = f"{10 + k}+{20 + k}<think>"
+        ids = tokenizer.encode(prompt)
+        problems.append(reward.Problem(k, prompt, str(30 + 2 * k), prompt, ids))
+    return problems
+
+
+def generated(sampler, requests, **options) -> dict:
+    """{position: what is known of the sample}."""
+    found = {}
+    for position, sample in sampler.generate(requests, **options):
+        known = dataclasses.asdict(sample) | {"request": None}
+        known["decoded"] = sampler.tokenizer.decode(sample.response_ids)
+        found[position] = known
+    return found
+
+
+def cached_tokens(sampler) -> list[list[int]]:
+    """Of each of two calls, the second after one that is closed early: how many tokens of each of
+    two equal prompts were cached."""
+    long = SimpleNamespace(prompt_ids=list(range(1, 51)) * 8)
+    requests = make_requests([long], 2, (0,), (4, 1.0, 1.0))
+    engine = sampler.llm.llm_engine
+    step = engine.step
+    calls = []
+
+    def recorded():
+        outputs = step()
+        calls[-1].extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    engine.step = recorded
+    for take in (2, 1, 2):
+        calls.append([])
+        stream = sampler.generate(requests)
+        for _ in range(take):
+            next(stream)
+        stream.close()
+    engine.step = step
+    return [sorted(calls[0]), sorted(calls[2])]
+
+
+def behaviour(rollout, problems) -> dict:
+    sampler = rollout.sampler
+    requests = make_requests(problems, 2, (1, 2, "train"), (16, 1.0, 1.0))
+    found = {"workers": rollout.grader.threads._max_workers, "cached": cached_tokens(sampler)}
+
+    found["together"] = generated(sampler, requests, logprobs=True)
+    # The same requests in another order, and fewer of them.
+    found["apart"] = generated(sampler, requests[::-3])
+    found["positions"] = list(range(len(requests)))[::-3]
+
+    own = [dataclasses.replace(requests[0], max_tokens=count) for count in (1, 3, 5, 9999)]
+    found["own limits"] = generated(sampler, own)
+    greedy = [dataclasses.replace(request, temperature=0.0) for request in requests[:2]]
+    found["greedy"] = generated(sampler, greedy)
+
+    looks = iter([False] * 4 + [True] * 99)
+    found["stopped"] = generated(sampler, requests, stopped=lambda: next(looks))
+    rollout.cfg.stop = ["1", "2"]
+    found["stop strings"] = generated(sampler, requests)
+    rollout.cfg.stop = []
+
+    clock = Clock(0)
+    samples = rollout.sample(requests, clock)
+    found["asked"] = [[request.group, request.index] for request in requests]
+    found["answered"] = [[s.request.group, s.request.index] for s in samples]
+    found["sampled"] = [sample.response_ids for sample in samples]
+    found["text metrics"] = list(samples[0].text_metrics)
+    found["phases"] = list(clock.seconds)
+    found["numbers"] = clock.numbers
+    rollout.signals.asked = True
+    try:
+        rollout.sample(requests, Clock(0))
+    except Stopped:
+        found["raises"] = "Stopped"
+    rollout.signals.asked = False
+    return found
+
+
+def check(rollout, policy, problems, seed: int) -> dict:
+    """What check_sampler says: {"found": text} or {"refused": text}."""
+    cfg = dataclasses.replace(rollout.cfg, seed=seed)
+    try:
+        return {"found": train.check_sampler(rollout.sampler, policy, problems, cfg)}
+    except UserError as error:
+        return {"refused": str(error)}
+
+
+def one_step_behind(policy, size: float):
+    """The policy's weights, each off by `size`: as far as a step of Adam moves it."""
+    for name, tensor in models.named_weights(policy):
+        yield name, tensor + size
+
+
+def checks(rollout, problems, folder: Path) -> dict:
+    cfg = rollout.cfg
+    policy = models.make_policy(cfg)
+    rollout.sampler.sync(models.named_weights(policy))
+    found = {"right": [check(rollout, policy, problems, seed) for seed in (1, 2, 3)]}
+    other = dataclasses.replace(cfg, model=str(maker.make_model(folder / "other", seed=1)))
+    found["of another seed"] = check(rollout, models.make_policy(other), problems, 1)
+    rollout.sampler.sync(one_step_behind(policy, 1e-3))
+    found["one step behind"] = check(rollout, policy, problems, 1)
+    return found
+
+
+def main(out: str, *argv: str) -> None:
+    cfg = train.parse_flags(list(argv))
+    store = start_distributed()[3]
+    rollout = Rollout(reward, Signals(store), cfg)
+    problems = make_problems(rollout.sampler.tokenizer)
+    found = {}
+    if not cfg.bf16:
+        found |= behaviour(rollout, problems)
+    found |= checks(rollout, problems, Path(out).parent)
+    Path(out).write_text(json.dumps(found))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

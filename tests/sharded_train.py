@@ -1,0 +1,23 @@
+"""train.py where ZeRO-3 shards the small parameters too, which it keeps whole otherwise."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import train  # noqa: E402
+from lib import models  # noqa: E402
+
+usual_config = models.engine_config
+
+
+def engine_config(cfg, stage):
+    settings = usual_config(cfg, stage)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return settings
+
+
+if __name__ == "__main__":
+    models.engine_config = engine_config
+    os._exit(train.run(sys.argv[1:]))
