@@ -35,7 +35,6 @@ from lib.common import UserError, gather, here, one_line, print0
 
 # Only these are cut back on resume. They are nobody else's files.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
-GIB = 2**30
 
 
 @dataclass
@@ -123,7 +122,7 @@ def claim(run_dir, needed_bytes):
         mine.touch()
         free = shutil.disk_usage(run_dir).free
         if free < needed_bytes:
-            numbers = f"needed {needed_bytes / GIB:.2f} GiB, free {free / GIB:.2f} GiB"
+            numbers = f"needed {needed_bytes / 2**30:.2f} GiB, free {free / 2**30:.2f} GiB"
             problem = f"too small for its checkpoints: {numbers}"
         if rank == 0:
             lock = open(run_dir / ".lock", "w")  # noqa: SIM115

@@ -137,6 +137,7 @@ class Sampler:
             "enable_sleep_mode": self.gpu,
             "logprobs_mode": "processed_logprobs",
             "distributed_executor_backend": "external_launcher",
+            "use_tqdm_on_load": False,
         }
         if cfg.kv_cache_gb:
             settings["kv_cache_memory_bytes"] = int(cfg.kv_cache_gb * 2**30)

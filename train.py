@@ -416,8 +416,8 @@ def main(cfg, world, device, store):
         evaluate(rollout, eval_sets, total_steps, log)
     except Stopped:
         unsaved = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        print0(f"stopped at step {state.step}; the same command goes on from there")
-        return check.require(not unsaved, f"step {state.step} is NOT saved: {unsaved}")
+        check.require(not unsaved, f"stopped at step {state.step}, which is NOT saved: {unsaved}")
+        return print0(f"stopped at step {state.step}; the same command goes on from there")
     finally:
         rollout.grader.close()
         log.close()

@@ -31,9 +31,9 @@ class Clock:
         try:
             yield
         except (RuntimeError, FloatingPointError) as error:
-            error.add_note(f"in phase {phase} of step {self.step}")
             error.add_note(
-                "If memory ran out, lower --packing_max_len or --gpu_memory_utilization."
+                f"in phase {phase} of step {self.step}; if memory ran out, lower --packing_max_len "
+                "or --gpu_memory_utilization"
             )
             raise
         if torch.cuda.is_available():

@@ -3,6 +3,7 @@
 Shapes: R packed rows, L row length, T response tokens, H hidden.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -130,7 +131,9 @@ class Engine:
         elif stage < 3:
             stage = 0
         settings = engine_config(cfg, stage)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        # It prints what it builds. That belongs to run.log, to which the real stdout leads by now.
+        with contextlib.redirect_stdout(sys.__stdout__):
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self.deepspeed = engine
         self.name = name
         self.module = engine.module

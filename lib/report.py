@@ -92,11 +92,8 @@ class RunLog:
         # An old result.json speaks of a run that goes on now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
         self.write("config.json", vars(cfg) | {"world": state.world, "versions": versions()})
-        print(
-            f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step,",
-            end=" ",
-        )
-        print(f"{state.world} rank(s), ZeRO {cfg.zero_stage}, {gap};", end=" ")
+        batch = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
+        print(f"{batch}, {state.world} rank(s), ZeRO {cfg.zero_stage}, {gap};", end=" ")
         steps = f"steps {state.step} to {state.total_steps}"
         print(f"{steps}, ready after {metrics.since_start():.0f} s", flush=True)
 

@@ -50,11 +50,12 @@ def test_a_phase_that_comes_twice_adds_up(monkeypatch):
 def test_an_error_says_its_phase():
     with pytest.raises(FloatingPointError) as error, metrics.Clock(4)("policy"):
         raise FloatingPointError("policy: the gradient is not finite")
-    assert error.value.__notes__[0] == "in phase policy of step 4"
+    (note,) = error.value.__notes__
+    assert note.startswith("in phase policy of step 4; ")
     with pytest.raises(RuntimeError) as error, metrics.Clock(4)("sync"):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert "in phase sync" in error.value.__notes__[0]
-    assert "lower --packing_max_len or --gpu_memory_utilization" in error.value.__notes__[1]
+    (note,) = error.value.__notes__
+    assert "memory ran out, lower --packing_max_len or --gpu_memory_utilization" in note
     with pytest.raises(KeyError) as error, metrics.Clock(4)("sync"):
         raise KeyError("a bug")
     assert not hasattr(error.value, "__notes__"), "a bug is not explained away"
@@ -239,7 +240,7 @@ def test_a_tracker_that_cannot_finish_does_not_spoil_the_exit_code(make_log, tin
     log.tracker = report.make_tracker(log.cfg, tiny_disk, 0)
     log.track({f"name{k}": 0.5 for k in range(99)}, 1)
     fill(tiny_disk)
-    log.tracker.tracker.add_text("long", "x" * 99_999)
+    log.tracker.add_text("long", "x" * 99_999)
     log.close()
 
 
@@ -320,13 +321,13 @@ def test_the_result_says_that_a_run_is_complete(make_log, tmp_path, capsys):
 
 
 def test_weights_and_biases(tiny, tmp_path):
-    """A run without network keeps its numbers; one that is not logged in ends in a line."""
+    """A run without network keeps its numbers; one that is not logged in says so."""
     pytest.importorskip("wandb")
     run = tmp_path / "run"
     flags = tiny | {"max_steps": 1, "log_with": "wandb"}
     anonymous = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
     done = launch(run, **flags, check=False, env=anonymous)
-    assert done.returncode == 2 and "--log_with wandb: No API key" in done.stderr
+    assert done.returncode != 0 and "API key" in done.stderr
     launch(run, **flags, env={"WANDB_MODE": "offline"})
     (kept,) = run.glob("wandb/offline-run-*/*.wandb")
     assert all(name in kept.read_bytes() for name in (b"policy_grad_norm", b"actor_learning_rate"))
