@@ -37,7 +37,7 @@ def requests_of(problems: int, samples: int) -> list[Request]:
     requests = []
     for group in range(problems):
         problem = Problem(10 + group, "", "", "", [1])
-        requests += [Request(problem, group, index, 0, 99) for index in range(samples)]
+        requests += [Request(problem, group, index, 0, 99, 1.0, 1.0) for index in range(samples)]
     return requests
 
 
@@ -104,7 +104,7 @@ def responses(problem: int, lengths: list[int], reason: str = "stop") -> list[Sa
     samples = []
     for length in lengths:
         # A step has a problem once, so the problem can be the group too.
-        request = Request(Problem(problem, "", "", "", [1]), problem, 0, 0, 1000)
+        request = Request(Problem(problem, "", "", "", [1]), problem, 0, 0, 1000, 1.0, 1.0)
         samples.append(Sample(request, [0] * length, None, "", reason))
     return samples
 

@@ -17,7 +17,7 @@ from conftest import ROOT, SMALL, arguments, clean_environment
 
 import rollout
 from reward import Problem
-from rollout import Request, Rollout, Sample
+from rollout import Rollout, Sample
 
 
 def make_problems(count: int) -> list[Problem]:
@@ -196,12 +196,14 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
         cfg=SimpleNamespace(**vars(CFG) | {"tensor_parallel": tensor_parallel}),
         sampler=SimpleNamespace(generate=generate),
         stopped=bool,
-        submit=lambda position, sample: handed_on.append(position),
+        task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),
+        grader=SimpleNamespace(submit=lambda position, *_: handed_on.append(position)),
     )
     mine = Rollout.sample_my_share(one, requests)
     assert sorted(mine) == sorted(handed_on)
     for position, sample in mine.items():
         assert sample.request is requests[position]
+        assert sample.text_metrics == {"words": 1}
     return asked, handed_on
 
 
@@ -243,7 +245,7 @@ def test_ranks_that_share_an_engine_finish_their_rollout(tensor_parallel, stops)
 
 def test_exchange_gives_all_ranks_all_samples_and_leaves_problems_at_home(monkeypatch):
     problems = make_problems(2)
-    requests = [Request(problems[k // 2], k // 2, k % 2, k, 9) for k in range(4)]
+    requests = rollout.make_requests(problems, 2, (0,), (9, 1.0, 1.0))
     samples = [Sample(request, [k], None, str(k), "stop") for k, request in enumerate(requests)]
     other = {3: Sample(None, [3], None, "3", "stop"), 1: Sample(None, [1], None, "1", "stop")}
 

@@ -137,7 +137,7 @@ def test_too_long_prompts_are_left_out_aloud(process_group, tiny, tmp_path, caps
     problems = train.read_problems(reward, [str(path)], cfg, tokenizer)
     assert [(p.index, p.question) for p in problems] == [(0, "1+1"), (2, "2+2")]
     assert problems[0].prompt_ids == tokenizer.encode("1+1<think>")
-    assert "1 of 3 prompts are empty or too long: left out" in capsys.readouterr().out
+    assert "1 of 3 prompts are empty or exceed" in capsys.readouterr().out
     with pytest.raises(UserError, match="no prompt is left; raise --prompt_max_len"):
         train.read_problems(reward, [str(path)], train.Config(prompt_max_len=1), tokenizer)
 

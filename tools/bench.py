@@ -136,6 +136,16 @@ def outer_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in left_out}
 
 
+def start_process(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+
+
 def last_line(command: list[str]) -> object:
     """The JSON value on the last line that a process prints."""
     environment = outer_environment()
@@ -334,13 +344,8 @@ def rank_worker(model: str) -> None:
 def start_ranks(ranks: int, model: str) -> subprocess.Popen:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc_per_node", str(ranks)]
-    return subprocess.Popen(
-        [*launcher, __file__, "--ranks", model],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=outer_environment() | {"OMP_NUM_THREADS": "1"},
-    )
+    environment = outer_environment() | {"OMP_NUM_THREADS": "1"}
+    return start_process([*launcher, __file__, "--ranks", model], environment)
 
 
 def read_speed(process: subprocess.Popen) -> float:
@@ -505,14 +510,23 @@ def write_problems(path: str, numbers: range) -> None:
     Path(path).write_text("\n".join(lines))
 
 
-def train_steps(script: list[str], run_dir: str, flags: dict) -> list[dict]:
-    """The lines of metrics.jsonl of a run. script: train.py, or what stands for it."""
+def train_steps(script: list[str], run_dir: str, flags: dict) -> tuple[list[dict], list[float]]:
+    """The lines of metrics.jsonl of a run, and the times at which it reported its steps.
+
+    script: train.py, or what stands for it.
+    """
     command = [sys.executable, *script, "--run_dir", run_dir]
     for name, value in (RUN_FLAGS | flags).items():
         command += [f"--{name}", str(value)]
-    subprocess.run(command, check=True, capture_output=True, env=outer_environment())
+    process = start_process(command, outer_environment())
+    times = []
+    for line in process.stdout:
+        if line.startswith("step "):
+            times.append(time.perf_counter())
+    if process.wait() != 0:
+        sys.exit(f"error: {command} failed with exit code {process.returncode}")
     lines = Path(f"{run_dir}/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines], times
 
 
 def bench_step(folder: str) -> dict:
@@ -520,13 +534,12 @@ def bench_step(folder: str) -> dict:
     data = f"{folder}/data.jsonl"
     write_problems(data, range(10, 18))
     flags = STEP_FLAGS | {"model": make_model(folder, "small"), "data": data}
-    lines = train_steps([str(ROOT / "train.py")], f"{folder}/run", flags)
+    lines, times = train_steps([str(ROOT / "train.py")], f"{folder}/run", flags)
     line = lines[-1]
-    whole = line["seconds"] + line["seconds_report"]
+    whole = times[-1] - times[-2]
     work = sum(line[f"seconds_{phase}"] for phase in ("rollout", "values", "critic", "policy"))
-    # Ranks wait within a phase, and the report is that of the step before.
-    others = ("seconds_waited", "seconds_report")
-    phases = [key for key in line if key.startswith("seconds_") and key not in others]
+    # Ranks wait within a phase.
+    phases = {key for key in line if key.startswith("seconds_")} - {"seconds_waited"}
     in_phases = sum(line[key] for key in phases)
     note = f"of a step of {whole:.1f} s, reports and TensorBoard included"
     return {
@@ -593,7 +606,8 @@ def our_steps(case: TrlCase, data: str, run_dir: str) -> list[dict]:
         "log_with": "none",
         "eval_interval": 0,
     }
-    return train_steps([str(ROOT / "tools" / "bench_trl.py"), "ours"], run_dir, flags)
+    lines, _ = train_steps([str(ROOT / "tools" / "bench_trl.py"), "ours"], run_dir, flags)
+    return lines
 
 
 def trl_seconds(case: TrlCase, data: str, parts: int) -> float:

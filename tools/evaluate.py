@@ -99,8 +99,8 @@ def show(value) -> str:
 
 def main(cfg: train.Config, world: int, store) -> None:
     """One rank of an evaluation. Raises UserError and Stopped."""
-    # Only training reads these two, so they must not stand in the way.
-    cfg.rollout_batch_size = world
+    # Only training reads these two: any number of ranks and any length can be evaluated.
+    cfg.rollout_batch_size *= world
     cfg.packing_max_len = cfg.max_len
     check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
     check.check_config(cfg, world, choices={})
