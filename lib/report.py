@@ -165,12 +165,9 @@ class RunLog:
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
         self.track(line, step, prefix=f"{name}/")
-        print(
-            f"step {step}  {name}: accuracy {line['accuracy']:.3f} +- {line['stderr']:.3f}",
-            end="  ",
-        )
-        length = f"length {line['length']:.1f}  truncated {line['truncated']:.3f}"
-        print(f"pass@{n} {line[f'pass@{n}']:.3f}  {length}", flush=True)
+        names = ("accuracy", "stderr", f"pass@{n}", "length", "truncated")
+        words = [f"{key} {line[key]:.3f}" for key in names]
+        print(f"step {step}  {name}:", *words, sep="  ", flush=True)
 
     def result(self, steps):
         """result.json says that the run is complete; eval.jsonl says what it has learnt."""

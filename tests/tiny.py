@@ -1,4 +1,5 @@
-"""Makes tiny random Qwen2 folders for tests: model, config and a small tokenizer that really works, in about 0.1 s."""
+"""Makes tiny random Qwen2 folders for tests, in about 0.1 s: model, config and a real tokenizer."""
+
 import json
 from pathlib import Path
 
@@ -9,20 +10,24 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 EOS = "<eos>"
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
 PHRASES = [  # merges worth having in the text tokenizer: they shorten ORZ's long template
-    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
-    "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
-    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively.",
-    "User: You must put your answer inside <answer> </answer> tags. And your final answer will be extracted "
-    "automatically by the \\boxed{} tag.\nThis is the problem:\nAssistant: <think>",
+    "A conversation between User and Assistant. The User asks a question, and the Assistant "
+    "solves it. The Assistant first thinks about the reasoning process in the mind and then "
+    "provides the User with the answer. The reasoning process is enclosed within <think> </think> "
+    "and answer is enclosed within <answer> </answer> tags, respectively.",
+    "User: You must put your answer inside <answer> </answer> tags. And your final answer will be "
+    "extracted automatically by the \\boxed{} tag.\nThis is the problem:\nAssistant: <think>",
 ]
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """56 tokens: <eos>, one per character of arithmetic and lower-case words, the tags; other characters vanish.
+    """56 tokens: <eos>, one a character of arithmetic and lower-case words, and the tags.
 
-    It must be byte-level BPE: AutoTokenizer makes every folder of model type qwen2 a Qwen2Tokenizer, with Qwen2's own
-    splitting and letters, whatever tokenizer.json says; a WordLevel model there loses its spaces, silently."""
-    chars = "0123456789+-=*/.,?:()}ĠĊabcdefghijklmnopqrstuvwxyz"  # Ġ and Ċ: byte-level for space and newline
+    Other characters vanish. It must be byte-level BPE: AutoTokenizer makes every folder of model
+    type qwen2 a Qwen2Tokenizer, with Qwen2's own splitting and letters, whatever tokenizer.json
+    says. A WordLevel model there loses its spaces, silently.
+    """
+    # Ġ and Ċ are the byte-level forms of space and newline.
+    chars = "0123456789+-=*/.,?:()}ĠĊabcdefghijklmnopqrstuvwxyz"
     vocab = {token: i for i, token in enumerate([EOS, *chars])}
     tokenizer = Qwen2Tokenizer(vocab, [], unk_token=EOS, eos_token=EOS, pad_token=EOS)
     tokenizer.add_tokens(TAGS)
@@ -34,29 +39,52 @@ def make_text_tokenizer(size: int) -> Qwen2Tokenizer:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(PHRASES, trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False))
+    bpe.train_from_iterator(
+        PHRASES,
+        trainers.BpeTrainer(
+            vocab_size=size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     model = json.loads(bpe.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]
     return Qwen2Tokenizer(model["vocab"], merges, unk_token=EOS, eos_token=EOS, pad_token=EOS)
 
 
-def make_model(folder, tied: bool = True, vocab: int | None = None, text_tokenizer: bool = False,
-               max_position_embeddings: int = 256, hidden: int = 64, layers: int = 2, seed: int = 0) -> Path:
-    """Writes a random Qwen2 (heads of 32, grouped keys) with its tokenizer into `folder` and returns the folder.
+def make_model(
+    folder,
+    tied: bool = True,
+    vocab: int | None = None,
+    text_tokenizer: bool = False,
+    max_position_embeddings: int = 256,
+    hidden: int = 64,
+    layers: int = 2,
+    seed: int = 0,
+) -> Path:
+    """Writes a random Qwen2 (heads of 32, grouped keys) with its tokenizer; returns the folder.
 
-    `vocab` is the number of embedding rows, at least the tokenizer's: 64 for characters, 512 for text. Weights are
-    large (std 0.1), so that distributions are far from uniform and attention matters: a leak between samples shows."""
+    `vocab` is the number of embedding rows, at least the tokenizer's: 64 for characters, 512 for
+    text. Weights are large (std 0.1), so that distributions are far from uniform and attention
+    matters: a leak between samples shows.
+    """
     folder, vocab = Path(folder), vocab or (512 if text_tokenizer else 64)
     tokenizer = make_text_tokenizer(vocab) if text_tokenizer else char_tokenizer()
     if vocab < len(tokenizer):
         raise ValueError(f"vocab {vocab} is smaller than the tokenizer's {len(tokenizer)}")
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 32), num_key_value_heads=1, tie_word_embeddings=tied,
-        max_position_embeddings=max_position_embeddings, initializer_range=0.1, eos_token_id=0, bos_token_id=None,
-        pad_token_id=0)
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 32),
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=0.1,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)

@@ -15,7 +15,7 @@ from lib.common import UserError
 
 
 def health(line: dict, norms: list[float]) -> list[str]:
-    """What looks wrong with a step, in words. norms: the policy's gradient norms of earlier steps."""
+    """What looks wrong with a step, in words. norms: the gradient norms of the steps before."""
     signs = []
     if line["truncated"] > 0.3:
         signs.append(f"{line['truncated']:.0%} of the responses are truncated")
