@@ -93,9 +93,9 @@ class RunLog:
         (self.run_dir / "result.json").unlink(missing_ok=True)
         self.write("config.json", vars(cfg) | {"world": state.world, "versions": versions()})
         batch = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
-        print(f"{batch}, {state.world} rank(s), ZeRO {cfg.zero_stage}, {gap};", end=" ")
-        steps = f"steps {state.step} to {state.total_steps}"
-        print(f"{steps}, ready after {metrics.since_start():.0f} s", flush=True)
+        print(f"{batch}, {state.world} rank(s), {gap};", end=" ")
+        seconds = metrics.since_start()
+        print(f"from step {state.step}, ready after {seconds:.0f} s", flush=True)
 
     def write(self, name, value):
         """The whole file or nothing: half a result.json would look like the end of a run."""
@@ -160,12 +160,11 @@ class RunLog:
         """An evaluated set: a line for it, its answers, a line on the screen."""
         if self.is_silent:
             return
-        n = self.cfg.eval_n
-        line = {"step": step, "set": name, **metrics.of_evaluation(samples, n)}
+        line = {"step": step, "set": name, **metrics.of_evaluation(samples, self.cfg.eval_n)}
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
         self.track(line, step, prefix=f"{name}/")
-        names = ("accuracy", "stderr", f"pass@{n}", "length", "truncated")
+        names = ("accuracy", "stderr", f"pass@{self.cfg.eval_n}", "length", "truncated")
         words = [f"{key} {line[key]:.3f}" for key in names]
         print(f"step {step}  {name}:", *words, sep="  ", flush=True)
 

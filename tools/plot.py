@@ -101,7 +101,7 @@ PANELS = [
     ),
 ]
 # The seconds waited are part of the rollout, and the report comes after the step.
-NOT_STACKED = ["seconds_waited", "seconds_report"]
+NOT_STACKED = ["seconds_waited"]
 
 
 def read(run: Path) -> dict[str, dict]:
