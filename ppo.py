@@ -245,7 +245,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
     return mean, std.where(std > 1e-9, 0.0), count[inverse]
 
 
-def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
+def compute_advantages(batch: Batch, cfg):
     """Adds `advantages` and `returns`, (T,), to the batch; returns what to log about them."""
     values = torch.zeros(int(batch.length.sum()), dtype=torch.float64)  # (T,)
     if "values" in batch.tokens:
@@ -281,7 +281,7 @@ def values(critic, batch: Batch, cfg) -> Tensor:
 def logprobs(policy, batch: Batch, cfg) -> Tensor:
     """log p of every response token, (T,), the same on every rank."""
 
-    def forward(micro: MicroBatch) -> Tensor:
+    def forward(micro):
         return policy(micro, cfg.temperature)[0]  # (T,)
 
     return token_pass(batch, cfg, forward)
@@ -320,7 +320,7 @@ def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
     return loss, stats
 
 
-def ratio_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def ratio_stats(log_ratio: Tensor, mask: Tensor):
     """Trainer against sampler, both (T,): the ratio is 1 up to rounding, or something is wrong."""
     ratio = log_ratio.exp()  # (T,)
     stats = {"ratio": (ratio * mask).sum(), "ratio_max": ratio.max()}
@@ -349,7 +349,7 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 # ---- updates ---------------------------------------------------------------------------------
 
 
-def train_critic(critic, batch: Batch, cfg, step) -> dict[str, float]:
+def train_critic(critic, batch: Batch, cfg, step):
     """critic_update_steps optimizer steps, each over its part of one shuffle of the samples."""
     rng = np.random.default_rng(hash64(cfg.seed, step, "critic"))
     parts = np.array_split(rng.permutation(len(batch.size)), cfg.critic_update_steps)
@@ -361,7 +361,7 @@ def train_critic(critic, batch: Batch, cfg, step) -> dict[str, float]:
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
-def train_policy(policy, batch: Batch, cfg, step, total_steps) -> dict[str, float]:
+def train_policy(policy, batch: Batch, cfg, step, total_steps):
     """One optimizer step over all samples, so the ratio is 1 and PPO's clip would do nothing."""
     lr = learning_rate(cfg.actor_learning_rate, cfg.num_warmup_steps, step, cfg.lr_end, total_steps)
     # A sample without a gradient does not pass through the model, but its tokens still count.
@@ -412,7 +412,7 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], lr, cfg, tokens=No
     return stats | {f"{engine.name}_{key}": value for key, value in own.items()}
 
 
-def reduce_stats(history: list[dict], tokens, passed) -> dict[str, float]:
+def reduce_stats(history: list[dict], tokens, passed):
     """The statistics of all micro-batches and ranks.
 
     A loss is divided by the step's tokens, another sum by the tokens that passed through the model,

@@ -67,7 +67,7 @@ class Learning:
     n_samples_per_prompt: int = 64  # responses to each; 2 or more for grpo and rloo
     temperature: float = 1.0  # log-probs and losses are taken at it too
     top_p: float = 1.0  # below 1 the trainer's log-probs are not the sampler's
-    stop: list[str] = field(default_factory=lambda: [*ORZ_STOP])  # they stay in the text
+    stop: list[str] = field(default_factory=ORZ_STOP.copy)  # they stay in the text
     prompt_max_len: int = 2048  # tokens; longer prompts are left out, aloud
     generate_max_len: int = 8000  # tokens; a response gets min(this, max_len - prompt)
     max_len: int = 8192  # tokens of prompt and response
@@ -133,8 +133,7 @@ def parse_flags(argv):
     parser.error = refuse_flag
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        names = list(vars(cfg))
-        nearest = difflib.get_close_matches(unknown[0].lstrip("-"), names, n=1, cutoff=0)
+        nearest = difflib.get_close_matches(unknown[0].lstrip("-"), vars(cfg), n=1, cutoff=0)
         raise UserError(f"unknown flag {unknown[0]}: did you mean --{nearest[0]}?")
     # What is logged is what is used. An empty list is written --stop "".
     cfg.stop = [text for text in cfg.stop if text]
@@ -263,8 +262,7 @@ def check_sampler(sampler, policy, problems, cfg):
     A stale or wrong model shows in the log-probs of a few responses: in their mean |difference|
     over all tokens, and over the tokens of the worst response.
     """
-    distribution = (32, cfg.temperature, 1.0)
-    requests = make_requests(problems[:8], 4, (cfg.seed, 0, "check"), distribution)
+    requests = make_requests(problems[:8], 4, (cfg.seed, 0, "check"), (32, cfg.temperature, 1.0))
     mine = [sample for _, sample in sampler.generate(requests, logprobs=True)]
     batch = ppo.Batch.of(sum(gather(mine), []), policy.device)
     apart = (ppo.logprobs(policy, batch, cfg) - batch.tokens["logprobs"]).abs()  # (T,)
@@ -329,8 +327,8 @@ def open_run_dir(cfg):
 def export(trained, run_dir, tokenizer, cfg):
     """The Hugging Face folders of policy and critic, and DeepSpeed's summary of its collectives."""
     for engine in trained:
-        weights = models.named_weights(engine)
-        ckpt.export(run_dir / engine.name, engine.module.model, weights, tokenizer)
+        folder = run_dir / engine.name
+        ckpt.export(folder, engine.module.model, models.named_weights(engine), tokenizer)
     if cfg.log_comms:
         models.deepspeed.comm.log_summary()
 

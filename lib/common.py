@@ -56,14 +56,12 @@ def tell_once(store, text):
     Before there is a store, one rank on each machine does.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    try:
+    # The store goes with rank 0, which has told it then.
+    with contextlib.suppress(RuntimeError):
         if store:
             is_first = store.add("told", 1) == 1
-    except RuntimeError:
-        # The store has gone with rank 0, which has told it then.
-        is_first = False
-    if is_first:
-        print(text, file=sys.stderr, flush=True)
+        if is_first:
+            print(text, file=sys.stderr, flush=True)
 
 
 def start_distributed():

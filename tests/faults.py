@@ -50,9 +50,7 @@ def work(run: Path, until: int):
     flags = {"zero_stage": 2, "lr_end": None}
     now = ckpt.RunState(total_steps=10**9, world=world, config=flags)
     path, state = ckpt.find_start(run, "auto", now, set())
-    if path:
-        ckpt.load(path, {"policy": engine}, state)
-    ckpt.rewind(run, state, is_new=path is None)
+    ckpt.restore(run, path, {"policy": engine}, state)
     if rank == 0:
         note(run / "loaded.txt", state.step, hash_of_weights(engine))
     for step in range(state.step, until):

@@ -59,7 +59,7 @@ def machines():
 
 
 def start(run: Path, *within: str, **flags) -> list[subprocess.Popen]:
-    """The command that the docs tell to run on each machine; `within` wraps the second machine's."""
+    """The command that the docs tell to run on each machine; `within` wraps the second one's."""
     processes = []
     for rank, (host, _, _) in enumerate(HOSTS):
         command = [sys.executable, *ACCELERATE, "--use_deepspeed"]
@@ -129,7 +129,7 @@ def test_a_machine_that_dies_is_named(machines, tiny, tmp_path):
     assert processes[0].wait(200) != 0, "the launcher gives its ranks 30 s"
     address = re.escape(HOSTS[1][2])
     screen = Path(f"{run}.0.txt").read_text()
-    assert re.search(rf"Traceback[^$]*Error: .*{address}", screen), screen[-3000:]
+    assert re.search(rf"(?s)Traceback.*Error: [^\n]*{address}", screen), screen[-3000:]
     done = len(jsonl(run / "metrics.jsonl"))
     wait(processes, run)
     again = start(run, **flags | {"max_steps": done + 2})

@@ -100,7 +100,7 @@ PANELS = [
         log=True,
     ),
 ]
-# The seconds waited are part of the rollout, and the report comes after the step.
+# The seconds waited are part of the rollout.
 NOT_STACKED = ["seconds_waited"]
 
 
