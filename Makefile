@@ -10,6 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.installed
 	$(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py
 	$(BIN)/python tools/plot.py out/run
+	$(BIN)/python tools/demo.py --show out/run
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -296,11 +297,30 @@ def write_flags(folder: Path, seed: int) -> None:
     unfinished.replace(folder / "flags.txt")
 
 
+def show_run(run: Path) -> None:
+    """Prints what a run has learnt: held-out numbers before and after, one problem answered twice."""
+    lines = [json.loads(line) for line in (run / "eval.jsonl").open()]
+    before, *_, after = lines
+    for key in ("accuracy", "length"):
+        print(f"held out: {key} {before[key]:.3f} -> {after[key]:.3f}")
+    answers = [json.loads(line) for line in (run / "eval_samples.jsonl").open()]
+    first_step = [answer for answer in answers if answer["step"] == before["step"]]
+    # One that was wrong at first says most.
+    first_step.sort(key=itemgetter("reward"))
+    problem = first_step[0]["problem"]
+    of_problem = [answer for answer in answers if answer["problem"] == problem]
+    for when, answer in (("before", of_problem[0]), ("after ", of_problem[-1])):
+        print(f"{when}: {answer['question']}<think>{answer['response']}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
+    parser.add_argument("folder", help="of the base model; with --show of a run")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--show", action="store_true", help="say what a run has learnt, and leave")
     args = parser.parse_args()
+    if args.show:
+        return show_run(Path(args.folder))
     # Ctrl-C reaches the trainer and this process; here it ends without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # accelerate launch gives every process one OpenMP thread, and nothing else runs meanwhile.
