@@ -298,7 +298,7 @@ def write_flags(folder: Path, seed: int) -> None:
 
 
 def show_run(run: Path) -> None:
-    """Prints what a run has learnt: held-out numbers before and after, one problem answered twice."""
+    """Prints what a run has learnt: held-out numbers, and one problem answered before and after."""
     lines = [json.loads(line) for line in (run / "eval.jsonl").open()]
     before, *_, after = lines
     for key in ("accuracy", "length"):
