@@ -83,7 +83,8 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
     except Exception as error:
         hint = "give a list of ORZ's or GSM8K's items"
         hint += f", columns {columns}, or a dataset with split {split!r}"
-        raise UserError(f"{place}: {type(error).__name__}: {one_line(error)}; {hint}") from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{place} cannot be read: {reason}; {hint}") from None
     if not problems:
         raise UserError(f"{path}: holds no problems; give a file or split with at least one")
     return problems

@@ -26,6 +26,7 @@ COUNTS = (
     "num_warmup_steps",
     "tensor_parallel",
 )
+GROUPED = ("grpo", "rloo")  # they compare a problem's samples
 
 
 def require(holds, message):
@@ -58,8 +59,7 @@ def check_config(cfg, world, choices):
 def check_batch(cfg, world):
     samples = cfg.n_samples_per_prompt
     all_samples = cfg.rollout_batch_size * samples
-    # These two compare the samples of a problem.
-    least = 2 if cfg.estimator in ("grpo", "rloo") else 1
+    least = 2 if cfg.estimator in GROUPED else 1
     table = {
         "rollout_batch_size": (
             cfg.rollout_batch_size % world == 0,

@@ -46,7 +46,8 @@ GSM8K = {"question": "1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2"}
 
 
 def test_import_is_light():
-    heavy = "{'torch', 'transformers', 'sympy', 'math_verify', 'datasets'}"
+    """Algebra and data sets are imported where they are needed; torch comes with lib/common.py."""
+    heavy = "{'transformers', 'sympy', 'math_verify', 'datasets', 'vllm', 'deepspeed'}"
     code = f"import sys, reward; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -155,10 +156,10 @@ def bad_files():
         ({"question": "1+1?", "answer": ["2"]}, "answer"),
         ({"question": "1+1?", "answer": "It is\ntwo lines"}, "#### "),
         ({"question": "1+1?", "answer": "It is 2\n#### "}, "answer"),
-        ({"prompt": [], "final_answer": "2"}, "empty list"),
+        ({"prompt": [], "final_answer": "2"}, "list index"),
         ({"prompt": [{"from": "user"}], "final_answer": "2"}, "'value'"),
         ({"final_answer": "2"}, "'prompt'"),
-        (ORZ_TRAIN[:1], "empty list"),
+        (ORZ_TRAIN[:1], "list index"),
         ([ORZ_TRAIN[0], {"from": "assistant"}], "'ground_truth'"),
         ([ORZ_TRAIN[0], {"ground_truth": {}}], "'value'"),
         ("text", "str"),
@@ -205,7 +206,7 @@ def test_local_datasets_are_read_by_folder_and_split(tmp_path):
     assert len(reward.load_problems(str(tmp_path / "splits"), "plain", split="test", **names)) == 1
     with pytest.raises(UserError, match="'dev'"):
         reward.load_problems(str(tmp_path / "splits"), "plain", split="dev", **names)
-    with pytest.raises(UserError, match="item 1: lacks 'question'"):
+    with pytest.raises(UserError, match="item 1 cannot be read: KeyError: .question."):
         reward.load_problems(str(tmp_path / "saved"), "plain")
     with pytest.raises(UserError, match="nowhere"):
         reward.load_problems(str(tmp_path / "nowhere"), "plain")

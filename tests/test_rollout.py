@@ -97,6 +97,12 @@ def found(tmp_path_factory):
     return run_worker(folder / "found.json", env={"LOCAL_WORLD_SIZE": "2"}, **flags)
 
 
+def test_a_cache_that_cannot_hold_one_sequence_is_one_line(found):
+    line = found["small cache"]
+    assert line.startswith("vLLM cannot start with --model ")
+    assert "--kv_cache_gb 1e-05" in line and "\n" not in line
+
+
 def test_every_call_of_the_sampler_starts_cold(found):
     """A resumed run checks its sampler, and an evaluation comes before some steps.
 
