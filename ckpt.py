@@ -94,8 +94,10 @@ def fsync(path):
 
 
 def size_and_hash(path):
-    """Of a file, read back. It is {} where the file cannot be read: a sick disk on one rank must
-    not leave the others waiting."""
+    """Reads a file back. Returns {} where it cannot be read.
+
+    A sick disk on one rank must not leave the others waiting.
+    """
     with contextlib.suppress(OSError), open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return {"size": file.tell(), "sha256": digest.hexdigest()}
@@ -112,35 +114,37 @@ def claim(run_dir, needed_bytes):
     small, or used by another run; it names machine, rank, path and bytes.
     """
     rank = dist.get_rank()
-    tokens = run_dir / ".claim"
+    claims = run_dir / ".claim"
     nonce = gather(os.urandom(8).hex())[0]
-    mine = tokens / f"{nonce}.{rank}"
+    mine = claims / f"{nonce}.{rank}"
     lock = None
-    problem = None
+    complaint = None
     try:
-        tokens.mkdir(parents=True, exist_ok=True)
+        claims.mkdir(parents=True, exist_ok=True)
         mine.touch()
         free = shutil.disk_usage(run_dir).free
         if free < needed_bytes:
             numbers = f"needed {needed_bytes / 2**30:.2f} GiB, free {free / 2**30:.2f} GiB"
-            problem = f"too small for its checkpoints: {numbers}"
+            complaint = f"too small for its checkpoints: {numbers}"
         if rank == 0:
             lock = open(run_dir / ".lock", "w")  # noqa: SIM115
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        problem = "another run is using this folder; wait for it or choose another --run_dir"
+        complaint = "another run is using this folder; wait for it or choose another --run_dir"
     except OSError as error:
-        problem = f"not writable, or not lockable ({error.strerror})"
+        complaint = f"not writable, or not lockable ({error.strerror})"
     dist.barrier()
     neighbour = (rank + 1) % dist.get_world_size()
-    if not problem and not (tokens / f"{nonce}.{neighbour}").exists():
-        problem = f"not shared: the file of rank {neighbour} is absent; all machines must mount it"
-    for place, text in gather((here(), problem)):
+    if not complaint and not (claims / f"{nonce}.{neighbour}").exists():
+        complaint = (
+            f"not shared: the file of rank {neighbour} is absent; all machines must mount it"
+        )
+    for place, text in gather((here(), complaint)):
         if text:
             raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
         # What is left of a run that was killed while it saved.
-        for leftover in [*run_dir.glob(".saving_*"), tokens]:
+        for leftover in [*run_dir.glob(".saving_*"), claims]:
             shutil.rmtree(leftover, ignore_errors=True)
     return lock
 
@@ -260,26 +264,31 @@ def make_room(temporary, final):
 
 
 def write_engines(folder, engines):
-    """Every rank's files, on disk: their sizes and hashes by relative path, or a rank's error."""
+    """Writes every rank's files. Returns their sizes and hashes by relative path, and an error."""
     writer = DurableWriter()
     for name, engine in engines.items():
         # It would copy a script past the writer, and raise on a full disk.
-        engine._copy_recovery_script = str
+        engine._copy_recovery_script = skip
         with checkpoint_engine(engine, writer):
             engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
+    written = writer.finish()
     files = {}
     error = None
-    for place, written, problem in gather((here(), writer.finish(), writer.error)):
-        if problem:
-            error = f"{place}: {problem}"
-        for path, entry in written.items():
+    for place, entries, rank_error in gather((here(), written, writer.error)):
+        if rank_error:
+            error = f"{place}: {rank_error}"
+        for path, entry in entries.items():
             files[os.path.relpath(path, folder)] = entry
     return files, error
 
 
+def skip(folder):
+    pass
+
+
 @contextlib.contextmanager
 def checkpoint_engine(engine, writer):
-    """DeepSpeed's files of this engine go through `writer` meanwhile."""
+    """Lets DeepSpeed's files of this engine go through `writer` meanwhile."""
     own = engine.checkpoint_engine
     engine.checkpoint_engine = writer
     yield
@@ -287,7 +296,7 @@ def checkpoint_engine(engine, writer):
 
 
 def publish(temporary, final, files, state: RunState, hf):
-    """Rank 0, after all ranks have written: the small files, the manifest, and one rename."""
+    """Writes the small files and the manifest, and renames. All ranks have written by now."""
     for item in hf:
         item.save_pretrained(temporary / "hf")
     (temporary / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
@@ -334,8 +343,8 @@ def pick_checkpoint(run_dir, resume):
         damage = find_damage(path)
         if not damage:
             return path
-        # It never starts over by itself: a disk may be sick for a minute only.
         if path == candidates[-1]:
+            # It never starts over by itself: a disk may be sick for a minute only.
             raise UserError(
                 f"--resume {resume}: {path}: {damage}; repair it, choose another of "
                 "`tools/convert.py list RUN`, or start over with --resume none"
@@ -364,15 +373,15 @@ def read_state(path) -> RunState:
     return RunState(**json.loads((path / "state.json").read_text()))
 
 
-def find_start(run_dir, choice, now: RunState, fixed):
-    """The checkpoint to start from, or None, and the state to go on from.
+def find_start(run_dir, resume, new: RunState, fixed):
+    """Returns the checkpoint to start from, or None, and the state to go on from.
 
-    now: this run at its step 0. fixed: the flags that decide what is learnt. Raises UserError
-    where another run would come of it.
+    new: this run at its step 0. fixed: the flags that decide what is learnt. Raises UserError where
+    another run would come of it.
     """
-    path = pick_checkpoint(run_dir, choice)
+    path = pick_checkpoint(run_dir, resume)
     if path is None:
-        return None, now
+        return None, new
     saved = read_state(path)
     sizes = saved.log_sizes
     if path.parent.resolve() != run_dir.resolve():
@@ -382,52 +391,52 @@ def find_start(run_dir, choice, now: RunState, fixed):
             raise UserError(
                 f"--resume {path}: {run_dir} has checkpoints too; choose another --run_dir"
             )
-    if saved.step > now.total_steps and not (run_dir / "result.json").exists():
-        total = f"the {now.total_steps} steps of this run"
+    if saved.step > new.total_steps and not (run_dir / "result.json").exists():
+        total = f"the {new.total_steps} steps of this run"
         raise UserError(f"{path} is past {total}: raise --max_steps, or use --resume none")
-    changed = find_changes(saved, now, fixed)
+    changed = find_changes(saved, new, fixed)
     if changed:
         names = ", --".join(changed)
         raise UserError(
             f"{path} was made with another --{names}, which changes what is learnt; use the old "
             "value, or --resume none"
         )
-    if saved.layout != now.layout and not (path / "universal").is_dir():
+    if saved.layout != new.layout and not (path / "universal").is_dir():
         raise UserError(
             f"{path} is of {saved.world} ranks with ZeRO {saved.layout[1]}, this run of "
-            f"{now.world} with {now.layout[1]}; run `python tools/convert.py reshard {path}` first"
+            f"{new.world} with {new.layout[1]}; run `python tools/convert.py reshard {path}` first"
         )
-    return path, dataclasses.replace(now, step=saved.step, levers=saved.levers, log_sizes=sizes)
+    return path, dataclasses.replace(new, step=saved.step, levers=saved.levers, log_sizes=sizes)
 
 
-def find_changes(saved: RunState, now: RunState, fixed):
+def find_changes(saved: RunState, new: RunState, fixed):
     """Shows every changed flag; returns the names of those that decide what is learnt."""
     changed = []
-    for name, value in now.config.items():
+    for name, value in new.config.items():
         old = saved.config.get(name)
         if old != value:
             print0(f"resume: --{name} was {old}, is {value}")
         if old != value and name in fixed:
             changed.append(name)
-    if saved.problems_hash != now.problems_hash and not changed:
+    if saved.problems_hash != new.problems_hash and not changed:
         print0("resume: the problems in --data are not those of the checkpoint")
         changed.append("data")
     # A falling learning rate depends on the last step.
-    if now.config["lr_end"] is not None and saved.total_steps != now.total_steps:
+    if new.config["lr_end"] is not None and saved.total_steps != new.total_steps:
         changed.append("max_steps")
     return changed
 
 
 def restore(run_dir, source, engines, state: RunState):
-    """The engines from a verified checkpoint, if there is one, and the logs as they were then."""
+    """Fills the engines from a verified checkpoint, if there is one, and cuts the logs back."""
     if source:
         load(source, engines, state)
     if dist.get_rank() == 0:
         rewind(run_dir, state, is_new=source is None)
 
 
-def load(path, engines, now: RunState):
-    if read_state(path).layout != now.layout:
+def load(path, engines, new: RunState):
+    if read_state(path).layout != new.layout:
         from lib import reshard
 
         damage = find_damage(path / "universal")

@@ -13,7 +13,8 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - Group scores are divided by their standard deviation and not whitened again. ORZ's GRPO did
   neither.
 
-Shapes: R packed rows, L row length, T response tokens, N samples.
+Shapes: N samples, T response tokens, R packed rows, L row length. In an estimator T is the longest
+response, to which the others are padded.
 """
 
 from bisect import bisect_left, insort
@@ -55,7 +56,7 @@ class Batch:
 
     @classmethod
     def of(cls, samples, device) -> "Batch":
-        """From the sampler's samples. Responses to one problem of the step form a group."""
+        """Makes a batch of the sampler's samples. Responses to one problem form a group."""
         prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
         response_ids = [sample.response_ids for sample in samples]
         groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
@@ -67,12 +68,12 @@ class Batch:
         return batch
 
     def with_signal(self) -> list[int]:
-        """Samples with an advantage that is not 0. The others have no gradient."""
+        """Returns the samples with an advantage that is not 0. The others have no gradient."""
         parts = self.split(self.tokens["advantages"].cpu())
         return [i for i, part in enumerate(parts) if part.any()]
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """(T,) as one tensor a sample."""
+        """Cuts (T,) into one tensor a sample."""
         return numbers.split(self.length.tolist())
 
 
@@ -99,7 +100,7 @@ def longest_first(sizes: list[int], samples: list[int]) -> list[int]:
 
 
 def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
-    """Samples over ranks, longest first to the lightest rank.
+    """Deals samples to ranks, the longest first, each to the rank with the fewest tokens.
 
     From 32 samples a rank on, the ranks' tokens differ by less than 2 %.
     """
@@ -130,7 +131,7 @@ def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
 
 
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
-    """The tensors of some packed rows of samples."""
+    """Makes the tensors of some packed rows of samples."""
     longest = max(sum(batch.size[i] for i in row) for row in rows)
     columns = {"input_ids": [], "position_ids": [], "predict": [], "token_ids": [], "index": []}
     for row in rows:
@@ -157,13 +158,13 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
 
 
 def filler(device) -> MicroBatch:
-    """One token of mask 0: it keeps a rank without samples in step with the others."""
+    """Makes one token of mask 0, which keeps a rank without samples in step with the others."""
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)  # (1, 1)
     return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float())
 
 
 def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
-    """This rank's share of `samples`; an empty list on all ranks when there are none.
+    """Makes this rank's share of `samples`; it is empty on all ranks if there are none.
 
     Every rank gets the same number of micro-batches, since ZeRO's collectives must match.
     """
@@ -232,7 +233,7 @@ WHITENED = ("gae", "reinforce")  # group scores are normalised already
 
 
 def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, population std and size of each sample's group, (N,) each.
+    """Returns mean, population std and size of each sample's group, (N,) each.
 
     The std is exactly 0 where all rewards are equal.
     """
@@ -274,12 +275,12 @@ def compute_advantages(batch: Batch, cfg):
 
 
 def values(critic, batch: Batch, cfg) -> Tensor:
-    """V(s_t) of every response token, (T,), the same on every rank."""
+    """Computes V(s_t) of every response token, (T,), the same on every rank."""
     return token_pass(batch, cfg, critic)
 
 
 def logprobs(policy, batch: Batch, cfg) -> Tensor:
-    """log p of every response token, (T,), the same on every rank."""
+    """Computes log p of every response token, (T,), the same on every rank."""
 
     def forward(micro):
         return policy(micro, cfg.temperature)[0]  # (T,)
@@ -289,7 +290,7 @@ def logprobs(policy, batch: Batch, cfg) -> Tensor:
 
 @torch.no_grad()
 def token_pass(batch: Batch, cfg, forward) -> Tensor:
-    """One number per response token, (T,), from `forward(micro)`."""
+    """Computes one number per response token, (T,), by `forward(micro)`."""
     numbers = torch.zeros(int(batch.length.sum()), device=batch.device)  # (T,)
     for micro in micro_batches(batch, batch.everyone(), cfg):
         numbers.index_add_(0, micro.index, forward(micro) * micro.mask)
@@ -335,7 +336,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """0.5 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), summed over tokens (ORZ's ValueLoss)."""
+    """0.5 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), summed (ORZ's ValueLoss)."""
     values = critic(micro)  # (T,)
     old = batch.tokens["values"][micro.index]  # (T,)
     returns = batch.tokens["returns"][micro.index]  # (T,)
@@ -350,9 +351,13 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 
 def train_critic(critic, batch: Batch, cfg, step):
-    """critic_update_steps optimizer steps, each over its part of one shuffle of the samples."""
+    """Takes critic_update_steps optimizer steps, each over its part of one shuffle of the samples.
+
+    There are never more steps than samples.
+    """
     rng = np.random.default_rng(hash64(cfg.seed, step, "critic"))
-    parts = np.array_split(rng.permutation(len(batch.size)), cfg.critic_update_steps)
+    count = min(cfg.critic_update_steps, len(batch.size))
+    parts = np.array_split(rng.permutation(len(batch.size)), count)
     history = []
     for k, part in enumerate(parts):
         optimizer_step = step * cfg.critic_update_steps + k
@@ -362,17 +367,18 @@ def train_critic(critic, batch: Batch, cfg, step):
 
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
-    """One optimizer step over all samples, so the ratio is 1 and PPO's clip would do nothing."""
+    """Takes one optimizer step over all samples, so the ratio is 1 and a clip would do nothing."""
     lr = learning_rate(cfg.actor_learning_rate, cfg.num_warmup_steps, step, cfg.lr_end, total_steps)
     # A sample without a gradient does not pass through the model, but its tokens still count.
-    tokens = int(batch.length.sum())
-    return update(policy, policy_loss, batch, batch.with_signal(), lr, cfg, tokens)
+    denominator = int(batch.length.sum())
+    return update(policy, policy_loss, batch, batch.with_signal(), lr, cfg, denominator)
 
 
 def learning_rate(peak, warmup, step, end=None, total=0):
-    """Of optimizer step `step`, from 0: linear from peak / warmup, then constant.
+    """Returns the rate of an optimizer step, counted from 0.
 
-    With `end` it then falls linearly, to reach that at the last of `total` steps.
+    It rises linearly from peak / warmup, and then stays, or falls linearly to `end`, which it
+    reaches at the last of `total` steps.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -382,28 +388,29 @@ def learning_rate(peak, warmup, step, end=None, total=0):
     return peak + (end - peak) * min(1.0, progress)
 
 
-def update(engine, loss_fn, batch: Batch, samples: list[int], lr, cfg, tokens=None):
-    """One optimizer step over `samples`, which are dealt to all ranks. Returns global means.
+def update(engine, loss_fn, batch: Batch, samples: list[int], lr, cfg, denominator=None):
+    """Takes one optimizer step over `samples`, dealt to all ranks. Returns global means.
 
-    The loss is a sum over response tokens, divided by `tokens`: how many there are on all ranks
-    together (those of `samples` if it is not given). That is known beforehand, so packing,
-    micro-batches and ranks do not change the gradient. Without samples there is no step. Raises
-    FloatingPointError on all ranks, with the weights unchanged, if something is not finite.
+    The loss is a sum over response tokens, divided by `denominator`: how many tokens there are on
+    all ranks together (those of `samples` if it is not given). That is known beforehand, so
+    packing, micro-batches and ranks do not change the gradient. Without samples there is no step.
+    Raises FloatingPointError on all ranks, with the weights unchanged, if a number is not finite.
     """
     passed = int(batch.length[samples].sum())
-    tokens = passed if tokens is None else tokens
+    if denominator is None:
+        denominator = passed
     micros = micro_batches(batch, samples, cfg)
     history = []
     for micro in micros:
         loss, stats = loss_fn(engine, batch, micro, cfg)
         # The engine averages gradients over ranks; times their number that is a sum.
-        scaled = loss * (dist.get_world_size() / tokens)
+        scaled = loss * (dist.get_world_size() / denominator)
         engine.backward(scaled, is_last=micro is micros[-1])
         history.append(stats)
     stats = {}
     grad_norm = 0.0
     if micros:
-        stats = reduce_stats(history, tokens, passed)
+        stats = reduce_stats(history, denominator, passed)
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{engine.name}: the loss is not finite: {stats}")
         grad_norm = engine.step(lr)
@@ -412,11 +419,11 @@ def update(engine, loss_fn, batch: Batch, samples: list[int], lr, cfg, tokens=No
     return stats | {f"{engine.name}_{key}": value for key, value in own.items()}
 
 
-def reduce_stats(history: list[dict], tokens, passed):
-    """The statistics of all micro-batches and ranks.
+def reduce_stats(history, denominator, passed):
+    """Joins the statistics of all micro-batches and ranks.
 
-    A loss is divided by the step's tokens, another sum by the tokens that passed through the model,
-    and what ends in _max is a maximum.
+    A loss is divided by the step's denominator, another sum by the tokens that passed through the
+    model, and what ends in _max is a maximum.
     """
     totals = {}
     for key in history[0]:
@@ -425,9 +432,8 @@ def reduce_stats(history: list[dict], tokens, passed):
             total = column.max()
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
         else:
-            total = column.sum() / passed
+            divisor = denominator if key.endswith("loss") else passed
+            total = column.sum() / divisor
             dist.all_reduce(total)
-        if key.endswith("loss"):
-            total = total * passed / tokens
         totals[key] = total.item()
     return totals

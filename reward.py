@@ -45,7 +45,7 @@ LOSSES = ("cpu_timeouts", "wall_timeouts", "crashes")
 
 @dataclass(frozen=True)
 class Problem:
-    index: int  # position in its file
+    index: int  # position among all problems
     question: str
     # The answer as text. Another task may put its tests here.
     label: object
@@ -147,7 +147,7 @@ def extract_answer(text):
     # One pass keeps a stack of the open braces: for each, where its content starts if it is a
     # box's, else 0. A closing brace ends the innermost of them. If that is a box that starts behind
     # the last answer, it is the new answer. An escaped brace is one token with its backslash, so it
-    # opens and closes nothing.
+    # opens and closes nothing. Of nested boxes the inner one wins.
     content_starts = []
     for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", block, re.DOTALL):
         if token[0] == r"\boxed{":
@@ -217,7 +217,7 @@ class Grader:
             self.verdicts[pair] = verdict
 
     def check(self, predicted, label):
-        """In a thread: what `Worker.ask` returns."""
+        """Asks an idle worker; it runs in a thread. Returns what `Worker.ask` returns."""
         worker = self.idle_workers.pop()
         try:
             reply = worker.ask(predicted, label, self.wall_seconds)
@@ -233,7 +233,7 @@ class Grader:
         return sum(self.counts[way] for way in LOSSES)
 
     def pending(self, seconds):
-        """How many verdicts are still to come after at most so long."""
+        """Waits for at most so long. Returns how many verdicts are still to come."""
         return len(futures.wait(self.running.values(), seconds).not_done)
 
     def results(self):

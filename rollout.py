@@ -7,8 +7,9 @@ Deviations from Open-Reasoner-Zero (ORZ):
   takes turns with it on the same device.
 - The sampled ids are what is returned and trained on. ORZ decodes and encodes again, and the last
   action is often another one then.
-- A sample's randomness is a hash of (seed, step, purpose, problem, index). It does not depend on
-  the rank that draws it, on the order, or on what ran before.
+- A sample's randomness is a hash of the seed, the step, the purpose, the problem's place in the
+  step, and the sample's index. It does not depend on the rank that draws it, on the order, or on
+  what ran before.
 - The prefix cache is reset before every call. ORZ forgets that in one mode and reuses the keys of
   old weights.
 
@@ -18,7 +19,7 @@ Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -64,7 +65,7 @@ class Sample:
 
 
 def requests_of_step(problems, cfg, step) -> list[Request]:
-    """Some samples of each problem whose turn it is: a pure function of seed and step."""
+    """Asks for n samples of each problem whose turn it is. It is a function of seed and step."""
     start = step * cfg.rollout_batch_size
     order = problem_order(cfg.seed, len(problems), start, cfg.rollout_batch_size)
     chosen = [problems[i] for i in order]
@@ -73,8 +74,11 @@ def requests_of_step(problems, cfg, step) -> list[Request]:
 
 
 def make_requests(problems, count, purpose, distribution) -> list[Request]:
-    """`count` samples of every problem. purpose: (seed, step, name), which is all that their
-    randomness depends on. distribution: (max_tokens, temperature, top_p)."""
+    """Asks for `count` samples of every problem.
+
+    purpose: (seed, step, name), on which alone their randomness depends. distribution:
+    (max_tokens, temperature, top_p).
+    """
     requests = []
     for group, problem in enumerate(problems):
         seed = hash64(*purpose, group)
@@ -84,7 +88,10 @@ def make_requests(problems, count, purpose, distribution) -> list[Request]:
 
 
 def problem_order(seed, count, start, size) -> list[int]:
-    """Positions start .. start + size of an endless order in which each pass is shuffled anew."""
+    """Returns the places start to start + size of an endless order of the problems.
+
+    Each pass over the problems is shuffled anew.
+    """
     passes = {}
     order = []
     for position in range(start, start + size):
@@ -94,6 +101,10 @@ def problem_order(seed, count, start, size) -> list[int]:
             passes[number] = rng.permutation(count)
         order.append(int(passes[number][offset]))
     return order
+
+
+def never():
+    return False
 
 
 class Sampler:
@@ -151,9 +162,7 @@ class Sampler:
             settings.setdefault("kv_cache_memory_bytes", 2**30)
         return settings
 
-    def generate(
-        self, requests: list[Request], stopped: Callable[[], bool] = bool, logprobs=False
-    ) -> Iterator[tuple[int, Sample]]:
+    def generate(self, requests: list[Request], stopped=never, logprobs=False):
         """Yields (position in `requests`, sample) as samples end, in any order.
 
         `stopped` is asked before each of the engine's steps. If it says yes, or the generator is
@@ -163,7 +172,8 @@ class Sampler:
         from vllm.inputs import tokens_input
 
         # A block that is still warm has keys of old weights, or would change the schedule.
-        assert self.llm.reset_prefix_cache(), "requests are still running: blocks would be reused"
+        is_cold = self.llm.reset_prefix_cache()
+        assert is_cold, "requests are still running: blocks would be reused"
         engine = self.llm.llm_engine
         waiting = {str(position) for position in range(len(requests))}
         try:
@@ -225,7 +235,7 @@ class Sampler:
             self.llm.sleep(level=2)
 
 
-def finished_outputs(engine, stopped: Callable[[], bool]):
+def finished_outputs(engine, stopped):
     """Steps the engine until nothing is left to do or `stopped` says so."""
     while engine.has_unfinished_requests() and not stopped():
         for output in engine.step():
@@ -238,7 +248,7 @@ class Rollout:
 
     def __init__(self, task, signals, cfg):
         """task: a module like reward.py. signals: of lib/common.py. Raises UserError."""
-        # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted before.
+        # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted first.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
         self.grader = task.Grader(max(1, len(os.sched_getaffinity(0)) // ranks_here))
@@ -261,31 +271,31 @@ class Rollout:
             self.signals.agree()
             for position, reward in self.grader.results().items():
                 mine[position].reward = reward
-            # Since the run began: checks that ended without a verdict.
+            # These are the checks of this process that ended without a verdict.
             clock.numbers["reward_lost"] = sum(gather(self.grader.lost))
             seconds = gather(clock.seconds["rollout"])
             clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
             return exchange(requests, mine)
 
     def sample_my_share(self, requests: list[Request]) -> dict[int, Sample]:
-        """{position: sample} of this rank's engine.
+        """Returns {position: sample} of this rank's engine.
 
         Single samples are dealt to the engines in turn, so that no engine is left with all the long
         samples of one hard problem.
         """
-        engine, place = divmod(dist.get_rank(), self.cfg.tensor_parallel)
+        engine, rank_in_engine = divmod(dist.get_rank(), self.cfg.tensor_parallel)
         engines = dist.get_world_size() // self.cfg.tensor_parallel
         positions = range(engine, len(requests), engines)
         share = [requests[position] for position in positions]
         logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
-        # A bar on rank 0's terminal (None asks whether there is one), gone when it is done.
-        is_silent = dist.get_rank() > 0 or None
+        # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
+        is_silent = True if dist.get_rank() > 0 else None
         mine = {}
         with contextlib.closing(self.sampler.generate(share, self.stopped, logprobs)) as stream:
             bar = tqdm(stream, "sampling", len(share), leave=False, disable=is_silent)
             for k, sample in bar:
                 # All ranks of an engine get its samples; only its first rank hands them on.
-                if place == 0:
+                if rank_in_engine == 0:
                     mine[positions[k]] = sample
                     sample.text_metrics = self.task.text_metrics(sample.text)
                     label = share[k].problem.label
@@ -301,7 +311,7 @@ class Rollout:
 
 
 def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:
-    """The samples of all ranks, on every rank. The problems stay at home: each rank has them."""
+    """Gives every rank the samples of all ranks. The problems are not sent: each rank has them."""
     for sample in mine.values():
         sample.request = None
     samples = {}

@@ -22,7 +22,7 @@ from pathlib import Path
 from lib.launcher import follow_launcher
 
 if __name__ == "__main__":
-    # The imports below take 8 s, and a launcher that is killed meanwhile must take this along.
+    # The imports below take 8 s. If the launcher is killed meanwhile, this process must end too.
     follow_launcher()
 # An idle thread of OpenMP must sleep: spinning ones get five times slower beside other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -50,6 +50,7 @@ from lib.common import (
 from lib.report import RunLog, redirect_libraries
 from rollout import Rollout, make_requests, requests_of_step
 
+# The base model would go on with the conversation behind its answer.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
@@ -73,19 +74,19 @@ class Learning:
     max_len: int = 8192  # tokens of prompt and response
     first_stage: int = 0  # samples before a problem is judged worth the others; 0 is off
     adaptive_len: bool = False  # a problem's cap follows what its finished responses needed
-    rollout_quantization: str | None = None  # of the sampler's weights alone: fp8
+    rollout_quantization: str | None = None  # fp8: only the sampler has smaller weights
     # ---- learning
     estimator: str = "gae"  # gae (PPO with critic), grpo, rloo, reinforce
-    gamma: float = 1.0  # with lambd 1 the advantage is R - V; less favours short answers
-    lambd: float = 1.0  # GAE's lambda: below 1 calmer advantages, and biased ones
+    gamma: float = 1.0  # with lambd 1 the advantage is R - V; a gamma below 1 favours short answers
+    lambd: float = 1.0  # GAE's lambda; below 1 advantages are calmer, and biased
     advantage_normalization: bool = True  # over all tokens; gae and reinforce only
     critic_update_steps: int = 12  # optimizer steps over one shuffled pass
     actor_learning_rate: float = 1e-6  # the policy's; 1e-6 suits 0.5B to 32B
     critic_learning_rate: float = 5e-6  # the critic can learn faster than the policy
-    num_warmup_steps: int = 50  # optimizer steps, up from lr / n
-    lr_end: float | None = None  # the policy's falls linearly to it; absent: constant
+    num_warmup_steps: int = 50  # optimizer steps in which the rate rises from lr / n
+    lr_end: float | None = None  # the policy's rate falls linearly to it; absent: it is constant
     value_clip: float = 0.2  # around the value before the update
-    tis_cap: float | None = None  # weigh a token by trainer/sampler ratio, cut here (2.0)
+    tis_cap: float | None = None  # weigh a token by its trainer/sampler ratio, at most this; try 2
     max_norm: float = 1.0  # gradient clip
     bf16: bool = True  # with fp32 masters and gradient sums; needs ZeRO 2 or 3
 
@@ -135,8 +136,9 @@ def parse_flags(argv):
     if unknown:
         nearest = difflib.get_close_matches(unknown[0].lstrip("-"), vars(cfg), n=1, cutoff=0)
         raise UserError(f"unknown flag {unknown[0]}: did you mean --{nearest[0]}?")
-    # What is logged is what is used. An empty list is written --stop "".
+    # An empty list is written as --stop "".
     cfg.stop = [text for text in cfg.stop if text]
+    # What is logged is what is used, so absent values are filled in here.
     if cfg.eval_temperature is None:
         cfg.eval_temperature = cfg.temperature
     if cfg.eval_top_p is None:
@@ -232,7 +234,7 @@ def problems_hash(problems):
 
 
 def read_eval_sets(task, cfg, tokenizer):
-    """{name: problems}; a set is called like its file, with the split behind it if one is named."""
+    """Returns {name: problems}. A set is called like its file, and its split if one is named."""
     sets = {}
     for path in cfg.eval_data:
         file, options = parse_path(path, split="")
@@ -281,8 +283,9 @@ def check_sampler(sampler, policy, problems, cfg):
 
 
 def allowed_gap(cfg, is_gpu):
-    """The mean over all tokens, and of the worst response. The first has never been measured."""
+    """Returns the largest mean over all tokens, and over those of the worst response."""
     if cfg.rollout_quantization:
+        # fp8 has never run here, so this is a guess.
         return 0.2, 1.0
     if cfg.bf16:
         return 0.03, 0.15
@@ -293,7 +296,7 @@ def allowed_gap(cfg, is_gpu):
 
 def evaluate(rollout, eval_sets, step, log):
     """eval_n samples of every problem of every set. A collective; raises Stopped."""
-    cfg = log.cfg
+    cfg = rollout.cfg
     distribution = (cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p)
     for name, problems in eval_sets.items():
         requests = make_requests(
@@ -303,12 +306,12 @@ def evaluate(rollout, eval_sets, step, log):
 
 
 def is_due(step, interval):
-    """Every `interval` steps; 0 is never."""
+    """It is every `interval` steps, and never if that is 0."""
     return interval > 0 and step % interval == 0
 
 
 def choose_sampling(rollout, cfg, state: ckpt.RunState):
-    """Rollout.sample, behind --first_stage and --adaptive_len if they are wanted."""
+    """Returns Rollout.sample, or the levers' if --first_stage or --adaptive_len is pulled."""
     if not (cfg.first_stage or cfg.adaptive_len):
         return rollout.sample
     from lib.levers import Levers
@@ -317,7 +320,10 @@ def choose_sampling(rollout, cfg, state: ckpt.RunState):
 
 
 def open_run_dir(cfg):
-    """The folder, and its lock for this run. From here on libraries print to its run.log."""
+    """Locks the folder, and sends what libraries print to its run.log.
+
+    The lock holds as long as the object that is returned beside the path lives.
+    """
     run_dir = Path(cfg.run_dir).absolute()
     lock = ckpt.claim(run_dir, check.needed_bytes(cfg, len(ckpt.checkpoints(run_dir))))
     redirect_libraries(run_dir / "run.log")
@@ -325,7 +331,7 @@ def open_run_dir(cfg):
 
 
 def export(trained, run_dir, tokenizer, cfg):
-    """The Hugging Face folders of policy and critic, and DeepSpeed's summary of its collectives."""
+    """Writes the Hugging Face folders of policy and critic, and DeepSpeed's summary if wanted."""
     for engine in trained:
         folder = run_dir / engine.name
         ckpt.export(folder, engine.module.model, models.named_weights(engine), tokenizer)
@@ -345,8 +351,8 @@ def main(cfg, world, device, store):
     total_steps = count_steps(cfg, len(problems))
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
-    state = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
-    source, state = ckpt.find_start(run_dir, cfg.resume, state, set(Learning.__dataclass_fields__))
+    new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
+    source, state = ckpt.find_start(run_dir, cfg.resume, new, set(Learning.__dataclass_fields__))
     if state.step >= total_steps and (run_dir / "result.json").exists():
         return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
 
@@ -366,7 +372,7 @@ def main(cfg, world, device, store):
     log = RunLog(run_dir, cfg, tokenizer)
     log.start(state, check_sampler(rollout.sampler, policy, problems, cfg))
 
-    unsaved = None
+    save_error = None
     try:
         for step in range(state.step, total_steps):
             if step == 0 or is_due(step, cfg.eval_interval):
@@ -388,45 +394,45 @@ def main(cfg, world, device, store):
             with clock("values"):
                 if critic:
                     batch.tokens["values"] = ppo.values(critic, batch, cfg)
-                if reference:  # a number to watch, not a loss
+                if reference:  # it is only logged
                     batch.tokens["ref_logprobs"] = ppo.logprobs(reference, batch, cfg)
 
-            # 6. Advantages. HACK HERE: ppo.ESTIMATORS.
+            # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
             with clock("advantage"):
-                learned = ppo.compute_advantages(batch, cfg)
+                stats = ppo.compute_advantages(batch, cfg)
 
             # 7. Learn: the critic in several optimizer steps, then the policy in one.
             with clock("critic"):
                 if critic:
-                    learned |= ppo.train_critic(critic, batch, cfg, step)
+                    stats |= ppo.train_critic(critic, batch, cfg, step)
             with clock("policy"):
-                learned |= ppo.train_policy(policy, batch, cfg, step, total_steps)
+                stats |= ppo.train_policy(policy, batch, cfg, step, total_steps)
 
             # 8. Sync: the sampler wakes up with the weights that were just learnt.
             with clock("sync"):
                 rollout.sampler.sync(models.named_weights(policy))
 
             # 9. Report and save. A save that failed is tried again at the next step.
-            log.step(step + 1, samples, batch, learned, clock)
+            log.step(step + 1, samples, batch, stats, clock)
             state.finish_step(run_dir)
-            if unsaved or state.step == total_steps or is_due(state.step, cfg.save_interval):
-                unsaved = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
+            if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
+                save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
     except Stopped:
-        unsaved = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        check.require(not unsaved, f"stopped at step {state.step}, which is NOT saved: {unsaved}")
-        return print0(f"stopped at step {state.step}; the same command goes on from there")
+        save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
+        check.require(not save_error, f"stopped at step {state.step}, NOT saved: {save_error}")
+        return print0(f"stopped at step {state.step}; --resume auto goes on from there")
     finally:
         rollout.grader.close()
         log.close()
 
     export(trained, run_dir, tokenizer, cfg)
-    check.require(not unsaved, f"step {total_steps} is NOT saved; the same command tries again")
+    check.require(not save_error, f"step {total_steps} is NOT saved; the same command tries again")
     return log.result(total_steps)
 
 
 def run(argv):
-    """A run from its flags to its exit code: 0, or 2 for what the user can mend."""
+    """Runs from the flags to an exit code: 0, or 2 for what the user can mend."""
     store = None
     try:
         cfg = parse_flags(argv)

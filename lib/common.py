@@ -56,7 +56,7 @@ def tell_once(store, text):
     Before there is a store, one rank on each machine does.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    # The store goes with rank 0, which has told it then.
+    # If the store has gone, rank 0 has ended, and has told the error before.
     with contextlib.suppress(RuntimeError):
         if store:
             is_first = store.add("told", 1) == 1

@@ -38,9 +38,12 @@ class ChunkedLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        """With z the scaled logits, p the probabilities and S the entropy:
+        """With z the scaled logits, p the probabilities, y the token and S the entropy:
 
         d log p_y / dz = 1[y] - p        d S / dz = -p (log p + S)
+
+        So the gradient of z is g_y 1[y] - p (g_y + g_S (log p + S)), with g_y and g_S the incoming
+        gradients of log p_y and S. It is built in place from the right to the left.
         """
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         if grad_logprobs is None:

@@ -56,14 +56,17 @@ class Levers:
         return samples
 
     def can_teach(self, tried):
-        """Where rewards differ. Where all are 0, only if a sample was right at the last visit, or
-        there was none. A program that passes no test is not worth more samples."""
-        total = sum(sample.reward for sample in tried)
-        if total == 0:
-            if self.cfg.reward == "code":
-                return False
-            return self.solved.get(problem_key(tried[0]), True)
-        return total < len(tried)
+        """Are the problem's other samples worth drawing?
+
+        They are where rewards differ. Where all are 0, they are if a sample was right at the last
+        visit, or if this is the first visit. A program that passes no test is not worth more.
+        """
+        rewards = {sample.reward for sample in tried}
+        if len(rewards) > 1:
+            return True
+        if max(rewards) > 0 or self.cfg.reward == "code":
+            return False
+        return self.solved.get(problem_key(tried[0]), True)
 
     def remember_solved(self, samples):
         for group in by_group(samples).values():

@@ -123,7 +123,7 @@ class Engine:
     """A DeepSpeed engine as ppo.py uses it: it is called, and has backward, step, device, name."""
 
     def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
-        """Without lr there is no optimizer; that is a reference, which only ZeRO-3 shards."""
+        """A reference has no lr. It gets no optimizer, and only ZeRO-3 shards it."""
         stage = cfg.zero_stage
         optimizer = None
         if lr is not None:

@@ -28,7 +28,7 @@ def redirect_libraries(path):
     old_errors = sys.stderr
     screen = os.dup(1)
     errors = os.dup(2)
-    log = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+    log = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
     sys.stdout.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -120,8 +120,11 @@ class RunLog:
             warn(f"{path}: {error.strerror}; {len(waiting)} line(s) wait")
 
     def track(self, line, step, prefix=""):
-        """Numbers to the tracker. TensorBoard's thread does not survive a full disk: the tracker is
-        given up then, aloud. metrics.jsonl has everything."""
+        """Hands numbers to the tracker.
+
+        TensorBoard's thread does not survive a full disk. The tracker is given up then, aloud;
+        metrics.jsonl has everything.
+        """
         try:
             for key, value in line.items():
                 if self.tracker and isinstance(value, (int, float)):
@@ -131,7 +134,7 @@ class RunLog:
             warn(f"no more events for the tracker: {error}")
 
     def step(self, step, samples, batch, learned, clock):
-        """A finished step: metrics, samples, a line on the screen."""
+        """Writes a finished step: metrics, samples, a line on the screen."""
         if self.is_silent:
             return
         line = {"step": step, **metrics.of_samples(samples, batch, self.cfg.generate_max_len)}
@@ -146,7 +149,7 @@ class RunLog:
         print(f"{line['seconds']:.1f} s", flush=True)
 
     def sample_lines(self, samples, step, batch):
-        """--log_samples of a step's samples, the first --log_tokens of them token by token."""
+        """Returns --log_samples of the samples, the first --log_tokens of them token by token."""
         count = self.cfg.log_samples or len(samples)
         lines = [describe(sample, step, "train") for sample in samples[:count]]
         parts = {key: batch.split(numbers) for key, numbers in batch.tokens.items()}
@@ -157,7 +160,7 @@ class RunLog:
         return lines
 
     def evaluation(self, name, samples, step):
-        """An evaluated set: a line for it, its answers, a line on the screen."""
+        """Writes an evaluated set: its numbers, its answers, a line on the screen."""
         if self.is_silent:
             return
         line = {"step": step, "set": name, **metrics.of_evaluation(samples, self.cfg.eval_n)}
@@ -192,7 +195,7 @@ def warn(text):
 
 
 def describe(sample, step, name):
-    """A sample as a line of a log: the problem, the response and its verdict."""
+    """Makes a line of a log: the problem, the response and its verdict."""
     problem = sample.request.problem
     line = {
         "step": step,

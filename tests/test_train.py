@@ -244,11 +244,18 @@ def test_levers_are_loaded_only_when_they_are_pulled():
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny, tmp_path_factory):
+def untied(tiny, tmp_path_factory):
+    """A model with a head of its own, and the problems of `tiny`."""
+    folder = tmp_path_factory.mktemp("untied")
+    return tiny | {"model": str(maker.make_model(folder / "model", tied=False))}
+
+
+@pytest.fixture(scope="module")
+def one_rank(untied, tmp_path_factory):
     """(folder, screen) of a run of one rank that measures all that can be measured."""
     run = tmp_path_factory.mktemp("one_rank")
     flags = {"eval_interval": 2, "eval_n": 2, "critic_update_steps": 1, "log_samples": 0}
-    done = launch(run, **tiny | flags, log_ratio="true", log_kl="true")
+    done = launch(run, **untied | flags, log_ratio="true", log_kl="true")
     return run, done.stdout
 
 
@@ -289,7 +296,6 @@ def test_the_first_step_is_on_policy(one_rank):
 
 
 def test_a_sync_brings_the_new_weights(one_rank):
-    """A tied head too, of which vLLM on a CPU keeps the old one silently if it is not named."""
     for line in jsonl(one_rank[0] / "metrics.jsonl"):
         assert abs(line["ratio"] - 1) < 1e-4
 
@@ -325,10 +331,10 @@ def test_evaluation_draws_anew_at_the_training_s_temperature(one_rank):
     assert sum(one != two for one, two in pairs) > len(pairs) / 2
 
 
-def test_exports_load_in_transformers_and_vllm(one_rank, tiny):
+def test_exports_load_in_transformers_and_vllm(one_rank, untied):
     run, _ = one_rank
     policy = AutoModelForCausalLM.from_pretrained(run / "policy")
-    base = AutoModelForCausalLM.from_pretrained(tiny["model"])
+    base = AutoModelForCausalLM.from_pretrained(untied["model"])
     pairs = zip(policy.parameters(), base.parameters())
     assert any((ours != theirs).any() for ours, theirs in pairs), "training changed nothing"
     critic = AutoModel.from_pretrained(run / "critic")
@@ -343,18 +349,12 @@ def test_exports_load_in_transformers_and_vllm(one_rank, tiny):
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("untied")
-    return {"model": str(maker.make_model(folder / "model", tied=False))}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tiny, untied, tmp_path_factory):
+def two_ranks(untied, tmp_path_factory):
     """A run of two ranks with every parameter sharded, evaluated greedily."""
     run = tmp_path_factory.mktemp("two_ranks")
     flags = {"zero_stage": 3, "max_steps": 2, "log_ratio": "true", "log_comms": "true"}
     flags |= {"eval_n": 2, "eval_temperature": 0, "log_samples": 0}
-    launch(run, ranks=2, script=ROOT / "tests" / "sharded_train.py", **tiny | untied | flags)
+    launch(run, ranks=2, script=ROOT / "tests" / "sharded_train.py", **untied | flags)
     return run
 
 
@@ -376,12 +376,10 @@ def test_a_greedy_evaluation_gives_the_same_answer_twice(two_ranks):
     assert len(set(samples)) > len(samples) / 2, "training samples go on at their temperature"
 
 
-def test_the_samples_do_not_depend_on_how_they_are_dealt(two_ranks, untied, tiny, tmp_path):
+def test_the_samples_do_not_depend_on_how_they_are_dealt(one_rank, two_ranks):
     """The same step on one rank and on two, whatever each of them sampled before it."""
-    flags = {"max_steps": 1, "log_ratio": "true", "log_samples": 0}
-    launch(tmp_path / "run", **tiny | untied | flags)
     shares = []
-    for run in (tmp_path / "run", two_ranks):
+    for run in (one_rank[0], two_ranks):
         share = []
         for line in jsonl(run / "samples.jsonl")[:16]:
             share.append([line[name] for name in ("problem", "index", "response", "reward")])
@@ -407,6 +405,7 @@ def test_a_sampler_that_two_ranks_share(tiny, whole, shared_memory, tmp_path):
 @pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
 @pytest.mark.parametrize("estimator", ["gae", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_real_problems_with_the_orz_template(tmp_path, estimator):
+    """The model is tied: vLLM on a CPU would keep the old head silently if it were not named."""
     model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=4096)
     run = tmp_path / "run"
     flags = {"model": model, "estimator": estimator, "template": "orz", "max_steps": 2}
