@@ -419,7 +419,6 @@ def find_changes(saved: RunState, new: RunState, fixed):
         if old != value and name in fixed:
             changed.append(name)
     if saved.problems_hash != new.problems_hash and not changed:
-        print0("resume: the problems in --data are not those of the checkpoint")
         changed.append("data")
     # A falling learning rate depends on the last step.
     if new.config["lr_end"] is not None and saved.total_steps != new.total_steps:

@@ -7,6 +7,7 @@ Owns the flags, the set-up, the loop and evaluation. A process per GPU (a rank) 
 policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the device.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -15,6 +16,7 @@ import os
 import shlex
 import subprocess
 import sys
+import traceback
 import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +61,6 @@ class Learning:
     """The flags that decide what is learnt: a resumed run must keep them. Defaults are ORZ's."""
 
     model: str | None = None  # a causal LM of Hugging Face, folder or name; absent: the demo
-    data: list[str] = field(default_factory=list)  # JSON, JSONL (ORZ, GSM8K) or names of data sets
     template: str = "orz"  # orz, demo, plain, or a text with {question}
     reward: str = "math"  # math is reward.py, another name is tasks/NAME.py
     seed: int = 42  # all randomness is a hash of it and of what it is for
@@ -93,8 +94,12 @@ class Learning:
 
 @dataclass
 class Config(Learning):
-    """Every flag. Those below decide when and where: a resumed run may change them."""
+    """Every flag. Those below decide when and where: a resumed run may change them.
 
+    The files of --data may move, but must hold the same problems then.
+    """
+
+    data: list[str] = field(default_factory=list)  # JSON, JSONL (ORZ, GSM8K) or names of data sets
     run_dir: str = "out/run"  # all that the run writes; on several machines a shared folder
     resume: str = "auto"  # auto: newest checkpoint of run_dir; none; or a checkpoint's path
     # ---- when
@@ -156,11 +161,11 @@ def refuse_flag(message):
 
 def demo_flags(cfg, argv, is_rank0):
     """Makes the demo's base model in run_dir, and puts the demo's flags before the given ones."""
-    folder = Path(cfg.run_dir) / "base"
-    tool = Path(__file__).parent / "tools" / "demo.py"
+    folder = (Path(cfg.run_dir) / "base").resolve()
     code = 0
     if is_rank0:
-        command = [sys.executable, str(tool), str(folder), "--seed", str(cfg.seed)]
+        tool = f"{Path(__file__).parent}/tools/demo.py"
+        command = [sys.executable, tool, str(folder), "--seed", str(cfg.seed)]
         code = subprocess.call(command)
     if any(gather(code)):
         raise UserError("the demo's base model was not made, see above")
@@ -336,7 +341,10 @@ def export(trained, run_dir, tokenizer, cfg):
         folder = run_dir / engine.name
         ckpt.export(folder, engine.module.model, models.named_weights(engine), tokenizer)
     if cfg.log_comms:
-        models.deepspeed.comm.log_summary()
+        # The real stdout leads to run.log by now.
+        with contextlib.redirect_stdout(sys.__stdout__):
+            models.deepspeed.comm.log_summary()
+            sys.__stdout__.flush()
 
 
 def main(cfg, world, device, store):
@@ -439,7 +447,8 @@ def run(argv):
         rank, world, device, store = start_distributed()
         if cfg.model is None:
             cfg = demo_flags(cfg, argv, rank == 0)
-        check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
+        # Machines may mount the folder under different names.
+        check.check_same({f"--{name}": x for name, x in vars(cfg).items() if name != "run_dir"})
         check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
         main(cfg, world, device, store)
     except UserError as error:
@@ -449,6 +458,10 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    code = run(sys.argv[1:])
+    code = 1
+    try:
+        code = run(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
     # Not sys.exit: gloo's threads can abort a finalising interpreter, and vLLM's takes 2.6 s.
     os._exit(code)

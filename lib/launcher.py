@@ -1,7 +1,9 @@
 """What must happen before the slow imports. Standard library only."""
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -15,7 +17,10 @@ def follow_launcher():
     the run is saved. Under any other parent a run must outlive it: a shell that leaves behind
     what `nohup` started, or a scheduler's wrapper.
     """
-    parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    is_launcher = b"accelerate" in parent and b"\0launch\0" in parent
-    if is_launcher and "RANK" not in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # The parent may be out of sight, as the starter of a container is.
+    with contextlib.suppress(OSError):
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+        # `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch`
+        is_launcher = re.search(rb"accelerate[^\0]*[\0.-]launch\0", parent)
+        if is_launcher and "RANK" not in os.environ:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

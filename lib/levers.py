@@ -69,9 +69,8 @@ class Levers:
         return self.solved.get(problem_key(tried[0]), True)
 
     def remember_solved(self, samples):
-        for group in by_group(samples).values():
-            is_solved = any(sample.reward > 0 for sample in group)
-            self.solved[problem_key(group[0])] = is_solved
+        for key, visited in by_problem(samples).items():
+            self.solved[key] = any(sample.reward > 0 for sample in visited)
 
 
 class LengthBudget:
@@ -101,9 +100,8 @@ class LengthBudget:
     def update(self, samples):
         """Learns from one step's samples: a cap for each problem, and one for unseen problems."""
         new_caps = {}
-        for group in by_group(samples).values():
-            key = problem_key(group[0])
-            new_caps[key] = self.next_cap(self.cap(key), group)
+        for key, visited in by_problem(samples).items():
+            new_caps[key] = self.next_cap(self.cap(key), visited)
         new_caps[self.UNSEEN] = self.next_cap(self.caps[self.UNSEEN], samples)
         self.caps |= new_caps
 
@@ -124,6 +122,14 @@ def by_group(samples) -> dict[int, list]:
     for sample in samples:
         groups.setdefault(sample.request.group, []).append(sample)
     return groups
+
+
+def by_problem(samples):
+    """A problem may come twice in a step, at the border of two passes."""
+    problems = {}
+    for sample in samples:
+        problems.setdefault(problem_key(sample), []).append(sample)
+    return problems
 
 
 def problem_key(sample):

@@ -111,7 +111,7 @@ def load_body(cfg, auto_class):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
+        if "attention_dropout" in vars(module):
             module.attention_dropout = 0.0
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

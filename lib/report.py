@@ -36,7 +36,9 @@ def redirect_libraries(path):
     sys.stderr = os.fdopen(errors, "w", buffering=1)
 
     def show_warning(message, *_):
-        print(message, file=old_errors)
+        # A full disk must not end the run.
+        with contextlib.suppress(OSError):
+            print(message, file=old_errors)
 
     warnings.showwarning = show_warning
     transformers.utils.logging.disable_progress_bar()

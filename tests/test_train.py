@@ -219,8 +219,8 @@ def test_evaluation_has_its_own_distribution_and_its_own_randomness():
     cfg = train.Config(eval_n=2, temperature=1.0, eval_temperature=0.0, eval_top_p=0.5)
     problems = [reward.Problem(k, "", "", "", [1]) for k in range(3)]
     asked = []
-    log = SimpleNamespace(cfg=cfg, evaluation=lambda name, samples, step: None)
-    rollout = SimpleNamespace(sample=lambda requests, clock: asked.append(requests))
+    log = SimpleNamespace(evaluation=lambda name, samples, step: None)
+    rollout = SimpleNamespace(cfg=cfg, sample=lambda requests, clock: asked.append(requests))
     for step in (0, 4):
         train.evaluate(rollout, {"aime": problems, "math": problems}, step, log)
     for requests in asked:
