@@ -47,7 +47,8 @@ LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
-LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "ppo", "rollout", "reward", "levers"]
+LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "models", "ppo", "evaluate", "sandbox"]
+LONGEST_FIRST += ["reward", "levers", "demo", "copies", "rollout"]
 
 
 def pytest_collection_modifyitems(items):

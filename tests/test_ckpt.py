@@ -527,7 +527,7 @@ def test_signal_saves_and_resume_is_exact(tiny, whole, tmp_path, number):
     assert process.wait(300) == 0, said.read_text()[-2000:]
     stopped = steps(run)[0]
     assert 2 <= stopped < 99
-    assert f"stopped at step {stopped}; the same command goes on" in said.read_text()
+    assert f"stopped at step {stopped}; --resume auto goes on" in said.read_text()
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert len(events.Scalars("reward")) == finished_steps(run), "lost with the process"
     same["max_steps"] = max(6, stopped + 2)
@@ -601,6 +601,7 @@ def test_trainer_outlives_the_shell_that_started_it(tiny, tmp_path):
     assert ckpt.checkpoints(run), "it was asked to stop, and did not save"
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_only_where_more_is_asked_of_it(tiny, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole(save_interval=100, keep_last=0, max_steps=6), run)

@@ -83,6 +83,7 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, sets, tmp_path)
     assert [line.split()[0] for line in table[1:3]] == ["eval", "larger"]
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_samples(tiny, sets, tmp_path):
     launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"]
     argv = flags_of(tiny, sets, tmp_path, n=3)
@@ -133,6 +134,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tiny, tmp_path, capsys):
     assert lines[0].startswith("error: unknown flag --temprature")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may be done before the signal")
 def test_a_signal_ends_it_with_one_line_and_exit_code_1(tiny, sets, tmp_path):
     """The first set is small, and the signal comes while the second, a large one, is sampled."""

@@ -145,6 +145,7 @@ def runs(tiny, tmp_path_factory):
     (folder / "few.json").write_text(json.dumps(few))
     flags = tiny | {"data": folder / "few.json", "save_interval": 1, "keep_last": 0}
     flags |= {"first_stage": 2, "adaptive_len": "true", "tis_cap": 2.0, "lr_end": 2e-4}
+    flags |= {"critic_update_steps": 12}
     launch(folder / "whole", **flags)
     # As a power cut in step 3 leaves it.
     shutil.copytree(folder / "whole", folder / "parts")
@@ -168,6 +169,14 @@ def test_levers_in_a_whole_run(runs):
     state = json.loads((runs / "whole" / "step_000003" / "state.json").read_text())
     assert state["levers"]["solved"] == dict.fromkeys("0123", False)
     assert state["levers"]["caps"].keys() == {"", *"0123"}
+
+
+def test_a_critic_takes_no_more_steps_than_there_are_samples(runs):
+    """--first_stage leaves 8 samples of 16 for 12 steps."""
+    for line in jsonl(runs / "whole" / "metrics.jsonl"):
+        samples = 16 if line["step"] == 1 else 8
+        tokens_of_a_step = line["total_length"] * samples / min(12, samples)
+        assert line["critic_tokens"] == pytest.approx(tokens_of_a_step)
 
 
 def test_levers_resume_exactly(runs):

@@ -45,7 +45,7 @@ def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, script=SHARDE
 
 
 @pytest.mark.parametrize(
-    "estimator, zero, ranks", [pytest.param(*CELLS[0], marks=SLOW), *CELLS[1:]]
+    "estimator, zero, ranks", [*(pytest.param(*cell, marks=SLOW) for cell in CELLS[:2]), *CELLS[2:]]
 )
 def test_resume_is_exact(tiny, tmp_path, estimator, zero, ranks):
     resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=2)
