@@ -1,0 +1,199 @@
+"""Countdown: reach a target with given numbers and + - * /. The verifier is all that it needs.
+
+A record has `nums` and `target`, as in TinyZero's data sets, where the answer is an expression in
+<answer> tags that uses each number exactly once. With a third field, `pick`, it is the miniature of
+tools/countdown.py: exactly so many of the numbers are used, and the last line is the answer.
+
+    question  5,9,8,4=17:
+    response  8+5=13<      a try in each line, its value, and how that compares with the target
+              9+8=17!      the model decides where to stop
+
+A claimed value behind the expression must be right. An answer is parsed and walked through, never
+evaluated as code. ORZ has no such task. Use it by `--reward countdown`.
+"""
+
+import ast
+import operator
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lib.common import UserError
+from tasks.code_data import read_rows
+
+TEMPLATES: dict[str, str] = {
+    "mini": "{question}:",
+    "orz": "{bos}A conversation between User and Assistant. The user asks a question, and the "
+    "Assistant solves it. The assistant first thinks about the reasoning process in the mind and "
+    "then provides the user with the answer.\nUser: {question} Show your work in <think> </think> "
+    "tags, and return the final expression in <answer> </answer> tags, for example "
+    "<answer> (1 + 2) / 3 </answer>.\nAssistant: <think>",
+    "plain": "{question}",
+}
+SENTENCE = (
+    "Using the numbers {numbers}, create an equation that equals {target}. You can use + - * / and "
+    "must use each number exactly once."
+)
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+# A longer expression is wrong. The parser could not go deep enough to fail on a shorter one.
+MAX_TEXT = 200  # characters
+ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
+TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]+)(?P<verdict>[<>!]?)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    index: int  # position among all problems
+    question: str
+    # {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or None}
+    label: dict
+    prompt: str  # the template with the question in it
+    # train.py fills in what its tokenizer makes of the prompt.
+    prompt_ids: list[int] | None = None
+
+
+def load_problems(path, template, bos="", columns=("nums", "target"), split="train"):
+    """The problems of a JSON or JSONL file, or of a dataset.
+
+    `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names the
+    file, the item (counted from 1) and what is wrong there.
+    """
+    template = TEMPLATES.get(template, template).replace("{bos}", bos)
+    if "{question}" not in template:
+        names = ", ".join(TEMPLATES)
+        raise UserError(f"template {template!r}: give one of {names}, or a text with {{question}}")
+    if columns == ("question", "answer"):
+        # These are reward.py's own, which train.py names where the user names none.
+        columns = ("nums", "target")
+    problems = []
+    try:
+        for record in read_rows(path, split):
+            question, label = parse_record(record, columns)
+            prompt = template.replace("{question}", question)
+            problems.append(Problem(len(problems), question, label, prompt))
+    # The datasets library alone has a dozen classes of errors for "not found".
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        hint = f"give records with {columns[0]} and {columns[1]}"
+        raise UserError(f"{path}: item {len(problems) + 1}: {reason}; {hint}") from None
+    if not problems:
+        raise UserError(f"{path}: holds no problems; give a file or split with at least one")
+    return problems
+
+
+def parse_record(record, columns):
+    """The question and the label of a record. A wrong form raises whatever it runs into."""
+    numbers = [int(number) for number in record[columns[0]]]
+    target = int(record[columns[1]])
+    pick = record.get("pick")
+    if len(numbers) < 2 or min(numbers) < 0:
+        raise ValueError(f"needs at least two numbers, none below 0: {numbers}")
+    if pick is not None and not 2 <= pick <= len(numbers):
+        raise ValueError(f"cannot pick {pick} of {len(numbers)} numbers")
+    label = {"numbers": numbers, "target": target, "pick": pick}
+    if pick is None:
+        question = SENTENCE.format(numbers=numbers, target=target)
+    else:
+        question = ",".join(map(str, numbers)) + f"={target}"
+    return question, label
+
+
+def solves(text, label):
+    """Is the answer at the end of a finished response right?"""
+    tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    answer = tags[-1] if tags else text.strip().split("\n")[-1]
+    expression, _, claim = answer.strip().partition("=")
+    value, used = read_expression(expression)
+    if value != label["target"] or not uses_allowed(used, label):
+        return False
+    return claim.strip().rstrip("<>!").strip() in ("", str(label["target"]))
+
+
+def uses_allowed(used, label):
+    """Are exactly as many numbers used as must be, and each no more often than it is given?"""
+    if len(used) != (label["pick"] or len(label["numbers"])):
+        return False
+    return all(used.count(number) <= label["numbers"].count(number) for number in used)
+
+
+def read_expression(text):
+    """The exact value of an expression and the whole numbers in it, or (None, [])."""
+    if len(text) > MAX_TEXT or not ARITHMETIC.fullmatch(text):
+        return None, []
+    used = []
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        value = read_node(tree.body, used)
+    # It is no expression, has another operation such as **, or divides by zero.
+    except (SyntaxError, KeyError, ZeroDivisionError, MemoryError, RecursionError):
+        return None, []
+    return value, used
+
+
+def read_node(node, used):
+    """The value of a number, or of two values and their operation. Notes the numbers in `used`."""
+    if isinstance(node, ast.Constant):
+        used.append(node.value)
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp):
+        raise KeyError(type(node))
+    operation = OPERATIONS[type(node.op)]
+    left = read_node(node.left, used)
+    return operation(left, read_node(node.right, used))
+
+
+class Grader:
+    """reward.Grader's interface. Every verdict is there at once, so nothing is ever lost."""
+
+    lost = 0
+    broken = None
+
+    def __init__(self, workers=1):
+        self.rewards = {}
+
+    def submit(self, key, text, finish_reason, label):
+        """The reward is 1.0 if the response stopped by itself with a right answer, else 0.0."""
+        self.rewards[key] = float(finish_reason == "stop" and solves(text, label))
+
+    def pending(self, seconds):
+        return 0
+
+    def results(self):
+        rewards = self.rewards
+        self.rewards = {}
+        return rewards
+
+    def close(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+def text_metrics(text):
+    """What a response does as a search.
+
+    tries: how many lines with a value it has. backtracking: 1.0 if it goes on after a try. checked:
+    1.0 if it ends at the first try that it marks as a hit. slips: the share of tries whose value is
+    wrong. repetition: the share of tries that it has made before.
+    """
+    tries = [match for match in map(TRY.fullmatch, text.split("\n")) if match]
+    verdicts = [match["verdict"] for match in tries]
+    slips = 0
+    for match in tries:
+        value, _ = read_expression(match["expression"])
+        slips += value != int(match["claim"])
+    count = max(1, len(tries))
+    made = {match["expression"] for match in tries}
+    is_checked = verdicts[-1:] == ["!"] and verdicts.count("!") == 1
+    shares = {"slips": slips / count, "repetition": (len(tries) - len(made)) / count}
+    shares |= {"backtracking": float(len(tries) > 1), "checked": float(is_checked)}
+    return {"tries": float(len(tries)), **shares}
