@@ -81,7 +81,7 @@ def test_a_budget_bites():
     assert not over_budget(Source("lib/x.py", '"""Text."""\n' + "x = 1  # why\n" * 600))
     assert over_budget(Source("ckpt.py", f"x = [{'1, ' * 1800}]"))
     assert not over_budget(Source("ppo.py", f"x = [{'1, ' * 1800}]"))
-    large = Source("lib/x.py", f"x = [{'1, ' * 10_000}]")
+    large = Source("lib/x.py", f"x = [{'1, ' * RUN_BUDGET}]")
     loaded = {"train.py": Source("train.py", "import lib.x"), "lib/x.py": large}
     assert run_over_budget(loaded)
     assert not run_over_budget(loaded | {"train.py": Source("train.py", "")})
