@@ -100,6 +100,17 @@ PANELS = [
         log=True,
     ),
 ]
+# It takes the last place where a task counts these behaviours, as tasks/countdown.py does.
+SEARCH = Panel(
+    "Searches: share of traces",
+    (
+        Curve("checked", "checked", BLUE),
+        Curve("backtracking", "goes on", BLACK),
+        Curve("repetition", "repeats", GREY),
+    ),
+    always_up_to=1,
+    strip=Curve("slips", "slips\n", RED),
+)
 # The seconds waited are part of the rollout.
 NOT_STACKED = ["seconds_waited"]
 
@@ -168,6 +179,8 @@ def panels_for(runs: list[dict]) -> list[Panel]:
         accuracies.append(Curve(name, label, COLOURS[1 + number % 6]))
     reward = PANELS[0]
     panels = [replace(reward, curves=(*reward.curves, *accuracies)), *PANELS[1:]]
+    if "checked" in names:
+        panels[-1] = SEARCH
     if len(runs) == 1:
         return panels
     return [in_run_colours(panel) for panel in panels]
