@@ -1,4 +1,4 @@
-# make demo | make test | make bench | make install | make lint
+# make demo | make lab | make test | make bench | make install | make lint
 # There is one environment, .venv. With an NVIDIA GPU it gets the CUDA stack, otherwise the CPU lock, which has the same
 # versions.
 PYTHON ?= python3.11
@@ -11,6 +11,14 @@ demo: $(VENV)/.installed
 	$(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py
 	$(BIN)/python tools/plot.py out/run
 	$(BIN)/python tools/demo.py --show out/run
+
+# The flags are quoted as for a shell, which xargs understands.
+lab: $(VENV)/.installed
+	$(BIN)/python tools/countdown.py out/lab/base
+	xargs $(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py \
+	--seed 1 --run_dir out/lab/run < out/lab/base/flags.txt
+	$(BIN)/python tools/plot.py out/lab/run
+	$(BIN)/python tools/compare.py out/lab/run
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
@@ -46,4 +54,4 @@ $(VENV)/.installed: $(LOCK)
 	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
 	touch $@
 
-.PHONY: demo test bench lint install
+.PHONY: demo lab test bench lint install

@@ -190,10 +190,12 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
 
 
 # HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T) and groups (N,) to
-# advantages (N, T), in float64 on the CPU.
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+# advantages (N, T), or to one score (N,) for all tokens of a sample, in float64 on the CPU.
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lambd=None) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
-    (arXiv 1506.02438, eq. 16)."""
+    (arXiv 1506.02438, eq. 16). Lambda is the policy's if none is given."""
+    if lambd is None:
+        lambd = cfg.lambd
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
     reward = torch.zeros_like(values).scatter_(
         1, last, rewards[:, None]
@@ -203,7 +205,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
     next_value = torch.zeros_like(rewards)  # (N,)
     for t in reversed(range(values.shape[1])):
         delta = reward[:, t] + cfg.gamma * next_value - values[:, t]  # (N,)
-        carry = delta + cfg.gamma * cfg.lambd * carry
+        carry = delta + cfg.gamma * lambd * carry
         advantages[:, t] = carry
         next_value = values[:, t]
     return advantages
@@ -213,23 +215,81 @@ def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> 
     """(r - group mean) / group population std for all tokens alike; exactly 0 in a flat group
     (arXiv 2402.03300)."""
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
-    return torch.where(std > 0, (rewards - mean) / std, 0.0)[:, None] * mask
+    return torch.where(std > 0, (rewards - mean) / std, 0.0)
 
 
 def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - mean of the *other* samples of the group = (r - mean) * n / (n - 1)
     (arXiv 2402.14740)."""
     mean, std, count = group_stats(rewards, groups)  # (N,), (N,), (N,)
-    return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)[:, None] * mask
+    return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)
 
 
 def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - mean over the batch of samples (Williams 1992 with a constant baseline)."""
-    return (rewards - rewards.mean())[:, None] * mask
+    return rewards - rewards.mean()
 
 
-ESTIMATORS = {"gae": gae, "grpo": grpo, "rloo": rloo, "reinforce": reinforce}
-WHITENED = ("gae", "reinforce")  # group scores are normalised already
+def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r - group mean, not divided by the std (arXiv 2503.20783, with --loss_mean constant).
+
+    Whitened over the batch it is the REINFORCE++-baseline (arXiv 2501.03262), `reinforce_pp`. Lite
+    PPO divides by the std of the batch's rewards, which is another scale (arXiv 2508.08221).
+    """
+    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
+    return torch.where(std > 0, rewards - mean, 0.0)
+
+
+def maxrl(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """(r - group mean) / group mean: the rarer a right response, the more it counts
+    (arXiv 2602.02710). It is 0 where all are wrong; rewards are not negative."""
+    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
+    return torch.where(std > 0, (rewards - mean) / mean, 0.0)
+
+
+def positive(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r, so that only right responses are learnt from (PSR, arXiv 2506.01347, section 2)."""
+    return rewards
+
+
+def negative(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r - 1, so that only wrong responses are learnt from (NSR, arXiv 2506.01347, section 2)."""
+    return rewards - 1
+
+
+def pass_at_k(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """GRPO of sets of k responses, which are right if one of them is: a response's mean over all
+    sets that it is in (arXiv 2508.10751, section 2.4). With k = 1 it is GRPO of 0 and 1.
+
+    With m the share of right responses and q the chance that a set has none, the paper's two cases
+    are one: (r - m) / (1 - m) * sqrt(q / (1 - q)).
+    """
+    right = (rewards > 0).double()  # (N,)
+    mean, std, count = group_stats(right, groups)  # (N,), (N,), (N,)
+    wrong = ((1 - mean) * count).round()  # (N,)
+    drawn = torch.arange(cfg.pass_k)[:, None]  # (k, 1)
+    # With less than k wrong ones a factor is 0.
+    none = ((wrong - drawn) / (count - drawn)).prod(0)  # (N,)
+    scores = (right - mean) / (1 - mean) * (none / (1 - none)).sqrt()  # (N,)
+    return torch.where(std > 0, scores, 0.0)
+
+
+# By the names of --estimator. Only `gae` has a critic, which `main` in train.py makes. Those that
+# compare a problem's samples, and so need two of them, are GROUPED in lib/check.py.
+ESTIMATORS = {
+    "gae": gae,
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "dr_grpo": dr_grpo,
+    "reinforce_pp": dr_grpo,
+    "maxrl": maxrl,
+    "positive": positive,
+    "negative": negative,
+    "pass_at_k": pass_at_k,
+}
+# The others have their scale already.
+WHITENED = ("gae", "reinforce", "reinforce_pp")
 
 
 def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,21 +313,34 @@ def compute_advantages(batch: Batch, cfg):
         values = batch.tokens["values"].double().cpu()
     padded = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
     padded[batch.mask] = values
-    estimate = ESTIMATORS[cfg.estimator]
-    advantages = estimate(batch.rewards, padded, batch.mask, batch.groups, cfg)[batch.mask]  # (T,)
+    inputs = (batch.rewards, padded, batch.mask, batch.groups, cfg)
+    scores = ESTIMATORS[cfg.estimator](*inputs).reshape(len(padded), -1)  # (N, 1 or longest)
+    advantages = scores.expand_as(padded)[batch.mask]  # (T,)
     # The critic's target is taken before whitening.
     returns = advantages + values  # (T,)
+    if cfg.critic_lambd is not None:
+        # This decouples the critic's lambda from the policy's (VAPO, arXiv 2504.05118, section 4).
+        returns = gae(*inputs, cfg.critic_lambd)[batch.mask] + values  # (T,)
     if cfg.advantage_normalization and cfg.estimator in WHITENED:
         spread = advantages.var(correction=0).sqrt().clamp(min=1e-8)
         advantages = (advantages - advantages.mean()) / spread
-    batch.tokens["advantages"] = advantages.float().to(batch.device)
-    batch.tokens["returns"] = returns.float().to(batch.device)
-
     stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
     stats["return"] = returns.mean()
-    if "values" in batch.tokens and returns.var(correction=0) > 0:
-        unexplained = (returns - values).var(correction=0)
-        stats["explained_variance"] = 1 - unexplained / returns.var(correction=0)
+    variance = returns.var(correction=0)
+    if "values" in batch.tokens and variance > 0:
+        stats["explained_variance"] = 1 - (returns - values).var(correction=0) / variance
+
+    # `update` divides by all tokens, which is N times the mean length. To divide by another length
+    # the advantages are weighted here, where packing, micro-batches and ranks do not matter.
+    mean_length = batch.length.double().mean()  # ()
+    if cfg.loss_mean == "sequence":
+        # Each sample is divided by its own length (GRPO, arXiv 2402.03300, eq. 3).
+        advantages = advantages * mean_length / batch.length.repeat_interleave(batch.length)
+    elif cfg.loss_mean == "constant":
+        # All samples are divided by the same length (Dr. GRPO, arXiv 2503.20783).
+        advantages = advantages * mean_length / cfg.generate_max_len
+    batch.tokens["advantages"] = advantages.float().to(batch.device)
+    batch.tokens["returns"] = returns.float().to(batch.device)
     return {key: value.item() for key, value in stats.items()}
 
 

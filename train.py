@@ -66,7 +66,7 @@ class Learning:
     seed: int = 42  # all randomness is a hash of it and of what it is for
     # ---- sampling
     rollout_batch_size: int = 128  # problems a step; a multiple of the ranks
-    n_samples_per_prompt: int = 64  # responses to each; 2 or more for grpo and rloo
+    n_samples_per_prompt: int = 64  # responses to each; 2 or more if they are compared
     temperature: float = 1.0  # log-probs and losses are taken at it too
     top_p: float = 1.0  # below 1 the trainer's log-probs are not the sampler's
     stop: list[str] = field(default_factory=ORZ_STOP.copy)  # they stay in the text
@@ -77,10 +77,13 @@ class Learning:
     adaptive_len: bool = False  # a problem's cap follows what its finished responses needed
     rollout_quantization: str | None = None  # fp8: only the sampler has smaller weights
     # ---- learning
-    estimator: str = "gae"  # gae (PPO with critic), grpo, rloo, reinforce
+    estimator: str = "gae"  # gae (PPO with critic) or one of ppo.ESTIMATORS without, as grpo
+    pass_k: int = 4  # of pass_at_k: the responses of which one should be right
+    loss_mean: str = "token"  # which weigh alike; sequence: samples; constant: / generate_max_len
     gamma: float = 1.0  # with lambd 1 the advantage is R - V; a gamma below 1 favours short answers
     lambd: float = 1.0  # GAE's lambda; below 1 advantages are calmer, and biased
-    advantage_normalization: bool = True  # over all tokens; gae and reinforce only
+    critic_lambd: float | None = None  # of the critic's target; absent: lambd; VAPO: 1, lambd 0.95
+    advantage_normalization: bool = True  # over all tokens; gae, reinforce, reinforce_pp
     critic_update_steps: int = 12  # optimizer steps over one shuffled pass
     actor_learning_rate: float = 1e-6  # the policy's; 1e-6 suits 0.5B to 32B
     critic_learning_rate: float = 5e-6  # the critic can learn faster than the policy

@@ -11,6 +11,7 @@ CHOICES = {
     "zero_stage": (0, 1, 2, 3),
     "offload": ("none", "optimizer"),
     "attention": ("sdpa", "eager", "flash_attention_2"),
+    "loss_mean": ("token", "sequence", "constant"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
 # These count something that must be there; all other numbers may be 0.
@@ -26,8 +27,10 @@ COUNTS = (
     "num_warmup_steps",
     "critic_update_steps",
     "tensor_parallel",
+    "pass_k",
 )
-GROUPED = ("grpo", "rloo")  # they compare a problem's samples
+# These estimators compare a problem's samples. One sample alone has no advantage.
+GROUPED = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "maxrl", "pass_at_k")
 
 
 def require(holds, message):
@@ -60,6 +63,9 @@ def check_config(cfg, world, choices):
 def check_batch(cfg, world):
     samples = cfg.n_samples_per_prompt
     least = 2 if cfg.estimator in GROUPED else 1
+    if cfg.estimator == "pass_at_k":
+        # Of k samples there is one set of k, and nothing to compare it with.
+        least = cfg.pass_k + 1
     table = {
         "rollout_batch_size": (
             cfg.rollout_batch_size % world == 0,
@@ -73,6 +79,10 @@ def check_batch(cfg, world):
             cfg.first_stage == 0 or least <= cfg.first_stage < samples,
             f"--estimator {cfg.estimator} needs at least {least}, and less than "
             f"--n_samples_per_prompt {samples}",
+        ),
+        "critic_lambd": (
+            cfg.critic_lambd is None or cfg.estimator == "gae",
+            f"--estimator {cfg.estimator} has no critic",
         ),
         "prompt_max_len": (
             cfg.prompt_max_len < cfg.max_len,

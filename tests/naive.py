@@ -4,6 +4,7 @@ What ppo.py and lib/ compute is compared with these. Nothing here imports them; 
 but only its fields are read. Shapes as in ppo.py: T response tokens, N samples, L length, H hidden.
 """
 
+import itertools
 import math
 
 import torch
@@ -40,7 +41,7 @@ def std(numbers: list[float]) -> float:
     return math.sqrt(mean([(x - center) ** 2 for x in numbers]))
 
 
-def scores(estimator: str, rewards: list[float], groups: list[int]) -> list[float]:
+def scores(estimator: str, rewards: list[float], groups: list[int], k: int = 2) -> list[float]:
     """One number a sample, which all of its tokens get."""
     found = []
     for i, reward in enumerate(rewards):
@@ -48,13 +49,36 @@ def scores(estimator: str, rewards: list[float], groups: list[int]) -> list[floa
         group = [rewards[j] for j in mates]
         if estimator == "reinforce":
             found.append(reward - mean(rewards))
+        elif estimator == "positive":
+            found.append(reward)
+        elif estimator == "negative":
+            found.append(reward - 1)
         elif min(group) == max(group):
             found.append(0.0)
         elif estimator == "grpo":
             found.append((reward - mean(group)) / std(group))
         elif estimator == "rloo":
             found.append(reward - mean([rewards[j] for j in mates if j != i]))
+        elif estimator in ("dr_grpo", "reinforce_pp"):
+            found.append(reward - mean(group))
+        elif estimator == "maxrl":
+            found.append((reward - mean(group)) / mean(group))
+        elif estimator == "pass_at_k":
+            found.append(mean_over_sets(mates.index(i), group, k))
     return found
+
+
+def mean_over_sets(i: int, group: list[float], k: int) -> float:
+    """GRPO over all sets of k of the group: a set is right if one of it is. A response's number is
+    the mean of those of the sets that it is in."""
+    of_sets = {}
+    for members in itertools.combinations(range(len(group)), k):
+        of_sets[members] = float(any(group[j] > 0 for j in members))
+    rewards = list(of_sets.values())
+    if not rewards or std(rewards) == 0:
+        return 0.0
+    its_own = [reward for members, reward in of_sets.items() if i in members]
+    return (mean(its_own) - mean(rewards)) / std(rewards)
 
 
 def per_sample(batch, flat: Tensor) -> list[list[float]]:
@@ -66,17 +90,20 @@ def per_sample(batch, flat: Tensor) -> list[list[float]]:
 
 
 def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
-    """Advantages, whitened for gae and reinforce, and returns, (T,) each."""
+    """Advantages, whitened for some, and returns, (T,) each. No --loss_mean is in them."""
     values = per_sample(batch, batch.tokens["values"].double())
     rewards = batch.rewards.tolist()
     if cfg.estimator == "gae":
         parts = gae(rewards, values, cfg.gamma, cfg.lambd)
     else:
-        of_samples = scores(cfg.estimator, rewards, batch.groups.tolist())
+        of_samples = scores(cfg.estimator, rewards, batch.groups.tolist(), cfg.pass_k)
         parts = [[score] * len(v) for score, v in zip(of_samples, values)]
     flat = sum(parts, [])
-    returns = [a + v for a, v in zip(flat, sum(values, []))]
-    if cfg.estimator in ("gae", "reinforce") and cfg.advantage_normalization:
+    targets = flat
+    if cfg.critic_lambd is not None:
+        targets = sum(gae(rewards, values, cfg.gamma, cfg.critic_lambd), [])
+    returns = [a + v for a, v in zip(targets, sum(values, []))]
+    if cfg.estimator in ("gae", "reinforce", "reinforce_pp") and cfg.advantage_normalization:
         center = mean(flat)
         spread = std(flat)
         flat = [(a - center) / spread for a in flat]
@@ -140,11 +167,21 @@ def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 
+def mean_loss(losses: Tensor, batch, cfg) -> Tensor:
+    """(T,) -> (), by --loss_mean, as the papers write it."""
+    of_samples = losses.split([len(ids) for ids in batch.response_ids])
+    if cfg.loss_mean == "sequence":
+        return sum(part.mean() for part in of_samples) / len(of_samples)
+    if cfg.loss_mean == "constant":
+        return sum(part.sum() / cfg.generate_max_len for part in of_samples) / len(of_samples)
+    return losses.mean()
+
+
 def policy_gradient(model, batch, cfg) -> dict[str, Tensor]:
-    """Of clipped PPO at old = current, a mean over all response tokens; by name."""
+    """Of clipped PPO at old = current, a mean over all response tokens or samples; by name."""
     of_tokens, _ = advantages(batch, cfg)
     current, _ = logprobs(model, batch, cfg.temperature)
-    clipped_ppo(current, current.detach(), of_tokens).mean().backward()
+    mean_loss(clipped_ppo(current, current.detach(), of_tokens), batch, cfg).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 

@@ -56,6 +56,10 @@ def config(model="", **overrides) -> SimpleNamespace:
         "estimator": "gae",
         "gamma": 1.0,
         "lambd": 1.0,
+        "critic_lambd": None,
+        "pass_k": 2,
+        "loss_mean": "token",
+        "generate_max_len": 50,
         "advantage_normalization": True,
         "tis_cap": None,
     }

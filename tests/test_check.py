@@ -32,6 +32,9 @@ def test_a_good_config_is_accepted(tiny):
     check.check_config(config(tiny), 2, CHOICES)
     check.check_config(config(tiny, top_p=0.9, eval_top_p=0.5, eval_temperature=0), 2, CHOICES)
     check.check_config(config(tiny, offload="optimizer", zero_stage=1), 1, CHOICES)
+    check.check_config(config(tiny, lambd=0.95, critic_lambd=1, loss_mean="constant"), 2, CHOICES)
+    check.check_config(config(tiny, estimator="pass_at_k", pass_k=3), 2, CHOICES)
+    check.check_config(config(tiny, estimator="negative", n_samples_per_prompt=1), 2, CHOICES)
     check.check_config(config(tiny, keep_last=0, max_steps=0, log_samples=0, gamma=0), 4, CHOICES)
 
 
@@ -45,9 +48,12 @@ REFUSED = [
     ({"attention": "magic"}, ["--attention magic", "sdpa"]),
     ({"log_with": "paper"}, ["--log_with paper", "wandb"]),
     ({"estimator": "ppo"}, ["--estimator ppo", "gae"]),
+    ({"loss_mean": "batch"}, ["--loss_mean batch", "token or sequence or constant"]),
     # a number
     ({"tensor_parallel": 0}, ["--tensor_parallel 0", "at least 1"]),
     ({"critic_update_steps": 0}, ["--critic_update_steps 0", "at least 1"]),
+    ({"pass_k": 0}, ["--pass_k 0", "at least 1"]),
+    ({"critic_lambd": -0.5}, ["--critic_lambd -0.5", "at least 0"]),
     ({"keep_last": -1}, ["--keep_last -1", "at least 0"]),
     ({"max_steps": -1}, ["--max_steps -1", "at least 0"]),
     ({"log_samples": -1}, ["--log_samples -1", "at least 0"]),
@@ -64,6 +70,20 @@ REFUSED = [
         {"estimator": "rloo", "n_samples_per_prompt": 1},
         ["--n_samples_per_prompt 1", "at least 2"],
     ),
+    # Of k samples there is but one set of k, which nothing could be compared with.
+    (
+        {"estimator": "pass_at_k", "pass_k": 4},
+        ["--n_samples_per_prompt 4", "pass_at_k", "at least 5"],
+    ),
+    (
+        {"estimator": "pass_at_k", "pass_k": 1, "n_samples_per_prompt": 1},
+        ["--n_samples_per_prompt 1", "at least 2"],
+    ),
+    (
+        {"estimator": "pass_at_k", "pass_k": 2, "first_stage": 2},
+        ["--first_stage 2", "pass_at_k", "at least 3"],
+    ),
+    ({"estimator": "grpo", "critic_lambd": 1}, ["--critic_lambd 1", "grpo has no critic"]),
     ({"first_stage": 4}, ["--first_stage 4", "--n_samples_per_prompt 4"]),
     ({"first_stage": 1, "estimator": "grpo"}, ["--first_stage 1", "grpo", "at least 2"]),
     # lengths

@@ -27,19 +27,17 @@ def test_under_ten_lines(name):
 
 
 def test_estimator(monkeypatch):
-    """As if pasted into ppo.py. Samples of one score get equal sums of |advantage|, whatever their
-    lengths: the score, +-1, times the mean length. A flat group is 0."""
+    """As if pasted into ppo.py."""
     monkeypatch.setattr(ppo, "ESTIMATORS", dict(ppo.ESTIMATORS))
     exec(EXAMPLES["estimator"], dict(vars(ppo)))
-    lengths = [1, 2, 4, 5, 3]
-    responses = [[2] * length for length in lengths]
-    groups = torch.tensor([0, 0, 0, 0, 1])
-    rewards = torch.tensor([1, 1, 0, 0, 1], dtype=torch.float64)
-    batch = ppo.Batch([[1]] * 5, responses, groups, rewards, torch.device("cpu"), {})
-    cfg = SimpleNamespace(estimator="by_sample", advantage_normalization=True)
+    responses = [[2], [2, 2], [2]]
+    rewards = torch.tensor([1, 0, 1], dtype=torch.float64)
+    batch = ppo.Batch([[1]] * 3, responses, torch.arange(3), rewards, torch.device("cpu"), {})
+    cfg = SimpleNamespace(
+        estimator="w_reinforce", advantage_normalization=True, loss_mean="token", critic_lambd=None
+    )
     ppo.compute_advantages(batch, cfg)
-    sums = [part.sum().item() for part in batch.tokens["advantages"].split(lengths)]
-    assert sums == pytest.approx([3, 3, -3, -3, 0])
+    assert batch.tokens["advantages"].tolist() == pytest.approx([0.1, -1, -1, 0.1])
 
 
 def test_reward():

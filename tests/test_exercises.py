@@ -25,15 +25,19 @@ SOLUTIONS = [
     Change(
         1,
         "ppo.py",
-        old='ESTIMATORS = {"gae": gae,',
+        old="""ESTIMATORS = {
+""",
         new='''
-def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - group mean for all tokens alike (arXiv 2503.20783)."""
-    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
-    return torch.where(std > 0, rewards - mean, 0.0)[:, None] * mask
+def opo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r - the group's mean, weighted by length (arXiv 2505.23585)."""
+    length = mask.sum(1).double()  # (N,)
+    weighted = group_stats(rewards * length, groups)[0]  # (N,)
+    return rewards - weighted / group_stats(length, groups)[0]
 
 
-ESTIMATORS = {"dr_grpo": dr_grpo, "gae": gae,''',
+ESTIMATORS = {
+    "opo": opo,
+''',
     ),
     Change(
         2,
@@ -59,15 +63,8 @@ ESTIMATORS = {"dr_grpo": dr_grpo, "gae": gae,''',
     Change(
         4,
         "ppo.py",
-        old="    carry = torch.zeros_like(rewards)",
-        new="""    lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)
-    carry = torch.zeros_like(rewards)""",
-    ),
-    Change(
-        4,
-        "ppo.py",
-        old="cfg.gamma * cfg.lambd * carry",
-        new="cfg.gamma * lambd * carry",
+        old="lambd = cfg.lambd",
+        new="lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)",
     ),
     Change(
         5,

@@ -19,6 +19,7 @@ from ppo_worker import CPU, LR, batch_of_lists, config, make_batch
 from transformers import AutoModel
 
 import ppo
+from lib import check
 from lib.common import hash64
 
 
@@ -43,6 +44,10 @@ ONE = [  # ranks: 1
     step("clipped", max_norm=0.1),
     step("offload, zero2", zero_stage=2, offload="optimizer"),
     step("grpo", batch="half flat", estimator="grpo"),
+    step("sequence", loss_mean="sequence"),
+    step("sequence, grpo", batch="half flat", estimator="grpo", loss_mean="sequence", **SHORT_ROWS),
+    step("constant", loss_mean="constant", packing_max_len=300),
+    step("critic's own lambda", lambd=0.5, critic_lambd=0.9),
 ]
 TWO = [  # ranks: 2
     step("zero0"),
@@ -63,6 +68,10 @@ TWO = [  # ranks: 2
     step("idle rank, zero3", batch="one", zero_stage=3, tied=False),
     step("grpo, zero0", batch="half flat", estimator="grpo"),
     step("grpo, zero3", batch="half flat", estimator="grpo", zero_stage=3),
+    step("sequence, zero1, short rows", zero_stage=1, loss_mean="sequence", **SHORT_ROWS),
+    step("sequence, grpo", batch="half flat", estimator="grpo", loss_mean="sequence"),
+    step("sequence, idle rank", batch="one", loss_mean="sequence"),
+    step("constant, zero3", zero_stage=3, loss_mean="constant"),
     nonfinite("nan, zero0", "nan", "policy"),
     nonfinite("nan, zero1", "nan", "critic", zero_stage=1),
     nonfinite("nan, zero2", "nan", "policy", zero_stage=2),
@@ -327,13 +336,14 @@ def test_flash_attention_gets_one_row(monkeypatch):
 
 
 def estimate(name: str, batch, **settings) -> list[list[float]]:
-    """The shipped estimator on a batch, as a list for each sample; past its end it must be 0."""
+    """The shipped estimator on a batch, as a list for each sample."""
     values = torch.zeros(batch.mask.shape, dtype=torch.float64)
     values[batch.mask] = batch.tokens["values"].double()
     cfg = config(estimator=name, **settings)
     advantages = ppo.ESTIMATORS[name](batch.rewards, values, batch.mask, batch.groups, cfg)
-    assert advantages.shape == batch.mask.shape
-    assert not advantages[~batch.mask].any()
+    if name != "gae":
+        assert advantages.shape == batch.rewards.shape
+        advantages = advantages[:, None].expand_as(values)
     return naive.per_sample(batch, advantages[batch.mask])
 
 
@@ -359,21 +369,22 @@ def test_gae_with_gamma_lambda_1_is_reward_minus_value():
         np.testing.assert_allclose(advantages, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce"])
+@pytest.mark.parametrize("estimator", sorted(set(ppo.ESTIMATORS) - {"gae"}))
 @pytest.mark.parametrize("seed", range(3))
 def test_group_estimators_against_loops(estimator, seed):
     """ORZ's GRPO never divided by the std. Groups of any size and order; the population's std."""
     batch = make_batch()
     rng = random.Random(seed)
-    rewards = [rng.choice([0.0, 1.0, 0.1, rng.random()]) for _ in batch.size]
+    rewards = [rng.choice([0.0, 0.0, 1.0, 0.1, rng.random()]) for _ in batch.size]
     batch.rewards = torch.tensor(rewards, dtype=torch.float64)
     batch.groups = batch.groups[rng.sample(batch.everyone(), len(batch.size))]
     expected = naive.scores(estimator, rewards, batch.groups.tolist())
+    assert any(expected)
     for got, want, ids in zip(estimate(estimator, batch), expected, batch.response_ids):
         np.testing.assert_allclose(got, [want] * len(ids), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("estimator", check.GROUPED)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 1e-9, 12345.678])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 49])
 def test_a_flat_group_is_exactly_zero(estimator, reward, size):
@@ -381,21 +392,57 @@ def test_a_flat_group_is_exactly_zero(estimator, reward, size):
     advantage of 1. Whitening moved flat groups off zero (ORZ's fault 1)."""
     count = size + 3
     groups = [5] * size + [1] * 3
-    rewards = [reward] * size + [0.0, 1.0, 1.0]
+    rewards = [reward] * size + [0.0, 0.0, 1.0]
     values = {"values": torch.zeros(2 * count)}
     batch = batch_of_lists([[1]] * count, [[1, 2]] * count, groups, rewards, values)
     got = np.array(estimate(estimator, batch))
     assert (got[:size] == 0).all()
     assert (got[size:] != 0).all()
     assert np.isfinite(got).all()
-    ppo.compute_advantages(batch, config(estimator=estimator))
+    # REINFORCE++ whitens over the batch, as it was published, and that moves flat groups.
+    whiten = estimator != "reinforce_pp"
+    ppo.compute_advantages(batch, config(estimator=estimator, advantage_normalization=whiten))
     assert not batch.tokens["advantages"][: 2 * size].any()
+
+
+@pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
+def test_the_grouped_estimators_are_those_that_compare(estimator):
+    """With one sample a problem they have no advantage at all, and lib/check.py must refuse that;
+    with a list that forgets one a run would take no step, silently."""
+    batch = make_batch()
+    batch.groups = torch.arange(len(batch.size))
+    cfg = config(estimator=estimator, advantage_normalization=False)
+    ppo.compute_advantages(batch, cfg)
+    compares = not batch.tokens["advantages"].any()
+    assert compares == (estimator in check.GROUPED)
+
+
+@pytest.mark.parametrize("n, k", [(2, 1), (5, 1), (5, 2), (7, 3), (10, 4), (16, 4)])
+def test_pass_at_k_is_the_papers_two_cases(n, k):
+    """arXiv 2508.10751, section 2.4: all numbers of right responses, those without a signal too.
+    Of 10 samples 7 are right: 1 - 7 / 10 times 10 is not 3 in floating point, and the advantages
+    were 1e-9 where no set of 4 is all wrong, which trained on noise."""
+    for right in range(n + 1):
+        wrong = n - right
+        batch = batch_of_lists([[1]] * n, [[1]] * n, None, [1.0] * right + [0.0] * wrong)
+        batch.tokens["values"] = torch.zeros(n)
+        got = estimate("pass_at_k", batch, pass_k=k)
+        mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+        std = math.sqrt(mean * (1 - mean))
+        if std == 0:
+            assert got == [[0.0]] * n, "exactly"
+            continue
+        others = math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
+        expected = [(1 - mean) / std] * right + [(1 - mean - others) / std] * wrong
+        np.testing.assert_allclose(np.ravel(got), expected, rtol=0, atol=1e-12)
+        if k == 1:
+            np.testing.assert_allclose(got, estimate("grpo", batch), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
 @pytest.mark.parametrize("whiten", [True, False])
 def test_compute_advantages(estimator, whiten):
-    """Whitening: once, over all response tokens, with the population's std, for gae and reinforce
+    """Whitening: once, over all response tokens, with the population's std, for some estimators
     only. Returns stay as they are."""
     batch = make_batch()
     cfg = config(estimator=estimator, advantage_normalization=whiten)
@@ -405,7 +452,7 @@ def test_compute_advantages(estimator, whiten):
     torch.testing.assert_close(got, advantages, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(batch.tokens["returns"].double(), returns, rtol=1e-5, atol=1e-6)
     is_white = abs(got.mean()) < 1e-6 and abs(got.square().mean() - 1) < 1e-5
-    assert is_white == (whiten and estimator in ("gae", "reinforce"))
+    assert is_white == (whiten and estimator in ("gae", "reinforce", "reinforce_pp"))
     assert stats["advantage_abs"] == pytest.approx(advantages.abs().mean().item(), rel=1e-5)
     assert stats["return"] == pytest.approx(returns.mean().item(), rel=1e-5)
     if estimator == "gae":
@@ -420,18 +467,50 @@ def test_flat_rollout_has_no_explained_variance_and_no_nan(estimator):
     batch = make_batch("flat")
     batch.tokens["values"].zero_()
     stats = ppo.compute_advantages(batch, config(estimator=estimator))
-    assert batch.tokens["advantages"].abs().max() < 1e-6
+    # These two compare with nothing.
+    expected = {"positive": 0.1, "negative": -0.9}.get(estimator, 0.0)
+    assert (batch.tokens["advantages"] - expected).abs().max() < 1e-6
     assert all(map(math.isfinite, stats.values()))
+
+
+@pytest.mark.parametrize("critic_lambd", [1.0, 0.9, 0.0])
+def test_the_critic_has_its_own_lambda(critic_lambd):
+    """Its target alone has it (VAPO's decoupled GAE); 0 is a lambda and not an absent one."""
+    coupled = make_batch()
+    ppo.compute_advantages(coupled, config(lambd=0.5))
+    batch = make_batch()
+    cfg = config(lambd=0.5, critic_lambd=critic_lambd)
+    stats = ppo.compute_advantages(batch, cfg)
+    assert torch.equal(batch.tokens["advantages"], coupled.tokens["advantages"])
+    _, returns = naive.advantages(batch, cfg)
+    torch.testing.assert_close(batch.tokens["returns"].double(), returns, rtol=1e-5, atol=1e-6)
+    assert (batch.tokens["returns"] - coupled.tokens["returns"]).abs().max() > 0.1
+    assert stats["return"] == pytest.approx(returns.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_mean", ["sequence", "constant"])
+def test_loss_mean_weighs_the_advantages_alone(loss_mean):
+    """What is logged about them stays, and so do the critic's targets: a critic's error must not
+    depend on how the policy's loss is averaged."""
+    plain = make_batch()
+    weighted = make_batch()
+    expected = ppo.compute_advantages(plain, config())
+    assert ppo.compute_advantages(weighted, config(loss_mean=loss_mean)) == expected
+    assert torch.equal(weighted.tokens["returns"], plain.tokens["returns"])
+    assert not torch.equal(weighted.tokens["advantages"], plain.tokens["advantages"])
 
 
 # ---- passes, losses and updates: one step against its naive gradient -----------------------------
 
 
+LEARNT = ("estimator", "loss_mean", "lambd", "critic_lambd")
+
+
 @functools.cache
-def naive_step(folder, batch_kind: str, estimator: str, head: tuple) -> tuple[dict, dict]:
+def naive_step(folder, batch_kind: str, learnt: tuple, head: tuple) -> tuple[dict, dict]:
     """Gradients of policy and critic. They do not depend on any knob of memory or speed."""
     batch = make_batch(batch_kind)
-    cfg = config(estimator=estimator)
+    cfg = config(**dict(zip(LEARNT, learnt)))
     policy = naive.policy_gradient(naive.load(folder), batch, cfg)
     body = naive.load(folder, AutoModel)
     head = torch.tensor([head], dtype=torch.float64)  # (1, H)
@@ -462,7 +541,8 @@ def check_step(result: dict, job: dict, folder) -> None:
     cfg = config(**job["settings"])
     batch_kind = job["spec"]["batch"]
     head = result["critic_start"]["value_head.weight"]
-    policy, critic = naive_step(folder, batch_kind, cfg.estimator, tuple(head[0].tolist()))
+    learnt = tuple(getattr(cfg, name) for name in LEARNT)
+    policy, critic = naive_step(folder, batch_kind, learnt, tuple(head[0].tolist()))
     starts = {"policy": naive.load(folder).state_dict(), "critic": result["critic_start"]}
     for name, gradient in (("policy", policy), ("critic", critic)):
         norm = norm_of(gradient)
@@ -488,7 +568,8 @@ def check_numbers(result: dict, batch: ppo.Batch, cfg, folder) -> None:
     passed = torch.ones_like(values, dtype=torch.bool)
     if cfg.estimator == "grpo":
         passed = advantages != 0
-    assert stats["policy_loss"] == pytest.approx(-(advantages * logprobs).mean().item(), rel=1e-4)
+    policy_loss = naive.mean_loss(-advantages * logprobs, batch, cfg).item()
+    assert stats["policy_loss"] == pytest.approx(policy_loss, rel=1e-4)
     assert stats["entropy"] == pytest.approx(entropy[passed].mean().item(), rel=1e-4)
     assert stats["critic_loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
     assert stats["critic_values"] == pytest.approx(values.mean().item(), abs=1e-5)

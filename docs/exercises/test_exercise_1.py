@@ -1,9 +1,10 @@
-"""Exercise 1: Dr. GRPO. Red until ppo.py has it."""
+"""Exercise 1: OPO's baseline. Red until ppo.py has it."""
 
 import os
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 # Here lies the ppo.py under test.
@@ -11,14 +12,19 @@ sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import ppo  # noqa: E402
 
 
-def test_dr_grpo_is_the_reward_minus_its_groups_mean():
-    assert "dr_grpo" in ppo.ESTIMATORS, "there is no estimator of that name yet"
+def test_opo_is_the_reward_minus_its_groups_mean_weighted_by_length():
+    assert "opo" in ppo.ESTIMATORS, "there is no estimator of that name yet"
     lengths = [1, 2, 3, 4, 2, 1]
     groups = torch.tensor([0, 0, 0, 0, 1, 1])
-    rewards = torch.tensor([1, 0, 0, 0, 1, 1], dtype=torch.float64)  # the second group is flat
+    rewards = torch.tensor([1, 0, 1, 0, 1, 1], dtype=torch.float64)  # the second group is flat
     responses = [[2] * length for length in lengths]
     batch = ppo.Batch([[1]] * 6, responses, groups, rewards, torch.device("cpu"), {})
-    cfg = SimpleNamespace(estimator="dr_grpo", advantage_normalization=True)
+    cfg = SimpleNamespace(
+        estimator="opo", advantage_normalization=True, loss_mean="token", critic_lambd=None
+    )
     ppo.compute_advantages(batch, cfg)
-    expected = [0.75] + [-0.25] * (2 + 3 + 4) + [0.0] * (2 + 1)
-    assert batch.tokens["advantages"].tolist() == expected
+    # Of the first group's ten tokens four are in right responses.
+    expected = [0.6] + [-0.4] * 2 + [0.6] * 3 + [-0.4] * 4 + [0.0] * (2 + 1)
+    advantages = batch.tokens["advantages"]
+    assert advantages.tolist() == pytest.approx(expected)
+    assert advantages[:10].sum() == pytest.approx(0, abs=1e-6), "over the tokens of a group"

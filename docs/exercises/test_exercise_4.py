@@ -30,3 +30,5 @@ def test_each_sample_has_the_lambda_of_its_own_length():
         expected = torch.tensor(expected, dtype=torch.float64)
         assert torch.allclose(got[i, :length], expected), f"length {length}"
     assert not got[~mask].any(), "past the end of a response there is nothing"
+    own = ppo.gae(rewards, values, mask, torch.zeros(3), cfg, 1.0)
+    assert torch.allclose(own, (rewards[:, None] - values) * mask), "a lambda that is given counts"
