@@ -44,11 +44,13 @@ UNICODE_TO_LATEX = str.maketrans(LATEX)
 
 # Applied in this order. All of them take a few milliseconds for the longest text.
 REWRITES = (
-    # Zero-width and right-to-left marks say nothing.
-    (r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]", ""),
-    # Neither do sizes, negative spaces, dollar signs, fonts and colours.
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|^\s*\\approx", ""),
-    (r"\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])", ""),
+    # Invisible marks, sizes, styles, colours, negative spaces and dollar signs say nothing.
+    (
+        r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]|\\!\s*|\\?\$|^\s*\\approx"
+        r"|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|(?<=\\)[dtc](?=frac(?![A-Za-z]))"
+        r"|\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])",
+        "",
+    ),
     (r"\\(?:boldsymbol|bm|math(?:bf|it|sf)|underline|boxed) ?(?:\{([A-Za-z])\}|(?=\{))", r"\1"),
     (r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$", r"\1"),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
@@ -64,7 +66,6 @@ REWRITES = (
     (r"√ ?([0-9]+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])", r"\\\1"),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\(frac|sqrt(?:\[[0-9]\])?) ?([0-9A-Za-z]|\\pi(?![A-Za-z])|\([^()]*\))", r"\\\1{\2}"),
     (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
     (r"([\^_]) ?\{ ?([0-9A-Za-z]) ?\}", r"\1\2"),
@@ -83,14 +84,14 @@ DIGITS = (
     r"(?:[eE][+-]?[0-9]{1,3})?"
 )
 FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
-TIMES_POWER_OF_TEN = re.compile(r"(?<=[0-9])(?:\\times|\\cdot|\*) ?10\^\{?([+-]?[0-9]{1,3})\}?$")
 NUMBER = re.compile(
     r"[£€]?(?P<sign>[+-]?) ?[£€]?(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
     rf"(?P<top>[+-]?{DIGITS})(?:[/:](?P<bottom>[+-]?{DIGITS}))?(?P<percent>%?)"
 )
-# 2^10, 2^{-3}, \sqrt{16} and \sqrt[3]{8} are numbers that algebra has to work out.
+# 2^10, 3\times10^{-3}, \sqrt{16} and \sqrt[3]{8} are numbers that algebra has to work out.
 POWER_OR_ROOT = re.compile(
-    r"[+-]?(?:[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})"
+    r"[+-]?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
+    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})"
 )
 
 # Behind a number, the field leaves off \text{}, words and units that do not change the value.
@@ -164,7 +165,6 @@ def parse_number(text):
     It comes twice, because a percent sign may be meant or left off: 50% is (50, 1/2), 5 is (5, 5).
     """
     text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
-    text = TIMES_POWER_OF_TEN.sub(r"e\1", text)
     number = NUMBER.fullmatch(text.strip())
     if not number:
         return None
@@ -243,15 +243,12 @@ def same_choice(predicted, label):
 
 
 def same_in_base(predicted, label):
-    """Numerals like 52_8: one side may leave the base off, but it may not name another one."""
-    numeral = NUMERAL.fullmatch(predicted)
-    label_numeral = NUMERAL.fullmatch(label)
-    if not numeral or not label_numeral:
+    """Numerals like 52_8: the prediction may leave the base off, but not name another one."""
+    numeral = NUMERAL.fullmatch(label)
+    given = NUMERAL.fullmatch(predicted)
+    if not numeral or not given or not numeral["base"]:
         return None
-    bases = {numeral["base"], label_numeral["base"]} - {None}
-    if not bases:
-        return None
-    return numeral["digits"] == label_numeral["digits"] and len(bases) == 1
+    return numeral["digits"] == given["digits"] and given["base"] in (None, numeral["base"])
 
 
 def same_word(predicted, label):

@@ -1000,13 +1000,6 @@ MUTANTS = [
         of("resume", "test_all_ranks_hear_of_one_sick_disk"),
     ),
     Mutant(
-        "a manifest may name a file outside",
-        "ckpt.py",
-        "            if leads_out or file.stat()",
-        "            if file.stat()",
-        of("ckpt", "test_a_manifest_names_no_file_outside_its_folder"),
-    ),
-    Mutant(
         "a manifest of another shape is a traceback",
         "ckpt.py",
         "    with contextlib.suppress(Exception):",
@@ -1119,13 +1112,6 @@ MUTANTS = [
         "return predicted.casefold()",
         rule("same_word"),
     ),
-    Mutant(
-        "a power of ten is algebra",
-        "lib/equal.py",
-        'text = TIMES_POWER_OF_TEN.sub(r"e\\1", text)',
-        "text = text.strip()",
-        rule("TIMES_POWER_OF_TEN"),
-    ),
     # ---- tasks: programs in a sandbox
     Mutant(
         "a pair of datagram sockets is allowed",
@@ -1182,5 +1168,62 @@ MUTANTS = [
         'label["json"] = bool(function)',
         'label["json"] = True',
         of("sandbox", "test_forms"),
+    ),
+    # ---- signals, and a grader that breaks
+    Mutant(
+        "one rank that leaves during start-up lets the others wait",
+        "lib/launcher.py",
+        'os._exit(int(os.environ.get("WORLD_SIZE", "1") != "1"))',
+        "os._exit(0)",
+        of("common", "test_a_signal_during_start_up_ends_a_rank_even_within_c"),
+    ),
+    Mutant(
+        "a signal that comes to the start-up's thread later ends the run",
+        "lib/launcher.py",
+        "if callable(signal.getsignal(signal.SIGTERM)):",
+        "if False:",
+        of("common", "test_a_signal_that_comes_to_the_thread_of_the_start_up_later_stops_the_run"),
+    ),
+    Mutant(
+        "ranks do not hear what is broken",
+        "lib/common.py",
+        'raise Stopped(text or "")',
+        'raise Stopped("")',
+        of("common", "test_ranks_agree_on_a_fault_of_one_of_them"),
+    ),
+    Mutant(
+        "time-outs are forgotten",
+        "reward.py",
+        "self.verdicts = self.hopeless.copy()",
+        "self.verdicts = {}",
+        of("reward", "test_pair_that_used_up_its_cpu_time_does_so_once_in_a_run"),
+    ),
+    Mutant(
+        "an interpreter that is gone is a traceback",
+        "reward.py",
+        "        except OSError as error:\n            # The others",
+        "        except ChildProcessError as error:\n            # The others",
+        of("reward", "test_process_that_cannot_start_is_noted_before_it_is_an_error"),
+    ),
+    Mutant(
+        "a worker that crashed is never asked again",
+        "reward.py",
+        'if reply == "cpu_timeouts":',
+        "if reply in LOSSES:  # all",
+        of("reward", "test_pair_that_was_lost_otherwise_is_tried_again"),
+    ),
+    Mutant(
+        "a broken grader is its rank's own affair",
+        "rollout.py",
+        "self.signals.agree(self.grader.broken)",
+        "self.signals.agree(None)",
+        of("rollout", "test_a_grader_that_is_broken_on_one_rank_stops_all"),
+    ),
+    Mutant(
+        "signals during the imports are not heard",
+        "train.py",
+        "    leave_on_signals()\n",
+        "",
+        of("train", "test_a_signal_during_the_imports_is_one_line_and_exit_code_0"),
     ),
 ]

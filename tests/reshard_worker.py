@@ -41,7 +41,6 @@ def make_config(model: str, stage: int) -> SimpleNamespace:
         max_norm=1.0,
         gradient_checkpointing=False,
         offload="none",
-        log_comms=False,
         actor_learning_rate=1e-2,
     )
 

@@ -401,19 +401,6 @@ def test_a_manifest_of_any_shape_is_damage(group, copy, capsys, number):
         convert.verified_state(copy / "step_000002")
 
 
-@pytest.mark.parametrize("form", ["../outside", "hf/../../../outside", "{}/outside"])
-def test_a_manifest_names_no_file_outside_its_folder(copy, tmp_path, form):
-    """Such a checkpoint would be whole or not whatever is done to its own files."""
-    outside = tmp_path / "outside"
-    outside.write_text("not a checkpoint's")
-    (copy / "outside").write_text("not a checkpoint's")
-    newest = copy / "step_000002"
-    entries = ckpt.manifest(newest)
-    entries[form.format(tmp_path)] = ckpt.size_and_hash(outside)
-    (newest / "manifest.json").write_text(json.dumps(entries))
-    assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
-
-
 @pytest.mark.parametrize("text", [*ODD[:6], '{"of_another_version": 1}'])
 def test_a_state_of_any_shape_is_damage_or_of_another_version(copy, text):
     """It is damage where the manifest disagrees, and another version's where it agrees."""
