@@ -14,7 +14,7 @@ import pytest
 from measure import ROOT, STAGES, Source
 
 # Budgets in tokens. A raise is a commit of its own that says why.
-RUN_BUDGET = 20_000  # the five stages and what they import
+RUN_BUDGET = 20_300  # the five stages and what they import
 STAGE_BUDGET = 3_400
 PPO_BUDGET = 3_800
 LIB_BUDGET = 2_000  # each file
@@ -81,7 +81,7 @@ def test_a_budget_bites():
     assert not over_budget(Source("lib/x.py", '"""Text."""\n' + "x = 1  # why\n" * 600))
     assert over_budget(Source("ckpt.py", f"x = [{'1, ' * 1800}]"))
     assert not over_budget(Source("ppo.py", f"x = [{'1, ' * 1800}]"))
-    large = Source("lib/x.py", f"x = [{'1, ' * 10_000}]")
+    large = Source("lib/x.py", f"x = [{'1, ' * RUN_BUDGET}]")
     loaded = {"train.py": Source("train.py", "import lib.x"), "lib/x.py": large}
     assert run_over_budget(loaded)
     assert not run_over_budget(loaded | {"train.py": Source("train.py", "")})
