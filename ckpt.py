@@ -63,24 +63,27 @@ class RunState:
 # ---- disk ------------------------------------------------------------------------------------
 
 
-def try_disk(action, *arguments, **options):
+def try_disk(action, *arguments):
     """Calls a disk action; returns the error's text instead of raising it.
 
     So all ranks stay in step and can agree on what to do.
     """
     try:
-        action(*arguments, **options)
+        action(*arguments)
     # A full disk is a RuntimeError to torch.save and a bare Exception to tokenizers.
     except Exception as error:
+        # torch stumbles over what the kernel said first.
+        while error.__context__:
+            error = error.__context__
         return f"{type(error).__name__}: {one_line(error)}"
     return None
 
 
-def on_rank0(action, *arguments, **options):
+def on_rank0(action, *arguments):
     """Rank 0 does a disk action; all ranks learn the error's text. A collective."""
     error = None
     if dist.get_rank() == 0:
-        error = try_disk(action, *arguments, **options)
+        error = try_disk(action, *arguments)
     return gather(error)[0]
 
 
@@ -124,8 +127,7 @@ def claim(run_dir, needed_bytes):
         mine.touch()
         free = shutil.disk_usage(run_dir).free
         if free < needed_bytes:
-            numbers = f"needed {needed_bytes / 2**30:.2f} GiB, free {free / 2**30:.2f} GiB"
-            complaint = f"too small for its checkpoints: {numbers}"
+            complaint = f"too small for checkpoints: needed {needed_bytes:,} bytes, free {free:,}"
         if rank == 0:
             lock = open(run_dir / ".lock", "w")  # noqa: SIM115
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +162,8 @@ def checkpoints(run_dir):
 
 def manifest(path):
     """Size and hash of every file, or {} if one is absent or cut short."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    # A sick disk may hand out JSON of any shape.
+    with contextlib.suppress(Exception):
         entries = json.loads((path / "manifest.json").read_text())
         for name, entry in entries.items():
             if (path / name).stat().st_size != entry["size"]:
@@ -200,15 +203,15 @@ class DurableWriter(CheckpointEngine):
         return True
 
     def makedirs(self, path, exist_ok=False):
-        self.attempt(os.makedirs, path, exist_ok=exist_ok)
+        self.attempt(os.makedirs, path, 0o777, exist_ok)
 
     def save(self, state_dict, path):
         self.attempt(self.write, state_dict, path)
 
-    def attempt(self, action, *arguments, **options):
+    def attempt(self, action, *arguments):
         """After an error nothing more is done."""
         if self.error is None:
-            self.error = try_disk(action, *arguments, **options)
+            self.error = try_disk(action, *arguments)
 
     def write(self, state_dict, path):
         with open(path, "wb") as file:
@@ -248,7 +251,8 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
     if not error:
         error = on_rank0(publish, temporary, final, files, state, hf)
     if error:
-        on_rank0(shutil.rmtree, temporary, ignore_errors=True)
+        on_rank0(shutil.rmtree, temporary)
+        error = f"{error}; {describe_room(run_dir, engines)}"
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
     else:
         on_rank0(prune, run_dir, keep_last)
@@ -260,7 +264,18 @@ def make_room(temporary, final):
     """Takes away what a killed save left, or what was damaged after it was published."""
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(final, ignore_errors=True)
-    (temporary / "hf").mkdir(parents=True)
+    os.makedirs(temporary / "hf")
+
+
+def describe_room(folder, engines):
+    """What is free on the folder's disk, and what a checkpoint takes at most."""
+    parameters = [p for engine in engines.values() for p in engine.module.parameters()]
+    # Under ZeRO 3 a rank's own tensor is empty.
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = f"{shutil.disk_usage(folder).free:,}"
+    return f"{folder}: needed {16 * count:,} bytes, free {free}"
 
 
 def write_engines(folder, engines):
@@ -269,8 +284,8 @@ def write_engines(folder, engines):
     for name, engine in engines.items():
         # It would copy a script past the writer, and raise on a full disk.
         engine._copy_recovery_script = skip
-        with checkpoint_engine(engine, writer):
-            engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
+        engine.checkpoint_engine = writer
+        engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
     written = writer.finish()
     files = {}
     error = None
@@ -284,15 +299,6 @@ def write_engines(folder, engines):
 
 def skip(folder):
     pass
-
-
-@contextlib.contextmanager
-def checkpoint_engine(engine, writer):
-    """Lets DeepSpeed's files of this engine go through `writer` meanwhile."""
-    own = engine.checkpoint_engine
-    engine.checkpoint_engine = writer
-    yield
-    engine.checkpoint_engine = own
 
 
 def publish(temporary, final, files, state: RunState, hf):
@@ -370,7 +376,11 @@ def find_damage(path):
 
 
 def read_state(path) -> RunState:
-    return RunState(**json.loads((path / "state.json").read_text()))
+    """Raises UserError where the fields are not those of this version."""
+    try:
+        return RunState(**json.loads((path / "state.json").read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"{path}/state.json is not of this version: {one_line(error)}") from error
 
 
 def find_start(run_dir, resume, new: RunState, fixed):
@@ -443,8 +453,8 @@ def load(path, engines, new: RunState):
             raise UserError(f"{path}/universal: {damage}; run tools/convert.py reshard again")
         return reshard.load(path / "universal", engines)
     for name, engine in engines.items():
-        with checkpoint_engine(engine, DurableWriter()):
-            engine.load_checkpoint(str(path / name), tag="state")
+        engine.checkpoint_engine = DurableWriter()
+        engine.load_checkpoint(str(path / name), tag="state")
 
 
 def rewind(run_dir, state: RunState, is_new):
@@ -482,11 +492,11 @@ def export(out, model, weights, tokenizer):
 
 
 def write_export(out, model, weights, tokenizer):
-    head = {}
-    for name in list(weights):
-        if name.startswith("value_head."):
-            head[name] = weights.pop(name)
+    head = weights.pop("value_head.weight", None)
+    # The usual form names a tied head once, as the embedding.
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
     model.save_pretrained(out, state_dict=weights)
     tokenizer.save_pretrained(out)
-    if head:
-        save_file(head, out / "value_head.safetensors")
+    if head is not None:
+        save_file({"value_head.weight": head}, out / "value_head.safetensors")

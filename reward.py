@@ -13,11 +13,9 @@ Copied together with lib/equal.py and lib/common.py it works alone:
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
-import functools
 import json
 import os
 import re
-import threading
 from concurrent import futures
 from dataclasses import dataclass
 
@@ -163,16 +161,14 @@ def extract_answer(text):
 
 
 def is_equiv(predicted, label):
-    """Is the predicted answer right? Any text is safe: only a worker process may die of it."""
-    grader = shared_grader(os.getpid(), threading.get_ident())
-    grader.compare("is_equiv", predicted, label)
-    return bool(grader.results()["is_equiv"])
+    """Is the predicted answer right? Any text is safe: only a worker process may die of it.
 
-
-@functools.cache
-def shared_grader(process_id, thread_id) -> "Grader":
-    """One for each thread, and a forked child must not share the pipes of its parent."""
-    return Grader()
+    Raises UserError where no such process can be started. Its start takes 2 s, so whoever has many
+    answers to compare takes a Grader.
+    """
+    with Grader() as grader:
+        grader.compare("is_equiv", predicted, label)
+        return bool(grader.results()["is_equiv"])
 
 
 class Grader:
@@ -180,12 +176,15 @@ class Grader:
 
     A check is ended and counts as 0 after `cpu_seconds` of its own CPU time, or after
     `wall_seconds` in case it hangs idle. Workers start by need, and lost ones are replaced. Equal
-    pairs share a check until `results`. `counts` never go back to 0.
+    pairs share a check until `results`, and for ever if it used up its CPU time. `counts` never go
+    back to 0. `broken` is None, or says why no worker starts, and then `results` raises UserError.
     """
 
     def __init__(self, workers=1, cpu_seconds=5.0, wall_seconds=120.0):
         self.wall_seconds = wall_seconds
-        self.counts = dict.fromkeys(("checks", "symbolic", *LOSSES), 0)
+        self.counts = dict.fromkeys(("symbolic", *LOSSES), 0)
+        self.broken = None
+        self.hopeless = {}  # pair that used up its CPU time -> False
         self.pairs = {}  # key -> (predicted, label)
         self.verdicts = {}  # pair -> bool
         self.running = {}  # pair -> Future of a reply
@@ -205,7 +204,6 @@ class Grader:
 
     def compare(self, key, predicted, label):
         pair = (predicted, label)
-        self.counts["checks"] += 1
         self.pairs[key] = pair
         if pair in self.verdicts or pair in self.running:
             return
@@ -220,12 +218,13 @@ class Grader:
         """Asks an idle worker; it runs in a thread. Returns what `Worker.ask` returns."""
         worker = self.idle_workers.pop()
         try:
-            reply = worker.ask(predicted, label, self.wall_seconds)
-        except ChildProcessError as error:
-            raise UserError(f"{error}; run.log has its error") from None
+            return worker.ask(predicted, label, self.wall_seconds)
+        except OSError as error:
+            # The others must hear of it: `results` would end this rank alone.
+            self.broken = f"no grading process can be started: {error}; run.log may say why"
+            raise UserError(self.broken) from None
         finally:
             self.idle_workers.append(worker)
-        return reply
 
     @property
     def lost(self):
@@ -244,9 +243,12 @@ class Grader:
             # A lost worker is counted under the way in which it was lost.
             if reply in LOSSES:
                 self.counts[reply] += 1
+            # It would use up as much at each step. What was lost otherwise is tried again.
+            if reply == "cpu_timeouts":
+                self.hopeless[pair] = False
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}
-        self.verdicts = {}
+        self.verdicts = self.hopeless.copy()
         self.running = {}
         return rewards
 

@@ -261,6 +261,7 @@ class Rollout:
 
         A sample is handed to the grader as soon as it ends, while the others are still sampled.
         """
+        self.signals.agree()
         with clock("rollout"):
             mine = self.sample_my_share(requests)
         with clock("reward"):
@@ -268,7 +269,7 @@ class Rollout:
                 pass
         with clock("gather"):
             # The first collective since sampling began: here the ranks wait for each other.
-            self.signals.agree()
+            self.signals.agree(self.grader.broken)
             for position, reward in self.grader.results().items():
                 mine[position].reward = reward
             # These are the checks of this process that ended without a verdict.
@@ -288,12 +289,11 @@ class Rollout:
         positions = range(engine, len(requests), engines)
         share = [requests[position] for position in positions]
         logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
-        # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
-        is_silent = True if dist.get_rank() > 0 else None
         mine = {}
         with contextlib.closing(self.sampler.generate(share, self.stopped, logprobs)) as stream:
-            bar = tqdm(stream, "sampling", len(share), leave=False, disable=is_silent)
-            for k, sample in bar:
+            # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
+            hidden = dist.get_rank() > 0 or None
+            for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
                 # All ranks of an engine get its samples; only its first rank hands them on.
                 if rank_in_engine == 0:
                     mine[positions[k]] = sample
@@ -324,19 +324,19 @@ def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:
 
 if __name__ == "__main__":
     start_distributed()
-    settings = {
-        "model": sys.argv[1],
-        "bf16": False,
-        "max_len": 256,  # tokens
-        "stop": [],
-        "micro_rollout_batch_size": 4,
-        "gpu_memory_utilization": 0.5,
-        "kv_cache_gb": None,
-        "rollout_quantization": None,
-        "tensor_parallel": 1,
-        "enforce_eager": True,
-    }
-    sampler = Sampler(SimpleNamespace(**settings))
+    cfg = SimpleNamespace(
+        model=sys.argv[1],
+        bf16=False,
+        max_len=256,  # tokens
+        stop=[],
+        micro_rollout_batch_size=4,
+        gpu_memory_utilization=0.5,
+        kv_cache_gb=None,
+        rollout_quantization=None,
+        tensor_parallel=1,
+        enforce_eager=True,
+    )
+    sampler = Sampler(cfg)
     problem = SimpleNamespace(prompt_ids=sampler.tokenizer.encode(sys.argv[2]))
     four = make_requests([problem], 4, purpose=(0,), distribution=(128, 1.0, 1.0))
     for _, sample in sampler.generate(four):

@@ -7,7 +7,6 @@ Owns the flags, the set-up, the loop and evaluation. A process per GPU (a rank) 
 policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the device.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -21,10 +20,11 @@ import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.launcher import follow_launcher
+from lib.launcher import follow_launcher, leave_on_signals
 
 if __name__ == "__main__":
-    # The imports below take 8 s. If the launcher is killed meanwhile, this process must end too.
+    # The imports below take 8 s. A signal, or the launcher's end, must end this process meanwhile.
+    leave_on_signals()
     follow_launcher()
 # An idle thread of OpenMP must sleep: spinning ones get five times slower beside other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -121,7 +121,6 @@ class Config(Learning):
     log_tokens: int = 16  # of those, samples written token by token
     log_kl: bool = False  # KL to the base model: a third model and a forward pass
     log_ratio: bool = False  # trainer against sampler, token by token
-    log_comms: bool = False  # DeepSpeed's summary of its collectives, in run.log
     # ---- where and how fast
     zero_stage: int = 3  # what is sharded: 1 optimizer, 2 gradients, 3 parameters too
     offload: str = "none"  # optimizer: DeepSpeed keeps its states in CPU memory
@@ -162,16 +161,13 @@ def refuse_flag(message):
     raise UserError(f"{message}; the fields of Config in train.py are the flags")
 
 
-def demo_flags(cfg, argv, is_rank0):
+def demo_flags(cfg, argv):
     """Makes the demo's base model in run_dir, and puts the demo's flags before the given ones."""
     folder = (Path(cfg.run_dir) / "base").resolve()
-    code = 0
-    if is_rank0:
-        tool = f"{Path(__file__).parent}/tools/demo.py"
-        command = [sys.executable, tool, str(folder), "--seed", str(cfg.seed)]
-        code = subprocess.call(command)
-    if any(gather(code)):
-        raise UserError("the demo's base model was not made, see above")
+    tool = f"{Path(__file__).parent}/tools/demo.py"
+    command = [sys.executable, tool, str(folder), "--seed", str(cfg.seed), "--end_with_parent"]
+    error = ckpt.on_rank0(subprocess.check_call, command)
+    check.require(not error, "the demo's base model was not made, see above")
     flags = (folder / "flags.txt").read_text()
     print0("the demo is train.py", *flags.splitlines())
     return parse_flags([*shlex.split(flags), *argv])
@@ -222,7 +218,7 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
     if len(kept) < len(problems):
         counts = f"{len(problems) - len(kept)} of {len(problems)} prompts"
         print0(f"{where}: {counts} are empty or exceed --prompt_max_len, and are left out")
-    check.require(len(kept) > 0, f"{where}: no prompt is left; raise --prompt_max_len")
+    check.require(kept, f"{where}: no prompt is left; raise --prompt_max_len")
     return kept
 
 
@@ -256,8 +252,8 @@ def read_eval_sets(task, cfg, tokenizer):
 def find_task(cfg):
     """The module of --reward: load_problems, Grader and text_metrics. Raises UserError."""
     name = "reward" if cfg.reward == "math" else f"tasks.{cfg.reward}"
-    is_there = importlib.util.find_spec(name) is not None
-    check.require(is_there, f"--reward {cfg.reward}: neither math nor the name of a file in tasks/")
+    found = importlib.util.find_spec(name)
+    check.require(found, f"--reward {cfg.reward}: neither math nor the name of a file in tasks/")
     return importlib.import_module(name)
 
 
@@ -338,16 +334,11 @@ def open_run_dir(cfg):
     return run_dir, lock
 
 
-def export(trained, run_dir, tokenizer, cfg):
-    """Writes the Hugging Face folders of policy and critic, and DeepSpeed's summary if wanted."""
+def export(trained, run_dir, tokenizer):
+    """Writes the Hugging Face folders of policy and critic."""
     for engine in trained:
         folder = run_dir / engine.name
         ckpt.export(folder, engine.module.model, models.named_weights(engine), tokenizer)
-    if cfg.log_comms:
-        # The real stdout leads to run.log by now.
-        with contextlib.redirect_stdout(sys.__stdout__):
-            models.deepspeed.comm.log_summary()
-            sys.__stdout__.flush()
 
 
 def main(cfg, world, device, store):
@@ -368,8 +359,7 @@ def main(cfg, world, device, store):
         return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
 
     # ---- models: the sampler first, while the GPU is empty
-    signals = Signals(store)
-    rollout = Rollout(task, signals, cfg)
+    rollout = Rollout(task, Signals(store), cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg) if cfg.estimator == "gae" else None
@@ -388,7 +378,6 @@ def main(cfg, world, device, store):
         for step in range(state.step, total_steps):
             if step == 0 or is_due(step, cfg.eval_interval):
                 evaluate(rollout, eval_sets, step, log)
-            signals.agree()
             clock = metrics.Clock(step + 1)
 
             # 1. Prompts: a function of seed and step, so a resumed run draws the same ones.
@@ -429,15 +418,17 @@ def main(cfg, world, device, store):
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
-    except Stopped:
-        save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        check.require(not save_error, f"stopped at step {state.step}, NOT saved: {save_error}")
+    except Stopped as stop:
+        if state.step > 0:
+            save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
+        check.require(not save_error, f"step {state.step} is NOT saved: {save_error} {stop}")
+        check.require(not str(stop), f"{stop}; --resume auto goes on from step {state.step}")
         return print0(f"stopped at step {state.step}; --resume auto goes on from there")
     finally:
         rollout.grader.close()
         log.close()
 
-    export(trained, run_dir, tokenizer, cfg)
+    export(trained, run_dir, tokenizer)
     check.require(not save_error, f"step {total_steps} is NOT saved; the same command tries again")
     return log.result(total_steps)
 
@@ -447,9 +438,9 @@ def run(argv):
     store = None
     try:
         cfg = parse_flags(argv)
-        rank, world, device, store = start_distributed()
+        _, world, device, store = start_distributed()
         if cfg.model is None:
-            cfg = demo_flags(cfg, argv, rank == 0)
+            cfg = demo_flags(cfg, argv)
         # Machines may mount the folder under different names.
         check.check_same({f"--{name}": x for name, x in vars(cfg).items() if name != "run_dir"})
         check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})

@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """All ranks have agreed to save and leave."""
+    """All ranks have agreed to save and leave. Its text says what is broken, and none if asked."""
 
 
 def hash64(*parts):
@@ -61,7 +61,7 @@ def tell_once(store, text):
         if store:
             is_first = store.add("told", 1) == 1
         if is_first:
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr)
 
 
 def start_distributed():
@@ -155,16 +155,16 @@ class Signals:
     def __init__(self, store):
         self.store = store
         self.asked = False
-        self.interrupted = False
         self.next_look = 0.0  # s
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.handle)
+        # leave_on_signals (lib/launcher.py) has blocked them.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def handle(self, number, frame):
         if number == signal.SIGINT:
-            if self.interrupted:
-                os._exit(130)
-            self.interrupted = True
+            # The kernel acts on the second one, whatever the main thread is waiting for.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.asked = True
 
     def poll(self):
@@ -178,7 +178,8 @@ class Signals:
                 self.asked = True
         return self.asked
 
-    def agree(self):
-        """A collective: raises Stopped on every rank if any was asked."""
-        if any(gather(self.poll())):
-            raise Stopped
+    def agree(self, fault=None):
+        """A collective: raises Stopped on every rank if any was asked, or has a fault to tell."""
+        for is_asked, text in gather((self.poll(), fault)):
+            if is_asked or text:
+                raise Stopped(text or "")

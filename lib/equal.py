@@ -42,28 +42,41 @@ LATEX = {
 }
 UNICODE_TO_LATEX = str.maketrans(LATEX)
 
-# Applied in this order. No pattern nests repeats, so each is linear in the text.
+# Applied in this order. All of them take a few milliseconds for the longest text.
 REWRITES = (
-    # Zero-width and right-to-left marks say nothing.
-    (r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]", ""),
-    # Neither do sizes of brackets, negative spaces, dollar signs and the style of display.
+    # Invisible marks, sizes, styles, colours, negative spaces and dollar signs say nothing.
     (
-        r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\!\s*|\\?\$|\\displaystyle(?![A-Za-z])",
+        r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]|\\!\s*|\\?\$|^\s*\\approx"
+        r"|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|(?<=\\)[dtc](?=frac(?![A-Za-z]))"
+        r"|\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])",
         "",
     ),
+    (r"\\(?:boldsymbol|bm|math(?:bf|it|sf)|underline|boxed) ?(?:\{([A-Za-z])\}|(?=\{))", r"\1"),
     (r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$", r"\1"),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
-    (r"\\(?:mathrm|mathbf|mathit|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
-    (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])|\\degree(?![A-Za-z])", ""),
+    # An upright letter is a symbol, but for those that are units.
+    (r"\\mathrm ?\{(?![mgshACFJKLNVW])([A-Za-z])\}", r"\1"),
+    (r"\\(?:mathrm|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
+    # Braces around all of it go, and \text{} around a number with its unit.
+    (r"^ ?(?:\\text ?\{ ?(?=-?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$", r"\1"),
+    (r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$", r"\1m"),
+    (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?|\\degree(?![A-Za-z])", ""),
     (r"\\%| ?\\text\{ ?(?:percent|\\?%) ?\}| ?(?<![A-Za-z])percent(?![A-Za-z])", "%"),
     (r",? ?\\text\{ ?(?:or|and) ?\} ?|,? (?:or|and) ", ", "),
     (r"√ ?([0-9]+|[A-Za-z])", r"\\sqrt{\1}"),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\(frac|sqrt) ?([0-9A-Za-z])", r"\\\1{\2}"),
-    (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z])", r"\1{\2}"),
+    (r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])", r"\\\1"),
+    (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+    (r"\\(frac|sqrt(?:\[[0-9]\])?) ?([0-9A-Za-z]|\\pi(?![A-Za-z])|\([^()]*\))", r"\\\1{\2}"),
+    (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
     (r"([\^_]) ?\{ ?([0-9A-Za-z]) ?\}", r"\1\2"),
     # "3 1/2" and "1, 234" keep their spaces, because they are not 31/2 and 1234.
     (r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])", ""),
+    # Outside of brackets 2,304 is a number, but (2,304) is a pair.
+    (
+        r"(?<![0-9,.])([1-9][0-9]{0,2})(?:,|\{,\})([0-9]{3})(?:,([0-9]{3}))?"
+        r"(?:,([0-9]{3}))?(?![0-9,])(?!.*(?:[)\]]|\\\}))",
+        r"\1\2\3\4",
+    ),
 )
 
 DIGITS = (
@@ -73,29 +86,44 @@ DIGITS = (
 FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
 NUMBER = re.compile(
     r"[£€]?(?P<sign>[+-]?) ?[£€]?(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
-    rf"(?P<top>[+-]?{DIGITS})(?:/(?P<bottom>[+-]?{DIGITS}))?(?P<percent>%?)"
+    rf"(?P<top>[+-]?{DIGITS})(?:[/:](?P<bottom>[+-]?{DIGITS}))?(?P<percent>%?)"
+)
+# 2^10, 3\times10^{-3}, \sqrt{16} and \sqrt[3]{8} are numbers that algebra has to work out.
+POWER_OR_ROOT = re.compile(
+    r"[+-]?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
+    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})"
 )
 
-# Behind a number, the field leaves off a \text{} that does not change the value, and common units.
+# Behind a number, the field leaves off \text{}, words and units that do not change the value.
 CHANGES_THE_VALUE = (
-    r"[0-9]|\b(?:is|if|when|or|for|not|than|mod|base|half|more|less|least|most|dozen|hundred|"
-    r"thousand|[mbt]r?illion)\b"
+    r"(?i:[0-9,]|\b(?:is|if|when|or|for|not|than|mod|base|more|less|least|most|dozens?|(?-i:k)|"
+    r"(?:hundred|thousand|[mbt]r?illion)(?:th)?s?|half|halves|thirds?|quarters?|"
+    r"(?:four|fif|six|seven|eigh|nin|ten|twelf)ths?|squared|cubed|root|factorial|negative|"
+    r"plus|minus|times|divided|over|choose|below|above|under|north|south|east|west)\b)"
 )
+# Short units are listed, because "5 abc" is a product; a word has four letters or more.
 UNIT = (
-    r"[mck]m|in|inch|f(?:oo|ee)?t|yard|mile|[a-z]*met(?:er|re)|[mk]g|(?:kilo)?gram|lb|pound|ml|"
-    r"lit(?:er|re)|sec|second|min|minute|hr|hour|day|week|month|year|deg|degree|mph|dollar|cent|"
-    r"unit|point|way|people"
+    r"[mck]m|in|f(?:oo|ee)?t|[mk]g|lb|ml|sec|min|hr|day|deg|mph|m/s|km/h|way|st|nd|rd|th|"
+    r"[A-Za-z][a-z]{3,16}(?:[ /][a-z]{1,16}){0,3}"
 )
 UNITS = re.compile(
-    r"(?: ?(?<=[0-9A-Za-z})% ])\\text\{(?![^{}]*(?:" + CHANGES_THE_VALUE + r"))[^{}]*\}"
-    r"|(?<=[0-9} ])(?:(?:square|sq\.?|cubic) )?(?:" + UNIT + r")(?:e?s)?)(?:\^[23])? ?$"
+    rf"(?: ?(?<=[0-9A-Za-z}})% ])\\text\{{(?![^{{}}]*{CHANGES_THE_VALUE})[^{{}}]*\}}"
+    rf"|(?<=[0-9}} ])(?![A-Za-z /]{{0,70}}{CHANGES_THE_VALUE})"
+    rf"(?:(?:square|sq\.?|cubic) ?)?(?:{UNIT})(?:e?s)?|[€£]|\^\{{\\text\{{(?:st|nd|rd|th)\}}\}})"
+    r"(?:\^[23])? ?$"
 )
 
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
-# x =, f(x) =, A_1 =, f^{-1}(x) =, \theta =, \text{Area} =, (a, b) =, n \in
+# x =, f(x) =, A_1 =, f^{-1}(x) =, \theta =, |AB| =, a:b =, \text{Area} =, (a, b) =, n \in
 NAME = re.compile(
-    r"\(?[A-Za-z\\](?:[A-Za-z\\,'() ]|_\w|(?:(?<=text)|[\^_])\{[^{}]*\})*"
+    r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
+    r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
     rf"(?:{EQUALS.pattern}) ?"
+)
+RELATION = r"(?:[<>]|\\[lg]eq?(?![A-Za-z]) ?)"
+# In a solved inequality a letter is alone on one side: x > 5, 0 < x_1 < 5.
+UNSOLVED = re.compile(
+    rf"(?!(?:.*{RELATION})?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})).*{RELATION}"
 )
 NUMERAL = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?(?:_\{?(?P<base>[0-9]+)\}?)?")
 
@@ -119,13 +147,16 @@ def drop_name(predicted, label):
         name = NAME.match(side)
         if name:
             names.add(name[0])
-        elif EQUALS.search(side):
-            return predicted, label
-    if len(names) != 1:
+    # A sum is a name in "m + n = 17", but "x + y = 17" as the label is an equation.
+    if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return predicted, label
     # The name may come again: "x=1, x=2" becomes "1, 2".
     name = re.compile(rf"(?<![^, ]){re.escape(names.pop())}")
-    return name.sub("", predicted), name.sub("", label)
+    values = name.sub("", predicted), name.sub("", label)
+    # Other equations, as in "x=1, y=2", keep all names.
+    if EQUALS.search(" ".join(values)):
+        return predicted, label
+    return values
 
 
 def parse_number(text):
@@ -134,7 +165,7 @@ def parse_number(text):
     It comes twice, because a percent sign may be meant or left off: 50% is (50, 1/2), 5 is (5, 5).
     """
     text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
-    number = NUMBER.fullmatch(text.strip().replace("- ", "-"))
+    number = NUMBER.fullmatch(text.strip())
     if not number:
         return None
     bottom = parse_digits(number["bottom"] or "1")
@@ -167,7 +198,7 @@ def quick_verdict(predicted, label):
         return verdict
     predicted = unwrap_text(predicted)
     label = unwrap_text(label)
-    for rule in (same_text, same_choice, same_in_base, same_word, not_algebra):
+    for rule in (same_text, same_choice, same_in_base, same_word, same_shape, not_algebra):
         verdict = rule(predicted, label)
         if verdict is not None:
             return verdict
@@ -175,11 +206,16 @@ def quick_verdict(predicted, label):
 
 
 def same_number(predicted, label):
-    """Numbers are compared exactly. A percent sign may be left off: 50% is 0.5, and it is 50."""
+    """Numbers are compared exactly. A percent sign may be left off: 50% is 0.5, and it is 50.
+
+    Where the label is a number, an expression is no answer: the question may hold it already.
+    """
     number = parse_number(predicted)
     label_number = parse_number(label)
-    if not number or not label_number:
+    if not label_number or POWER_OR_ROOT.fullmatch(predicted):
         return None
+    if not number:
+        return False
     return number[0] == label_number[0] or number[1] == label_number[1]
 
 
@@ -200,31 +236,47 @@ def same_text(predicted, label):
 def same_choice(predicted, label):
     """A label of one letter, as in GPQA: C may be given as "C", "(C)" or "C. 12 m"."""
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
-    given = re.match(r"\(?([A-Ja-j])(?:[.:)](?!\()|$)", predicted)
+    given = re.match(r"(?:[Oo]ption )?\(?([A-Ja-j])(?:[.:)](?!\()|$)", predicted)
     if not choice or not given:
         return None
     return choice[1] == given[1].upper()
 
 
 def same_in_base(predicted, label):
-    """Numerals like 52_8: one side may leave the base off, but it may not name another one."""
-    numeral = NUMERAL.fullmatch(predicted)
-    label_numeral = NUMERAL.fullmatch(label)
-    if not numeral or not label_numeral:
+    """Numerals like 52_8: the prediction may leave the base off, but not name another one."""
+    numeral = NUMERAL.fullmatch(label)
+    given = NUMERAL.fullmatch(predicted)
+    if not numeral or not given or not numeral["base"]:
         return None
-    bases = {numeral["base"], label_numeral["base"]} - {None}
-    if not bases:
-        return None
-    return numeral["digits"] == label_numeral["digits"] and len(bases) == 1
+    return numeral["digits"] == given["digits"] and given["base"] in (None, numeral["base"])
 
 
 def same_word(predicted, label):
-    """Words are compared without case. Up to three letters may be a product, like abc."""
-    word = re.fullmatch(r"[A-Za-z' -]{4,}|[Yy]es|[Nn]o", label)
-    given = re.fullmatch(r"[A-Za-z' -]+", predicted)
+    """Words are compared without case, but ABCD is not abcd, and up to three letters a product."""
+    word = re.fullmatch(r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m", label)
+    given = re.fullmatch(r"[0-9:A-Za-z' -]+", predicted)
     if not word or not given:
         return None
-    return predicted.casefold() == label.casefold()
+    return not label.isupper() and predicted.casefold() == label.casefold()
+
+
+def same_shape(predicted, label):
+    r"""A list has as many members as the label, and where the label is a pair, it has brackets.
+
+    Inequalities, \mathbb{R} and matrices may stand for other forms, so they are left to algebra.
+    """
+    if re.search(rf"{RELATION}|\\(?:neq?|mathbb|setminus|begin)(?![a-z])", predicted + label):
+        return None
+    if count_members(predicted) != count_members(label):
+        return False
+    if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", predicted):
+        return False
+    return None
+
+
+def count_members(text):
+    r"""How many values a list has, where \pm gives two."""
+    return 1 + text.count(",") + text.count(r"\pm")
 
 
 def not_algebra(predicted, label):
@@ -232,8 +284,14 @@ def not_algebra(predicted, label):
     # An equation is not a value.
     if bool(EQUALS.search(predicted)) != bool(EQUALS.search(label)):
         return False
-    # The grammar of math-verify drops the base of a numeral.
-    if re.search("[0-9]_", predicted + label):
+    # The question may hold an inequality that is to be solved.
+    if UNSOLVED.match(predicted) and not UNSOLVED.match(label):
+        return False
+    # The grammar of math-verify drops primes and the base of a numeral. To it, an angle or a
+    # triangle ABC is a product.
+    if predicted.count("'") != label.count("'"):
+        return False
+    if re.search(r"[0-9]_|\\(?:tri)?angle", predicted + label):
         return False
     return None
 
@@ -257,15 +315,16 @@ def symbolic_verdict(predicted, label):
     for text in prepare(predicted, label):
         if re.search("[0-9]", text):
             text = UNITS.sub("", text)
-        # 3,125 is a number, but (3,125) is a pair.
-        text = text.replace(",", "" if parse_number(text) else ", ")
+        # (3,125) is a pair.
+        text = text.replace(",", ", ")
         # An i of its own is the imaginary unit.
         text = re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text)
         text = normalize_latex(text, spelling)
         expression = latex2sympy(
             text, is_real=True, normalization_config=None, conversion_config=symbols
         )
-        expressions.append(expression)
+        # Numbers are compared exactly only if they are worked out before.
+        expressions.append(expression.doit())
     answer, gold = expressions
     # With 60 digits instead of the default of 15, numbers below 1e-15 are not all 0.
     return verify(

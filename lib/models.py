@@ -82,7 +82,7 @@ def engine_config(cfg, stage):
     }
     if cfg.offload == "optimizer" and stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    settings = {
+    return {
         # DeepSpeed asks for this number. Our sizes vary, and losses are divided by token counts.
         "train_micro_batch_size_per_gpu": 1,
         # It clips at 1.0 if nothing is said.
@@ -96,8 +96,6 @@ def engine_config(cfg, stage):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    settings["comms_logger"] = {"enabled": cfg.log_comms, "prof_all": True, "verbose": False}
-    return settings
 
 
 def load_body(cfg, auto_class):

@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 from concurrent import futures
+from decimal import Decimal
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, run
 
@@ -56,27 +57,39 @@ def same_lines(output: str, expected: str) -> bool:
 
 
 def same_word(word: str, expected: str) -> bool:
-    """Decimals may differ by 1e-6 of their size. Whole numbers are exact.
+    """Decimals may differ by 1e-6 of their size, or by 1e-9. Whole numbers are exact.
 
-    An answer modulo 10 ** 9 + 7 is wrong if it is one less.
+    An answer modulo 10 ** 9 + 7 is wrong if it is one less, also as 1000000006.0. The 1e-9 is for
+    0.0: on numbers up to a million, rounding leaves 1e-10 or less where nothing should be left.
     """
-    is_whole = (word + expected).replace("-", "").isdigit()
+    is_whole = is_integer(word) and is_integer(expected)
     is_long = max(len(word), len(expected)) > 40
     if word == expected or is_whole or is_long:
         return word == expected
     try:
-        return math.isclose(float(word), float(expected), rel_tol=1e-6)
-    except ValueError:
+        if is_integer(expected):
+            return Decimal(word) == Decimal(expected)
+        return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-9)
+    except (ValueError, ArithmeticError):
         return False
 
 
-def same_value(output: str, expected: str, tolerance: float) -> bool:
-    """Is the last line of output a literal equal to the expected one, or within the tolerance?"""
+def is_integer(word: str) -> bool:
+    return word.removeprefix("-").isdigit()
+
+
+def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> bool:
+    """Is the last line of output a literal equal to the expected one, or within the tolerance?
+
+    JSON has no tuples, so a tuple is right where a list in JSON is expected.
+    """
     line = output.rstrip("\n").rpartition("\n")[2]
     longest = 100_000 + 4 * len(expected)
     try:
         value = ast.literal_eval(line[:longest])
         expected_value = ast.literal_eval(expected)
+        if is_json:
+            value = json.loads(json.dumps(value))
         if value == expected_value:
             return True
         return tolerance > 0 and abs(value - expected_value) <= tolerance
@@ -90,7 +103,8 @@ class Grader:
     Each test of a program has `cpu_seconds` and `memory_mb`. It also has `wall_seconds`, which are
     many more so that a busy machine fails no honest program. All tests of a program together have
     10 times `wall_seconds`. No test follows one that ran out of time, so the others count as
-    failed. `counts` never go back to 0.
+    failed. `counts` never go back to 0. `broken` is the error of a process that could not be
+    started, or None; its check counts as a crash.
     """
 
     def __init__(
@@ -113,7 +127,8 @@ class Grader:
         self.wall_seconds = wall_seconds
         self.partial = partial
         self.counts = dict.fromkeys(("checks", *LOSSES), 0)
-        self.checks = {}  # key -> Future of (reward, counts)
+        self.broken = None
+        self.checks = {}  # key -> Future of (reward, loss)
         self.processes = set()
         self.closed = False
         # Each thread only feeds a process and waits for it.
@@ -125,12 +140,14 @@ class Grader:
 
     def best_mode(self) -> str:
         """The first mode in which a right program is graded as right. Raises UserError."""
-        label = json.dumps({"setup": "", "calls": False, "tests": [["", "1", 0]]})
+        task = {"setup": "", "calls": False, "json": False, "tests": [["", "1", 0]]}
+        label = json.dumps(task)
         for mode in MODES:
             reward, _ = self.check("print(1)", label, mode)
             if reward == 1:
                 return mode
-        raise UserError("nothing contains programs here: Linux is needed; tasks/jail.py says more")
+        reason = self.broken or "Linux is needed; tasks/jail.py says more"
+        raise UserError(f"nothing contains programs here: {reason}")
 
     def submit(self, key, text: str, finish_reason: str, label: str) -> None:
         """Takes a finished sample and returns at once. `key` names it in `results`.
@@ -156,20 +173,35 @@ class Grader:
         """{key: reward} of all samples since the last call. It waits for pending checks."""
         rewards = {}
         for key, check in self.checks.items():
-            rewards[key], losses = check.result()
-            for loss in losses:
+            rewards[key], loss = check.result()
+            if loss:
                 self.counts[loss] += 1
         self.checks = {}
         return rewards
 
-    def check(self, program: str | None, label: str, mode: str) -> tuple[float, list[str]]:
-        """In a thread: (reward, counts to add to) of a program, whose processes have ended then."""
+    def check(self, program: str | None, label: str, mode: str) -> tuple[float, str | None]:
+        """In a thread: (reward, how the verdict was lost, if it was) of a program."""
         if not program:
-            return 0.0, []
+            return 0.0, None
         task = json.loads(label)
         job = marshal.dumps(self.make_job(program, task, mode))
+        try:
+            passed, loss = self.run_jail(job, task)
+        except OSError as error:
+            self.broken = f"no process can be started for a program: {error}"
+            return 0.0, "crashes"
+        if self.partial:
+            return passed / len(task["tests"]), loss
+        return float(passed == len(task["tests"])), loss
+
+    def run_jail(self, job: bytes, task: dict) -> tuple[int, str | None]:
+        """(number of tests passed, loss or None) of a program, whose processes have ended then."""
         folder = tempfile.mkdtemp()
-        process = self.start_jail(folder)
+        try:
+            process = self.start_jail(folder)
+        except OSError:
+            os.rmdir(folder)
+            raise
         # A jail that ended early has closed its end.
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(job)
@@ -181,11 +213,11 @@ class Grader:
         with process:
             self.processes.discard(process)
         # Folders in folders can be too deep for Python.
-        run(["rm", "-rf", folder])
-        losses = lost_by(status, is_late, process.returncode)
-        if self.partial:
-            return passed / len(task["tests"]), losses
-        return float(passed == len(task["tests"])), losses
+        if run(["rm", "-rf", folder], stderr=DEVNULL).returncode:
+            # The program has made a folder whose content its own user may not list.
+            run(["chmod", "-R", "u+rwx", folder])
+            run(["rm", "-rf", folder])
+        return passed, lost_by(status, is_late, process.returncode)
 
     def start_jail(self, folder: str) -> Popen:
         """A process with that folder and nothing of our environment, in a group of its own."""
@@ -234,18 +266,19 @@ class Grader:
         status = None
         is_late = False
         # The jail's lines are read one by one, because a program decides how long they are.
-        for line, (_, expected, tolerance) in zip(replies, task["tests"]):
-            # A jail that was killed leaves half a line.
+        for _, expected, tolerance in task["tests"]:
+            line = replies.readline()
+            # A jail that was killed leaves half a line, or none.
             if not line.endswith(b"\n"):
-                break
+                return passed, None, False
             status, is_late, output = ast.literal_eval(line.decode())
             if task["calls"]:
-                is_right = same_value(output, expected, tolerance)
+                is_right = same_value(output, expected, tolerance, task["json"])
             else:
                 is_right = same_lines(output, expected)
             if status == 0 and is_right:
                 passed += 1
-            elif not self.partial:
+            elif status in (signal.SIGKILL, signal.SIGXCPU) or not self.partial:
                 break
         return passed, status, is_late
 
@@ -264,19 +297,19 @@ class Grader:
         self.close()
 
 
-def lost_by(status: int | None, is_late: bool, returncode: int) -> list[str]:
-    """The counts that a check adds to, if it ended by time-out or crash.
+def lost_by(status: int | None, is_late: bool, returncode: int) -> str | None:
+    """The count that a check adds to if it ended by time-out or crash, else None.
 
     status: the wait status of its last test, None if there was no reply. returncode: the jail's.
+    A program that ignores SIGXCPU ends by SIGKILL, so its CPU time-out counts as a crash.
     """
-    losses = []
-    if status == signal.SIGKILL:
-        losses.append("wall_timeouts" if is_late else "cpu_timeouts")
-    if returncode == -signal.SIGALRM:
-        losses.append("wall_timeouts")
-    if status is None and not losses:
-        losses.append("crashes")
-    return losses
+    if returncode == -signal.SIGALRM or (status == signal.SIGKILL and is_late):
+        return "wall_timeouts"
+    if status == signal.SIGXCPU:
+        return "cpu_timeouts"
+    if status in (None, signal.SIGKILL):
+        return "crashes"
+    return None
 
 
 def text_metrics(text: str) -> dict[str, float]:

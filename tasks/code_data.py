@@ -37,6 +37,7 @@ class Problem:
     index: int  # position among those that are kept
     question: str
     # JSON of {"setup": code that runs before the program, "calls": are the tests expressions?,
+    # "json": were the expected values JSON?,
     # "tests": a list of [input or expression, expected output or literal, tolerance]}
     label: str
     prompt: str  # the template with the question in it
@@ -143,9 +144,11 @@ def parse_tests(record: dict, column: str) -> tuple[dict, str, int]:
     if not are_texts(tests):
         raise ValueError("lacks tests: a list of [input, output] texts, or of asserts")
     if isinstance(tests[0], str):
-        return label_of_asserts(tests, setup, hint)
+        label, hint, test_count = label_of_asserts(tests, setup, hint)
+        label["json"] = bool(function)
+        return label, hint, test_count
     tests = [(*test, 0) for test in tests]
-    return {"setup": setup, "calls": False, "tests": tests}, "", len(tests)
+    return {"setup": setup, "calls": False, "json": False, "tests": tests}, "", len(tests)
 
 
 def unpack_fields(record: dict) -> dict:
@@ -230,7 +233,8 @@ def label_of_asserts(tests: list[str], setup: str, hint: str) -> tuple[dict, str
     if usable and not hint:
         expression, _, _ = usable[0]
         hint = f"\n\nIt is called as in {expression.removeprefix('not ')}"
-    return {"setup": setup, "calls": True, "tests": usable}, hint, len(asserts)
+    label = {"setup": setup, "calls": True, "json": False, "tests": usable}
+    return label, hint, len(asserts)
 
 
 def split_assert(condition, setup: str) -> tuple[str, str, float] | None:

@@ -4,19 +4,19 @@ tasks/code.py starts this file by `python -P -s -S` and sends a job on stdin. Th
 because importing json would take longer than all the rest. For each input of the job this process
 answers one line: (exit status, was it too late, output). There are three modes, and tasks/code.py
 uses the first that works on its machine:
-- "namespaces landlock": the program has processes, network, mounts, IPC and host name of its own.
-  It does not see /proc, its folder is a tmpfs, and Landlock holds as in the next mode.
+- "namespaces landlock": the program has process numbers, network, mounts, IPC and host name of its
+  own. It does not see /proc, its folder is a tmpfs, and Landlock holds as in the next mode.
 - "landlock": the program may read Python and the system's libraries and may use its folder, but no
-  other file of the machine. It cannot start a second process.
+  other file of the machine.
 - "plain": the same without Landlock, so the program may read and write what its user may. Only
   this mode goes on where the machine has no seccomp.
-In all modes a program has resource limits, no capabilities and no packages, and it has a user of
-its own if we are root. seccomp refuses it sockets, signals, tracing and all else in REFUSED.
+In all modes a program is one process with resource limits, no capabilities and no packages, and it
+has a user of its own if we are root. seccomp refuses it other processes, sockets, signals, tracing
+and all else in REFUSED.
 
 This is not protected, or not possible:
 - A hole in the kernel is a hole in the jail.
-- Memory is limited for each process and not in sum. Disk space is limited in sum only by the tmpfs,
-  elsewhere for each file.
+- Disk space is limited in sum only by the tmpfs, elsewhere for each file.
 - The names and sizes of files can be asked for.
 - A program sees its input, so it can recognize tests that it learnt by heart.
 - Without namespaces and without root a program cannot use threads.
@@ -34,6 +34,7 @@ import sys
 import types
 
 SIGKILL = 9
+SIGXCPU = 24
 
 # Options of prctl, as <linux/prctl.h> names them.
 PR_SET_PDEATHSIG = 1
@@ -83,10 +84,25 @@ RETURN = 0x06
 CALL_NUMBER = 0
 ARCHITECTURE = 4
 FIRST_ARGUMENT = 16
+SECOND_ARGUMENT = 24
 KILL_PROCESS = 0x80000000
 FAIL_WITH = 0x00050000  # plus an errno
 ALLOW = 0x7FFF0000
 X32_CALLS = 0x40000000  # x86_64's second set of calls
+
+# These arguments let the kernel send a signal to another process when a file becomes ready.
+F_SETOWN = 8
+F_SETSIG = 10
+F_SETOWN_EX = 15
+FIOSETOWN = 0x8901
+SIOCSPGRP = 0x8902
+
+# Pairs of sockets of this kind stay connected to each other.
+AF_UNIX = 1
+SOCK_STREAM = 1
+SOCK_CLOEXEC = 0x80000
+SOCK_NONBLOCK = 0x800
+OTHER_TYPES = 0xFFFFFFFF - SOCK_STREAM - SOCK_CLOEXEC - SOCK_NONBLOCK
 
 # Numbers of the architectures. The tables of system calls below have a column for each.
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -95,14 +111,15 @@ PARTLY_REFUSED = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "prlimit64": (302, 261),
-}
-# These calls are refused to programs that may have only one process.
-FORKS = {
-    "fork": (57, None),
-    "vfork": (58, None),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+    "socketpair": (53, 199),
 }
 # These calls are always refused.
 REFUSED = {
+    # A second process would have all limits for itself again.
+    "fork": (57, None),
+    "vfork": (58, None),
     # prctl could lift the signal at the parent's death.
     "prctl": (157, 167),
     # Sockets, and io_uring, which opens them too.
@@ -285,23 +302,23 @@ def allow(ruleset, path, rights):
         call("syscall", LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, rule, 0)
 
 
-def refuse_calls(alone):
+def refuse_calls():
     """Installs the seccomp filter. Raises KeyError on an unknown architecture."""
-    instructions = call_filter(os.uname().machine, alone)
+    instructions = call_filter(os.uname().machine)
     code = ctypes.create_string_buffer(b"".join(instructions))
     program = struct.pack("@HP", len(instructions), ctypes.addressof(code))
     call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program)
 
 
-def call_filter(machine, alone):
+def call_filter(machine):
     """Returns the BPF program that the kernel runs at each system call, as a list of instructions.
 
-    alone: the program may start threads, but no second process.
+    The program may start threads, but no second process.
     """
+    allow_call = instruction(RETURN, ALLOW)
     kill = instruction(RETURN, KILL_PROCESS)
     forbid = instruction(RETURN, FAIL_WITH | errno.EPERM)
     no_such_call = instruction(RETURN, FAIL_WITH | errno.ENOSYS)
-    load_argument = instruction(LOAD, FIRST_ARGUMENT)
 
     # Calls of another architecture have other numbers, so the tables would not stop them.
     native = ARCHITECTURES[machine]
@@ -309,21 +326,41 @@ def call_filter(machine, alone):
     filters += [instruction(LOAD, CALL_NUMBER), *when(IF_AT_LEAST, X32_CALLS, kill)]
 
     column = list(ARCHITECTURES).index(machine)
-    refused = {**FORKS, **REFUSED} if alone else REFUSED
-    for numbers in refused.values():
+    for numbers in REFUSED.values():
         if numbers[column] is not None:
             filters += when(IF_EQUAL, numbers[column], forbid)
 
     # The filter cannot see the flags of clone3, which lie in memory. Without it libc uses clone.
     filters += when(IF_EQUAL, PARTLY_REFUSED["clone3"][column], no_such_call)
-    clone = [load_argument, *when(IF_ANY_BIT, ALL_NAMESPACES, forbid)]
-    if alone:
-        clone += unless(IF_ANY_BIT, CLONE_THREAD, forbid)
-    filters += when(IF_EQUAL, PARTLY_REFUSED["clone"][column], *clone)
+    for name, tests in argument_tests(forbid).items():
+        filters += when(IF_EQUAL, PARTLY_REFUSED[name][column], *tests, allow_call)
+    return [*filters, allow_call]
+
+
+def argument_tests(forbid):
+    """{name of a call: instructions that forbid it with some arguments}."""
+    load_first = instruction(LOAD, FIRST_ARGUMENT)
+    load_second = instruction(LOAD, SECOND_ARGUMENT)
+    clone = [load_first, *unless(IF_ANY_BIT, CLONE_THREAD, forbid)]
+    clone += when(IF_ANY_BIT, ALL_NAMESPACES, forbid)
     # Process 0 is the caller itself. The limits of other processes are none of its business.
-    prlimit = [load_argument, *unless(IF_EQUAL, 0, forbid)]
-    filters += when(IF_EQUAL, PARTLY_REFUSED["prlimit64"][column], *prlimit)
-    return [*filters, instruction(RETURN, ALLOW)]
+    prlimit = [load_first, *unless(IF_EQUAL, 0, forbid)]
+    fcntl = [load_second]
+    for command in (F_SETOWN, F_SETSIG, F_SETOWN_EX):
+        fcntl += when(IF_EQUAL, command, forbid)
+    ioctl = [load_second]
+    for command in (FIOSETOWN, SIOCSPGRP):
+        ioctl += when(IF_EQUAL, command, forbid)
+    # asyncio needs a pair of streams. A datagram socket could send to any other of the machine.
+    pair = [load_first, *unless(IF_EQUAL, AF_UNIX, forbid)]
+    pair += [load_second, *when(IF_ANY_BIT, OTHER_TYPES, forbid)]
+    return {
+        "clone": clone,
+        "prlimit64": prlimit,
+        "fcntl": fcntl,
+        "ioctl": ioctl,
+        "socketpair": pair,
+    }
 
 
 def when(test, value, *body):
@@ -370,7 +407,7 @@ def supervise(job):
         os.close(stdin)
         os.close(stdout)
         # After one test that ran out of time, the others would as well.
-        if status == SIGKILL or (status and not job["partial"]):
+        if status in (SIGKILL, SIGXCPU) or (status and not job["partial"]):
             return
 
 
@@ -382,10 +419,6 @@ def await_end(pid, seconds):
         os.kill(pid, SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(process)
-    # Only as process 1 of our namespace can we name what the program left behind.
-    if os.getpid() == 1:
-        while ctypes.CDLL(None).kill(-1, SIGKILL) == 0:
-            os.wait()
     return status, not ended
 
 
@@ -410,12 +443,14 @@ def perform(job, text):
     """
     die_with_parent()
     try:
-        refuse_calls(alone="namespaces" not in job["mode"])
+        refuse_calls()
     except (KeyError, OSError):
         if job["mode"] != "plain":
             raise
+    # At the lower limit of CPU time the kernel sends SIGXCPU, and SIGKILL at the upper one. So the
+    # end by this limit differs from that by other kills, as where the machine has no memory left.
     for name, limit in job["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit + 1))
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     exec(compile(job["code"], "program.py", "exec"), main.__dict__)

@@ -4,6 +4,7 @@ The `policy` or `critic` of a check is a recorder that returns given numbers. Wh
 plain loop is the gradient with respect to these numbers.
 """
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -132,10 +133,16 @@ def check_overlong_drop():
     )
     assert set(policy.seen) == set(critic.seen) == set(range(5))
     torch.testing.assert_close(policy.gradients[0][:5], -batch.tokens["advantages"][:5] / 5)
+    # Three critic steps for two samples: the one without a sample is in no mean.
+    values = torch.linspace(-2, -0.1, 14)
+    means = [values[:2].mean().item(), values[2:5].mean().item()]
+    assert abs(stats["critic_values"] - sum(means) / 2) < 1e-6
     assert "critic_loss" in stats and "policy_loss" in stats
     cut = [sample(0, 2, 0.0, "length"), sample(0, 3, 0.0, "length")]
     batch = ppo.Batch.of(cut, torch.device("cpu"))
-    ppo.compute_advantages(batch, cfg)
+    told = ppo.compute_advantages(batch, cfg)
+    assert all(map(math.isfinite, told.values()))
+    assert batch.tokens["advantages"].isfinite().all()
     batch.tokens["values"] = torch.zeros(5)
     policy, critic = Recorder("policy", 5), Recorder("critic", 5)
     stats = ppo.train_critic(critic, batch, cfg, step=0) | ppo.train_policy(
@@ -160,12 +167,27 @@ def check_fuse_values():
     cfg.estimator = "gae"
     ppo.compute_advantages(batch, cfg)
     torch.testing.assert_close(batch.tokens["returns"], returns)
-    cfg.lambd = 0.95
-    try:
-        ppo.train_critic(critic, batch, cfg, step=0)
-    except AssertionError:
-        return
-    raise RuntimeError("lambda 0.95 was not refused")
+    for name in ("gamma", "lambd"):
+        try:
+            ppo.train_critic(critic, batch, SimpleNamespace(**vars(cfg) | {name: 0.95}), step=0)
+        except AssertionError:
+            continue
+        raise RuntimeError(f"{name} 0.95 was not refused")
+
+
+def check_fuse_values_on_two_ranks():
+    """Every rank has all values. Five samples are dealt in three steps, so that the last step has
+    none for one rank, whose filler must add nothing to the first token's value."""
+    cfg.critic_update_steps = 3
+    samples = [sample(i, 3, 1.0) for i in range(5)]
+    batch = ppo.Batch.of(samples, torch.device("cpu"))
+    critic = Recorder("critic", 15)
+    before = critic.numbers.detach().clone()
+    stats = ppo.train_critic(critic, batch, cfg, step=0)
+    assert len(critic.gradients) == 3 and stats["critic_micro_batches"] == 1
+    seen = sum(common.gather(critic.seen), [])
+    assert sorted(seen) == [0, *range(15)], "the filler sees the first token as well"
+    torch.testing.assert_close(batch.tokens["values"], before)
 
 
 if __name__ == "__main__":

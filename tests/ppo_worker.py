@@ -42,7 +42,6 @@ def config(model="", **overrides) -> SimpleNamespace:
         "gradient_checkpointing": False,
         "zero_stage": 0,
         "offload": "none",
-        "log_comms": False,
         "max_norm": 1e9,
         "actor_learning_rate": LR,
         "critic_learning_rate": LR,

@@ -1,11 +1,13 @@
 """torchrun tests/reshard_worker.py MODEL OUT [SOURCE]
 
 Without SOURCE it saves a policy at each ZeRO stage after three steps, as OUT/<stage>/step_000003.
+Then rank 1's disk fails once, while step 4 is saved in OUT.sick: each rank writes what it was told.
 With SOURCE it loads each resharded checkpoint of SOURCE into each stage, and saves what it loaded
 at once, untouched, as OUT/<from>to<stage>.
 """
 
 import os
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +41,6 @@ def make_config(model: str, stage: int) -> SimpleNamespace:
         max_norm=1.0,
         gradient_checkpointing=False,
         offload="none",
-        log_comms=False,
         actor_learning_rate=1e-2,
     )
 
@@ -58,11 +59,26 @@ def micro_batch(prompt_ids: list[int], response_ids: list[int]):
     return ppo.build_rows(batch, [[0]])
 
 
-def save(folder: Path, engine, cfg, world: int):
+def try_save(folder: Path, step: int, engine, cfg, world: int):
     config = {"zero_stage": cfg.zero_stage, "bf16": cfg.bf16}
-    state = ckpt.RunState(3, 3, world, config)
-    error = ckpt.save(folder, state, {"policy": engine.deepspeed}, [], keep_last=0)
+    state = ckpt.RunState(step, step, world, config)
+    return ckpt.save(folder, state, {"policy": engine.deepspeed}, [], keep_last=0)
+
+
+def save(folder: Path, engine, cfg, world: int):
+    error = try_save(folder, 3, engine, cfg, world)
     assert error is None, error
+
+
+def save_on_a_sick_disk(folder: Path, engine, cfg, rank: int, world: int):
+    """Steps 3, 4 and 5. For the second, rank 1's disk takes 1,000 bytes a file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (3, 4, 5):
+        if rank == 1 and step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        error = try_save(folder, step, engine, cfg, world)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        (folder / f"{step}_{rank}.txt").write_text(str(error))
 
 
 def load_each(source: Path, out: Path, cfg, world: int):
@@ -76,7 +92,7 @@ def load_each(source: Path, out: Path, cfg, world: int):
 
 def main():
     model, out, *source = sys.argv[1:]
-    _, world, _, _ = start_distributed()
+    rank, world, _, _ = start_distributed()
     models.engine_config = engine_config
     for stage in range(4):
         cfg = make_config(model, stage)
@@ -91,6 +107,8 @@ def main():
             engine = models.make_policy(cfg)
             take_steps(engine)
             save(Path(out) / str(stage), engine, cfg, world)
+    if not source:
+        save_on_a_sick_disk(Path(f"{out}.sick"), engine, cfg, rank, world)
 
 
 if __name__ == "__main__":

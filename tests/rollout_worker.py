@@ -79,6 +79,11 @@ def behaviour(rollout, problems) -> dict:
 
     own = [dataclasses.replace(requests[0], max_tokens=count) for count in (1, 3, 5, 9999)]
     found["own limits"] = generated(sampler, own)
+    whole_len = rollout.cfg.max_len
+    rollout.cfg.max_len = 20
+    unlimited = [dataclasses.replace(request, max_tokens=9999) for request in requests]
+    found["little room"] = generated(sampler, unlimited)
+    rollout.cfg.max_len = whole_len
     greedy = [dataclasses.replace(request, temperature=0.0) for request in requests[:2]]
     found["greedy"] = generated(sampler, greedy)
 
@@ -96,13 +101,35 @@ def behaviour(rollout, problems) -> dict:
     found["text metrics"] = list(samples[0].text_metrics)
     found["phases"] = list(clock.seconds)
     found["numbers"] = clock.numbers
-    rollout.signals.asked = True
-    try:
-        rollout.sample(requests, Clock(0))
-    except Stopped:
-        found["raises"] = "Stopped"
-    rollout.signals.asked = False
+    found["stops"] = {name: stop(rollout, requests, name) for name in ("before", "amid", "broken")}
     return found
+
+
+def stop(rollout, requests, reason) -> list:
+    """[text of Stopped, number of phases that were finished]: where a signal comes before the
+    sampling or amid it, or where the grader of this rank breaks amid it."""
+    signals = rollout.signals
+    submit = rollout.grader.submit
+
+    def submit_and_stop(*sample):
+        submit(*sample)
+        if reason == "broken":
+            rollout.grader.broken = "the grader is broken"
+        else:
+            signals.asked = True
+
+    signals.asked = reason == "before"
+    rollout.grader.submit = submit_and_stop
+    clock = Clock(0)
+    try:
+        rollout.sample(requests, clock)
+    except Stopped as error:
+        return [str(error), len(clock.seconds)]
+    finally:
+        signals.asked = False
+        rollout.grader.broken = None
+        del rollout.grader.submit
+    return []
 
 
 def check(rollout, policy, problems, seed: int) -> dict:

@@ -47,11 +47,11 @@ def patched(tmp_path_factory):
     return make
 
 
-def run_check(name: str, copy: Path):
+def run_check(name: str, copy: Path, launcher=()):
     """The check of ablation_checks.py, with the files of that folder; what is not there is ours."""
     script = shutil.copy(ROOT / "tests" / "ablation_checks.py", copy)
     return subprocess.run(
-        [sys.executable, script, name],
+        [sys.executable, *launcher, script, name],
         capture_output=True,
         text=True,
         env=clean_environment() | {"PYTHONPATH": str(ROOT)},
@@ -77,6 +77,13 @@ def test_a_patch_does_what_it_says(name, patched):
     copy = patched(name)
     done = run_check(name, copy)
     assert done.stdout.strip().endswith("held"), done.stderr[-3000:]
+
+
+def test_fused_values_reach_both_of_two_ranks(patched):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run_check("fuse_values_on_two_ranks", patched("fuse_values"), launcher)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split().count("held") == 2
 
 
 @pytest.mark.parametrize("name", PATCHES)

@@ -5,6 +5,7 @@ And every way to break one that a disk or a user can think of.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -29,14 +30,16 @@ from conftest import (
     jsonl,
     launch,
 )
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 import ckpt
 import train
 from ckpt import RunState
 from lib import check
 from lib.common import UserError, start_distributed
-from tools import demo
+from tools import convert, demo
 
 LEARNING = {field.name for field in dataclasses.fields(train.Learning)}
 CONFIG = {field.name for field in dataclasses.fields(train.Config)} - LEARNING
@@ -102,7 +105,9 @@ ckpt.claim(pathlib.Path({str(tmp_path)!r}), 0)"""
 
 
 def test_too_small_and_unwritable_name_the_numbers(group, tmp_path):
-    with pytest.raises(UserError, match=r"machine .*, rank 0, .*needed \d+\.\d+ GiB, free"):
+    with pytest.raises(
+        UserError, match=r"machine .*, rank 0, .*needed 1,1\d\d(,\d{3}){5} bytes, free"
+    ):
         ckpt.claim(tmp_path, 1 << 60)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="not writable"):
@@ -152,19 +157,36 @@ def test_checkpoint_files_need_no_arbitrary_pickle(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_full_disk_keeps_the_old_one(group, small_disk):
+def test_full_disk_keeps_the_old_one(group, small_disk, capsys):
+    """It said `unexpected pos 864384 vs 864272`, and neither what is free nor what was needed."""
     assert save(small_disk, 1, group) is None
     ballast = small_disk / "ballast"
     free = shutil.disk_usage(small_disk).free
     ballast.write_bytes(b"x" * (free - 20_000))
+    capsys.readouterr()
     error = save(small_disk, 2, group)
     assert error, "a full disk must be reported, not published"
     assert "rank 0" in error
+    assert "No space left on device" in error, "the kernel's word, and not what torch makes of it"
+    needed = 16 * sum(parameter.numel() for parameter in group.module.parameters())
+    free = shutil.disk_usage(small_disk).free
+    assert error.endswith(f"; {small_disk}: needed {needed:,} bytes, free {free:,}")
+    assert capsys.readouterr().out == f"WARNING: step 2 is NOT saved: {error}\n"
     assert steps(small_disk) == [1]
     assert not list(small_disk.glob(".saving*")), "the torn one must not eat the space"
     assert ckpt.pick_checkpoint(small_disk, "auto").name == "step_000001"
     ballast.unlink()
     assert save(small_disk, 2, group) is None, "the next try works"
+
+
+@pytest.mark.parametrize("numbers", [1000, 300_000])
+def test_a_full_disk_is_told_in_the_kernel_s_words(group, small_disk, numbers):
+    """torch only says that a position is unexpected."""
+    (small_disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 4096))
+    writer = ckpt.DurableWriter()
+    writer.save({"weight": torch.zeros(numbers)}, str(small_disk / "state.pt"))
+    writer.finish()
+    assert writer.error == "OSError: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize("room", [0, 3000])
@@ -182,6 +204,94 @@ def test_disk_that_fills_up_at_the_end_of_a_save(group, small_disk, room):
     assert error
     assert re.search("space|os error 28", error, re.IGNORECASE)
     assert not ckpt.checkpoints(small_disk)
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """What the kernel has done below tmp_path, in order: (name, path, its size by then)."""
+    done = []
+    fsync = os.fsync
+    rename = os.rename
+
+    def note(name, path):
+        if path.is_relative_to(tmp_path):
+            done.append((name, path, path.stat().st_size))
+
+    def note_fsync(handle):
+        fsync(handle)
+        note("fsync", Path(os.readlink(f"/proc/self/fd/{handle}")))
+
+    def note_rename(source, target):
+        assert ckpt.manifest(Path(source)), "what gets its name must be complete"
+        rename(source, target)
+        note("rename", Path(target))
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    return done
+
+
+def test_all_is_on_disk_before_the_name_is(group, tmp_path, calls):
+    """A power cut keeps what was flushed. Every rank flushes its own files before rank 0 begins to
+    publish; all files, folders and logs come before the rename, and the run folder after it."""
+
+    class First:
+        def save_pretrained(self, folder):
+            calls.append(("publish", folder, 0))
+            demo.make_tokenizer().save_pretrained(folder)
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert save(tmp_path, 1, group, hf=[First()]) is None
+    final = tmp_path / "step_000001"
+    temporary = tmp_path / ".saving_000001"
+    names = [(name, path) for name, path, _ in calls]
+    publishing = names.index(("publish", temporary / "hf"))
+    renamed = names.index(("rename", final))
+    flushed = {path: size for name, path, size in calls[:renamed] if name == "fsync"}
+
+    ours = set(final.rglob("*.pt"))
+    assert len(ours) == 2
+    for path in ours:
+        assert ("fsync", temporary / path.relative_to(final)) in names[:publishing]
+    for path in [final, *final.rglob("*")]:
+        size = flushed[temporary / path.relative_to(final)]
+        assert path.is_dir() or size == path.stat().st_size, "what came later is not on disk"
+    assert tmp_path / "metrics.jsonl" in flushed
+    assert names[renamed + 1 :] == [("fsync", tmp_path)]
+
+
+def test_what_reshard_writes_is_on_disk_before_its_name_is(group, tmp_path, calls):
+    state = run_state(1, config={"zero_stage": 1})
+    assert ckpt.save(tmp_path, state, {"policy": group}, [], 0) is None
+    calls.clear()
+    convert.reshard(tmp_path)
+    path = tmp_path / "step_000001"
+    temporary = path / ".universal"
+    names = [(name, place) for name, place, _ in calls]
+    renamed = names.index(("rename", path / "universal"))
+    flushed = {place for name, place in names[:renamed]}
+    assert flushed == {temporary, temporary / "policy.safetensors", temporary / "manifest.json"}
+    assert names[renamed + 1 :] == [("fsync", path)]
+
+
+@pytest.mark.parametrize("place", ["_optim_states.pt", "manifest.json", "/.saving_000002"])
+def test_a_flush_that_fails_is_a_save_that_failed(group, tmp_path, monkeypatch, place):
+    """The kernel tells it once, and the next fsync finds nothing left to do."""
+    fsync = os.fsync
+    told = []
+
+    def sick_fsync(handle):
+        if not told and os.readlink(f"/proc/self/fd/{handle}").endswith(place):
+            told.append(place)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(handle)
+
+    assert save(tmp_path, 1, group) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", sick_fsync)
+        assert "Input/output error" in save(tmp_path, 2, group)
+    assert steps(tmp_path) == [1]
+    assert save(tmp_path, 2, group) is None
 
 
 def test_prune_keeps_the_last_ones_or_all(group, tmp_path):
@@ -232,6 +342,78 @@ def test_damaged_checkpoint_is_passed_over(group, tmp_path, how):
     assert ckpt.pick_checkpoint(tmp_path, "auto").name == "step_000001"
     assert save(tmp_path, 2, group) is None, "a damaged one is replaced"
     assert ckpt.pick_checkpoint(tmp_path, "auto").name == "step_000002"
+
+
+ODD = ["", "[]", "null", "3", "true", '"x"', "[" * 100_000, "\udcff"]
+ODD_MANIFESTS = [
+    *ODD,
+    "{}",
+    '{"state.json": null}',
+    '{"state.json": {}}',
+    '{"state.json": []}',
+    '{"state.json": 3}',
+    '{"state.json": "size"}',
+    '{"state.json": {"size": null}}',
+    '{"state.json": {"size": "x"}}',
+    '{"state.json": {"size": NaN}}',
+    '{"absent": {"size": 1}}',
+    '{"a\\u0000b": {"size": 1}}',
+    '{"\\ud800": {"size": 1}}',
+    '{"%s": {"size": 1}}' % ("x" * 5000),
+]
+
+
+def write_odd(path: Path, text: str):
+    path.write_text(text, errors="surrogateescape")
+
+
+@pytest.fixture(scope="module")
+def two_saves(group, tmp_path_factory):
+    run = tmp_path_factory.mktemp("two_saves")
+    for number in (1, 2):
+        assert save(run, number, group) is None
+    return run
+
+
+@pytest.fixture
+def copy(two_saves, tmp_path):
+    """A run folder with steps 1 and 2, to be damaged."""
+    return Path(shutil.copytree(two_saves, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("number", range(len(ODD_MANIFESTS)))
+def test_a_manifest_of_any_shape_is_damage(group, copy, capsys, number):
+    """JSON of another shape ended in a traceback. The run must go back a step, and what reshard
+    wrote must be asked for again."""
+    write_odd(copy / "step_000002" / "manifest.json", ODD_MANIFESTS[number])
+    assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
+    line = "step_000002 is damaged (files are missing or cut short); going back"
+    assert line in capsys.readouterr().out
+    universal = copy / "step_000001" / "universal"
+    universal.mkdir()
+    write_odd(universal / "manifest.json", ODD_MANIFESTS[number])
+    with pytest.raises(UserError, match="universal: files are missing.*reshard again"):
+        ckpt.load(universal.parent, {"policy": group}, run_state(1, world=2))
+    convert.list_checkpoints(copy)
+    two, one = capsys.readouterr().out.splitlines()
+    assert two.endswith("TORN") and one.endswith("complete")
+    with pytest.raises(UserError, match="step_000002 is not a complete checkpoint"):
+        convert.verified_state(copy / "step_000002")
+
+
+@pytest.mark.parametrize("text", [*ODD[:6], '{"of_another_version": 1}'])
+def test_a_state_of_any_shape_is_damage_or_of_another_version(copy, text):
+    """It is damage where the manifest disagrees, and another version's where it agrees."""
+    newest = copy / "step_000002"
+    write_odd(newest / "state.json", text)
+    assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
+    entries = json.loads((newest / "manifest.json").read_text())
+    entries["state.json"] = ckpt.size_and_hash(newest / "state.json")
+    (newest / "manifest.json").write_text(json.dumps(entries))
+    with pytest.raises(UserError, match="step_000002/state.json is not of this version: "):
+        find_start(copy)
+    with pytest.raises(UserError, match="step_000002/state.json is not of this version: "):
+        convert.verified_state(newest)
 
 
 def test_never_starts_over_by_itself(group, tmp_path):
@@ -414,11 +596,32 @@ def test_a_new_run_takes_nothing_over(group, tmp_path):
 # ---- export --------------------------------------------------------------------------------------
 
 
-def test_an_export_that_fails_is_the_user_s_to_mend(group, small_disk):
+def test_an_export_that_fails_is_the_user_s_to_mend(group, tiny, small_disk):
+    model = AutoModelForCausalLM.from_pretrained(tiny["model"])
     (small_disk / "ballast").write_bytes(b"x" * shutil.disk_usage(small_disk).free)
-    tokenizer = demo.make_tokenizer()
-    with pytest.raises(UserError, match="is NOT written"):
-        ckpt.export(small_disk / "policy", tokenizer, iter(()), tokenizer)
+    with pytest.raises(UserError, match="policy is NOT written: .*No space left"):
+        ckpt.export(small_disk / "policy", model, model.named_parameters(), demo.make_tokenizer())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_names_a_tied_head_once(group, tmp_path, tied):
+    """As `save_pretrained` of a tied model does. The sampler is given the head under its own name
+    too, and that name came into the run's own export, beside `convert.py export` without it."""
+    import tiny as maker
+
+    folder = maker.make_model(tmp_path / "model", tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for parameter in model.parameters():
+        parameter.data += 1
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    assert "lm_head.weight" in weights
+    ckpt.export(tmp_path / "out", model, weights.items(), demo.make_tokenizer())
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == load_file(folder / "model.safetensors").keys()
+    assert ("lm_head.weight" in exported) == (not tied)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, weights[name])
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -610,5 +813,18 @@ def test_a_finished_run_goes_on_only_where_more_is_asked_of_it(tiny, whole, tmp_
     assert "another --actor_learning_rate, which changes what is learnt" in refused.stderr
     assert "is complete: raise --max_steps" in launch(run, **tiny | {"max_steps": 2}).stdout
     assert finished_steps(run) == 6
-    launch(run, **tiny | {"max_steps": 7})
-    assert [line["step"] for line in jsonl(run / "metrics.jsonl")] == list(range(1, 8))
+    # Where a save would write there is a file. Step 8 tries again, and the last one fails again.
+    obstacles = [run / f".saving_{step:06d}" for step in (7, 9)]
+    for obstacle in obstacles:
+        obstacle.write_text("")
+    nine = tiny | {"max_steps": 9, "save_interval": 7}
+    failed = launch(run, check=False, **nine)
+    assert failed.returncode == 2
+    assert failed.stderr.endswith("error: step 9 is NOT saved; the same command tries again\n")
+    assert "WARNING: step 7 is NOT saved: NotADirectoryError" in failed.stdout
+    assert steps(run) == [8, 6]
+    for obstacle in obstacles:
+        obstacle.unlink()
+    launch(run, **nine)
+    assert steps(run) == [9, 8]
+    assert [line["step"] for line in jsonl(run / "metrics.jsonl")] == list(range(1, 10))

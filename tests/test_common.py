@@ -5,13 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ACCELERATE, ROOT, clean_environment, held_port
 
-from lib import common
+from lib import common, launcher
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -70,6 +72,7 @@ def handlers():
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -87,22 +90,93 @@ def test_signal_during_a_look_at_the_store_is_not_lost(number, handlers):
     assert dist.HashStore.check(store, ["stop"])
 
 
-def test_only_a_second_interrupt_ends_a_rank_at_once(monkeypatch):
+def test_only_a_second_interrupt_ends_a_rank_at_once(handlers):
     """The first one may come after another signal, or after another rank's. It must not cut off the
     save."""
-    exits = []
-    monkeypatch.setattr(common.os, "_exit", exits.append)
-    monkeypatch.setattr(common.signal, "signal", lambda *_: None)
     signals = common.Signals(dist.HashStore())
-    for number in STOPS:
-        signals.handle(number, None)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        assert signal.getsignal(number) == signals.handle
+        signal.raise_signal(number)
     assert signals.poll()
-    assert exits == []
-    signals.handle(signal.SIGINT, None)
-    assert exits == [130]
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signals.handle
+
+
+def test_ranks_agree_on_a_fault_of_one_of_them(handlers, process_group, monkeypatch):
+    """Raised in that rank alone, its error left the others waiting, and nothing was saved."""
+    signals = common.Signals(dist.HashStore())
+    assert signals.agree() is None
+    with pytest.raises(common.Stopped, match="^it is broken$"):
+        signals.agree("it is broken")
+    assert signals.agree() is None
+    others = [(False, None), (False, "it is broken there"), (False, None)]
+    monkeypatch.setattr(common, "gather", lambda mine: [mine, *others])
+    with pytest.raises(common.Stopped, match="^it is broken there$"):
+        signals.agree()
+    signals.asked = True
+    with pytest.raises(common.Stopped, match="^$"):
+        signals.agree()
 
 
 # ---- lib/launcher.py -----------------------------------------------------------------------------
+
+IN_C = f"""import ctypes, sys
+sys.path.insert(0, {str(ROOT)!r})
+from lib.launcher import leave_on_signals
+leave_on_signals()
+print("ready", flush=True)
+mutex = ctypes.create_string_buffer(256)
+for _ in range(2):
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time it never returns
+"""
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize(
+    "ranks, local_rank, code", [("1", "0", 0), ("2", "0", 1), ("2", "1", 1), (None, None, 0)]
+)
+def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local_rank, code):
+    """Python calls no handler before a function of C's returns, and a rank may wait there for
+    another one for half an hour."""
+    env = clean_environment()
+    if ranks:
+        env |= {"WORLD_SIZE": ranks, "LOCAL_RANK": local_rank}
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_C],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+    assert process.stdout.readline() == "ready\n"
+    # It sleeps in C.
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        pass
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    line = "stopped during start-up: nothing is lost\n"
+    assert said == ("" if local_rank == "1" else line), "one rank on a machine says it"
+
+
+def test_a_signal_that_comes_to_the_thread_of_the_start_up_later_stops_the_run(
+    handlers, monkeypatch
+):
+    """The kernel may choose it, where the main thread has another signal. It would end the rank at
+    once, unsaved."""
+    exits = []
+    monkeypatch.setattr(launcher.os, "_exit", exits.append)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    thread = threading.Thread(target=launcher.leave, daemon=True)
+    thread.start()
+    signals = common.Signals(dist.HashStore())
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOPS)
+    signal.pthread_kill(thread.ident, signal.SIGUSR1)
+    thread.join()
+    assert exits == []
+    while not signals.asked:
+        pass
+
 
 READ_BACK = f"""import ctypes, sys
 sys.path.insert(0, {str(ROOT)!r})

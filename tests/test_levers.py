@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import jsonl, launch, same_metrics
+from conftest import ROOT, jsonl, launch, same_metrics
 
 from lib.levers import LengthBudget, Levers
 from reward import Problem
@@ -119,6 +119,10 @@ def test_length_budget_follows_what_responses_needed():
     assert budget.cap("7") == 90, "one in ten cut short is within the target"
     budget.update(responses(7, [60] * 8) + responses(7, [90, 90], "length"))
     assert budget.cap("7") == 180, "two in ten are not: it grows"
+    budget.update(responses(7, [12] * 19) + responses(7, [180], "length"))
+    assert budget.cap("7") == 18, "what was cut short says nothing of what is needed"
+    budget.update(responses(7, [18], "length"))
+    assert budget.cap("7") == 36, "and none finished"
     for _ in range(9):
         budget.update(responses(7, [180], "length"))
     assert budget.cap("7") == 1000, "never above generate_max_len"
@@ -145,8 +149,9 @@ def runs(tiny, tmp_path_factory):
     (folder / "few.json").write_text(json.dumps(few))
     flags = tiny | {"data": folder / "few.json", "save_interval": 1, "keep_last": 0}
     flags |= {"first_stage": 2, "adaptive_len": "true", "tis_cap": 2.0, "lr_end": 2e-4}
-    flags |= {"critic_update_steps": 12}
-    launch(folder / "whole", **flags)
+    # Most responses end early, so that caps are below generate_max_len and can be seen.
+    flags |= {"critic_update_steps": 12, "stop": list("0123456789abcdef")}
+    launch(folder / "whole", script=ROOT / "tests" / "traced_train.py", **flags)
     # As a power cut in step 3 leaves it.
     shutil.copytree(folder / "whole", folder / "parts")
     shutil.rmtree(folder / "parts" / "step_000003")
@@ -169,6 +174,25 @@ def test_levers_in_a_whole_run(runs):
     state = json.loads((runs / "whole" / "step_000003" / "state.json").read_text())
     assert state["levers"]["solved"] == dict.fromkeys("0123", False)
     assert state["levers"]["caps"].keys() == {"", *"0123"}
+
+
+def test_a_step_asks_for_no_more_than_the_caps_of_the_step_before(runs):
+    """Both stages of it. The loop could learn caps and ask for generate_max_len all the same."""
+    calls = json.loads((runs / "whole" / "calls.json").read_text())
+    # The first call is the check at the start, the second the first evaluation, the last the other.
+    asked = [what for name, what in calls if name == "generate"][2:-1]
+    assert len(asked) == 2 * 3
+    limits = []
+    for requests in asked:
+        limits.append({(str(problem), limit) for problem, *_, limit in requests})
+    assert {limit for _, limit in limits[0] | limits[1]} == {32}, "nothing is known yet"
+    for step in (1, 2):
+        state = json.loads((runs / "whole" / f"step_{step:06d}" / "state.json").read_text())
+        caps = state["levers"]["caps"]
+        assert min(caps.values()) < 32, "else this test sees nothing"
+        few, rest = limits[2 * step : 2 * step + 2]
+        assert few == {(problem, caps[problem]) for problem in "0123"}
+        assert rest <= few
 
 
 def test_a_critic_takes_no_more_steps_than_there_are_samples(runs):

@@ -53,7 +53,7 @@ PRECISIONS = {
     "bf16 zero2": {"zero_stage": 2, "bf16": True},
     "bf16 zero3": {"zero_stage": 3, "bf16": True},
 }
-ADAM = {"actor_learning_rate": 1e-3, "max_norm": 1.0}
+ADAM = {"actor_learning_rate": 4e-3, "num_warmup_steps": 4, "max_norm": 1.0}
 TWO.append(cell("adamw zero0 none", "adamw", **ADAM))
 for precision, settings in PRECISIONS.items():
     for offload in ("none", "optimizer"):
@@ -398,13 +398,14 @@ def test_gradient_checkpointing_recomputes(results):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_adam_has_the_recipes_numbers(stage, results):
-    """ORZ: betas 0.9 and 0.95, no weight decay. The learning rate is the one of the step."""
+    """ORZ: betas 0.9 and 0.95, no weight decay. The learning rate is that of the second of four
+    steps of warm-up, and not the one with which the engine was made."""
     groups = results(2)(f"adamw zero{stage} none")["groups"]
     assert groups
     for group in groups:
         assert tuple(group["betas"]) == (0.9, 0.95)
         assert group["weight_decay"] == 0
-        assert group["lr"] == 1e-3
+        assert group["lr"] == 2e-3
 
 
 # ---- named_weights -------------------------------------------------------------------------------

@@ -359,6 +359,18 @@ def test_gae_is_the_double_sum(gamma, lambd):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("longest", [1, 3])
+def test_the_reward_of_a_one_token_response_is_on_that_token(longest):
+    """A sampler that stops at once: first and last token are one. A reward on the token after it
+    would be lost, or discounted once too often."""
+    responses = [[5], [6], list(range(1, longest + 1))]
+    values = {"values": torch.tensor([0.25, -0.5, *[0.125] * longest])}
+    batch = batch_of_lists([[1]] * 3, responses, [0, 0, 1], [1.0, 0.75, 0.0], values)
+    first, second, other = estimate("gae", batch, gamma=0.5, lambd=0.5)
+    assert (first, second) == ([1 - 0.25], [0.75 + 0.5])
+    assert other[-1] == -0.125
+
+
 def test_gae_with_gamma_lambda_1_is_reward_minus_value():
     """ORZ's setting. The last token, the stop token, gets the reward like all others."""
     batch = make_batch()
@@ -739,6 +751,84 @@ def test_learning_rate():
     assert np.diff(rates[3:100]) == pytest.approx([-7e-7 / 96] * 96), "not linear"
     for total, step in itertools.product((0, 1, 4, 5), range(6)):
         assert math.isfinite(ppo.learning_rate(1e-6, 4, step, 3e-7, total))
+
+
+class Listener:
+    """An engine of one number a token, all -1. It stays as it is, and notes what it was given."""
+
+    device = CPU
+
+    def __init__(self, name: str, batch: ppo.Batch):
+        self.name = name
+        self.numbers = -torch.ones(int(batch.length.sum()))  # (T,)
+        self.numbers.requires_grad_()
+        self.seen = []
+        self.rates = []
+
+    def __call__(self, micro, temperature=None):
+        self.seen += micro.index.tolist()
+        numbers = self.numbers[micro.index]
+        if self.name == "critic":
+            return numbers
+        return numbers, torch.zeros_like(numbers)
+
+    def backward(self, loss, is_last):
+        loss.backward()
+
+    def step(self, lr):
+        self.rates.append(lr)
+        return 1.0
+
+
+@pytest.mark.parametrize("samples, critic_steps", [(16, 3), (2, 2)])
+def test_engines_get_the_rates_of_the_closed_form(samples, critic_steps, process_group):
+    """Over the steps of a run, warm-up and fall included. The critic's was one step late, or the
+    same for all parts of a step. Fewer samples than critic steps do not slow the warm-up down."""
+    batch = part_of(make_batch("equal sizes"), range(samples))
+    batch.tokens["values"] = torch.zeros(int(batch.length.sum()))
+    batch.rewards = torch.arange(samples, dtype=torch.float64)
+    settings = {"critic_update_steps": 3, "num_warmup_steps": 4, "lr_end": 0.0}
+    cfg = config(actor_learning_rate=1.0, critic_learning_rate=12.0, **settings)
+    ppo.compute_advantages(batch, cfg)
+    policy = Listener("policy", batch)
+    critic = Listener("critic", batch)
+    for step in range(6):
+        logged = ppo.train_critic(critic, batch, cfg, step)
+        assert logged["critic_lr"] == pytest.approx(np.mean(critic.rates[-critic_steps:]))
+        logged = ppo.train_policy(policy, batch, cfg, step, total_steps=6)
+        assert logged["policy_lr"] == policy.rates[-1]
+    assert policy.rates == pytest.approx([0.25, 0.5, 0.75, 1, 0.5, 0])
+    expected = []
+    for step in range(6):
+        expected += [min(12, 3 * (3 * step + k + 1)) for k in range(critic_steps)]
+    assert critic.rates == pytest.approx(expected)
+
+
+def test_the_critic_s_parts_are_others_in_every_step(process_group):
+    """The same two halves again and again would be the same two steps."""
+    batch = make_batch("equal sizes")
+    ppo.compute_advantages(batch, config())
+    halves = set()
+    for step in range(4):
+        critic = Listener("critic", batch)
+        ppo.train_critic(critic, batch, config(critic_update_steps=2), step)
+        assert sorted(critic.seen) == list(range(16 * 20)), "each token once"
+        halves.add(frozenset(critic.seen[: 8 * 20]))
+    assert len(halves) == 4
+
+
+def test_tis_cap_weighs_a_token_by_its_ratio_and_at_most_by_the_cap(process_group):
+    """The gradient is that of -min(ratio, cap) A log p; the ratio itself has none."""
+    ratios = torch.tensor([0.5, 1.0, 1.5, 4.0])
+    batch = batch_of_lists([[1], [1]], [[5, 6], [7, 8]], [0, 0], [1.0, 0.0])
+    batch.tokens["advantages"] = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    batch.tokens["logprobs"] = -1 - ratios.log()
+    policy = Listener("policy", batch)
+    stats = ppo.train_policy(policy, batch, config(tis_cap=2.0), step=0, total_steps=1)
+    weighed = batch.tokens["advantages"] * torch.tensor([0.5, 1.0, 1.5, 2.0])
+    torch.testing.assert_close(policy.numbers.grad, -weighed / 4)
+    assert stats["ratio_max"] == pytest.approx(4)
+    assert stats["clipfrac"] == 3 / 4
 
 
 # ---- update --------------------------------------------------------------------------------------

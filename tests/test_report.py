@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import jsonl, launch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
 import train
@@ -78,6 +79,11 @@ def test_numbers_of_samples():
     # 16 bins of half a token; the last one has its upper end too.
     assert [k for k, count in enumerate(line["length_right_histogram"]) if count] == [4]
     assert [k for k, count in enumerate(line["length_wrong_histogram"]) if count] == [6, 14, 15]
+
+
+def test_pass_at_n_is_the_share_of_problems_with_a_right_answer():
+    samples = [sample(0, k, 1.0) for k in range(3)] + [sample(1, k) for k in range(3)]
+    assert metrics.of_samples(samples, batch_of(samples), 8)["pass_at_n"] == 0.5
 
 
 def test_no_right_answer_has_no_mean_length():
@@ -157,6 +163,19 @@ def make_log(process_group):
         return report.RunLog(folder, train.Config(**flags), tokenizer)
 
     return make
+
+
+def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path):
+    """What came after the checkpoint is made again, and the old points would stay beside it."""
+    for start, last in ((0, 3), (2, 4)):
+        log = make_log(tmp_path)
+        log.tracker = report.make_tracker(log.cfg, tmp_path, start)
+        for step in range(start + 1, last + 1):
+            log.track({"reward": start}, step)
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert points == [(1, 0), (2, 0), (3, 2), (4, 2)]
 
 
 def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):
@@ -250,7 +269,8 @@ def test_a_tracker_that_cannot_finish_does_not_spoil_the_exit_code(make_log, tin
 
 
 def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
-    log = make_log(tmp_path, critic_update_steps=4, log_tokens=0)
+    flags = {"generate_max_len": 16, "max_len": 64}
+    log = make_log(tmp_path, critic_update_steps=4, log_tokens=0, **flags)
     samples = [sample(0, k, reward=float(k)) for k in range(2)]
     learned = {"policy_tokens": 30, "critic_tokens": 20}
     clock = metrics.Clock(4)
@@ -264,6 +284,7 @@ def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
     assert one["step"] == 1 and one["reward"] == 0.5 and one["reward_lost"] == 3
     assert one.items() >= learned.items()
     assert two["step"] == 2 and {"seconds_policy", "memory_policy"} <= one.keys()
+    assert one["length_right_histogram"].index(1) == 3, "16 bins of one token"
     assert len(jsonl(tmp_path / "samples.jsonl")) == 4
     assert "step 2  reward 0.500  length 3.0" in capsys.readouterr().out
 

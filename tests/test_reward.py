@@ -350,13 +350,11 @@ def test_is_equiv_works_alone_and_in_a_forked_child():
 
 def test_is_equiv_works_in_threads():
     """They once shared a table of verdicts: errors, and other pairs' verdicts."""
-    pairs = [(f"{n}x", f"x+{n - 1 + n % 2}x") for n in range(2, 62)]
+    pairs = [(f"{n}x", f"x+{n - 1 + n % 2}x") for n in range(2, 6)]
     pairs += [(f"{n}", f"{n}.{n % 2}") for n in range(60)]
     with futures.ThreadPoolExecutor(4) as threads:
-        assert (
-            list(threads.map(lambda pair: reward.is_equiv(*pair), pairs))
-            == [n % 2 == 0 for n in range(60)] * 2
-        )
+        found = list(threads.map(lambda pair: reward.is_equiv(*pair), pairs))
+    assert found == [n % 2 == 0 for n in range(4 + 60)]
 
 
 # ---- grading ------------------------------------------------------------------------------------
@@ -390,11 +388,7 @@ def test_submit_returns_at_once_and_equal_pairs_share_a_check():
         assert [found[i] for i in range(64)] == [0.0] * 64 and [
             found[100 + i] for i in range(64)
         ] == [1.0] * 64
-        assert (
-            grader.counts["symbolic"] == 2
-            and grader.counts["checks"] == 128
-            and grader.counts["cpu_timeouts"] == 1
-        )
+        assert grader.counts["symbolic"] == 2 and grader.counts["cpu_timeouts"] == 1
 
 
 def test_check_that_uses_up_its_cpu_time_is_0_counted_and_the_process_replaced():
@@ -406,7 +400,6 @@ def test_check_that_uses_up_its_cpu_time_is_0_counted_and_the_process_replaced()
         assert [found[number] for number in range(len(DEADLY))] == [0.0] * len(DEADLY)
         assert [found["after", number] for number in range(len(DEADLY))] == [1.0] * len(DEADLY)
         assert grader.counts == {
-            "checks": 2 * len(DEADLY),
             "symbolic": 2 * len(DEADLY),
             "cpu_timeouts": len(DEADLY),
             "wall_timeouts": 0,
@@ -473,13 +466,58 @@ def test_process_that_died_idle_costs_no_verdict():
         assert grader.results() == {"next": 1.0}
 
 
-def test_process_that_cannot_start_is_an_error(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/nonexistent")
-    monkeypatch.setattr(equal.sys, "executable", "/bin/false")
+@pytest.mark.parametrize("command", ["/bin/false", "/nonexistent/python"])
+@pytest.mark.parametrize("is_started_before", [False, True])
+def test_process_that_cannot_start_is_noted_before_it_is_an_error(
+    monkeypatch, command, is_started_before
+):
+    """An error in one rank alone ended the run without a save: a rank asks for `broken` first."""
     with reward.Grader(workers=1) as grader:
+        if is_started_before:
+            process = only_process(grader)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        assert grader.broken is None
+        monkeypatch.setattr(equal.sys, "executable", command)
         grader.compare("any", "x+3", "3+x")
-        with pytest.raises(UserError, match="--worker"):
+        while grader.pending(1.0):
+            pass
+        assert grader.broken.startswith("no grading process can be started: ")
+        assert command in grader.broken and "\n" not in grader.broken
+        with pytest.raises(UserError, match=command):
             grader.results()
+
+
+def test_pair_that_used_up_its_cpu_time_does_so_once_in_a_run():
+    """8,192 answers 1000000! would have cost hours: each step forgot what the one before lost."""
+    with reward.Grader(workers=1, cpu_seconds=0.5) as grader:
+        grader.compare("first", "999999999!", "x+1")
+        grader.compare("other", "x+2", "2+x")
+        assert grader.results() == {"first": 0.0, "other": 1.0}
+        counts = dict(grader.counts)
+        process = grader.workers[0].process
+        os.kill(process.pid, signal.SIGSTOP)
+        for key in ("again", "and again"):
+            grader.compare(key, "999999999!", "x+1")
+            assert grader.pending(0) == 0
+            assert grader.results() == {key: 0.0}
+        assert grader.workers[0].process is process
+        assert grader.counts == counts, "one process was lost"
+        assert (counts["symbolic"], counts["cpu_timeouts"], grader.lost) == (2, 1, 1)
+
+
+def test_pair_that_was_lost_otherwise_is_tried_again():
+    """That may have been an accident. What a check cannot do within its CPU time it never can."""
+    with reward.Grader(workers=1) as grader:
+        process = only_process(grader)
+        os.kill(process.pid, signal.SIGSTOP)
+        grader.wall_seconds = 0.5
+        grader.compare("hung", "x+2", "2+x")
+        assert grader.results() == {"hung": 0.0}
+        grader.wall_seconds = 120.0
+        grader.compare("again", "x+2", "2+x")
+        assert grader.results() == {"again": 1.0}
+        assert grader.counts["symbolic"] == 3 and grader.lost == 1
 
 
 def test_signals_of_the_terminal_leave_the_process_alone():
@@ -555,9 +593,8 @@ def test_verdicts_do_not_depend_on_load(count, many):
     for workers in (1, many):
         with reward.Grader(workers) as grader:
             assert verdicts(grader, expected) == expected
-            assert grader.counts["symbolic"] == len(pairs) and sum(
-                grader.counts.values()
-            ) == 2 * len(pairs)
+            assert grader.counts["symbolic"] == len(pairs)
+            assert grader.lost == 0
 
 
 # ---- text metrics -------------------------------------------------------------------------------

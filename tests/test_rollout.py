@@ -51,6 +51,22 @@ def test_requests_are_a_function_of_seed_and_step():
     assert distributions == {(50, 0.7, 0.9)}
 
 
+def test_steps_share_neither_a_problem_nor_a_seed_until_the_pass_ends():
+    """Also at the place of its step where another step had the same problem."""
+    asked = [rollout.requests_of_step(make_problems(12), CFG, step) for step in range(9)]
+    for first in (0, 3, 6):
+        of_a_pass = sum(asked[first : first + 3], [])
+        assert {request.problem.index for request in of_a_pass} == set(range(12))
+    everyone = sum(asked, [])
+    assert len({request.seed for request in everyone}) == len(everyone) == 9 * 4 * 3
+
+
+def test_samples_of_a_problem_have_seeds_of_their_own():
+    """One seed for all of them would make them the same response, and its group flat."""
+    requests = rollout.make_requests(make_problems(1), 64, (1, 0, "train"), (9, 1.0, 1.0))
+    assert len({request.seed for request in requests}) == 64
+
+
 def test_no_two_samples_share_a_seed():
     """Of one problem, of two problems, of two steps, of training and evaluation, of two runs."""
     problems = make_problems(4)
@@ -90,10 +106,13 @@ def run_worker(out, env=None, **flags) -> dict:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the worker found in fp32, as one of two ranks of a machine."""
+    """What the worker found in fp32, as one of two ranks of a machine.
+
+    The temperature is that of the check alone: log-probs must be taken at it.
+    """
     folder = tmp_path_factory.mktemp("rollout")
     model = maker.make_model(folder / "model", max_position_embeddings=512)
-    flags = {"model": model, "max_len": 512, "packing_max_len": 512}
+    flags = {"model": model, "max_len": 512, "packing_max_len": 512, "temperature": 0.7}
     return run_worker(folder / "found.json", env={"LOCAL_WORLD_SIZE": "2"}, **flags)
 
 
@@ -137,6 +156,19 @@ def test_a_response_ends_at_its_own_limit_and_at_max_len(found):
         assert sample["response_ids"] == whole[:limit]
         if len(whole) > limit:
             assert sample["finish_reason"] == "length"
+
+
+def test_prompt_and_response_fill_max_len_to_the_last_token(found):
+    """Of a max_len of 20, below the engine's own, which would hide one token too many."""
+    ends = set()
+    for sample in found["little room"].values():
+        length = len(sample["response_ids"])
+        ends.add(sample["finish_reason"])
+        if sample["finish_reason"] == "length":
+            assert length == 20 - 6, "tokens of the prompt 10+20<think>"
+        else:
+            assert length <= 20 - 6
+    assert "length" in ends
 
 
 def test_temperature_0_is_greedy(found):
@@ -183,13 +215,24 @@ def test_a_rollout_answers_in_the_order_of_its_requests(found):
 
 
 def test_a_signal_ends_a_rollout(found):
-    assert found["raises"] == "Stopped"
+    """Where it came before, nothing is sampled: ranks that share an engine would sample it all."""
+    assert found["stops"]["before"] == ["", 0]
+    assert found["stops"]["amid"] == ["", 2]
+
+
+def test_a_grader_that_is_broken_on_one_rank_stops_all(found):
+    """Its error ended that rank alone, and nothing was saved."""
+    assert found["stops"]["broken"] == ["the grader is broken", 2]
 
 
 def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) -> tuple:
     """(what that rank's engine is asked, positions that the rank hands on), with a fake engine."""
     asked = []
     handed_on = []
+
+    def submit(position, text, reason, label):
+        assert label == requests[position].problem.label, "else it is graded by another's"
+        handed_on.append(position)
 
     def generate(share, stopped, logprobs):
         asked.extend(share)
@@ -203,7 +246,7 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
         sampler=SimpleNamespace(generate=generate),
         stopped=bool,
         task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),
-        grader=SimpleNamespace(submit=lambda position, *_: handed_on.append(position)),
+        grader=SimpleNamespace(submit=submit),
     )
     mine = Rollout.sample_my_share(one, requests)
     assert sorted(mine) == sorted(handed_on)
@@ -287,7 +330,7 @@ def test_the_right_weights_are_accepted_with_both_numbers(found):
 def test_wrong_weights_are_refused_with_both_numbers(found, wrong):
     line = found[wrong]["refused"]
     mean, worst = map(float, re.search(NUMBERS, line).groups())
-    assert worst > mean > 1e-4
+    assert worst >= mean > 1e-4
     assert "allowed are 0.0001 and 0.001" in line
     assert line.startswith("--model ") and "\n" not in line
 

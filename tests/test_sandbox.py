@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -34,8 +35,9 @@ PAIRS = [["1 2\n", "3\n"], ["4 5\n", "9\n"]]
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 
 
-def label(tests, calls=False, setup=""):
-    return json.dumps({"setup": setup, "calls": calls, "tests": [[*test, 0][:3] for test in tests]})
+def label(tests, calls=False, is_json=False):
+    tests = [[*test, 0][:3] for test in tests]
+    return json.dumps({"setup": "", "calls": calls, "json": is_json, "tests": tests})
 
 
 CALLS = label([["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"]], calls=True)
@@ -65,6 +67,18 @@ def strict(grader):
     with task.Grader(workers=4, cpu_seconds=1, memory_mb=256) as made:
         # The limit comes only now, after the Grader has found out in peace what the machine can do.
         made.wall_seconds = 3
+        yield made
+
+
+@pytest.fixture(scope="module", params=task.MODES)
+def each_mode(request, grader):
+    """Graders that have time: here no right program fails because others are busy."""
+    if "namespaces" in request.param and "namespaces" not in grader.mode:
+        pytest.skip("this machine has no namespaces")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "MODES", [request.param])
+        made = task.Grader(memory_mb=256)
+    with made:
         yield made
 
 
@@ -151,10 +165,23 @@ def layers(*names):
         ("nan", "1", False),
         ("1 2 3", "1 2", False),
         ("9" * 5000 + ".0", "9" * 5000, False),
-        ("-1.0000000001", "-1", True),
+        ("-1.0", "-1", True),
+        ("-1.0000000001", "-1", False),
+        ("-1.0000000001", "-1.0", True),
+        ("1000000008.0", "1000000007", False),
+        ("1e9", "1000000007", False),
+        ("1000000007.0", "1000000007", True),
+        ("9007199254740993.0", "9007199254740992", False),
+        ("sNaN", "1", False),
+        ("1e-17", "0.0", True),
+        ("-2.5e-10", "0.00", True),
+        ("1e-17", "0", False),
+        ("1e-8", "0.0", False),
+        ("1e-8", "2e-8", False),
     ],
 )
 def test_words_of_programs_are_compared(output, expected, equal):
+    """1000000008.0 once passed for 1000000007, and 1e-17 did not for 0.0."""
     assert task.same_lines(output, expected) is equal
 
 
@@ -178,6 +205,18 @@ def test_right_programs(grader):
     assert grade(grader, f"{ADD}\nraise SystemExit") == 1
     note = "open('note', 'w').write('x')\nassert open('note').read() == 'x'\n"
     assert grade(grader, note + ADD) == 1
+
+
+def test_a_tuple_is_right_where_json_has_a_list(grader):
+    """The judges of APPS and LiveCodeBench take it, but Python's == of MBPP does not."""
+    tests = [["f(2)", "[[2, 2], []]"], ["f([])", "[[[], []], []]"]]
+    code = "def f(x): return ((x, x), [])"
+    assert grade(grader, code, label(tests, calls=True, is_json=True)) == 1
+    assert grade(grader, code, label(tests, calls=True)) == 0
+    assert grade(grader, "f = {1: 2}.get", label([["f(1)", "2"]], calls=True, is_json=True)) == 1
+    for value in ("{2, 3}", "'[[2, 2], []]'", "((2, 2), [], [])", "..."):
+        wrong = label(tests[:1], calls=True, is_json=True)
+        assert grade(grader, f"f = lambda x: {value}", wrong) == 0
 
 
 def test_right_functions(grader):
@@ -284,13 +323,13 @@ def test_output_is_read_no_further_than_its_verdict_needs(marked):
 
 
 def test_limits_are_counted_apart(marked):
-    with task.Grader(workers=2, cpu_seconds=1) as grader:
-        grade(grader, "while True: pass", label(PAIRS[:1]))
-        assert (grader.counts["cpu_timeouts"], grader.counts["wall_timeouts"]) == (1, 0)
+    with task.Grader(workers=2, cpu_seconds=1, partial=True) as grader:
+        grade(grader, "while True: pass")
+        assert (grader.counts["cpu_timeouts"], grader.lost) == (1, 1)
         grader.wall_seconds = 2
         grade(grader, "import time\ntime.sleep(20)")
         grader.wall_seconds = 60
-        assert (grader.counts["cpu_timeouts"], grader.counts["wall_timeouts"]) == (1, 1)
+        assert (grader.counts["wall_timeouts"], grader.lost) == (1, 2)
         # Waiting is not CPU time.
         assert grade(grader, f"import time\ntime.sleep(1.2)\n{ADD}", label(PAIRS[:1])) == 1
         # Each test has the wall time for itself.
@@ -328,8 +367,50 @@ def test_program_on_its_way_when_the_grader_closes_is_ended(marked):
         # `close` sets this before it looks for processes.
         grader.closed = True
         verdict = grader.check("import time\ntime.sleep(60)", label(PAIRS), grader.mode)
-        assert verdict == (0.0, ["crashes"])
+        assert verdict == (0.0, "crashes")
     assert processes(marked) == []
+
+
+def test_a_process_that_cannot_be_started_is_told_and_ends_no_run(marked, monkeypatch):
+    """It was an OSError out of `results`, which ended the run without a save."""
+    with task.Grader() as grader:
+        assert grader.broken is None
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(marked / "deleted"))
+            assert grade(grader, ADD) == 0
+            with pytest.raises(UserError, match="deleted"):
+                task.Grader()
+        assert "deleted" in grader.broken
+        assert grader.lost == grader.counts["crashes"] == 1
+        assert grade(grader, ADD) == 1
+    assert list(marked.iterdir()) == []
+
+
+# A timer of its own sends the program SIGKILL, like the kernel where memory runs out.
+KILLED = """import ctypes, signal
+libc = ctypes.CDLL(None)
+timer = ctypes.c_void_p()
+assert libc.timer_create(1, (ctypes.c_int * 16)(0, 0, 9), ctypes.byref(timer)) == 0
+assert libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1), None) == 0
+while True: signal.pause()"""
+
+
+def test_a_killed_program_has_not_used_up_its_cpu_time(each_mode):
+    """Any SIGKILL that came in time once counted as the limit of CPU time."""
+    before = dict(each_mode.counts)
+    assert grade(each_mode, KILLED) == 0
+    change = {name: each_mode.counts[name] - before[name] for name in before}
+    assert change == {"checks": 1, "cpu_timeouts": 0, "wall_timeouts": 0, "crashes": 1}
+
+
+def test_a_jail_that_ends_between_two_tests_is_a_crash(marked, tmp_path, monkeypatch):
+    """Its last reply said that all was well, so it was counted as nothing."""
+    code = "import os, sys\nsys.stdin.buffer.read()\nprint((0, False, '3'), flush=True)\n"
+    (tmp_path / "jail.py").write_text(f"{code}os.kill(os.getpid(), 9)")
+    with task.Grader(partial=True) as grader:
+        monkeypatch.setattr(task, "JAIL", str(tmp_path / "jail.py"))
+        assert grade(grader, ADD) == 0.5
+        assert grader.counts["crashes"] == 1
 
 
 # ---- tasks/jail.py -------------------------------------------------------------------------------
@@ -374,8 +455,10 @@ def test_namespaces_of_its_own(grader, marked):
     for kind in ("net", "pid", "mnt", "ipc", "uts"):
         own = os.readlink(f"/proc/self/ns/{kind}")
         assert os.readlink(f"/proc/{inside[0]}/ns/{kind}") != own
+    crashes = grader.counts["crashes"]
     os.kill(int(inside[0]), signal.SIGKILL)
     assert grader.results() == {"it": 0}
+    assert grader.counts["crashes"] == crashes + 1
 
 
 def test_uncountable_memory_is_limited(grader):
@@ -468,11 +551,11 @@ def test_environment_and_proc_are_hidden(grader, code):
     assert not probe(grader, code.replace("PARENT", str(os.getpid())))
 
 
-def verdict(machine, alone, architecture, number, argument=0):
+def verdict(machine, architecture, number, first=0, second=0):
     """What the filter returns for a system call, by following its instructions."""
-    instructions = jail.call_filter(machine, alone)
+    instructions = jail.call_filter(machine)
     words = {jail.CALL_NUMBER: number, jail.ARCHITECTURE: architecture}
-    words[jail.FIRST_ARGUMENT] = argument
+    words |= {jail.FIRST_ARGUMENT: first, jail.SECOND_ARGUMENT: second}
     loaded = None
     position = 0
     while True:
@@ -491,34 +574,42 @@ def verdict(machine, alone, architecture, number, argument=0):
         position += if_true if passes[operation] else if_false
 
 
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("machine", jail.ARCHITECTURES)
-def test_verdicts_of_the_filter(machine, alone):
+def test_verdicts_of_the_filter(machine):
     """This includes the architecture that the test does not run on."""
     own = jail.ARCHITECTURES[machine]
     column = list(jail.ARCHITECTURES).index(machine)
-    clone = jail.PARTLY_REFUSED["clone"][column]
-    clone3 = jail.PARTLY_REFUSED["clone3"][column]
-    prlimit = jail.PARTLY_REFUSED["prlimit64"][column]
+    partly = {name: numbers[column] for name, numbers in jail.PARTLY_REFUSED.items()}
     no_permission = jail.FAIL_WITH | errno.EPERM
-    decide = functools.partial(verdict, machine, alone, own)
+    decide = functools.partial(verdict, machine, own)
 
     for architecture in {*jail.ARCHITECTURES.values(), 0} - {own}:
-        assert verdict(machine, alone, architecture, 0) == jail.KILL_PROCESS
+        assert verdict(machine, architecture, 0) == jail.KILL_PROCESS
     assert decide(jail.X32_CALLS | 39) == jail.KILL_PROCESS
     refused = {numbers[column] for numbers in jail.REFUSED.values()}
-    forks = {numbers[column] for numbers in jail.FORKS.values()}
-    for number in set(range(500)) - {clone, clone3, prlimit}:
-        is_refused = number in refused or (alone and number in forks)
-        assert decide(number) == (no_permission if is_refused else jail.ALLOW), number
-    assert decide(clone3) == jail.FAIL_WITH | errno.ENOSYS
-    assert decide(clone, jail.CLONE_THREAD) == jail.ALLOW
-    assert decide(clone, signal.SIGCHLD) == (no_permission if alone else jail.ALLOW)
+    for number in set(range(500)) - {*partly.values()}:
+        assert decide(number) == (no_permission if number in refused else jail.ALLOW), number
+    assert decide(partly["clone3"]) == jail.FAIL_WITH | errno.ENOSYS
+    assert decide(partly["clone"], jail.CLONE_THREAD) == jail.ALLOW
+    assert decide(partly["clone"], signal.SIGCHLD) == no_permission
     # Each of these flags asks for a new namespace of one kind.
     for bit in (17, 25, 26, 27, 28, 29, 30):
-        assert decide(clone, 1 << bit | jail.CLONE_THREAD) == no_permission
-    assert decide(prlimit, 0) == jail.ALLOW
-    assert decide(prlimit, 1) == no_permission
+        assert decide(partly["clone"], 1 << bit | jail.CLONE_THREAD) == no_permission
+    assert decide(partly["prlimit64"], 0) == jail.ALLOW
+    assert decide(partly["prlimit64"], 1) == no_permission
+    # These numbers are in the kernel's headers, for both architectures.
+    commands = {
+        number for number in range(2000) if decide(partly["fcntl"], 3, number) != jail.ALLOW
+    }
+    assert commands == {8, 10, 15}
+    requests = {n for n in range(0x5400, 0x8A00) if decide(partly["ioctl"], 3, n) != jail.ALLOW}
+    assert requests == {0x8901, 0x8902}
+    for flags in (0, 0x800, 0x80000, 0x80800):
+        for family in (1, 2, 30):
+            for kind in range(1, 11):
+                is_fine = family == kind == 1
+                decided = decide(partly["socketpair"], family, kind | flags)
+                assert decided == (jail.ALLOW if is_fine else no_permission)
 
 
 HEADERS = ("x86_64-linux-gnu/asm/unistd_64.h", "asm-generic/unistd.h")
@@ -531,7 +622,7 @@ def test_numbers_of_system_calls(column):
     if not header.exists():
         pytest.skip("no headers of the kernel")
     known = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text()))
-    tables = {**jail.PARTLY_REFUSED, **jail.FORKS, **jail.REFUSED}
+    tables = {**jail.PARTLY_REFUSED, **jail.REFUSED}
     found = {name: int(known[name]) for name in tables if name in known}
     assert len(found) > 40
     assert found == {name: tables[name][column] for name in found}
@@ -588,6 +679,75 @@ def test_other_processes_are_out_of_reach_on_a_machine_with_less(weaker, marked,
     assert processes(marked) == []
 
 
+# The kernel can be asked to send a signal when a file becomes ready. The victim is the jail around
+# the program, which has the same user in all modes; if it dies, there is no reward.
+BY_FILE = """import fcntl, os, socket, struct
+reader, writer = os.pipe()
+stream, peer = socket.socketpair()
+jail = os.getppid()
+refused = 0
+for call, *arguments in (
+    (fcntl.fcntl, reader, 8, jail),
+    (fcntl.fcntl, reader, 10, 9),
+    (fcntl.fcntl, reader, 15, struct.pack("ii", 1, jail)),
+    (fcntl.ioctl, stream, 0x8901, struct.pack("i", jail)),
+    (fcntl.ioctl, stream, 0x8902, struct.pack("i", jail)),
+):
+    try:
+        call(*arguments)
+    except PermissionError:
+        refused += 1
+for file in (reader, stream):
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_ASYNC)
+os.write(writer, b"x")
+peer.send(b"x")
+assert refused == 5"""
+
+
+def test_no_signal_by_way_of_a_file(each_mode):
+    """F_SETOWN once killed what kill could not reach: the trainer too, where it has that user."""
+    assert probe(each_mode, BY_FILE)
+
+
+@pytest.fixture
+def servers():
+    """UNIX sockets that everyone may write to: {name: socket}."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+        os.chmod(folder, 0o777)
+        made = {}
+        for name in (f"{folder}/letters", f"\0{folder}/letters", f"{folder}/calls"):
+            kind = socket.SOCK_STREAM if "calls" in name else socket.SOCK_DGRAM
+            made[name] = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            made[name].bind(name)
+            made[name].setblocking(False)
+        made[f"{folder}/calls"].listen()
+        os.chmod(f"{folder}/letters", 0o777)
+        os.chmod(f"{folder}/calls", 0o777)
+        yield made
+
+
+TO_SERVERS = """import asyncio, socket
+for name in NAMES:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW):
+        for send in (lambda: one.sendto(b"ESCAPED", name), lambda: one.connect(name)):
+            try:
+                one, two = socket.socketpair(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+                send()
+            except OSError:
+                continue
+            raise SystemExit("something was sent")
+asyncio.run(asyncio.sleep(0))"""
+
+
+def test_sockets_of_other_programs_are_out_of_reach(each_mode, servers):
+    """A datagram socket of a pair could send to any server whose file the program may write."""
+    assert probe(each_mode, TO_SERVERS.replace("NAMES", repr([*servers])))
+    for name, server in servers.items():
+        with pytest.raises(BlockingIOError):
+            server.accept() if "calls" in name else server.recv(9)
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_program_that_waits_holds_its_worker_for_one_test_only(marked, partial):
     """The wall time of all tests together once was one sum.
@@ -604,15 +764,6 @@ def test_a_program_that_waits_holds_its_worker_for_one_test_only(marked, partial
         assert grader.counts["wall_timeouts"] == 2
 
 
-def test_what_one_run_leaves_behind_does_not_hinder_the_next(marked):
-    code = "import os, time\nfor i in range(10):\n    if not os.fork(): time.sleep(60)\n" + ADD
-    with task.Grader(partial=True) as partial:
-        layers("namespaces")(partial)
-        started = time.monotonic()
-        assert grade(partial, code, label(PAIRS * 2)) == 1
-        assert time.monotonic() - started < 50
-
-
 @pytest.mark.parametrize(("status", "reward"), [(0, 1.0), (256, 0.0), (9, 0.0)])
 def test_exit_status_of_the_only_test_counts(grader, status, reward):
     ends = {
@@ -624,16 +775,15 @@ def test_exit_status_of_the_only_test_counts(grader, status, reward):
     assert grade(grader, "pass" + ends[status], label([["", ""]])) == reward
 
 
-# Each reaches one limit in a way that no other limit or namespace stops. A fork bomb would also end
-# without a limit.
+# Each reaches one limit in a way that no other limit or namespace stops.
 @pytest.mark.parametrize(
     "code",
     [
         "x = bytearray(300 << 20)",
         "open('x', 'wb').write(bytes(9 << 20))",
         "open('x', 'wb').truncate(9 << 20)",
-        "import os, time\nfor i in range(40):\n"
-        "    if not os.fork():\n        time.sleep(9)\n        os._exit(0)",
+        "import threading, time\nthreading.stack_size(1 << 16)\nfor i in range(40):\n"
+        "    threading.Thread(target=time.sleep, args=(1,), daemon=True).start()",
         "files = [open('x', 'wb') for i in range(99)]",
         "import os\nassert os.getuid() == 0 or os.getgid() == 0 or os.getgroups()",
     ],
@@ -700,6 +850,116 @@ def test_attack_on_a_machine_with_less(weaker, marked, name):
     assert grade(weaker, WEAKER[name]) == 0
     assert processes(marked) == []
     assert list(marked.iterdir()) == []
+
+
+# What a program tries, by the name that docs/rewards.md gives it. It raises where it is contained.
+TRIED = {
+    "read a file that everyone may read": "open(f'{FOLDER}/public').read()",
+    "read a file of the trainer's user": "open(f'{FOLDER}/private').read()",
+    "write a file that everyone may write": "open(f'{FOLDER}/public', 'a').write('x')",
+    "ask for the size of a file": "import os\nos.stat(f'{FOLDER}/public')",
+    "read the trainer's environment in `/proc`": "open(f'/proc/{TRAINER}/environ').read()",
+    "open a network socket": "import socket\nsocket.socket()",
+    "send to a UNIX socket that has a file": "import socket\n"
+    "socket.socketpair(1, socket.SOCK_DGRAM)[0].sendto(b'x', f'{FOLDER}/letters')",
+    "send to a UNIX socket that has a name": "import socket\n"
+    "socket.socketpair(1, socket.SOCK_DGRAM)[0].sendto(b'x', f'\\0{FOLDER}/letters')",
+    "kill another process": "import os\nos.kill(VICTIM, 9)",
+    "let the kernel kill it, by `fcntl`": "import fcntl, os\nreader, writer = os.pipe()\n"
+    "fcntl.fcntl(reader, 8, VICTIM)\nfcntl.fcntl(reader, 10, 9)\n"
+    "fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC)\nos.write(writer, b'x')",
+    "start a second process": "import os\nif not os.fork(): os._exit(0)",
+    "take more memory than its limit": "x = bytearray(300 << 20)",
+    "write a file of more than 8 MB": "open('x', 'wb').write(bytes(9 << 20))",
+    "write more than 64 MB of files": "for i in range(80): open(str(i), 'wb').write(b' ' * 2**20)",
+}
+# It ends well, and has made folders that its own user may not list.
+HIDES = f"import os\nos.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')\n{ADD}"
+TRAINER = """
+import json, os, subprocess, sys, tempfile, types
+# The other user may have no torch, which all of lib/common.py would import.
+sys.modules["lib.common"] = types.SimpleNamespace(UserError=RuntimeError)
+from tasks import code as task
+folder, mode, programs, label = json.load(sys.stdin)
+task.MODES = [mode]
+tempfile.tempdir = f"{folder}/jails"
+os.close(os.open(f"{folder}/private", os.O_CREAT, 0o600))
+victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+with task.Grader(memory_mb=256) as grader:
+    for name, code in programs.items():
+        names = f"FOLDER, TRAINER, VICTIM = {folder!r}, {os.getpid()}, {victim.pid}"
+        text = f"<answer>```\\n{names}\\n{code}\\n```</answer>"
+        grader.submit(name, text, "stop", label)
+    rewards = grader.results()
+output, _ = victim.communicate(b"alive")
+print(json.dumps([rewards, output.decode(), os.listdir(tempfile.tempdir), grader.counts]))
+"""
+
+
+def rows_of_page():
+    """{attack: a cell for each mode} of the table in docs/rewards.md."""
+    page = (ROOT / "docs/rewards.md").read_text()
+    lines = page[page.index(f"| {' | '.join(task.MODES)} |") :].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {attack: cells for attack, *cells in rows}
+
+
+def as_user(is_root, folder):
+    """The start of a command of that user in the repository.
+
+    Python may lie where only root can go, so it is mounted elsewhere for others.
+    """
+    if is_root or os.getuid():
+        return [sys.executable]
+    mount = 'mount --bind "$0" "$2/python" && mount --bind "$1" "$2/house" && cd "$2/house"'
+    change = "exec setpriv --reuid=65534 --regid=65534 --clear-groups"
+    script = f'{mount} && {change} "$2/python/$3" "${{@:4}}"'
+    program = os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix)
+    return ["unshare", "-m", "bash", "-c", script, sys.base_prefix, ROOT, folder, program]
+
+
+@pytest.mark.parametrize("is_root", [True, False], ids=["root", "other"])
+@pytest.mark.parametrize("mode", task.MODES)
+def test_the_page_says_what_is_contained(mode, is_root):
+    """Real files, servers, a real victim; and what a program hid from its own user is removed.
+
+    A user other than root once left such folders behind, and rm's complaint on stderr.
+    """
+    if is_root and os.getuid():
+        pytest.skip("needs root")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+        for name in ("python", "house", "jails"):
+            Path(folder, name).mkdir()
+        Path(folder, "public").write_text("")
+        servers = []
+        for name in (f"{folder}/letters", f"\0{folder}/letters"):
+            servers.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)))
+            servers[-1].bind(name)
+        for name in ("", "public", "letters", "jails"):
+            Path(folder, name).chmod(0o777)
+        programs = {name: f"{code}\n{ADD}" for name, code in TRIED.items()}
+        job = json.dumps([folder, mode, programs | {"hide": HIDES}, label(PAIRS[:1])])
+        command = [*as_user(is_root, folder), "-c", TRAINER]
+        done = subprocess.run(command, input=job, capture_output=True, text=True, cwd=ROOT)
+        if "namespaces" in mode and "nothing contains programs here" in done.stderr:
+            pytest.skip("this machine lacks namespaces or Landlock")
+        if "unshare failed" in done.stderr:
+            pytest.skip("this machine lets no other user reach Python")
+        assert done.returncode == 0, done.stderr
+        rewards, output, left, counts = json.loads(done.stdout)
+        for server in servers:
+            with pytest.raises(BlockingIOError):
+                server.recv(9, socket.MSG_DONTWAIT)
+        is_changed = Path(folder, "public").read_text() != ""
+    assert done.stderr.count("\n") == (mode == "plain"), done.stderr
+    assert (output, left, counts["crashes"]) == ("alive", [], 0)
+    assert rewards.pop("hide") == 1
+    contained = {name: reward == 0 for name, reward in rewards.items()}
+    assert is_changed != contained["write a file that everyone may write"]
+    says = {"yes": True, "no": False, "as root": is_root}
+    column = task.MODES.index(mode)
+    assert contained == {name: says[cells[column]] for name, cells in rows_of_page().items()}
 
 
 # ---- tasks/code_data.py --------------------------------------------------------------------------
@@ -799,6 +1059,7 @@ def test_forms(grader, tmp_path, name):
     assert problem.prompt.startswith("<s>") and problem.question in problem.prompt
     assert grade(grader, code, problem.label) == 1
     assert grade(grader, "def f(x): return 0\nprint(0)", problem.label) == 0
+    assert json.loads(problem.label)["json"] is name.endswith("function")
 
 
 @pytest.mark.parametrize(

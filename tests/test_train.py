@@ -1,26 +1,34 @@
 """Flags, set-up and loop of train.py, and whole runs of it on the real engines."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
-import statistics
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import tiny as maker
-from conftest import ROOT, SMALL, arguments, clean_environment, jsonl, launch
+import torch
+from conftest import ACCELERATE, ROOT, SMALL, arguments, clean_environment, jsonl, launch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import reward
 import train
 from lib.common import UserError
+from rollout import Sample, requests_of_step
 from tools import demo
 
 DATA = ROOT.parent / "shared" / "data"
+TRACED = ROOT / "tests" / "traced_train.py"
 
 
 # ---- parse_flags ---------------------------------------------------------------------------------
@@ -75,17 +83,17 @@ def demo_tool(monkeypatch, process_group):
         folder = train.Path(command[2])
         folder.mkdir(parents=True, exist_ok=True)
         demo.write_flags(folder, int(command[4]))
-        return 0
 
-    monkeypatch.setattr(train.subprocess, "call", call)
+    monkeypatch.setattr(train.subprocess, "check_call", call)
     return commands
 
 
 def test_flags_of_the_user_win_over_the_demo_s(demo_tool, tmp_path, capsys):
     argv = ["--run_dir", str(tmp_path), "--seed", "3", "--max_steps", "5", "--eval_data", "mine"]
-    cfg = train.demo_flags(train.parse_flags(argv), argv, is_rank0=True)
+    cfg = train.demo_flags(train.parse_flags(argv), argv)
     tool = str(ROOT / "tools" / "demo.py")
-    assert demo_tool == [[sys.executable, tool, str(tmp_path / "base"), "--seed", "3"]]
+    words = [str(tmp_path / "base"), "--seed", "3", "--end_with_parent"]
+    assert demo_tool == [[sys.executable, tool, *words]]
     assert cfg.model == str(tmp_path / "base")
     assert (cfg.seed, cfg.max_steps, cfg.eval_data) == (3, 5, ["mine"])
     assert (cfg.rollout_batch_size, cfg.stop, cfg.template) == (64, [], "demo")
@@ -94,17 +102,18 @@ def test_flags_of_the_user_win_over_the_demo_s(demo_tool, tmp_path, capsys):
     assert "--rollout_batch_size 64" in said
 
 
-def test_only_rank_0_makes_the_demo_s_base(demo_tool, tmp_path):
+def test_only_rank_0_makes_the_demo_s_base(demo_tool, tmp_path, monkeypatch):
     argv = ["--run_dir", str(tmp_path)]
-    train.demo_flags(train.parse_flags(argv), argv, is_rank0=True)
-    train.demo_flags(train.parse_flags(argv), argv, is_rank0=False)
+    train.demo_flags(train.parse_flags(argv), argv)
+    monkeypatch.setattr(train.ckpt.dist, "get_rank", lambda: 1)
+    train.demo_flags(train.parse_flags(argv), argv)
     assert len(demo_tool) == 1
 
 
 def test_a_demo_that_is_not_made_is_one_line(process_group, monkeypatch, tmp_path):
-    monkeypatch.setattr(train.subprocess, "call", lambda command: 2)
-    with pytest.raises(UserError, match="base model was not made, see above"):
-        train.demo_flags(train.parse_flags(["--run_dir", str(tmp_path)]), [], is_rank0=True)
+    monkeypatch.setattr(train.sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="^the demo's base model was not made, see above$"):
+        train.demo_flags(train.parse_flags(["--run_dir", str(tmp_path)]), [])
 
 
 # ---- read_tokenizer ------------------------------------------------------------------------------
@@ -138,6 +147,8 @@ def test_too_long_prompts_are_left_out_aloud(process_group, tiny, tmp_path, caps
     assert [(p.index, p.question) for p in problems] == [(0, "1+1"), (2, "2+2")]
     assert problems[0].prompt_ids == tokenizer.encode("1+1<think>")
     assert "1 of 3 prompts are empty or exceed" in capsys.readouterr().out
+    fitting = dataclasses.replace(cfg, prompt_max_len=4)
+    assert len(train.read_problems(reward, [str(path)], fitting, tokenizer)) == 2, "4 tokens fit"
     with pytest.raises(UserError, match="no prompt is left; raise --prompt_max_len"):
         train.read_problems(reward, [str(path)], train.Config(prompt_max_len=1), tokenizer)
 
@@ -230,6 +241,59 @@ def test_evaluation_has_its_own_distribution_and_its_own_randomness():
     assert len(set(seeds)) == 2 * 2 * 6, "of both sets and both steps"
 
 
+def test_no_randomness_is_used_twice():
+    """Not by two steps, nor by training, an evaluation before the same step and the check at the
+    start, although all of them draw the same samples of the same problems here."""
+    cfg = train.Config(rollout_batch_size=8, n_samples_per_prompt=4, eval_n=4)
+    problems = [reward.Problem(k, "", "", "", [1]) for k in range(8)]
+    seeds = []
+
+    def sample(requests, *_, **__):
+        seeds.append({request.seed for request in requests})
+        raise StopIteration
+
+    rollout = SimpleNamespace(cfg=cfg, sample=sample)
+    with pytest.raises(StopIteration):
+        train.check_sampler(SimpleNamespace(generate=sample), None, problems, cfg)
+    for step in range(3):
+        seeds.append({request.seed for request in requests_of_step(problems, cfg, step)})
+        with pytest.raises(StopIteration):
+            train.evaluate(rollout, {"aime": problems}, step, SimpleNamespace(evaluation=None))
+    assert list(map(len, seeds)) == [8 * 4] * 7
+    assert len(set.union(*seeds)) == 7 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "gap, of_one, refused",
+    [
+        pytest.param(5e-5, 5e-5, False, id="rounding"),
+        pytest.param(5e-4, 5e-4, True, id="a little everywhere"),
+        pytest.param(0.0, 2e-3, True, id="one response alone"),
+        pytest.param(0.0, float("nan"), True, id="one response is NaN"),
+    ],
+)
+def test_the_mean_and_the_worst_response_are_judged_apart(
+    monkeypatch, process_group, gap, of_one, refused
+):
+    """Of a sampler in fp32 on a CPU, where 1e-4 and 1e-3 are allowed."""
+    cfg = train.Config(bf16=False)
+    problems = [reward.Problem(k, "", "", "", [1]) for k in range(8)]
+
+    def generate(requests, logprobs):
+        for k, request in enumerate(requests):
+            far = of_one if k == 5 else gap
+            yield k, Sample(request, [2, 3], [-1 - far] * 2, "", "stop")
+
+    monkeypatch.setattr(train.ppo, "logprobs", lambda *_: -torch.ones(8 * 4 * 2))
+    sampler = SimpleNamespace(generate=generate, gpu=False)
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    if refused:
+        with pytest.raises(UserError, match="allowed are 0.0001 and 0.001"):
+            train.check_sampler(sampler, policy, problems, cfg)
+    else:
+        assert "5e-05 a token" in train.check_sampler(sampler, policy, problems, cfg)
+
+
 def test_levers_are_loaded_only_when_they_are_pulled():
     rollout = SimpleNamespace(sample=print)
     assert train.choose_sampling(rollout, train.Config(), None) is print
@@ -255,7 +319,8 @@ def one_rank(untied, tmp_path_factory):
     """(folder, screen) of a run of one rank that measures all that can be measured."""
     run = tmp_path_factory.mktemp("one_rank")
     flags = {"eval_interval": 2, "eval_n": 2, "critic_update_steps": 1, "log_samples": 0}
-    done = launch(run, **untied | flags, log_ratio="true", log_kl="true")
+    flags |= {"script": TRACED, "log_ratio": "true", "log_kl": "true"}
+    done = launch(run, **untied | flags)
     return run, done.stdout
 
 
@@ -284,6 +349,65 @@ def test_a_run_writes_everything(one_rank):
     assert out.splitlines()[0].startswith("4 prompts x 4 samples"), "no word of a library"
     assert (run / "run.log").stat().st_size > 0, "their words are here"
     assert list((run / "tensorboard").glob("events*"))
+
+
+def step_calls(step: int) -> list:
+    """What the loop calls in a step, counted from 0, of a run of 3 that measures everything."""
+    known = ["logprobs", "ref_logprobs", "values"]
+    return [
+        ["generate", 4 * 4],
+        ["sleep", None],
+        ["values", "critic"],
+        ["logprobs", "reference"],
+        ["compute_advantages", known],
+        ["train_critic", step],
+        ["train_policy", [step, 3]],
+        ["sync", None],
+        ["step", step + 1],
+        ["finish_step", step],
+    ]
+
+
+def evaluation_calls(step: int) -> list:
+    return [["generate", 8 * 2], ["evaluation", ["eval", step]]]
+
+
+def test_the_order_of_the_loop(one_rank):
+    """The values are the critic's before it learns, the advantages are known before any model
+    learns, the sampler has the new weights before they are evaluated, and a checkpoint knows the
+    step whose lines are in the logs."""
+    calls = json.loads((one_rank[0] / "calls.json").read_text())
+    for call in calls:
+        if call[0] == "generate":
+            call[1] = len(call[1])
+    start = [["sleep", None], ["restore", 0], ["sync", None]]
+    start += [["generate", 8 * 4], ["logprobs", "policy"]]
+    steps = evaluation_calls(0) + step_calls(0) + step_calls(1)
+    steps += evaluation_calls(2) + step_calls(2) + [["save", 3]] + evaluation_calls(3)
+    end = [["export", "policy"], ["export", "critic"], ["result", 3]]
+    assert calls == start + steps + end
+
+
+def test_each_sample_of_a_run_has_a_seed_of_its_own(one_rank):
+    """Also where an evaluation, or a problem's next pass, asks for the same again."""
+    calls = json.loads((one_rank[0] / "calls.json").read_text())
+    requests = [request for name, what in calls if name == "generate" for request in what]
+    seeds = {seed for _, seed, *_ in requests}
+    assert len(seeds) == len(requests) == 32 + 3 * 16 + 3 * 16
+
+
+def test_steps_go_through_the_problems_without_overlap(one_rank):
+    lines = jsonl(one_rank[0] / "samples.jsonl")
+    of_step = {step: {x["problem"] for x in lines if x["step"] == step} for step in (1, 2, 3)}
+    assert [len(problems) for problems in of_step.values()] == [4, 4, 4]
+    assert len(set.union(*of_step.values())) == 12
+
+
+def test_rates_rise_from_the_first_step_on(one_rank):
+    """The loop counts steps from 0: a rate one step late is wrong during the warm-up alone."""
+    lines = jsonl(one_rank[0] / "metrics.jsonl")
+    for name in ("policy_lr", "critic_lr"):
+        assert [line[name] for line in lines] == pytest.approx([5e-4, 1e-3, 1e-3])
 
 
 def test_the_first_step_is_on_policy(one_rank):
@@ -352,7 +476,7 @@ def test_exports_load_in_transformers_and_vllm(one_rank, untied):
 def two_ranks(untied, tmp_path_factory):
     """A run of two ranks with every parameter sharded, evaluated greedily."""
     run = tmp_path_factory.mktemp("two_ranks")
-    flags = {"zero_stage": 3, "max_steps": 2, "log_ratio": "true", "log_comms": "true"}
+    flags = {"zero_stage": 3, "max_steps": 2, "log_ratio": "true"}
     flags |= {"eval_n": 2, "eval_temperature": 0, "log_samples": 0}
     launch(run, ranks=2, script=ROOT / "tests" / "sharded_train.py", **untied | flags)
     return run
@@ -452,25 +576,6 @@ def test_the_demo(tmp_path):
     assert "Traceback" not in said["2"].stderr
 
 
-@pytest.mark.long
-def test_memory_does_not_grow(tmp_path, tiny):
-    """60 steps with responses of 1 to 200 tokens, whose rows have many shapes."""
-    model = maker.make_model(tmp_path / "model", max_position_embeddings=512)
-    flags = tiny | {"model": model, "max_steps": 60, "generate_max_len": 200, "max_len": 256}
-    flags |= {"packing_max_len": 256, "rollout_batch_size": 8, "n_samples_per_prompt": 8}
-    # A slow learner stays as random as it is, and so do its lengths.
-    flags |= {"actor_learning_rate": 1e-6}
-    launch(tmp_path / "run", timeout=900, **flags)
-    lines = jsonl(tmp_path / "run" / "metrics.jsonl")
-    lengths = [sample["length"] for sample in jsonl(tmp_path / "run" / "samples.jsonl")]
-    memory = [line["memory_policy"] for line in lines]
-    middle = statistics.mean(memory[20:40])
-    end = statistics.mean(memory[40:])
-    print(f"lengths {min(lengths)} to {max(lengths)}; {memory[0]:.3f} {middle:.3f} {end:.3f} GiB")
-    assert min(lengths) < 5 and max(lengths) == 200
-    assert abs(end / middle - 1) < 0.05
-
-
 # ---- run: exit codes -----------------------------------------------------------------------------
 
 
@@ -491,3 +596,179 @@ def test_a_bug_is_a_traceback(monkeypatch):
     monkeypatch.setattr(train, "parse_flags", broken)
     with pytest.raises(KeyError):
         train.run([])
+
+
+# ---- signals during start-up, and a grader that breaks -------------------------------------------
+
+TWO_RANKS = [*ACCELERATE, "--use_deepspeed", "--num_machines", "1", "--num_processes", "2"]
+TWO_RANKS += ["--main_process_port", "0"]
+LEFT = "stopped during start-up: nothing is lost"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run whose processes end with the test."""
+    folder = tmp_path / "run"
+    yield folder
+    left = [(tmp_path / "launcher.pid").read_text()]
+    left += [process.name for process in processes(folder)]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def start(run, *launcher, script=ROOT / "train.py", **flags) -> subprocess.Popen:
+    """What it says goes to out.txt beside the run's folder."""
+    command = [sys.executable, *launcher, str(script), *arguments(flags | {"run_dir": run})]
+    with open(run.parent / "out.txt", "w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=clean_environment())
+    (run.parent / "launcher.pid").write_text(str(process.pid))
+    return process
+
+
+def processes(run, script="train.py", rank=None) -> list[Path]:
+    """The folders in /proc of a run's processes, without a launcher; or of one rank."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            is_ours = any(word.startswith(bytes(run)) for word in words)
+            is_script = any(word.endswith(f"/{script}".encode()) for word in words[:3])
+            is_rank = rank is None or f"RANK={rank}".encode() in (
+                folder / "environ"
+            ).read_bytes().split(b"\0")
+            if is_ours and is_script and is_rank:
+                found.append(folder)
+    return found
+
+
+def holds(folder, mask, number=signal.SIGTERM) -> bool:
+    """Is the signal in that mask of the process's main thread? SigBlk: blocked. SigCgt: handled."""
+    status = (folder / "status").read_text()
+    return bool(int(re.search(rf"{mask}:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
+
+
+def wait_until(condition, process, seconds=200):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        assert process.poll() is None, "the run ended before that"
+        time.sleep(0.05)
+
+
+def said(run) -> str:
+    return (run.parent / "out.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_imports_is_one_line_and_exit_code_0(run, number):
+    """SIGTERM killed it silently, and SIGINT was a traceback."""
+    process = start(run)
+    wait_until(lambda: holds(Path(f"/proc/{process.pid}"), "SigBlk"), process)
+    process.send_signal(number)
+    assert process.wait(60) == 0
+    assert said(run) == f"{LEFT}\n"
+    assert not run.exists()
+
+
+def making_the_demo(run) -> list[Path]:
+    """The process that makes the demo's base model, once its own slow imports are under way."""
+    return [p for p in processes(run, "demo.py") if "libtorch" in (p / "maps").read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_demo_s_base_is_made_ends_that_process_too(run, number):
+    """It would go on for a minute."""
+    process = start(run)
+    wait_until(lambda: making_the_demo(run), process)
+    process.send_signal(number)
+    assert process.wait(60) == 0
+    assert said(run) == f"{LEFT}\n"
+    wait_until_gone(run)
+    assert not (run / "base").exists()
+
+
+def wait_until_gone(run):
+    end = time.monotonic() + 60
+    while processes(run) + processes(run, "demo.py"):
+        assert time.monotonic() < end, "a process outlives the run"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["importing", "waiting for the demo"])
+def test_a_signal_to_one_rank_of_two_during_start_up_ends_both(run, when):
+    """The first rank waits for the second then, in a function of C's and for up to 30 minutes."""
+    process = start(run, *TWO_RANKS)
+    if when == "importing":
+        wait_until(lambda: [p for p in processes(run, rank=1) if holds(p, "SigBlk")], process)
+    else:
+        wait_until(lambda: making_the_demo(run), process)
+    (rank,) = processes(run, rank=1)
+    os.kill(int(rank.name), signal.SIGTERM)
+    assert process.wait(100) == 1
+    assert said(run).count(LEFT) == 1
+    wait_until_gone(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), TWO_RANKS], ids=["one rank", "one rank of two"])
+def test_a_signal_while_the_engines_start_stops_without_a_checkpoint(tiny, run, launcher):
+    """There was one of step 0, of the size of any other, which refused whoever had stopped the run
+    to mend a flag."""
+    process = start(run, *launcher, **SMALL | tiny | {"max_steps": 500})
+    rank = 1 if launcher else None
+    wait_until(lambda: [p for p in processes(run, rank=rank) if holds(p, "SigCgt")], process)
+    (signalled,) = processes(run, rank=rank)
+    os.kill(int(signalled.name), signal.SIGTERM)
+    assert process.wait(200) == 0, said(run)[-3000:]
+    assert said(run).count("stopped at step 0; --resume auto goes on from there") == 1
+    assert "Traceback" not in said(run)
+    assert not list(run.glob("step_*")) and not (run / "metrics.jsonl").exists()
+
+
+ALGEBRA = """
+import reward
+from reward import load_problems, text_metrics
+
+class Grader(reward.Grader):
+    def submit(self, key, text, finish_reason, label):
+        self.compare(key, f"x+{key}", f"{key}+x")
+"""
+
+
+@pytest.mark.slow
+def test_a_grading_process_that_cannot_start_again_ends_the_run_saved(tiny, run):
+    """On one rank of two. Its error ended that rank alone, unsaved, and left the other waiting."""
+    copy = run.parent / "copy"
+    copy.mkdir()
+    for name in ("train.py", "rollout.py", "reward.py", "ppo.py", "ckpt.py"):
+        shutil.copy(ROOT / name, copy)
+    shutil.copytree(ROOT / "lib", copy / "lib")
+    (copy / "tasks").mkdir()
+    (copy / "tasks" / "algebra.py").write_text(ALGEBRA)
+    flags = SMALL | tiny | {"reward": "algebra", "max_steps": 500}
+    process = start(run, *TWO_RANKS, script=copy / "train.py", **flags)
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
+    (copy / "lib" / "equal.py").unlink()
+    (rank,) = processes(run, rank=1)
+    for worker in children(rank):
+        os.kill(int(worker), signal.SIGKILL)
+    assert process.wait(200) == 1, "the launcher's, of two ranks that end with 2"
+    done = len(jsonl(metrics))
+    (line,) = [line for line in said(run).splitlines() if line.startswith("error:")]
+    assert line.startswith("error: no grading process can be started: ")
+    assert line.endswith(f"; --resume auto goes on from step {done}")
+    assert said(run).count("exitcode  : 2 ") == 2
+    assert (run / f"step_{done:06d}" / "manifest.json").exists()
+    wait_until_gone(run)
+
+
+def children(folder) -> list[str]:
+    """Of all threads of a process, since a thread starts a grading process."""
+    found = []
+    for task in (folder / "task").iterdir():
+        found += (task / "children").read_text().split()
+    return found

@@ -4,8 +4,8 @@
     python tools/convert.py export RUN/step_000050 OUT     OUT/policy and OUT/critic
     python tools/convert.py reshard RUN                    the newest one, or RUN/step_000050
 
-`export` writes folders for transformers and vLLM. The critic's is a body for AutoModel and
-`value_head.safetensors`, the weight of a linear layer from H to 1.
+`export` writes folders for transformers and vLLM, the same as a run's own at its end. The critic's
+is a body for AutoModel and `value_head.safetensors`, the weight of a linear layer from H to 1.
 
 `reshard` merges the files of all ranks, so that a run can go on with any number of ranks and any
 ZeRO stage. It adds universal/ to the checkpoint: every parameter whole with its two Adam moments,

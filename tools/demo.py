@@ -14,6 +14,7 @@ file where no --model is given, and takes its settings from FOLDER/flags.txt. To
 """
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -25,6 +26,13 @@ import time
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C reaches the trainer and this process; here it ends without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "--end_with_parent" in sys.argv:
+        # PR_SET_PDEATHSIG: the kernel ends this process when the trainer is gone.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 import torch
 import torch.nn.functional as F
@@ -317,12 +325,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", help="of the base model; with --show of a run")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--end_with_parent", action="store_true", help="so train.py starts it")
     parser.add_argument("--show", action="store_true", help="say what a run has learnt, and leave")
     args = parser.parse_args()
     if args.show:
         return show_run(Path(args.folder))
-    # Ctrl-C reaches the trainer and this process; here it ends without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # accelerate launch gives every process one OpenMP thread, and nothing else runs meanwhile.
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     logging.disable_progress_bar()

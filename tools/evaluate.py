@@ -134,7 +134,10 @@ def run(argv: list[str]) -> int:
     except UserError as error:
         tell_once(store, f"error: {error}")
         return 2
-    except Stopped:
+    except Stopped as stop:
+        if str(stop):
+            tell_once(store, f"error: {stop}")
+            return 2
         tell_once(store, "stopped: an evaluation saves nothing, so start it again")
         return 1
     return 0
