@@ -403,6 +403,8 @@ def test_what_is_done_is_skipped_and_what_is_half_done_goes_on(tmp_path):
 LAB = f"""
 import signal, sys
 signal.alarm(300)
+# Whoever runs the tests in the background of a shell hands on that Ctrl-C is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from tools import lab
