@@ -73,7 +73,7 @@ def try_disk(action, *arguments):
     # A full disk is a RuntimeError to torch.save and a bare Exception to tokenizers.
     except Exception as error:
         # torch stumbles over what the kernel said first.
-        while error.__context__:
+        while isinstance(error.__context__, OSError):
             error = error.__context__
         return f"{type(error).__name__}: {one_line(error)}"
     return None
@@ -251,7 +251,7 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
     if not error:
         error = on_rank0(publish, temporary, final, files, state, hf)
     if error:
-        on_rank0(shutil.rmtree, temporary)
+        on_rank0(shutil.rmtree, temporary, True)
         error = f"{error}; {describe_room(run_dir, engines)}"
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
     else:

@@ -48,7 +48,9 @@ REWRITES = (
     (
         r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]|\\!\s*|\\?\$|^\s*\\approx"
         r"|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|(?<=\\)[dtc](?=frac(?![A-Za-z]))"
-        r"|\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])",
+        r"|\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])"
+        # Nor does base 10.
+        r"|(?<=[0-9])_(?:10|\{10\})(?=\W*$)",
         "",
     ),
     (r"\\(?:boldsymbol|bm|math(?:bf|it|sf)|underline|boxed) ?(?:\{([A-Za-z])\}|(?=\{))", r"\1"),
@@ -59,6 +61,8 @@ REWRITES = (
     (r"\\(?:mathrm|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
     # Braces around all of it go, and \text{} around a number with its unit.
     (r"^ ?(?:\\text ?\{ ?(?=-?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$", r"\1"),
+    # So do brackets around a number alone.
+    (r"^ ?(?:\\\{|\() ?(-?[0-9.]+) ?(?:\\\}|\)) ?$", r"\1"),
     (r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$", r"\1m"),
     (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?|\\degree(?![A-Za-z])", ""),
     (r"\\%| ?\\text\{ ?(?:percent|\\?%) ?\}| ?(?<![A-Za-z])percent(?![A-Za-z])", "%"),
@@ -98,12 +102,14 @@ POWER_OR_ROOT = re.compile(
 CHANGES_THE_VALUE = (
     r"(?i:[0-9,]|\b(?:is|if|when|or|for|not|than|mod|base|more|less|least|most|dozens?|(?-i:k)|"
     r"(?:hundred|thousand|[mbt]r?illion)(?:th)?s?|half|halves|thirds?|quarters?|"
-    r"(?:four|fif|six|seven|eigh|nin|ten|twelf)ths?|squared|cubed|root|factorial|negative|"
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?|[a-z]+(?:teen|tie)ths?|squared|cubed|"
+    r"root|factorial|negative|"
     r"plus|minus|times|divided|over|choose|below|above|under|north|south|east|west)\b)"
 )
 # Short units are listed, because "5 abc" is a product; a word has four letters or more.
 UNIT = (
     r"[mck]m|in|f(?:oo|ee)?t|[mk]g|lb|ml|sec|min|hr|day|deg|mph|m/s|km/h|way|st|nd|rd|th|"
+    r"oz|mi|yd|gal|yr|cup|men|USD|per [a-z]{1,16}|"
     r"[A-Za-z][a-z]{3,16}(?:[ /][a-z]{1,16}){0,3}"
 )
 UNITS = re.compile(
@@ -212,7 +218,7 @@ def same_number(predicted, label):
     """
     number = parse_number(predicted)
     label_number = parse_number(label)
-    if not label_number or POWER_OR_ROOT.fullmatch(predicted):
+    if not label_number or POWER_OR_ROOT.fullmatch(UNITS.sub("", predicted)):
         return None
     if not number:
         return False

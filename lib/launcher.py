@@ -48,6 +48,8 @@ def leave():
     if callable(signal.getsignal(signal.SIGTERM)):
         # Signals is there, but the main thread was busy with another signal.
         return os.kill(os.getpid(), number)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print("stopped during start-up: nothing is lost", file=sys.stderr)
+    # Who reads it may have ended by the same Ctrl-C.
+    with contextlib.suppress(OSError):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("stopped during start-up: nothing is lost", file=sys.stderr)
     os._exit(int(os.environ.get("WORLD_SIZE", "1") != "1"))

@@ -96,8 +96,7 @@ class RunLog:
         self.write("config.json", vars(cfg) | {"world": state.world, "versions": versions()})
         batch = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
         print(f"{batch}, {state.world} rank(s), {gap};", end=" ")
-        seconds = metrics.since_start()
-        print(f"from step {state.step}, ready after {seconds:.0f} s", flush=True)
+        print(f"from step {state.step}, ready after {metrics.since_start():.0f} s")
 
     def write(self, name, value):
         """The whole file or nothing: half a result.json would look like the end of a run."""
@@ -146,9 +145,9 @@ class RunLog:
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
-        print(f"step {step}  reward {line['reward']:.3f}", end="  ")
-        print(f"length {line['response_length']:.1f}", *phases, sep="  ", end="  ")
-        print(f"{line['seconds']:.1f} s", flush=True)
+        reward = f"step {step}  reward {line['reward']:.3f}"
+        length = f"length {line['response_length']:.1f}"
+        print(reward, length, *phases, f"{line['seconds']:.1f} s", sep="  ")
 
     def sample_lines(self, samples, step, batch):
         """Returns --log_samples of the samples, the first --log_tokens of them token by token."""
@@ -171,7 +170,7 @@ class RunLog:
         self.track(line, step, prefix=f"{name}/")
         names = ("accuracy", "stderr", f"pass@{self.cfg.eval_n}", "length", "truncated")
         words = [f"{key} {line[key]:.3f}" for key in names]
-        print(f"step {step}  {name}:", *words, sep="  ", flush=True)
+        print(f"step {step}  {name}:", *words, sep="  ")
 
     def result(self, steps):
         """result.json says that the run is complete; eval.jsonl says what it has learnt."""
@@ -179,7 +178,7 @@ class RunLog:
             return
         seconds = metrics.since_start()
         self.write("result.json", {"steps": steps, "seed": self.cfg.seed, "wall_seconds": seconds})
-        print(f"{steps} steps in {seconds:.0f} s; everything is in {self.run_dir}", flush=True)
+        print(f"{steps} steps in {seconds:.0f} s; everything is in {self.run_dir}")
 
     def close(self):
         """Hands the tracker what it still holds: the process leaves without doing that."""
@@ -193,7 +192,7 @@ class RunLog:
 
 
 def warn(text):
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    print(f"WARNING: {text}", file=sys.stderr)
 
 
 def describe(sample, step, name):

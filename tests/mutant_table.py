@@ -1009,7 +1009,7 @@ MUTANTS = [
     Mutant(
         "a full disk is told in torch's words",
         "ckpt.py",
-        "        while error.__context__:",
+        "        while isinstance(error.__context__, OSError):",
         "        while False:",
         of("ckpt", "test_a_full_disk_is_told_in_the_kernel_s_words"),
     ),

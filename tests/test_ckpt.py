@@ -38,7 +38,7 @@ import ckpt
 import train
 from ckpt import RunState
 from lib import check
-from lib.common import UserError, start_distributed
+from lib.common import Stopped, UserError, start_distributed
 from tools import convert, demo
 
 LEARNING = {field.name for field in dataclasses.fields(train.Learning)}
@@ -187,6 +187,15 @@ def test_a_full_disk_is_told_in_the_kernel_s_words(group, small_disk, numbers):
     writer.save({"weight": torch.zeros(numbers)}, str(small_disk / "state.pt"))
     writer.finish()
     assert writer.error == "OSError: [Errno 28] No space left on device"
+
+
+def test_an_error_while_a_stop_is_handled_is_told_as_itself():
+    """A run that is stopped saves while it handles Stopped, which every error refers to then."""
+    try:
+        raise Stopped
+    except Stopped:
+        error = ckpt.try_disk(os.mkdir, "/nonexistent/folder")
+    assert error.startswith("FileNotFoundError: [Errno 2] No such file")
 
 
 @pytest.mark.parametrize("room", [0, 3000])

@@ -159,6 +159,22 @@ def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local
     assert said == ("" if local_rank == "1" else line), "one rank on a machine says it"
 
 
+def test_a_signal_during_start_up_ends_a_rank_to_which_nobody_listens():
+    """Of `python train.py 2>&1 | tee log` Ctrl-C ends tee as well. The line had nowhere to go, the
+    thread ended by that, and the run went on, deaf to signals."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_C],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=clean_environment(),
+    )
+    assert process.stdout.readline() == b"ready\n"
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    process.stdout.close()
+
+
 def test_a_signal_that_comes_to_the_thread_of_the_start_up_later_stops_the_run(
     handlers, monkeypatch
 ):

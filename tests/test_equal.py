@@ -520,6 +520,15 @@ x \neq 4 @ 4
 RULES = {
     # Where the label is a number, an expression of the question is no answer.
     "same_number": r"""
+(-5) @ -5
+\{5\} @ 5
+5 @ \{5\}
+(5) !@ 6
+5_{10} @ 5
+5_8 !@ 5
+18 per day @ 18
+1/2 cup @ 1/2
+5 oz @ 5
 99^2+99+1 !@ 9901
 \log_264 !@ 6
 3+5\mathrm{i} !@ 8
@@ -552,6 +561,8 @@ e^{i\pi} !@ -1
 \sqrt[3]{8} @ 2
 \sqrt{16} !@ 5
 2^{10} !@ 1025
+2^{10}\text{ ways} @ 1024
+5 \times 10^{3} \text{ m} @ 5000
 1.2*10^5 @ 120000
 1.2 \times 10^5 @ 120000
 3 \times 10^{-2} @ 0.03
@@ -641,6 +652,8 @@ monday @ Monday
 """,
     "CHANGES_THE_VALUE": r"""
 5\text{ squared} !@ 5
+5\text{ sixteenths} !@ 5
+5 twentieths !@ 5
 2\text{ thirds} !@ 2
 5\text{k} !@ 5
 5\text{ below zero} !@ 5
