@@ -43,7 +43,8 @@ OPERATIONS = {
 # A longer expression is wrong. The parser could not go deep enough to fail on a shorter one.
 MAX_TEXT = 200  # characters
 ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
-TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]+)(?P<verdict>[<>!]?)")
+# A longer number is no value that anybody claims, and Python would refuse to read it.
+TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]{1,20})(?P<verdict>[<>!]?)")
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ def parse_record(record, columns):
 
 def solves(text, label):
     """Is the answer at the end of a finished response right?"""
-    tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    answer = tags[-1] if tags else text.strip().split("\n")[-1]
+    if label["pick"]:
+        answer = text.strip().split("\n")[-1]
+    else:
+        answer = ["", *re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)][-1]
     expression, _, claim = answer.strip().partition("=")
     value, used = read_expression(expression)
     if value != label["target"] or not uses_allowed(used, label):

@@ -44,7 +44,7 @@ REAL = {"numbers": [19, 36, 55, 7], "target": 65, "pick": None}
         ("<answer>55+36-7</answer>", REAL, False),  # 19 is left out
         ("<answer>65</answer>", REAL, False),
         ("<answer>1</answer> no: <answer>55+36-7-19</answer>", REAL, True),  # the last one counts
-        ("55+36-7-19", REAL, True),
+        ("55+36-7-19", REAL, False),  # without its tags
         ("<answer>55/0+36-7-19</answer>", REAL, False),
         ("<answer>55+36-7-+19</answer>", REAL, False),
         ("<answer>55+36-7-19**1</answer>", REAL, False),
@@ -94,6 +94,7 @@ def test_text_metrics_tell_a_search():
     }
     assert countdown.text_metrics("9+8=17!\n8+5=13<")["checked"] == 0.0
     assert countdown.text_metrics("words alone")["tries"] == 0.0
+    assert countdown.text_metrics("1+1=" + "1" * 5000)["tries"] == 0.0, "it ended the rank"
 
 
 # ---- records -------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def read_patched_flags(setting: Setting) -> dict:
     code = setting.folder / "code"
     done = subprocess.run(command, cwd=code, capture_output=True, text=True)
     if done.returncode != 0:
-        last = done.stderr.splitlines()[-1]
+        last = (done.stderr.splitlines() or ["it was killed"])[-1]
         raise UserError(last.removeprefix("lib.common.UserError: "))
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -275,8 +275,9 @@ def run_all(runs: list[Run], cores: list[int], lock) -> int:
         while waiting or active:
             free = [core for core in cores if core not in active]
             for core in free[: len(waiting)]:
-                active[core] = waiting.pop(0)
-                active[core].start(core, lock)
+                run = waiting.pop(0)
+                run.start(core, lock)
+                active[core] = run
             time.sleep(0.5)
             for core in [core for core in active if active[core].process.poll() is not None]:
                 tqdm.write(describe_end(active.pop(core), runs))
