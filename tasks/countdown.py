@@ -106,10 +106,13 @@ def parse_record(record, columns):
 
 def solves(text, label):
     """Is the answer at the end of a finished response right?"""
+    tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     if label["pick"]:
         answer = text.strip().split("\n")[-1]
+    elif tags:
+        answer = tags[-1]
     else:
-        answer = ["", *re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)][-1]
+        return False
     expression, _, claim = answer.strip().partition("=")
     value, used = read_expression(expression)
     if value != label["target"] or not uses_allowed(used, label):
