@@ -42,23 +42,16 @@ ESTIMATORS = {
     Change(
         2,
         "ppo.py",
-        old="loss = -(advantages * logprobs).sum()",
-        new="loss = -(advantages * logprobs).sum() - 0.01 * (entropy * micro.mask).sum()",
+        old="""    stats = {"entropy": (""",
+        new="""    border = entropy.detach().quantile(0.8)
+    advantages = torch.where(entropy >= border, advantages, 0.0)
+    stats = {"entropy": (""",
     ),
     Change(
         3,
         "ppo.py",
-        old='stats["kl"] = k3((reference - logprobs.detach()) * micro.mask).sum()',
-        new="""kl = k3((reference - logprobs) * micro.mask).sum()
-        stats["kl"] = kl.detach()""",
-    ),
-    Change(
-        3,
-        "ppo.py",
-        old='    stats["policy_loss"]',
-        new="""    if "ref_logprobs" in batch.tokens:
-        loss = loss + 0.1 * kl
-    stats["policy_loss"]""",
+        old="batch.with_signal(), lr, cfg, denominator)",
+        new="batch.with_signal(), lr, cfg)",
     ),
     Change(
         4,

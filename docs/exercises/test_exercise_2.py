@@ -1,4 +1,4 @@
-"""Exercise 2: an entropy bonus. Red until ppo.policy_loss has it."""
+"""Exercise 2: only the uncertain tokens are learnt from. Red until ppo.policy_loss does so."""
 
 import os
 import sys
@@ -11,19 +11,27 @@ sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import ppo  # noqa: E402
 
 
-def test_each_token_is_pushed_to_more_entropy():
-    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    entropy = torch.tensor([0.7, 1.1, 0.4], requires_grad=True)
+def gradient(entropy: list[float], advantages: list[float], mask: list[float]) -> torch.Tensor:
+    """Of the loss with respect to each log-prob."""
+    logprobs = torch.full((len(mask),), -1.0, requires_grad=True)
+    uncertainty = torch.tensor(entropy, requires_grad=True)
 
     def policy(micro, temperature):
-        return logprobs, entropy
+        return logprobs, uncertainty
 
-    batch = SimpleNamespace(tokens={"advantages": torch.tensor([0.5, -1.0, 2.0])})
-    mask = torch.tensor([1.0, 1.0, 0.0])  # the third is a filler
-    micro = SimpleNamespace(mask=mask, index=torch.arange(3))
+    batch = SimpleNamespace(tokens={"advantages": torch.tensor(advantages)})
+    micro = SimpleNamespace(mask=torch.tensor(mask), index=torch.arange(len(mask)))
     loss, _ = ppo.policy_loss(policy, batch, micro, SimpleNamespace(temperature=1.0, tis_cap=None))
     loss.backward()
-    unchanged = torch.tensor([-0.5, 1.0, 0.0])
-    assert torch.allclose(logprobs.grad, unchanged), "the policy gradient stays what it was"
-    assert entropy.grad is not None, "the entropy is only logged"
-    assert torch.allclose(entropy.grad, torch.tensor([-0.01, -0.01, 0.0]))
+    assert uncertainty.grad is None, "which tokens are chosen has no gradient"
+    return logprobs.grad
+
+
+def test_the_fifth_of_the_tokens_with_most_entropy_is_learnt_from():
+    found = gradient([0.1, 2.0, 0.3, 0.2, 0.5], [0.5, -1.0, 2.0, 1.0, 1.0], [1.0] * 5)
+    assert torch.allclose(found, torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]))
+    ten = [0.1, 0.9, 0.3, 0.8, 0.5, 0.2, 0.4, 0.6, 0.7, 0.0]
+    found = gradient(ten, [1.0] * 10, [1.0] * 10)
+    assert found.nonzero().flatten().tolist() == [1, 3], "two of ten"
+    # A rank without samples passes one token of mask 0 through the model.
+    assert gradient([0.4], [1.0], [0.0]).tolist() == [0.0]

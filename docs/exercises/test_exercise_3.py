@@ -1,34 +1,53 @@
-"""Exercise 3: a KL penalty in the loss. Red until ppo.policy_loss has it."""
+"""Exercise 3: a denominator without flat groups. Red until ppo.train_policy has it."""
 
 import os
 import sys
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 # Here lies the ppo.py under test.
 sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import ppo  # noqa: E402
 
 
-def test_the_k3_penalty_pulls_towards_the_base_model():
-    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    reference = torch.tensor([-1.5, -1.0, -0.5])
-    advantages = torch.tensor([0.5, -1.0, 2.0])
+class Policy:
+    """An engine whose only parameter is one log-prob for each response token."""
 
-    def policy(micro, temperature):
-        return logprobs, torch.zeros(3)
+    name = "policy"
+    device = torch.device("cpu")
+    logprobs = torch.full((9,), -1.0, requires_grad=True)
 
-    batch = SimpleNamespace(tokens={"advantages": advantages, "ref_logprobs": reference})
-    micro = SimpleNamespace(mask=torch.ones(3), index=torch.arange(3))
-    cfg = SimpleNamespace(temperature=1.0, tis_cap=None)
-    loss, stats = ppo.policy_loss(policy, batch, micro, cfg)
-    loss.backward()
-    delta = reference - logprobs.detach()
-    expected = -advantages + 0.1 * (1 - delta.exp())
-    assert torch.allclose(logprobs.grad, expected), "0.1 times the gradient of k3"
-    k3 = (delta.exp() - 1 - delta).sum()
-    assert torch.allclose(stats["kl"], k3), "the logged number has no coefficient"
-    assert not stats["kl"].requires_grad, "what is logged must not keep the graph alive: detach it"
-    del batch.tokens["ref_logprobs"]
-    ppo.policy_loss(policy, batch, micro, cfg)  # without --log_kl there is no penalty
+    def __call__(self, micro, temperature):
+        numbers = self.logprobs[micro.index]
+        return numbers, torch.zeros_like(numbers)
+
+    def backward(self, loss, is_last):
+        loss.backward()
+
+    def step(self, lr):
+        return 1.0
+
+
+def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = torch.tensor([0, 0, 1, 1])
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    responses = [[1, 2], [3], [4, 5], [6, 7, 8, 9]]
+    # Both samples of the second problem are wrong, so they have no advantage.
+    advantages = torch.tensor([1.0, 1.0, -1.0] + [0.0] * 6)
+    batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {})
+    batch.tokens["advantages"] = advantages
+    cfg = SimpleNamespace(actor_learning_rate=0.1, num_warmup_steps=1, lr_end=None)
+    cfg.micro_train_batch_size = 1
+    cfg.packing_max_len = 64
+    cfg.attention = "sdpa"
+    cfg.temperature = 1.0
+    cfg.tis_cap = None
+    policy = Policy()
+    stats = ppo.train_policy(policy, batch, cfg, 0, 9)
+    dist.destroy_process_group()
+    expected = -advantages / 3
+    assert torch.allclose(policy.logprobs.grad, expected), "3 tokens have a gradient, 9 are there"
+    assert abs(stats["policy_loss"] - 1 / 3) < 1e-6
