@@ -170,7 +170,7 @@ def check_fuse_values():
     cfg.estimator = "gae"
     ppo.compute_advantages(batch, cfg)
     torch.testing.assert_close(batch.tokens["returns"], returns)
-    for name in ("gamma", "lambd"):
+    for name in ("gamma", "lambd", "critic_lambd"):
         try:
             ppo.train_critic(critic, batch, SimpleNamespace(**vars(cfg) | {name: 0.95}), step=0)
         except AssertionError:
