@@ -1,17 +1,22 @@
 """What each patch of ablations/ promises: `python ablation_checks.py NAME` inside a patched copy.
 
+It says which of the named checks held.
+
 The `policy` or `critic` of a check is a recorder that returns given numbers. What is held against a
 plain loop is the gradient with respect to these numbers.
 """
 
 import math
 import sys
+import traceback
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
 import ppo
 from lib import common
+from lib.head import ChunkedLogprob
 
 cfg = SimpleNamespace(
     seed=1,
@@ -167,7 +172,7 @@ def check_fuse_values():
     cfg.estimator = "gae"
     ppo.compute_advantages(batch, cfg)
     torch.testing.assert_close(batch.tokens["returns"], returns)
-    for name in ("gamma", "lambd"):
+    for name in ("gamma", "lambd", "critic_lambd"):
         try:
             ppo.train_critic(critic, batch, SimpleNamespace(**vars(cfg) | {name: 0.95}), step=0)
         except AssertionError:
@@ -190,7 +195,240 @@ def check_fuse_values_on_two_ranks():
     torch.testing.assert_close(batch.tokens["values"], before)
 
 
+def check_kl_penalty():
+    """With gae each token's reward is -coef * (log p - reference), the last one's has the sample's
+    as well; other estimators see their sum. The reward that is logged stays as it was."""
+    cfg.kl_coef = 0.3
+    cfg.advantage_normalization = False
+    cfg.gamma = 0.9
+    cfg.lambd = 0.8
+    batch = make_batch()
+    old = torch.linspace(-2, -0.1, 14)
+    reference = old + torch.linspace(-0.5, 0.7, 14)
+    values = torch.linspace(1, -1, 14)
+    batch.tokens = {"values": values, "old_logprobs": old, "ref_logprobs": reference}
+    paid = (0.3 * (reference.double() - old.double())).tolist()
+    cfg.estimator = "gae"
+    ppo.compute_advantages(batch, cfg)
+    expected = []
+    for start, length, reward in ((0, 2, 1.0), (2, 3, 0.0), (5, 9, 0.0)):
+        for t in range(start, start + length):
+            advantage = 0.0
+            for k in range(t, start + length):
+                is_last = k + 1 == start + length
+                delta = paid[k] + (reward if is_last else 0.9 * values[k + 1].item()) - values[k]
+                advantage += (0.9 * 0.8) ** (k - t) * delta.item()
+            expected.append(advantage)
+    torch.testing.assert_close(batch.tokens["advantages"], torch.tensor(expected))
+    del batch.tokens["values"]
+    cfg.estimator = "reinforce"
+    ppo.compute_advantages(batch, cfg)
+    scores = [1 + sum(paid[:2]), sum(paid[2:5]), sum(paid[5:])]
+    expected = torch.tensor(scores).repeat_interleave(batch.length)
+    torch.testing.assert_close(batch.tokens["advantages"], expected - sum(scores) / 3)
+    assert batch.rewards.tolist() == [1, 0, 0]
+
+
+def check_entropy_bonus():
+    """The gradient is that of -A log p - coef * entropy, which the chunked head has, and a sample
+    without an advantage has it too."""
+    cfg.entropy_coef = 0.3
+    batch = make_batch()
+    policy = HeadRecorder("policy", 14)
+    scores = policy.numbers.detach().double().requires_grad_()  # (T, V)
+    advantages = torch.tensor([1.0, -2.0, 0.5, 0.25, -1.0] + [0.0] * 9)
+    batch.tokens = {"advantages": advantages}
+    ids = torch.tensor(sum(batch.response_ids, []))
+    ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
+    loss = 0.0
+    for t in range(14):
+        log_p = (scores[t] / cfg.temperature).log_softmax(0)
+        loss = loss - advantages[t] * log_p[ids[t]] + 0.3 * (log_p.exp() * log_p).sum()
+    (loss / 14).backward()
+    torch.testing.assert_close(policy.gradients[0], scores.grad.float())
+    assert sorted(policy.seen) == list(range(14))
+
+
+class HeadRecorder(Recorder):
+    """Its parameters are the scores of a vocabulary of 10, which pass through the real head."""
+
+    def __init__(self, name, tokens):
+        super().__init__(name, tokens)
+        scores = torch.randn((tokens, 10), generator=torch.Generator().manual_seed(1))  # (T, V)
+        self.numbers = scores.requires_grad_()
+
+    def __call__(self, micro, temperature):
+        self.seen += micro.index.tolist()
+        rows = self.numbers[micro.index]  # (T, V)
+        return ChunkedLogprob.apply(rows, torch.eye(10), micro.token_ids, temperature, 4)
+
+
+def check_clip_higher():
+    """The clip is at 0.8 and 1.28."""
+    cfg.policy_clip = 0.2
+    cfg.policy_clip_high = 0.28
+
+    def loss(ratio, advantages, logprobs):
+        return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).sum()
+
+    ratios = torch.tensor([0.7, 0.79, 0.81, 1.19, 1.21, 1.27, 1.29, 2.0])
+    hold_against(loss, ratios)
+
+
+def check_cispo():
+    """Each token's gradient is its advantage times its ratio, which is at most the cap."""
+    cfg.cispo_cap = 1.5
+
+    def loss(ratio, advantages, logprobs):
+        return -(ratio.clamp(max=1.5).detach() * advantages * logprobs).sum()
+
+    ratios = torch.tensor([0.1, 0.5, 0.9, 1.0, 1.2, 1.49, 1.51, 4.0])
+    hold_against(loss, ratios)
+
+
+def hold_against(loss, ratios):
+    """The gradient of one step over samples of one token, with both signs at each ratio, is that
+    of the loss of (ratio, advantages, log-probs), divided by the number of tokens."""
+    cfg.policy_update_steps = 1
+    ratios = ratios.repeat(2)
+    count = len(ratios)
+    advantages = torch.tensor([1.0] * (count // 2) + [-2.0] * (count // 2))
+    samples = [sample(i, 1, 1.0) for i in range(count)]
+    batch = ppo.Batch.of(samples, torch.device("cpu"))
+    policy = Recorder("policy", count)
+    p = policy.numbers.detach().clone().requires_grad_()
+    old = p.detach() - ratios.log()
+    batch.tokens = {"advantages": advantages, "old_logprobs": old}
+    ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
+    (loss((p - old).exp(), advantages, p) / count).backward()
+    torch.testing.assert_close(policy.gradients[0], p.grad)
+
+
+def check_gspo():
+    """All tokens of a sample have one ratio, the geometric mean. With one advantage for a sample
+    the gradient is that of the paper's own objective, whatever the packing."""
+    cfg.policy_update_steps = 1
+    cfg.policy_clip = 0.03
+    cfg.policy_clip_high = 0.04
+    batch = make_batch()
+    policy = Recorder("policy", 14)
+    p = policy.numbers.detach().clone().requires_grad_()
+    # Their means are 0.01, -0.02 and 0.05: the last sample is clipped, though a token of the
+    # first is further off.
+    old = p.detach().clone()
+    old[:2] -= torch.tensor([0.5, -0.48])
+    old[2:5] += torch.tensor([0.3, 0.1, -0.34])
+    old[5:] -= 0.05
+    scores = [1.5, -0.5, 0.7]
+    advantages = torch.tensor(scores).repeat_interleave(batch.length)
+    batch.tokens = {"advantages": advantages, "old_logprobs": old}
+    stats = ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
+    loss = 0.0
+    for own, before, score in zip(batch.split(p), batch.split(old), scores):
+        ratio = ((own - before).sum() / len(own)).exp()
+        # Each of its tokens counts once, which is --loss_mean token.
+        loss = loss - len(own) * torch.min(ratio * score, ratio.clamp(0.97, 1.04) * score)
+    (loss / 14).backward()
+    torch.testing.assert_close(policy.gradients[0], p.grad)
+    assert p.grad[:5].all() and not p.grad[5:].any()
+    assert abs(stats["clipped"] - 9 / 14) < 1e-6
+    # Tokens with advantages of their own have gradients of their own.
+    advantages = torch.linspace(-1, 1, 14)
+    batch.tokens["advantages"] = advantages
+    policy = Recorder("policy", 14)
+    ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
+    means = torch.tensor([0.01, -0.02]).exp().repeat_interleave(batch.length[:2])
+    torch.testing.assert_close(policy.gradients[0][:5], -advantages[:5] * means / 14)
+
+
+def check_overlong_penalty():
+    """It is 0 up to the last tokens before the limit, and falls to -1 there; the limit is the
+    request's or that of prompt and response together."""
+    cfg.max_len = 12
+    cfg.overlong_cache = 4
+    samples = [sample(0, length, 1.0) for length in (1, 6, 7, 9, 10)]
+    samples.append(sample(0, 9, 0.0, "length", prompt=3))
+    samples.append(sample(0, 6, 0.0, "length", prompt=3))
+    for one in samples:
+        one.request.max_tokens = 50
+    samples[-1].request.max_tokens = 6
+    penalties = ppo.overlong_penalties(samples, cfg)
+    assert penalties.tolist() == [0, 0, -0.25, -0.75, -1, -1, -1]
+    from lib import check
+
+    assert "overlong_cache" in check.COUNTS, "0 tokens would be divided by"
+
+
+@dataclass
+class Flags:
+    """Those of train.py that dynamic sampling reads; it makes a copy with another seed."""
+
+    sampling_rounds: int
+    seed: int = 3
+    rollout_batch_size: int = 4
+    n_samples_per_prompt: int = 2
+    generate_max_len: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+def check_dynamic_sampling():
+    """Flat groups are replaced, at most for so many rounds, and twice by the same problems."""
+    import rollout
+
+    problems = [SimpleNamespace(index=i, prompt_ids=[7] * 3) for i in range(40)]
+    rounds = []
+
+    def draw(requests, clock):
+        """Problems of an even number have a right and a wrong sample, others two wrong ones."""
+        rounds.append(requests)
+        drawn = []
+        for request in requests:
+            reward = float(request.problem.index % 2 == 0 and request.index == 0)
+            ids = [1] * (request.index + 1)
+            drawn.append(rollout.Sample(request, ids, None, "", "stop", reward))
+        return drawn
+
+    def run(limit, step):
+        rounds.clear()
+        clock = SimpleNamespace(numbers={})
+        settings = Flags(sampling_rounds=limit)
+        first = draw(rollout.requests_of_step(problems, settings, step), clock)
+        samples = rollout.replace_flat(first, problems, settings, step, draw, clock)
+        return first, samples, clock.numbers
+
+    lengths = set()
+    for step in range(8):
+        first, samples, numbers = run(20, step)
+        assert [x.request.group for x in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [x.request.index for x in samples] == [0, 1] * 4
+        assert all(x.request.problem.index % 2 == 0 for x in samples)
+        # What had a signal stays where it was.
+        for old, new in zip(first, samples):
+            assert new is old or old.request.problem.index % 2 == 1
+        # Each round asks for the groups that are still flat, and for no more.
+        asked = sum(map(len, rounds))
+        assert numbers["tokens_dropped"] == (asked - 8) // 2 * (3 + 1 + 3 + 2)
+        assert numbers["reward_drawn"] == sum(x.reward for x in first) / 8
+        seeds = [request.seed for requests in rounds for request in requests]
+        assert len(set(seeds)) == len(seeds)
+        lengths.add(len(rounds))
+        again = run(20, step)[1]
+        assert [x.request for x in again] == [x.request for x in samples]
+        _, limited, numbers = run(1, step)
+        assert len(rounds) <= 2 and len(limited) == 8
+        assert run(0, step)[1] == first
+    assert len(lengths) > 1, "some steps need more rounds than others"
+
+
 if __name__ == "__main__":
     common.start_distributed()
-    globals()[f"check_{sys.argv[1]}"]()
-    print("held")
+    settings = vars(cfg).copy()
+    for name in sys.argv[1:]:
+        vars(cfg).clear()
+        vars(cfg).update(settings)
+        try:
+            globals()[f"check_{name}"]()
+            print(name, "held")
+        except Exception:
+            traceback.print_exc()
