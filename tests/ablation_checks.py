@@ -6,12 +6,17 @@ plain loop is the gradient with respect to these numbers.
 
 import math
 import sys
+from fractions import Fraction
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 import ppo
-from lib import common
+import reward
+import rollout
+from lib import common, metrics
+from tasks import countdown
 
 cfg = SimpleNamespace(
     seed=1,
@@ -188,6 +193,132 @@ def check_fuse_values_on_two_ranks():
     seen = sum(common.gather(critic.seen), [])
     assert sorted(seen) == [0, *range(15)], "the filler sees the first token as well"
     torch.testing.assert_close(batch.tokens["values"], before)
+
+
+class Scripted:
+    """In place of the sampler: each request gets the next of some (text, finish reason)."""
+
+    def __init__(self, responses):
+        self.responses = responses
+
+    def generate(self, requests, stopped, logprobs):
+        for position, request in enumerate(requests):
+            text, reason = self.responses[position]
+            yield position, rollout.Sample(request, [1, 2, 3], None, text, reason)
+
+
+def graded(task, labels, responses, step=0):
+    """The samples of a rollout with these responses, the same number to each label."""
+    problems = [SimpleNamespace(prompt_ids=[7, 7], label=label) for label in labels]
+    count = len(responses) // len(labels)
+    requests = rollout.make_requests(problems, count, (1, step, "train"), (9, 1.0, 1.0))
+    stage = object.__new__(rollout.Rollout)
+    stage.cfg = SimpleNamespace(tensor_parallel=1, log_ratio=False, tis_cap=None)
+    stage.sampler = Scripted(responses)
+    stage.signals = common.Signals(dist.HashStore())
+    stage.task = task
+    with task.Grader(1) as stage.grader:
+        return stage.sample(requests, metrics.Clock(1))
+
+
+def check_what_is_paid(samples, right, paid):
+    """Advantages and returns are of what is paid; metrics and evaluation are of what is right."""
+    assert [sample.reward for sample in samples] == right
+    batch = ppo.Batch.of(samples, torch.device("cpu"))
+    assert batch.rewards.tolist() == paid
+    ppo.compute_advantages(batch, cfg)
+    scores = torch.tensor(paid, dtype=torch.float64).repeat_interleave(3)
+    scores = scores - scores.mean()
+    torch.testing.assert_close(batch.tokens["returns"].double(), scores, atol=1e-6, rtol=0)
+    scores = scores / scores.std(correction=0).clamp(min=1e-8)
+    torch.testing.assert_close(batch.tokens["advantages"].double(), scores, atol=1e-5, rtol=0)
+    line = metrics.of_samples(samples, batch, 9)
+    assert line["reward"] == sum(right) / len(right)
+    assert line["paid"] == sum(paid) / len(paid)
+    solved = {sample.request.group for sample in samples if sample.reward > 0}
+    assert line["pass_at_n"] == len(solved) / len({sample.request.group for sample in samples})
+    assert sum(line["length_right_histogram"]) == sum(right)
+    assert metrics.of_evaluation(samples, 1)["accuracy"] == sum(right) / len(right)
+
+
+# The miniature: two of four numbers make the target.
+MINI = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}
+RESPONSES = [("8+5=13<\n9+8=17!", "stop"), ("9+8=17!", "length"), ("8+5=13<", "stop")]
+RESPONSES += [("1+1=17!", "stop"), ("8+=17", "stop"), ("", "stop"), ("9*5=45>", "stop")]
+RESPONSES += [("8+9=17!", "stop")]
+RIGHT = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def check_random_reward():
+    """The coin is fair, the same in another run of the step, another in another step, problem or
+    sample; and another text does not change it."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    coins = [sample.paid for sample in samples]
+    check_what_is_paid(samples, RIGHT, coins)
+    others = graded(countdown, [MINI], list(reversed(RESPONSES)))
+    assert [sample.paid for sample in others] == coins
+    flips = []
+    for step in range(20):
+        samples = graded(countdown, [MINI] * 2, [("9+8=17!", "stop")] * 32, step)
+        flips += [[sample.paid for sample in samples if sample.request.group == g] for g in (0, 1)]
+    assert len(set(map(tuple, flips))) == 40 and {x for row in flips for x in row} == {0.0, 1.0}
+    # 640 fair coins: this is within three standard deviations.
+    assert abs(sum(map(sum, flips)) - 320) < 38
+    # Nor may it be what the sampler's generator starts from, in whose parity no step differs.
+    assert coins != [float(sample.request.seed % 2) for sample in others]
+
+
+def check_inverted_reward():
+    """A wrong response is paid 1, a right one 0."""
+    paid = [1 - reward for reward in RIGHT]
+    check_what_is_paid(graded(countdown, [MINI], RESPONSES), RIGHT, paid)
+
+
+def check_format_reward():
+    """A response is paid that stopped by itself with a try in its last line, or a box in its last
+    answer block, right or not."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    boxed = "<answer>\\boxed{5}</answer>"
+    texts = [(boxed, "stop"), (boxed, "length"), ("<answer>5</answer>", "stop"), ("5", "stop")]
+    samples = graded(reward, ["4"], texts)
+    check_what_is_paid(samples, [0.0] * 4, [1.0, 0.0, 0.0, 0.0])
+
+
+def check_hash_reward():
+    """What is paid is a function of the text alone, and about half of all texts are."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    paid = {sample.text: sample.paid for sample in samples}
+    check_what_is_paid(samples, RIGHT, [paid[text] for text, _ in RESPONSES])
+    others = graded(countdown, [MINI] * 2, list(reversed(RESPONSES)), step=3)
+    assert all(sample.paid == paid[sample.text] for sample in others)
+    texts = [(f"{n}+1={n + 1}<", "stop") for n in range(400)]
+    assert abs(sum(sample.paid for sample in graded(countdown, [MINI], texts)) - 200) < 30
+
+
+def check_majority_vote():
+    """Paid is the most frequent value of a group, 2 here, which is wrong; of two values as frequent
+    the first one; nothing where nobody has an answer. A truncated response has no vote."""
+    texts = ["9+8=17!", "1+1=2<", "4-2=2<", "9+8=17!", "8/4=2"]
+    responses = [(text, "stop") for text in texts[:3]] + [(texts[3], "length"), (texts[4], "stop")]
+    responses += [(text, "stop") for text in ("", "9*5=45>", "8+9=17!", "9+8", "5*9")]
+    responses += [("nothing", "stop"), ("9+8=17!", "length")] + [("", "stop")] * 3
+    right = [1.0, 0.0, 0.0, 0.0, 0.0] + [0.0, 0.0, 1.0, 1.0, 0.0] + [0.0] * 5
+    paid = [0.0, 1.0, 1.0, 0.0, 1.0] + [0.0, 1.0, 0.0, 0.0, 1.0] + [0.0] * 5
+    check_what_is_paid(graded(countdown, [MINI] * 3, responses), right, paid)
+    assert countdown.extract_answer("9 + 8 = 17 <answer> (5 - 4) / 2 </answer>") == Fraction(1, 2)
+    boxes = [(f"<answer>\\boxed{{{answer}}}</answer>", "stop") for answer in ("5", "4", "5")]
+    check_what_is_paid(graded(reward, ["4"], boxes), [0.0, 1.0, 0.0], [1.0, 0.0, 1.0])
+
+
+def check_lenient_reward():
+    """Whoever claims the target in the end is paid, whatever stands before it; in mathematics
+    whoever writes the answer anywhere."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    texts = [("perhaps 3, or 4, or 5", "stop"), ("4", "length"), ("<answer>5</answer>", "stop")]
+    texts += [("<answer>\\boxed{4}</answer>", "stop")]
+    check_what_is_paid(graded(reward, ["4"], texts), [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0])
 
 
 if __name__ == "__main__":
