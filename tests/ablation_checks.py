@@ -321,6 +321,40 @@ def check_lenient_reward():
     check_what_is_paid(graded(reward, ["4"], texts), [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0])
 
 
+def check_curriculum():
+    """A pass goes from easy to hard, and has every problem once; equals are shuffled, anew in each
+    pass; and the order does not depend on where a run begins."""
+    level = [k % 5 for k in range(40)]
+    order = rollout.problem_order(1, level, 0, 120)
+    passes = [order[:40], order[40:80], order[80:]]
+    for one in passes:
+        assert sorted(one) == list(range(40))
+        assert [level[k] for k in one] == sorted(level)
+    assert len(set(map(tuple, passes))) == 3
+    assert rollout.problem_order(2, level, 0, 40) != order[:40]
+    for start, size in [(5, 4), (30, 60), (100, 1)]:
+        assert rollout.problem_order(1, level, start, size) == order[start : start + size]
+
+    problems = []
+    for k in range(40):
+        label = {"numbers": [5, 9, 8, 4], "target": 10 + 7 * k % 40, "pick": 2}
+        problems.append(countdown.Problem(k, "", label, "", [1]))
+    flags = vars(cfg) | {"rollout_batch_size": 8, "n_samples_per_prompt": 1, "generate_max_len": 9}
+    flags |= {"top_p": 1.0}
+    for is_on in (True, False):
+        settings = SimpleNamespace(**flags, curriculum=is_on)
+        asked = []
+        for step in range(5):
+            asked += [x.problem for x in rollout.requests_of_step(problems, settings, step)]
+        targets = [problem.label["target"] for problem in asked]
+        assert (targets == sorted(targets, reverse=True)) == is_on
+        assert {problem.index for problem in asked} == set(range(40))
+    short, long = (reward.Problem(0, question, "4", "", [1]) for question in ("2+2", "1+1+1+1"))
+    assert short.difficulty < long.difficulty
+    three = {"numbers": [1, 2, 3], "target": 50, "pick": None}
+    assert countdown.Problem(0, "", three, "").difficulty > problems[0].difficulty
+
+
 if __name__ == "__main__":
     common.start_distributed()
     globals()[f"check_{sys.argv[1]}"]()
