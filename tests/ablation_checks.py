@@ -5,8 +5,11 @@ plain loop is the gradient with respect to these numbers.
 """
 
 import math
+import re
 import sys
+import tempfile
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -353,6 +356,69 @@ def check_curriculum():
     assert short.difficulty < long.difficulty
     three = {"numbers": [1, 2, 3], "target": 50, "pick": None}
     assert countdown.Problem(0, "", three, "").difficulty > problems[0].difficulty
+
+
+def check_lora():
+    """Only adapters are learnt; at first they change nothing, later they change each linear layer
+    of the body by a matrix of their rank. What the sampler gets is a plain model that computes the
+    policy's log-probs. A checkpoint comes back whole."""
+    from tests import tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.make_model(Path(folder) / "model", tied=False)
+        for stage in (0, 3):
+            check_lora_at(stage, Path(folder))
+
+
+def check_lora_at(stage, folder):
+    # The other checks do without these, which take seconds to import.
+    from transformers import AutoModelForCausalLM
+
+    import ckpt
+    from lib import models
+
+    settings = {"model": str(folder / "model"), "zero_stage": stage, "offload": "none"}
+    settings |= {"bf16": False, "gradient_checkpointing": True, "max_norm": 1.0, "lora_rank": 4}
+    settings = SimpleNamespace(**vars(cfg) | settings)
+    plain = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    base = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    policy = models.make_policy(settings)
+    first = weights_of(policy)
+    assert first.keys() == base.keys()
+    assert all(first[name].equal(base[name]) for name in base)
+
+    batch = make_batch()
+    batch.tokens["advantages"] = torch.linspace(-1, 1, 14)
+    ppo.train_policy(policy, batch, settings, step=0, total_steps=9)
+    run = folder / f"zero{stage}"
+    state = ckpt.RunState(1, 9, 1, {"zero_stage": stage})
+    assert not ckpt.save(run, state, {"policy": policy.deepspeed}, [], 1)
+    ppo.train_policy(policy, batch, settings, step=1, total_steps=9)
+    learnt = weights_of(policy)
+    for name, tensor in learnt.items():
+        if not re.fullmatch(r"model\.layers\..*proj\.weight", name):
+            assert tensor.equal(base[name]), name
+        else:
+            assert 1 <= torch.linalg.matrix_rank(tensor - base[name], atol=1e-4) <= 4, name
+    plain.load_state_dict(learnt)
+    expected = []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+        logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected.append(logits.log_softmax(-1)[range(len(response)), response])
+    found = ppo.logprobs(policy, batch, settings)
+    torch.testing.assert_close(found, torch.cat(expected).detach(), atol=1e-4, rtol=1e-4)
+
+    again = models.make_policy(settings)
+    ckpt.load(run / "step_000001", {"policy": again.deepspeed}, state)
+    ppo.train_policy(again, batch, settings, step=1, total_steps=9)
+    for name, tensor in weights_of(again).items():
+        assert tensor.equal(learnt[name]), name
+
+
+def weights_of(engine):
+    from lib import models
+
+    return {name: tensor.detach().clone() for name, tensor in models.named_weights(engine)}
 
 
 if __name__ == "__main__":

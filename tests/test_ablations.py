@@ -47,14 +47,20 @@ def patched(tmp_path_factory):
     return make
 
 
+def skip_without_extras(name: str):
+    if name == "lora":
+        pytest.importorskip("peft", reason="pip install -r requirements-extras.txt")
+
+
 def run_check(name: str, copy: Path, launcher=()):
     """The check of ablation_checks.py, with the files of that folder; what is not there is ours."""
     script = shutil.copy(ROOT / "tests" / "ablation_checks.py", copy)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     return subprocess.run(
         [sys.executable, *launcher, script, name],
         capture_output=True,
         text=True,
-        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        env=clean_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         timeout=200,
     )
 
@@ -74,6 +80,7 @@ def test_a_patch_is_at_most_40_changed_lines(name):
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_does_what_it_says(name, patched):
+    skip_without_extras(name)
     copy = patched(name)
     done = run_check(name, copy)
     assert done.stdout.strip().endswith("held"), done.stderr[-3000:]
@@ -96,6 +103,7 @@ def test_without_its_patch_a_check_fails(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATCHES)
 def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
+    skip_without_extras(name)
     copy = patched(name)
     flags = SMALL | tiny | {"run_dir": tmp_path / "run"}
     if name == "updates_8":
@@ -115,4 +123,6 @@ def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
     lines = jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     names = {"kl_loss": "kl", "updates_8": "policy_loss", "fuse_values": "critic_values"}
+    names |= {name: "paid" for name in PATCHES if name.endswith("_reward")}
+    names |= {"majority_vote": "paid"}
     assert all(names.get(name, "reward") in line for line in lines), json.dumps(lines[0])
