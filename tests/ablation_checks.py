@@ -415,6 +415,77 @@ def check_lora_at(stage, folder):
         assert tensor.equal(learnt[name]), name
 
 
+def check_fp16():
+    """fp16's log-probs are nearer to those of fp32 than bf16's. The engines compute in fp16 and
+    learn what fp32 learns, since the loss is multiplied and divided again; where it overflows no
+    step is taken and the factor is halved, which a checkpoint remembers."""
+    import deepspeed
+
+    from tests import tiny
+
+    # DeepSpeed refuses fp16 on CPUs, where it is slow. All else is as on a GPU.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.make_model(Path(folder) / "model", tied=False)
+        for stage in (2, 3):
+            check_fp16_at(stage, Path(folder))
+
+
+def check_fp16_at(stage, folder):
+    from transformers import AutoModelForCausalLM
+
+    import ckpt
+    from lib import models
+
+    settings = vars(cfg) | {"model": str(folder / "model"), "offload": "none", "max_norm": 1.0}
+    settings |= {"gradient_checkpointing": False, "actor_learning_rate": 1e-2}
+    full = SimpleNamespace(**settings | {"bf16": False, "zero_stage": 0})
+    half = SimpleNamespace(**settings | {"bf16": True, "zero_stage": stage})
+    batch = make_batch()
+    exact = models.make_policy(full)
+    expected = ppo.logprobs(exact, batch, full)
+    bf16 = AutoModelForCausalLM.from_pretrained(half.model, dtype=torch.bfloat16)
+    bf16_error = (ppo.logprobs(models.Policy(bf16), batch, half) - expected).abs().mean()
+    policy = models.make_policy(half)
+    error = (ppo.logprobs(policy, batch, half) - expected).abs().mean()
+    assert 0 < error < bf16_error / 3, (error, bf16_error)
+
+    before = weights_of(policy)
+    assert {tensor.dtype for tensor in before.values()} == {torch.float16}
+    batch.tokens["advantages"] = torch.linspace(-1, 1, 14) * 1e3
+    scaler = policy.deepspeed.optimizer.loss_scaler
+    assert scaler.cur_scale == 2**16
+    stats = ppo.train_policy(policy, batch, half, step=0, total_steps=9)
+    assert stats["policy_grad_norm"] == 0 and scaler.cur_scale == 2**15
+    assert all(tensor.equal(before[name]) for name, tensor in weights_of(policy).items())
+    run = folder / f"zero{stage}"
+    state = ckpt.RunState(1, 9, 1, {"zero_stage": stage})
+    assert not ckpt.save(run, state, {"policy": policy.deepspeed}, [], 1)
+    policy = models.make_policy(half)
+    ckpt.load(run / "step_000001", {"policy": policy.deepspeed}, state)
+    assert policy.deepspeed.optimizer.loss_scaler.cur_scale == 2**15
+
+    # Of a tenth of the usual size, so that it does not overflow.
+    batch.tokens["advantages"] = torch.linspace(-0.1, 0.1, 14)
+    exact_before = weights_of(exact)
+    want = ppo.train_policy(exact, batch, full, step=0, total_steps=9)
+    found = ppo.train_policy(policy, batch, half, step=0, total_steps=9)
+    assert abs(found["policy_grad_norm"] / want["policy_grad_norm"] - 1) < 0.01
+    # Adam's first step is the gradient's sign.
+    step = change_of(policy, before).sign()
+    assert (step == change_of(exact, exact_before).sign()).float().mean() > 0.99
+    sampler = SimpleNamespace(cfg=half, gpu=True)
+    for name in ("max_len", "micro_rollout_batch_size", "gpu_memory_utilization", "kv_cache_gb"):
+        setattr(half, name, 1)
+    half.rollout_quantization = half.tensor_parallel = half.enforce_eager = None
+    assert rollout.Sampler.engine_settings(sampler)["dtype"] == "float16"
+
+
+def change_of(engine, before):
+    """What was added to all weights, as one vector."""
+    return torch.cat([(x - before[name]).flatten() for name, x in weights_of(engine).items()])
+
+
 def weights_of(engine):
     from lib import models
 
