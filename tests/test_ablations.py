@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, SMALL, clean_environment, jsonl
 
 PATCHES = sorted(path.stem for path in (ROOT / "ablations").glob("*.patch"))
@@ -100,14 +101,24 @@ def test_without_its_patch_a_check_fails(name, tmp_path):
     assert done.returncode != 0 and "held" not in done.stdout
 
 
+def mark_training(name: str):
+    if name == "fp16":
+        return pytest.param(name, marks=pytest.mark.gpu)
+    return name
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", map(mark_training, PATCHES))
 def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
     skip_without_extras(name)
+    if name == "fp16" and not torch.cuda.is_available():
+        pytest.skip("DeepSpeed trains in fp16 on a GPU alone")
     copy = patched(name)
     flags = SMALL | tiny | {"run_dir": tmp_path / "run"}
     if name == "updates_8":
         flags |= {"policy_update_steps": 4}
+    if name == "fp16":
+        flags |= {"bf16": "true", "zero_stage": 2}
     argv = []
     for flag, value in flags.items():
         argv += [f"--{flag}", str(value)]
