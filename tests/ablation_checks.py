@@ -7,16 +7,24 @@ plain loop is the gradient with respect to these numbers.
 """
 
 import math
+import re
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 import ppo
-from lib import common
+import reward
+import rollout
+from lib import common, metrics
 from lib.head import ChunkedLogprob
+from tasks import countdown
 
 cfg = SimpleNamespace(
     seed=1,
@@ -211,12 +219,12 @@ def check_kl_penalty():
     cfg.estimator = "gae"
     ppo.compute_advantages(batch, cfg)
     expected = []
-    for start, length, reward in ((0, 2, 1.0), (2, 3, 0.0), (5, 9, 0.0)):
+    for start, length, score in ((0, 2, 1.0), (2, 3, 0.0), (5, 9, 0.0)):
         for t in range(start, start + length):
             advantage = 0.0
             for k in range(t, start + length):
                 is_last = k + 1 == start + length
-                delta = paid[k] + (reward if is_last else 0.9 * values[k + 1].item()) - values[k]
+                delta = paid[k] + (score if is_last else 0.9 * values[k + 1].item()) - values[k]
                 advantage += (0.9 * 0.8) ** (k - t) * delta.item()
             expected.append(advantage)
     torch.testing.assert_close(batch.tokens["advantages"], torch.tensor(expected))
@@ -419,6 +427,307 @@ def check_dynamic_sampling():
         assert len(rounds) <= 2 and len(limited) == 8
         assert run(0, step)[1] == first
     assert len(lengths) > 1, "some steps need more rounds than others"
+
+
+class Scripted:
+    """In place of the sampler: each request gets the next of some (text, finish reason)."""
+
+    def __init__(self, responses):
+        self.responses = responses
+
+    def generate(self, requests, stopped, logprobs):
+        for position, request in enumerate(requests):
+            text, reason = self.responses[position]
+            yield position, rollout.Sample(request, [1, 2, 3], None, text, reason)
+
+
+def graded(task, labels, responses, step=0):
+    """The samples of a rollout with these responses, the same number to each label."""
+    problems = [SimpleNamespace(prompt_ids=[7, 7], label=label) for label in labels]
+    count = len(responses) // len(labels)
+    requests = rollout.make_requests(problems, count, (1, step, "train"), (9, 1.0, 1.0))
+    stage = object.__new__(rollout.Rollout)
+    stage.cfg = SimpleNamespace(tensor_parallel=1, log_ratio=False, tis_cap=None)
+    stage.sampler = Scripted(responses)
+    stage.signals = common.Signals(dist.HashStore())
+    stage.task = task
+    with task.Grader(1) as stage.grader:
+        return stage.sample(requests, metrics.Clock(1))
+
+
+def check_what_is_paid(samples, right, paid):
+    """Advantages and returns are of what is paid; metrics and evaluation are of what is right."""
+    assert [sample.reward for sample in samples] == right
+    batch = ppo.Batch.of(samples, torch.device("cpu"))
+    assert batch.rewards.tolist() == paid
+    ppo.compute_advantages(batch, cfg)
+    scores = torch.tensor(paid, dtype=torch.float64).repeat_interleave(3)
+    scores = scores - scores.mean()
+    torch.testing.assert_close(batch.tokens["returns"].double(), scores, atol=1e-6, rtol=0)
+    scores = scores / scores.std(correction=0).clamp(min=1e-8)
+    torch.testing.assert_close(batch.tokens["advantages"].double(), scores, atol=1e-5, rtol=0)
+    line = metrics.of_samples(samples, batch, 9)
+    assert line["reward"] == sum(right) / len(right)
+    assert line["paid"] == sum(paid) / len(paid)
+    solved = {sample.request.group for sample in samples if sample.reward > 0}
+    assert line["pass_at_n"] == len(solved) / len({sample.request.group for sample in samples})
+    assert sum(line["length_right_histogram"]) == sum(right)
+    assert metrics.of_evaluation(samples, 1)["accuracy"] == sum(right) / len(right)
+
+
+# The miniature: two of four numbers make the target.
+MINI = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}
+RESPONSES = [("8+5=13<\n9+8=17!", "stop"), ("9+8=17!", "length"), ("8+5=13<", "stop")]
+RESPONSES += [("1+1=17!", "stop"), ("8+=17", "stop"), ("", "stop"), ("9*5=45>", "stop")]
+RESPONSES += [("8+9=17!", "stop")]
+RIGHT = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def check_random_reward():
+    """The coin is fair, the same in another run of the step, another in another step, problem or
+    sample; and another text does not change it."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    coins = [sample.paid for sample in samples]
+    check_what_is_paid(samples, RIGHT, coins)
+    others = graded(countdown, [MINI], list(reversed(RESPONSES)))
+    assert [sample.paid for sample in others] == coins
+    flips = []
+    for step in range(20):
+        samples = graded(countdown, [MINI] * 2, [("9+8=17!", "stop")] * 32, step)
+        flips += [[sample.paid for sample in samples if sample.request.group == g] for g in (0, 1)]
+    assert len(set(map(tuple, flips))) == 40 and {x for row in flips for x in row} == {0.0, 1.0}
+    # 640 fair coins: this is within three standard deviations.
+    assert abs(sum(map(sum, flips)) - 320) < 38
+
+
+def check_inverted_reward():
+    """A wrong response is paid 1, a right one 0."""
+    paid = [1 - reward for reward in RIGHT]
+    check_what_is_paid(graded(countdown, [MINI], RESPONSES), RIGHT, paid)
+
+
+def check_format_reward():
+    """A response is paid that stopped by itself with a try in its last line, or a box in its last
+    answer block, right or not."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    boxed = "<answer>\\boxed{5}</answer>"
+    texts = [(boxed, "stop"), (boxed, "length"), ("<answer>5</answer>", "stop"), ("5", "stop")]
+    samples = graded(reward, ["4"], texts)
+    check_what_is_paid(samples, [0.0] * 4, [1.0, 0.0, 0.0, 0.0])
+
+
+def check_hash_reward():
+    """What is paid is a function of the text alone, and about half of all texts are."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    paid = {sample.text: sample.paid for sample in samples}
+    check_what_is_paid(samples, RIGHT, [paid[text] for text, _ in RESPONSES])
+    others = graded(countdown, [MINI] * 2, list(reversed(RESPONSES)), step=3)
+    assert all(sample.paid == paid[sample.text] for sample in others)
+    texts = [(f"{n}+1={n + 1}<", "stop") for n in range(400)]
+    assert abs(sum(sample.paid for sample in graded(countdown, [MINI], texts)) - 200) < 30
+
+
+def check_majority_vote():
+    """Paid is the most frequent value of a group, 2 here, which is wrong; of two values as frequent
+    the first one; nothing where nobody has an answer. A truncated response has no vote."""
+    texts = ["9+8=17!", "1+1=2<", "4-2=2<", "9+8=17!", "8/4=2"]
+    responses = [(text, "stop") for text in texts[:3]] + [(texts[3], "length"), (texts[4], "stop")]
+    responses += [(text, "stop") for text in ("", "9*5=45>", "8+9=17!", "9+8", "5*9")]
+    responses += [("nothing", "stop"), ("9+8=17!", "length")] + [("", "stop")] * 3
+    right = [1.0, 0.0, 0.0, 0.0, 0.0] + [0.0, 0.0, 1.0, 1.0, 0.0] + [0.0] * 5
+    paid = [0.0, 1.0, 1.0, 0.0, 1.0] + [0.0, 1.0, 0.0, 0.0, 1.0] + [0.0] * 5
+    check_what_is_paid(graded(countdown, [MINI] * 3, responses), right, paid)
+    assert countdown.extract_answer("9 + 8 = 17 <answer> (5 - 4) / 2 </answer>") == Fraction(1, 2)
+    boxes = [(f"<answer>\\boxed{{{answer}}}</answer>", "stop") for answer in ("5", "4", "5")]
+    check_what_is_paid(graded(reward, ["4"], boxes), [0.0, 1.0, 0.0], [1.0, 0.0, 1.0])
+
+
+def check_lenient_reward():
+    """Whoever claims the target in the end is paid, whatever stands before it; in mathematics
+    whoever writes the answer anywhere."""
+    samples = graded(countdown, [MINI], RESPONSES)
+    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    texts = [("perhaps 3, or 4, or 5", "stop"), ("4", "length"), ("<answer>5</answer>", "stop")]
+    texts += [("<answer>\\boxed{4}</answer>", "stop")]
+    check_what_is_paid(graded(reward, ["4"], texts), [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0])
+
+
+def check_curriculum():
+    """A pass goes from easy to hard, and has every problem once; equals are shuffled, anew in each
+    pass; and the order does not depend on where a run begins."""
+    level = [k % 5 for k in range(40)]
+    order = rollout.problem_order(1, level, 0, 120)
+    passes = [order[:40], order[40:80], order[80:]]
+    for one in passes:
+        assert sorted(one) == list(range(40))
+        assert [level[k] for k in one] == sorted(level)
+    assert len(set(map(tuple, passes))) == 3
+    assert rollout.problem_order(2, level, 0, 40) != order[:40]
+    for start, size in [(5, 4), (30, 60), (100, 1)]:
+        assert rollout.problem_order(1, level, start, size) == order[start : start + size]
+
+    problems = []
+    for k in range(40):
+        label = {"numbers": [5, 9, 8, 4], "target": 10 + 7 * k % 40, "pick": 2}
+        problems.append(countdown.Problem(k, "", label, "", [1]))
+    flags = vars(cfg) | {"rollout_batch_size": 8, "n_samples_per_prompt": 1, "generate_max_len": 9}
+    flags |= {"top_p": 1.0}
+    for is_on in (True, False):
+        settings = SimpleNamespace(**flags, curriculum=is_on)
+        asked = []
+        for step in range(5):
+            asked += [x.problem for x in rollout.requests_of_step(problems, settings, step)]
+        targets = [problem.label["target"] for problem in asked]
+        assert (targets == sorted(targets, reverse=True)) == is_on
+        assert {problem.index for problem in asked} == set(range(40))
+    short, long = (reward.Problem(0, question, "4", "", [1]) for question in ("2+2", "1+1+1+1"))
+    assert short.difficulty < long.difficulty
+    three = {"numbers": [1, 2, 3], "target": 50, "pick": None}
+    assert countdown.Problem(0, "", three, "").difficulty > problems[0].difficulty
+
+
+def check_lora():
+    """Only adapters are learnt; at first they change nothing, later they change each linear layer
+    of the body by a matrix of their rank. What the sampler gets is a plain model that computes the
+    policy's log-probs. A checkpoint comes back whole."""
+    from tests import tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.make_model(Path(folder) / "model", tied=False)
+        for stage in (0, 3):
+            check_lora_at(stage, Path(folder))
+
+
+def check_lora_at(stage, folder):
+    # The other checks do without these, which take seconds to import.
+    from transformers import AutoModelForCausalLM
+
+    import ckpt
+    from lib import models
+    from tools import convert
+
+    settings = {"model": str(folder / "model"), "zero_stage": stage, "offload": "none"}
+    settings |= {"bf16": False, "gradient_checkpointing": True, "max_norm": 1.0, "lora_rank": 4}
+    settings = SimpleNamespace(**vars(cfg) | settings)
+    plain = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    base = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    policy = models.make_policy(settings)
+    named = policy.module.named_parameters()
+    assert all("lora_" in name for name, parameter in named if parameter.requires_grad)
+    first = weights_of(policy)
+    assert first.keys() == base.keys()
+    assert all(first[name].equal(base[name]) for name in base)
+
+    batch = make_batch()
+    batch.tokens["advantages"] = torch.linspace(-1, 1, 14)
+    ppo.train_policy(policy, batch, settings, step=0, total_steps=9)
+    run = folder / f"zero{stage}"
+    state = ckpt.RunState(1, 9, 1, {"zero_stage": stage, "lora_rank": 4})
+    assert not ckpt.save(run, state, {"policy": policy.deepspeed}, [], 1)
+    try:
+        convert.reshard(run / "step_000001")
+    except common.UserError as error:
+        assert "has adapters" in str(error)
+    else:
+        raise RuntimeError("a checkpoint with adapters was converted")
+    ppo.train_policy(policy, batch, settings, step=1, total_steps=9)
+    learnt = weights_of(policy)
+    for name, tensor in learnt.items():
+        if not re.fullmatch(r"model\.layers\..*proj\.weight", name):
+            assert tensor.equal(base[name]), name
+        else:
+            assert 1 <= torch.linalg.matrix_rank(tensor - base[name], atol=1e-4) <= 4, name
+    plain.load_state_dict(learnt)
+    expected = []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+        logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected.append(logits.log_softmax(-1)[range(len(response)), response])
+    found = ppo.logprobs(policy, batch, settings)
+    torch.testing.assert_close(found, torch.cat(expected).detach(), atol=1e-4, rtol=1e-4)
+
+    again = models.make_policy(settings)
+    ckpt.load(run / "step_000001", {"policy": again.deepspeed}, state)
+    ppo.train_policy(again, batch, settings, step=1, total_steps=9)
+    for name, tensor in weights_of(again).items():
+        assert tensor.equal(learnt[name]), name
+
+
+def check_fp16():
+    """fp16's log-probs are nearer to those of fp32 than bf16's. The engines compute in fp16 and
+    learn what fp32 learns, since the loss is multiplied and divided again; where it overflows no
+    step is taken and the factor is halved, which a checkpoint remembers."""
+    import deepspeed
+
+    from tests import tiny
+
+    # DeepSpeed refuses fp16 on CPUs, where it is slow. All else is as on a GPU.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.make_model(Path(folder) / "model", tied=False)
+        for stage in (2, 3):
+            check_fp16_at(stage, Path(folder))
+
+
+def check_fp16_at(stage, folder):
+    from transformers import AutoModelForCausalLM
+
+    import ckpt
+    from lib import models
+
+    settings = vars(cfg) | {"model": str(folder / "model"), "offload": "none", "max_norm": 1.0}
+    settings |= {"gradient_checkpointing": False, "actor_learning_rate": 1e-2}
+    full = SimpleNamespace(**settings | {"bf16": False, "zero_stage": 0})
+    half = SimpleNamespace(**settings | {"bf16": True, "zero_stage": stage})
+    batch = make_batch()
+    exact = models.make_policy(full)
+    expected = ppo.logprobs(exact, batch, full)
+    bf16 = AutoModelForCausalLM.from_pretrained(half.model, dtype=torch.bfloat16)
+    bf16_error = (ppo.logprobs(models.Policy(bf16), batch, half) - expected).abs().mean()
+    policy = models.make_policy(half)
+    error = (ppo.logprobs(policy, batch, half) - expected).abs().mean()
+    assert 0 < error < bf16_error / 3, (error, bf16_error)
+
+    before = weights_of(policy)
+    assert {tensor.dtype for tensor in before.values()} == {torch.float16}
+    batch.tokens["advantages"] = torch.linspace(-1, 1, 14) * 1e3
+    scaler = policy.deepspeed.optimizer.loss_scaler
+    assert scaler.cur_scale == 2**16
+    stats = ppo.train_policy(policy, batch, half, step=0, total_steps=9)
+    assert stats["policy_grad_norm"] == 0 and scaler.cur_scale == 2**15
+    assert all(tensor.equal(before[name]) for name, tensor in weights_of(policy).items())
+    run = folder / f"zero{stage}"
+    state = ckpt.RunState(1, 9, 1, {"zero_stage": stage})
+    assert not ckpt.save(run, state, {"policy": policy.deepspeed}, [], 1)
+    policy = models.make_policy(half)
+    ckpt.load(run / "step_000001", {"policy": policy.deepspeed}, state)
+    assert policy.deepspeed.optimizer.loss_scaler.cur_scale == 2**15
+
+    # Of a tenth of the usual size, so that it does not overflow.
+    batch.tokens["advantages"] = torch.linspace(-0.1, 0.1, 14)
+    exact_before = weights_of(exact)
+    want = ppo.train_policy(exact, batch, full, step=0, total_steps=9)
+    found = ppo.train_policy(policy, batch, half, step=0, total_steps=9)
+    assert abs(found["policy_grad_norm"] / want["policy_grad_norm"] - 1) < 0.01
+    # Adam's first step is the gradient's sign.
+    step = change_of(policy, before).sign()
+    assert (step == change_of(exact, exact_before).sign()).float().mean() > 0.99
+    sampler = SimpleNamespace(cfg=half, gpu=True)
+    for name in ("max_len", "micro_rollout_batch_size", "gpu_memory_utilization", "kv_cache_gb"):
+        setattr(half, name, 1)
+    half.rollout_quantization = half.tensor_parallel = half.enforce_eager = None
+    assert rollout.Sampler.engine_settings(sampler)["dtype"] == "float16"
+
+
+def change_of(engine, before):
+    """What was added to all weights, as one vector."""
+    return torch.cat([(x - before[name]).flatten() for name, x in weights_of(engine).items()])
+
+
+def weights_of(engine):
+    from lib import models
+
+    return {name: tensor.detach().clone() for name, tensor in models.named_weights(engine)}
 
 
 if __name__ == "__main__":

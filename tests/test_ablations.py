@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, SMALL, clean_environment, jsonl
 
 PATCHES = sorted(path.stem for path in (ROOT / "ablations").glob("*.patch"))
@@ -54,14 +55,20 @@ def apply(name: str, copy: Path):
     assert done.returncode == 0, f"{patch.name} no longer applies: {done.stderr}"
 
 
+def skip_without_extras(name: str):
+    if name == "lora":
+        pytest.importorskip("peft", reason="pip install -r requirements-extras.txt")
+
+
 def run_checks(names: list[str], copy: Path, launcher=()):
     """Checks of ablation_checks.py, with the files of that folder; what is not there is ours."""
     script = shutil.copy(ROOT / "tests" / "ablation_checks.py", copy)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     return subprocess.run(
         [sys.executable, *launcher, script, *names],
         capture_output=True,
         text=True,
-        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        env=clean_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         timeout=200,
     )
 
@@ -86,6 +93,7 @@ def test_a_patch_is_at_most_40_changed_lines(name):
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_does_what_it_says(name, patched):
+    skip_without_extras(name)
     copy = patched(name)
     done = run_checks([name], copy)
     assert f"{name} held" in done.stdout, done.stderr[-3000:]
@@ -111,15 +119,26 @@ def test_without_its_patch_no_check_holds(patched, tmp_path):
         assert "held" not in done.stdout, done.stdout
 
 
+def mark_training(name: str):
+    if name == "fp16":
+        return pytest.param(name, marks=pytest.mark.gpu)
+    return name
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", map(mark_training, PATCHES))
 def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
+    skip_without_extras(name)
+    if name == "fp16" and not torch.cuda.is_available():
+        pytest.skip("DeepSpeed trains in fp16 on a GPU alone")
     copy = patched(name)
     flags = SMALL | tiny | {"run_dir": tmp_path / "run"}
     if "updates_8" in (name, BUILDS_ON.get(name)):
         flags |= {"policy_update_steps": 4}
     if name == "overlong_penalty":
         flags |= {"overlong_cache": 8}
+    if name == "fp16":
+        flags |= {"bf16": "true", "zero_stage": 2}
     argv = []
     for flag, value in flags.items():
         argv += [f"--{flag}", str(value)]
@@ -137,4 +156,6 @@ def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
     names = {"kl_loss": "kl", "updates_8": "policy_loss", "fuse_values": "critic_values"}
     names |= {"kl_penalty": "kl", "gspo": "clipped", "overlong_penalty": "overlong_penalty"}
     names |= {"dynamic_sampling": "reward_drawn"}
+    names |= {name: "paid" for name in PATCHES if name.endswith("_reward")}
+    names |= {"majority_vote": "paid"}
     assert all(names.get(name, "reward") in line for line in lines), json.dumps(lines[0])
