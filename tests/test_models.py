@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cells import cell, launch, make_models
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ppo_worker import config, make_batch
 from transformers import (
     AutoModel,
@@ -24,7 +25,7 @@ from transformers import (
 
 import ppo
 from lib.head import ChunkedHead, ChunkedLogprob
-from lib.models import Critic, Policy, load_body
+from lib.models import Critic, Policy, engine_config, load_body
 
 TINY_ROWS = {"packing_max_len": 26, "micro_train_batch_size": 1}  # one sample each
 ONE = [  # ranks: 1
@@ -361,6 +362,17 @@ def test_offload_steps_equal_those_without(precision, results):
     assert torch.cat(errors).norm() <= 1e-5 * torch.cat(moves).norm()
     for got, expected in zip(offloaded["stats"], plain["stats"], strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_knows_the_settings_of_its_buckets(stage, models):
+    """A bucket of the default size held 1.9 GiB a model; ZeRO-2 reduced nothing during backward.
+    The cells above have embeddings that do not fit into their buckets, as those of real models."""
+    settings = engine_config(config(models[True]), stage)["zero_optimization"]
+    zero = DeepSpeedZeroConfig(**settings)
+    assert set(settings) <= {field.alias or name for name, field in type(zero).model_fields.items()}
+    assert zero.reduce_bucket_size == 10**8
+    assert zero.overlap_comm
 
 
 # ---- load_body -----------------------------------------------------------------------------------
