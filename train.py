@@ -75,7 +75,7 @@ class Learning:
     max_len: int = 8192  # tokens of prompt and response
     first_stage: int = 0  # samples before a problem is judged worth the others; 0 is off
     adaptive_len: bool = False  # a problem's cap follows what its finished responses needed
-    rollout_quantization: str | None = None  # fp8: only the sampler has smaller weights
+    rollout_quantization: str | None = None  # fp8_per_channel: the sampler's weights are smaller
     # ---- learning
     estimator: str = "gae"  # gae (PPO with critic) or one of ppo.ESTIMATORS without, as grpo
     pass_k: int = 4  # of pass_at_k: the responses of which one should be right

@@ -104,8 +104,8 @@ REFUSED = [
     ({"tensor_parallel": 3}, ["--tensor_parallel 3", "2 ranks"]),
     ({"offload": "optimizer", "zero_stage": 0}, ["--offload optimizer", "--zero_stage 1"]),
     pytest.param(
-        {"rollout_quantization": "fp8"},
-        ["--rollout_quantization fp8", "GPU"],
+        {"rollout_quantization": "fp8_per_channel"},
+        ["--rollout_quantization fp8_per_channel", "GPU"],
         marks=WITHOUT_GPU,
     ),
     pytest.param({"log_with": "wandb"}, ["--log_with wandb", "pip install"], marks=WITHOUT_WANDB),
