@@ -39,7 +39,8 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
-        self.memory[phase] = max(self.memory.get(phase, 0.0), read_memory())
+        before = self.memory.get(phase, 0.0)
+        self.memory[phase] = max(before, read_memory())
 
 
 def read_memory():

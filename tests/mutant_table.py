@@ -537,8 +537,8 @@ MUTANTS = [
     Mutant(
         "gae discounts its sum by gamma alone",
         "ppo.py",
-        "carry = delta + cfg.gamma * lambd * carry",
-        "carry = delta + cfg.gamma * carry",
+        "sums[:, t] += cfg.gamma * lambd * sums",
+        "sums[:, t] += cfg.gamma * sums",
         of("ppo", "test_gae_is_the_double_sum"),
     ),
     Mutant(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from cells import cell, find, launch, make_models
 from ppo_worker import CPU, LR, batch_of_lists, config, make_batch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 import ppo
@@ -498,6 +499,60 @@ def test_the_critic_has_its_own_lambda(critic_lambd):
     torch.testing.assert_close(batch.tokens["returns"].double(), returns, rtol=1e-5, atol=1e-6)
     assert (batch.tokens["returns"] - coupled.tokens["returns"]).abs().max() > 0.1
     assert stats["return"] == pytest.approx(returns.mean().item(), rel=1e-5)
+
+
+CARD = torch.device("cpu", 0)  # it is not equal to CPU
+
+
+class OnCard(torch.Tensor):
+    """A tensor of a second device, which is really the CPU. It cannot meet a tensor of the CPU,
+    except a number, or a mask that it is indexed with. Nothing is added up in an order that a GPU
+    would choose, since the ranks' advantages would differ."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        mixes = function is torch.Tensor.__getitem__ or function is torch.Tensor.__setitem__
+        for x in arguments:
+            if type(x) is torch.Tensor and x.dim() > 0 and not mixes:
+                raise RuntimeError(f"{function}: tensors on two devices")
+        assert function != torch.Tensor.index_add
+        if function == torch.Tensor.device.__get__:
+            return CARD
+        if function == torch.Tensor.cpu:
+            return arguments[0].as_subclass(torch.Tensor)
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+class Card(TorchFunctionMode):
+    """What is made on CARD, or moved there, is there."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        made = function(*arguments, **options)
+        if options.get("device") == CARD or CARD in [x for x in arguments if type(x) is type(CPU)]:
+            return made.as_subclass(OnCard)
+        return made
+
+
+@pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
+def test_advantages_are_computed_on_the_device(estimator):
+    """On the CPU they took ten seconds of every step at 8,192 samples of 8,000 tokens."""
+    for settings in ({}, {"loss_mean": "sequence"}, {"lambd": 0.9, "critic_lambd": 1.0}):
+        cfg = config(estimator=estimator, **settings)
+        expected = make_batch()
+        batch = make_batch()
+        batch.device = CARD
+        batch.tokens["values"] = batch.tokens["values"].as_subclass(OnCard)
+        if estimator != "gae":
+            expected.tokens.clear()
+            batch.tokens.clear()
+        stats = ppo.compute_advantages(expected, cfg)
+        with Card():
+            assert ppo.compute_advantages(batch, cfg) == stats
+        for name in ("advantages", "returns"):
+            assert type(batch.tokens[name]) is OnCard
+            assert batch.tokens[name].tolist() == expected.tokens[name].tolist()
+        assert batch.with_signal() == expected.with_signal()
 
 
 @pytest.mark.parametrize("loss_mean", ["sequence", "constant"])
