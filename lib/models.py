@@ -37,7 +37,10 @@ class Policy(nn.Module):
         model.get_output_embeddings().__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
-        """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature."""
+        """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature.
+
+        Where no gradient is made, there are no entropies.
+        """
         hidden = last_hidden_state(self.model.base_model, micro)  # (T, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 

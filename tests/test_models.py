@@ -159,6 +159,21 @@ def test_scores_too_large_to_keep_are_made_again():
         assert (x.double() - y).norm() < 1e-4 * y.norm(), "full logits in fp32 are 3e-5 off here"
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_an_entropy_that_nobody_logs_is_not_computed(temperature):
+    """A pass without a gradient, as the reference's, needs none. Its log-probs are those of an
+    update to the bit."""
+    rng = torch.Generator().manual_seed(2)
+    head = ChunkedHead(24, 97, bias=False)
+    hidden = torch.randn((50, 24), generator=rng)
+    ids = torch.randint(97, (50,), generator=rng)
+    logged, _ = head(hidden, ids, temperature)
+    with torch.no_grad():
+        logprobs, entropy = head(hidden, ids, temperature)
+    assert entropy is None
+    assert torch.equal(logprobs, logged)
+
+
 def test_chunked_head_sums_bf16_gradients_in_fp32():
     """The head's gradient is a sum over chunks: in bf16 it would lose small terms, the more the
     smaller the chunks are."""
