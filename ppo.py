@@ -19,6 +19,7 @@ response, to which the others are padded.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -90,6 +91,9 @@ class MicroBatch:
     # Where those tokens live in the batch's flat token tensors.
     index: Tensor  # (T,)
     mask: Tensor  # (T,) 1.0; 0.0 for a filler
+    # With the rows laid end to end: where each sample and each padding starts, and the end.
+    borders: Tensor  # (samples and paddings + 1,) int32
+    longest: int  # tokens of the longest of them
 
 
 # ---- packing ---------------------------------------------------------------------------------
@@ -132,7 +136,8 @@ def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
 
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
     """Makes the tensors of some packed rows of samples."""
-    longest = max(sum(batch.size[i] for i in row) for row in rows)
+    row_len = max(sum(batch.size[i] for i in row) for row in rows)
+    parts = []  # tokens of each sample and each padding
     columns = {"input_ids": [], "position_ids": [], "predict": [], "token_ids": [], "index": []}
     for row in rows:
         ids = []
@@ -142,6 +147,7 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             prompt = batch.prompt_ids[i]
             response = batch.response_ids[i]
             ids += prompt + response
+            parts.append(batch.size[i])
             positions += range(batch.size[i])
             # Position t predicts token t + 1: the prompt's last to the response's last but one.
             predict += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
@@ -149,18 +155,23 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             columns["token_ids"] += response
             columns["index"] += range(start, start + len(response))
         # The padding is one more sample, of which nothing is predicted.
-        padding = longest - len(ids)
+        padding = row_len - len(ids)
+        if padding > 0:
+            parts.append(padding)
         columns["input_ids"].append(ids + [0] * padding)
         columns["position_ids"].append(positions + [*range(padding)])
         columns["predict"].append(predict + [False] * padding)
     columns["mask"] = [1.0] * len(columns["token_ids"])
-    return MicroBatch(**{name: torch.tensor(x, device=batch.device) for name, x in columns.items()})
+    tensors = {name: torch.tensor(x, device=batch.device) for name, x in columns.items()}
+    borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
+    return MicroBatch(**tensors, borders=borders, longest=max(parts))
 
 
 def filler(device) -> MicroBatch:
     """Makes one token of mask 0, which keeps a rank without samples in step with the others."""
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)  # (1, 1)
-    return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float())
+    borders = torch.arange(2, dtype=torch.int32, device=device)  # (2,)
+    return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float(), borders, 1)
 
 
 def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
@@ -170,12 +181,7 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
     """
     mine = deal(batch.size, samples, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
-    row_len = cfg.packing_max_len
-    if cfg.attention == "flash_attention_2":
-        # It isolates samples at batch size 1 only: one row that is as long as the others together.
-        row_len = rows_per_micro * row_len
-        rows_per_micro = 1
-    rows = pack(batch.size, mine, row_len)
+    rows = pack(batch.size, mine, cfg.packing_max_len)
     micros = []
     for start in range(0, len(rows), rows_per_micro):
         micros.append(build_rows(batch, rows[start : start + rows_per_micro]))

@@ -65,7 +65,7 @@ def test_ranks_that_cannot_be_met_are_one_line(monkeypatch):
 def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
     """An old driver, or a job on the wrong machine, became a run on the CPU."""
     common.check_stack("13.0", has_gpu=True)
-    with pytest.raises(common.UserError, match="CUDA 13.0 .* driver of 580 .* nvidia-smi") as error:
+    with pytest.raises(common.UserError, match="CUDA 13.0 .* driver 580 .* nvidia-smi") as error:
         common.check_stack("13.0", has_gpu=False)
     assert "\n" not in str(error.value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -308,6 +308,10 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
         assert micro.position_ids.shape == micro.predict.shape == micro.input_ids.shape
         assert micro.input_ids.shape[0] <= rows
         assert micro.input_ids.shape[1] <= row_len
+        starts = (micro.position_ids.flatten() == 0).nonzero()[:, 0].tolist()
+        assert micro.borders.tolist() == [*starts, micro.input_ids.numel()]
+        assert micro.borders.dtype == torch.int32
+        assert micro.longest == int(micro.borders.diff().max()) and type(micro.longest) is int
         tokens = int(micro.predict.sum())
         assert len(micro.token_ids) == len(micro.index) == len(micro.mask) == tokens > 0
         if micro.mask.any():
@@ -322,15 +326,6 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
 def test_no_samples_are_no_micro_batch(monkeypatch):
     """All groups flat: no rank runs a filler for nothing."""
     assert micro_batches_of_all_ranks(monkeypatch, make_batch(), [], config(), 3) == [[], [], []]
-
-
-def test_flash_attention_gets_one_row(monkeypatch):
-    """transformers isolates packed samples under FlashAttention only at batch size 1: with several
-    rows they would see each other, silently."""
-    batch = make_batch()
-    cfg = config(packing_max_len=64, micro_train_batch_size=3, attention="flash_attention_2")
-    for micro in micro_batches_of_all_ranks(monkeypatch, batch, batch.everyone(), cfg, 1)[0]:
-        assert len(micro.input_ids) == 1
 
 
 # ---- advantages ----------------------------------------------------------------------------------
