@@ -19,6 +19,7 @@ response, to which the others are padded.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -90,6 +91,9 @@ class MicroBatch:
     # Where those tokens live in the batch's flat token tensors.
     index: Tensor  # (T,)
     mask: Tensor  # (T,) 1.0; 0.0 for a filler
+    # With the rows laid end to end: where each sample and each padding starts, and the end.
+    borders: Tensor  # (samples and paddings + 1,) int32
+    longest: int  # tokens of the longest of them
 
 
 # ---- packing ---------------------------------------------------------------------------------
@@ -132,7 +136,8 @@ def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
 
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
     """Makes the tensors of some packed rows of samples."""
-    longest = max(sum(batch.size[i] for i in row) for row in rows)
+    row_len = max(sum(batch.size[i] for i in row) for row in rows)
+    parts = []  # tokens of each sample and each padding
     columns = {"input_ids": [], "position_ids": [], "predict": [], "token_ids": [], "index": []}
     for row in rows:
         ids = []
@@ -142,6 +147,7 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             prompt = batch.prompt_ids[i]
             response = batch.response_ids[i]
             ids += prompt + response
+            parts.append(batch.size[i])
             positions += range(batch.size[i])
             # Position t predicts token t + 1: the prompt's last to the response's last but one.
             predict += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
@@ -149,18 +155,23 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             columns["token_ids"] += response
             columns["index"] += range(start, start + len(response))
         # The padding is one more sample, of which nothing is predicted.
-        padding = longest - len(ids)
+        padding = row_len - len(ids)
+        if padding > 0:
+            parts.append(padding)
         columns["input_ids"].append(ids + [0] * padding)
         columns["position_ids"].append(positions + [*range(padding)])
         columns["predict"].append(predict + [False] * padding)
     columns["mask"] = [1.0] * len(columns["token_ids"])
-    return MicroBatch(**{name: torch.tensor(x, device=batch.device) for name, x in columns.items()})
+    tensors = {name: torch.tensor(x, device=batch.device) for name, x in columns.items()}
+    borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
+    return MicroBatch(**tensors, borders=borders, longest=max(parts))
 
 
 def filler(device) -> MicroBatch:
     """Makes one token of mask 0, which keeps a rank without samples in step with the others."""
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)  # (1, 1)
-    return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float())
+    borders = torch.arange(2, dtype=torch.int32, device=device)  # (2,)
+    return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float(), borders, 1)
 
 
 def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
@@ -170,12 +181,7 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
     """
     mine = deal(batch.size, samples, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
-    row_len = cfg.packing_max_len
-    if cfg.attention == "flash_attention_2":
-        # It isolates samples at batch size 1 only: one row that is as long as the others together.
-        row_len = rows_per_micro * row_len
-        rows_per_micro = 1
-    rows = pack(batch.size, mine, row_len)
+    rows = pack(batch.size, mine, cfg.packing_max_len)
     micros = []
     for start in range(0, len(rows), rows_per_micro):
         micros.append(build_rows(batch, rows[start : start + rows_per_micro]))
@@ -190,25 +196,23 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
 
 
 # HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T) and groups (N,) to
-# advantages (N, T), or to one score (N,) for all tokens of a sample, in float64 on the CPU.
+# advantages (N, T), or to one score (N,) for all tokens of a sample, in float64 on the device.
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lambd=None) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16). Lambda is the policy's if none is given."""
     if lambd is None:
         lambd = cfg.lambd
+    if cfg.gamma == 1 and lambd == 1:
+        # The sum telescopes to R - V_t.
+        return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
-    reward = torch.zeros_like(values).scatter_(
-        1, last, rewards[:, None]
-    )  # (N, T) on the last token
-    advantages = torch.zeros_like(values)  # (N, T)
-    carry = torch.zeros_like(rewards)  # (N,)
-    next_value = torch.zeros_like(rewards)  # (N,)
-    for t in reversed(range(values.shape[1])):
-        delta = reward[:, t] + cfg.gamma * next_value - values[:, t]  # (N,)
-        carry = delta + cfg.gamma * lambd * carry
-        advantages[:, t] = carry
-        next_value = values[:, t]
-    return advantages
+    # V is 0 behind a response, so all delta are 0 there. The reward is on the last token.
+    sums = -values  # (N, T)
+    sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
+    sums.scatter_add_(1, last, rewards[:, None])
+    for t in reversed(range(values.shape[1] - 1)):
+        sums[:, t] += cfg.gamma * lambd * sums[:, t + 1]
+    return sums
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -267,7 +271,7 @@ def pass_at_k(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg
     right = (rewards > 0).double()  # (N,)
     mean, std, count = group_stats(right, groups)  # (N,), (N,), (N,)
     wrong = ((1 - mean) * count).round()  # (N,)
-    drawn = torch.arange(cfg.pass_k)[:, None]  # (k, 1)
+    drawn = torch.arange(cfg.pass_k, device=right.device)[:, None]  # (k, 1)
     # With less than k wrong ones a factor is 0.
     none = ((wrong - drawn) / (count - drawn)).prod(0)  # (N,)
     scores = (right - mean) / (1 - mean) * (none / (1 - none)).sqrt()  # (N,)
@@ -297,30 +301,36 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     The std is exactly 0 where all rewards are equal.
     """
-    _, inverse, count = groups.unique(return_inverse=True, return_counts=True)  # (N,), (groups,)
+    # A GPU would add up in any order, and the ranks must agree on which advantages are 0.
+    on_cpu = rewards.cpu()  # (N,)
+    _, inverse, count = groups.cpu().unique(return_inverse=True, return_counts=True)  # (groups,)
     zeros = torch.zeros(len(count), dtype=rewards.dtype)  # (groups,)
-    mean = (zeros.index_add(0, inverse, rewards) / count)[inverse]  # (N,)
-    squares = (rewards - mean) ** 2  # (N,)
+    mean = (zeros.index_add(0, inverse, on_cpu) / count)[inverse]  # (N,)
+    squares = (on_cpu - mean) ** 2  # (N,)
     std = (zeros.index_add(0, inverse, squares) / count).sqrt()[inverse]  # (N,)
     # The std of a flat group is nothing but rounding.
-    return mean, std.where(std > 1e-9, 0.0), count[inverse]
+    std = std.where(std > 1e-9, 0.0)
+    return tuple(numbers.to(rewards.device) for numbers in (mean, std, count[inverse]))
 
 
 def compute_advantages(batch: Batch, cfg):
     """Adds `advantages` and `returns`, (T,), to the batch; returns what to log about them."""
-    values = torch.zeros(int(batch.length.sum()), dtype=torch.float64)  # (T,)
+    # They are large, and the sampler sleeps: on a GPU they are computed there.
+    device = batch.device
+    mask = batch.mask.to(device)  # (N, longest)
+    values = torch.zeros(int(batch.length.sum()), dtype=torch.float64, device=device)  # (T,)
     if "values" in batch.tokens:
-        values = batch.tokens["values"].double().cpu()
-    padded = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, longest)
-    padded[batch.mask] = values
-    inputs = (batch.rewards, padded, batch.mask, batch.groups, cfg)
+        values = batch.tokens["values"].double()
+    padded = torch.zeros(mask.shape, dtype=torch.float64, device=device)  # (N, longest)
+    padded[mask] = values
+    inputs = (batch.rewards.to(device), padded, mask, batch.groups.to(device), cfg)
     scores = ESTIMATORS[cfg.estimator](*inputs).reshape(len(padded), -1)  # (N, 1 or longest)
-    advantages = scores.expand_as(padded)[batch.mask]  # (T,)
+    advantages = scores.expand_as(padded)[mask]  # (T,)
     # The critic's target is taken before whitening.
     returns = advantages + values  # (T,)
     if cfg.critic_lambd is not None:
         # This decouples the critic's lambda from the policy's (VAPO, arXiv 2504.05118, section 4).
-        returns = gae(*inputs, cfg.critic_lambd)[batch.mask] + values  # (T,)
+        returns = gae(*inputs, cfg.critic_lambd)[mask] + values  # (T,)
     if cfg.advantage_normalization and cfg.estimator in WHITENED:
         spread = advantages.var(correction=0).sqrt().clamp(min=1e-8)
         advantages = (advantages - advantages.mean()) / spread
@@ -335,12 +345,13 @@ def compute_advantages(batch: Batch, cfg):
     mean_length = batch.length.double().mean()  # ()
     if cfg.loss_mean == "sequence":
         # Each sample is divided by its own length (GRPO, arXiv 2402.03300, eq. 3).
-        advantages = advantages * mean_length / batch.length.repeat_interleave(batch.length)
+        length = batch.length.repeat_interleave(batch.length).to(device)  # (T,)
+        advantages = advantages * mean_length / length
     elif cfg.loss_mean == "constant":
         # All samples are divided by the same length (Dr. GRPO, arXiv 2503.20783).
         advantages = advantages * mean_length / cfg.generate_max_len
-    batch.tokens["advantages"] = advantages.float().to(batch.device)
-    batch.tokens["returns"] = returns.float().to(batch.device)
+    batch.tokens["advantages"] = advantages.float()
+    batch.tokens["returns"] = returns.float()
     return {key: value.item() for key, value in stats.items()}
 
 

@@ -27,6 +27,9 @@ from types import SimpleNamespace
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# It tells nobody that it runs, and its attention in fp32 multiplies exactly on a GPU too.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 import numpy as np
 import torch
@@ -125,6 +128,7 @@ class Sampler:
         if not self.gpu:
             # vLLM compiles two helpers of its log-prob path: 18 s on a CPU for nothing.
             torch.compiler.set_stance("force_eager")
+        threads = torch.get_num_threads()
         try:
             self.llm = LLM(**self.engine_settings())
         # What vLLM raises is not one class.
@@ -132,6 +136,8 @@ class Sampler:
             flags = f"--model {cfg.model}, --max_len {cfg.max_len}, --kv_cache_gb {cfg.kv_cache_gb}"
             flags += f", --rollout_quantization {cfg.rollout_quantization}"
             raise UserError(f"vLLM cannot start with {flags}: {one_line(error)}") from error
+        # On a GPU it leaves one thread, and the trainer still works on the CPU.
+        torch.set_num_threads(threads)
         self.tokenizer = self.llm.get_tokenizer()
 
     def engine_settings(self):

@@ -75,7 +75,7 @@ class Learning:
     max_len: int = 8192  # tokens of prompt and response
     first_stage: int = 0  # samples before a problem is judged worth the others; 0 is off
     adaptive_len: bool = False  # a problem's cap follows what its finished responses needed
-    rollout_quantization: str | None = None  # fp8: only the sampler has smaller weights
+    rollout_quantization: str | None = None  # fp8_per_channel: the sampler's weights are smaller
     # ---- learning
     estimator: str = "gae"  # gae (PPO with critic) or one of ppo.ESTIMATORS without, as grpo
     pass_k: int = 4  # of pass_at_k: the responses of which one should be right
@@ -127,7 +127,7 @@ class Config(Learning):
     packing_max_len: int = 16384  # tokens a row, at least max_len; with sdpa short rows win
     micro_train_batch_size: int = 1  # rows a forward pass
     gradient_checkpointing: bool = True  # a third more compute, far less memory
-    attention: str = "auto"  # auto: flash_attention_2 where installed, else sdpa
+    attention: str = "auto"  # varlen, PyTorch's FlashAttention, in bf16 on a GPU; else sdpa
     micro_rollout_batch_size: int = 256  # sequences in flight: speed against KV cache
     tensor_parallel: int = 1  # ranks that share a sampler, for large models
     gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake
@@ -151,9 +151,7 @@ def parse_flags(argv):
     if cfg.eval_top_p is None:
         cfg.eval_top_p = cfg.top_p
     if cfg.attention == "auto":
-        cfg.attention = "sdpa"
-        if cfg.bf16 and torch.cuda.is_available() and importlib.util.find_spec("flash_attn"):
-            cfg.attention = "flash_attention_2"
+        cfg.attention = "varlen" if cfg.bf16 and torch.cuda.is_available() else "sdpa"
     return cfg
 
 

@@ -4,13 +4,14 @@ import importlib.util
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available
 
 from lib.common import UserError, gather, here, one_line
 
 CHOICES = {
     "zero_stage": (0, 1, 2, 3),
     "offload": ("none", "optimizer"),
-    "attention": ("sdpa", "eager", "flash_attention_2"),
+    "attention": ("sdpa", "eager", "varlen", "flash_attention_2"),
     "loss_mean": ("token", "sequence", "constant"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
@@ -125,6 +126,10 @@ def check_engines(cfg, world):
             f"its fp32 gradient sums need stage 2 or 3, not --zero_stage {cfg.zero_stage}; add "
             "--zero_stage 2 or --bf16 false",
         ),
+        "attention": (
+            cfg.attention in ("sdpa", "eager") or (cfg.bf16 and torch.cuda.is_available()),
+            "needs a GPU and --bf16 true; choose sdpa",
+        ),
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
         "offload": (
             cfg.offload == "none" or cfg.zero_stage > 0,
@@ -140,6 +145,10 @@ def check_engines(cfg, world):
         ),
     }
     require_all(cfg, table)
+    has_package = cfg.attention != "flash_attention_2" or is_flash_attn_2_available()
+    require(
+        has_package, "--attention flash_attention_2: `pip install flash-attn`, or choose varlen"
+    )
     require(all([*cfg.data, *cfg.eval_data]), "--data, --eval_data: a name is empty")
     require(cfg.data, "--data: name at least one file of training problems")
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -103,10 +104,12 @@ def meet_ranks() -> dist.Store:
 
 
 def choose_device(ranks_here):
-    """This rank's GPU; on a machine without one the CPU, with this rank's share of its cores."""
-    if not torch.cuda.is_available():
-        # accelerate sets one OpenMP thread, and once vLLM runs the number cannot be changed.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    """This rank's GPU, or the CPU on a machine without one; and this rank's share of the cores."""
+    has_gpu = torch.cuda.is_available()
+    check_stack(torch.version.cuda, has_gpu)
+    # accelerate sets one OpenMP thread, and once vLLM runs on a CPU the number cannot be changed.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    if not has_gpu:
         return torch.device("cpu")
     cards = torch.cuda.device_count()
     if ranks_here > cards:
@@ -114,6 +117,24 @@ def choose_device(ranks_here):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
+
+
+def check_stack(cuda, has_gpu):
+    """A run that was meant for a GPU must not become a run on the CPU without a word.
+
+    cuda: the version that torch was built for; None if for CPUs. Raises UserError.
+    """
+    if has_gpu:
+        return
+    if cuda:
+        raise UserError(
+            f"torch is built for CUDA {cuda} and finds no GPU: CUDA 13 needs driver 580 or newer "
+            "(see nvidia-smi); a machine without GPUs needs requirements-cpu.txt"
+        )
+    # nvidia-smi may also be there without a card.
+    if subprocess.getstatusoutput("nvidia-smi -L")[0] == 0:
+        advice = "torch is built for CPUs; for the GPU install requirements.txt"
+        tell_once(None, f"warning: nvidia-smi finds a GPU, but {advice}")
 
 
 def announce_interface(master):

@@ -12,21 +12,22 @@ class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk.
 
     Above 256 MB the scores are made again in backward: one more matmul instead of (T, V) floats in
-    memory, 5 GB at 8k tokens and a vocabulary of 152k.
+    memory, 5 GB at 8k tokens and a vocabulary of 152k. An entropy that is not wanted is None.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, token_ids, temperature, chunk):
+    def forward(ctx, hidden, weight, token_ids, temperature, chunk, wants_entropy=True):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (T,)
-        entropy = torch.empty_like(logprobs)  # (T,)
+        entropy = torch.empty_like(logprobs) if wants_entropy else None  # (T,)
         keep_scores = len(hidden) * len(weight) <= 2**26
         ctx.kept = []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             log_p = chunk_log_softmax(hidden[part], weight, temperature)  # (chunk, V)
             logprobs[part] = log_p.gather(1, token_ids[part, None])[:, 0]
-            # An einsum would be simpler, but its fp32 sums over V are ten times less exact.
-            entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
+            if wants_entropy:
+                # An einsum would be simpler, but its fp32 sums over V are ten times less exact.
+                entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
             if keep_scores:
                 ctx.kept.append(log_p)
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
@@ -67,11 +68,15 @@ class ChunkedLogprob(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             add_product_(grad_weight, grad_logits.T, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
-    return (nn.functional.linear(hidden, weight).float() / temperature).log_softmax(-1)
+    scores = nn.functional.linear(hidden, weight).float()  # (chunk, V)
+    if temperature != 1:
+        scores /= temperature
+    # It is one kernel. A logsumexp takes longer, and an entropy from it is less exact.
+    return scores.log_softmax(-1)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor):
@@ -85,11 +90,13 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor):
 class ChunkedHead(nn.Linear):
     """The LM head as log-probs and entropies.
 
-    It is called once a micro-batch: under ZeRO-3 a gather for every chunk could hang.
+    It is called once a micro-batch: under ZeRO-3 a gather for every chunk could hang. Only updates
+    log the entropy, so it is None where no gradient is made.
     """
 
     def forward(self, hidden: Tensor, token_ids: Tensor, temperature):
         # A chunk of logits takes 512 MB on a GPU, 32 MB on a CPU.
         floats = 2**27 if hidden.is_cuda else 2**23
         chunk = max(16, floats // self.out_features)
-        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk)
+        learns = torch.is_grad_enabled()
+        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk, learns)

@@ -22,7 +22,6 @@ class Clock:
         self.seconds = {}
         self.memory = {}  # GiB
         self.numbers = {}
-        read_memory()
 
     @contextlib.contextmanager
     def __call__(self, phase):
@@ -35,21 +34,25 @@ class Clock:
                 f"in phase {phase} of step {self.step}; if memory ran out, lower --packing_max_len "
                 "or --gpu_memory_utilization"
             )
+            error.add_note(f"{read_memory():.1f} GiB are in use")
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
-        self.memory[phase] = max(self.memory.get(phase, 0.0), read_memory())
+        before = self.memory.get(phase, 0.0)
+        self.memory[phase] = max(before, read_memory())
 
 
 def read_memory():
-    """GiB on this rank: the most that tensors held on its GPU since the last call; on a CPU what
-    the process holds."""
+    """GiB that are in use on this rank's GPU, by whomever; on a CPU what the process holds.
+
+    torch's allocator gives nothing back before the sampler wakes up, so the peak of a phase shows
+    at its end. What that allocator counts itself would have a sleeping sampler in it.
+    """
     if not torch.cuda.is_available():
         return psutil.Process().memory_info().rss / 2**30
-    most = torch.cuda.max_memory_allocated() / 2**30
-    torch.cuda.reset_peak_memory_stats()
-    return most
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def since_start():

@@ -18,9 +18,11 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+from lib.common import UserError
 from lib.head import ChunkedHead
 
 ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -37,7 +39,10 @@ class Policy(nn.Module):
         model.get_output_embeddings().__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
-        """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature."""
+        """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature.
+
+        Where no gradient is made, there are no entropies.
+        """
         hidden = last_hidden_state(self.model.base_model, micro)  # (T, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 
@@ -65,16 +70,48 @@ class Critic(nn.Module):
 
 def last_hidden_state(body, micro) -> Tensor:
     """At the positions that predict a response token, (T, H)."""
-    # With a cache the samples of a row would see each other, silently.
-    output = body(micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+    output = body(
+        micro.input_ids,
+        position_ids=micro.position_ids,
+        # With a cache the samples of a row would see each other, silently.
+        use_cache=False,
+        # FlashAttention would look for the borders in every layer, and find those of one row only.
+        # sdpa and eager read them off the positions, and ignore these.
+        cu_seq_lens_q=micro.borders,
+        cu_seq_lens_k=micro.borders,
+        max_length_q=micro.longest,
+        max_length_k=micro.longest,
+    )
     return output.last_hidden_state[micro.predict]
 
 
+def packed_attention(module, query, key, value, mask, **options):
+    """PyTorch's own FlashAttention, causal within each sample; needs no package and no mask.
+
+    query: (R, heads, L, D); key and value may have fewer heads. Returns (R, L, heads, D), None.
+    """
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
+    borders = options["cu_seq_lens_q"]  # (parts + 1,)
+    longest = options["max_length_q"]  # tokens
+    causal = {"window_size": (-1, 0), "scale": options["scaling"], "enable_gqa": True}
+    out = varlen_attn(*flat, borders, borders, longest, longest, **causal)  # (R * L, heads, D)
+    return out.unflatten(0, (len(query), -1)), None
+
+
+# transformers makes no mask for a name that it does not know.
+AttentionInterface.register("varlen", packed_attention)
+
+
 def engine_config(cfg, stage):
-    """DeepSpeed's settings. Each overrides a default that would change the mathematics."""
+    """DeepSpeed's settings. Each overrides a default that would change the mathematics, or one that
+    wastes memory or time."""
     hidden_size = AutoConfig.from_pretrained(cfg.model).hidden_size
     zero = {
         "stage": stage,
+        # ZeRO-3 holds a bucket of fp32 for each engine all the time: 1.9 GiB by default.
+        "reduce_bucket_size": int(1e8),
+        # Gradients are reduced while backward goes on. Without this, only ZeRO-3 does so.
+        "overlap_comm": stage > 1,
         # True patches F.linear for the whole process, vLLM included.
         "memory_efficient_linear": False,
         # Smaller parameters (norms, biases) stay whole: gathering them costs more than they hold.
@@ -105,6 +142,8 @@ def load_body(cfg, auto_class):
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     model = auto_class.from_pretrained(cfg.model, dtype=dtype, attn_implementation=cfg.attention)
+    if cfg.attention == "varlen" and not model._supports_attention_backend:
+        raise UserError(f"--model {cfg.model} brings its own attention: add --attention sdpa")
     # A dropped unit would break ratio = 1. Attention layers hold a number that they pass on.
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -23,7 +23,7 @@ def cell(name: str, kind: str, tied=True, whole=False, spec=None, **settings) ->
     """A job of ppo_worker.py: its function `cell_KIND` gets the settings and `spec`.
 
     tied: of the model's embeddings. whole: small parameters stay whole under ZeRO-3, as in a run;
-    else everything is sharded, which a tiny model would otherwise hardly be.
+    else everything is sharded and the embedding exceeds a bucket, as in a large model.
     """
     options = {"name": name, "kind": kind, "tied": tied, "whole": whole, "spec": spec or {}}
     return options | {"settings": settings}

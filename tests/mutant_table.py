@@ -537,8 +537,8 @@ MUTANTS = [
     Mutant(
         "gae discounts its sum by gamma alone",
         "ppo.py",
-        "carry = delta + cfg.gamma * lambd * carry",
-        "carry = delta + cfg.gamma * carry",
+        "sums[:, t] += cfg.gamma * lambd * sums",
+        "sums[:, t] += cfg.gamma * sums",
         of("ppo", "test_gae_is_the_double_sum"),
     ),
     Mutant(
@@ -619,11 +619,11 @@ MUTANTS = [
         TIS,
     ),
     Mutant(
-        "flash attention gets several rows",
+        "the padding belongs to the row's last sample",
         "ppo.py",
-        "        rows_per_micro = 1\n",
-        "",
-        of("ppo", "test_flash_attention_gets_one_row"),
+        "            parts.append(padding)\n",
+        "            parts[-1] += padding\n",
+        PACKED,
     ),
     Mutant(
         "skipped samples leave the denominator",
@@ -674,6 +674,13 @@ MUTANTS = [
         "lib/models.py",
         "use_cache=False",
         "use_cache=True",
+        of("models", "test_packed_equals_unpacked"),
+    ),
+    Mutant(
+        "PyTorch's attention looks ahead",
+        "lib/models.py",
+        '"window_size": (-1, 0)',
+        '"window_size": (-1, -1)',
         of("models", "test_packed_equals_unpacked"),
     ),
     Mutant(

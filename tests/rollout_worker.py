@@ -22,6 +22,9 @@ from lib.common import Signals, Stopped, UserError, start_distributed  # noqa: E
 from lib.metrics import Clock  # noqa: E402
 from rollout import Rollout, Sampler, make_requests  # noqa: E402
 
+# After rollout.py, whose settings vLLM reads.
+from vllm.usage.usage_lib import is_usage_stats_enabled  # noqa: E402 isort: skip
+
 
 def make_problems(tokenizer, count: int = 8) -> list[reward.Problem]:
     problems = []
@@ -127,6 +130,7 @@ def stop(rollout, requests, reason) -> list:
         return [str(error), len(clock.seconds)]
     finally:
         signals.asked = False
+        signals.store.delete_key("stop")
         rollout.grader.broken = None
         del rollout.grader.submit
     return []
@@ -177,6 +181,7 @@ def main(out: str, *argv: str) -> None:
     if not cfg.bf16:
         found |= behaviour(rollout, problems)
     found |= checks(rollout, problems, Path(out).parent)
+    found["reports usage"] = is_usage_stats_enabled()
     # It comes last: the engine that fails leaves half of itself behind.
     found["small cache"] = small_cache(cfg)
     Path(out).write_text(json.dumps(found))

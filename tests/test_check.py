@@ -101,11 +101,12 @@ REFUSED = [
     ({"log_ratio": "true", "top_p": 0.9}, ["--top_p 0.9", "--log_ratio", "choose 1"]),
     # engines
     ({"bf16": "true", "zero_stage": 1}, ["--bf16", "stage 2"]),
+    ({"attention": "varlen"}, ["--attention varlen", "GPU and --bf16 true; choose sdpa"]),
     ({"tensor_parallel": 3}, ["--tensor_parallel 3", "2 ranks"]),
     ({"offload": "optimizer", "zero_stage": 0}, ["--offload optimizer", "--zero_stage 1"]),
     pytest.param(
-        {"rollout_quantization": "fp8"},
-        ["--rollout_quantization fp8", "GPU"],
+        {"rollout_quantization": "fp8_per_channel"},
+        ["--rollout_quantization fp8_per_channel", "GPU"],
         marks=WITHOUT_GPU,
     ),
     pytest.param({"log_with": "wandb"}, ["--log_with wandb", "pip install"], marks=WITHOUT_WANDB),
@@ -113,6 +114,15 @@ REFUSED = [
     ({"data": None}, ["--data", "at least one file"]),
     ({"eval_data": ""}, ["--eval_data", "empty"]),
 ]
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="here it is installed")
+def test_flash_attention_needs_its_package(tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    flags = {"bf16": "true", "zero_stage": 2}
+    check.check_config(config(tiny, attention="varlen", **flags), 2, CHOICES)
+    with pytest.raises(UserError, match="flash_attention_2: `pip install flash-attn`, or"):
+        check.check_config(config(tiny, attention="flash_attention_2", **flags), 2, CHOICES)
 
 
 def name_of(value) -> str:

@@ -62,6 +62,30 @@ def test_ranks_that_cannot_be_met_are_one_line(monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
+    """An old driver, or a job on the wrong machine, became a run on the CPU."""
+    common.check_stack("13.0", has_gpu=True)
+    with pytest.raises(common.UserError, match="CUDA 13.0 .* driver 580 .* nvidia-smi") as error:
+        common.check_stack("13.0", has_gpu=False)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(common.UserError, match="finds no GPU"):
+        common.choose_device(1)
+
+
+@pytest.mark.parametrize("answer, is_told", [("exit 0", True), ("exit 9", False), (None, False)])
+def test_a_torch_for_cpus_beside_a_gpu_is_told(answer, is_told, tmp_path, monkeypatch, capsys):
+    """nvidia-smi is also installed where there is no GPU."""
+    if answer:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{answer}\n")
+        program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    common.check_stack(None, has_gpu=False)
+    assert ("torch is built for CPUs" in capsys.readouterr().err) == is_told
+
+
 # ---- signals -------------------------------------------------------------------------------------
 
 

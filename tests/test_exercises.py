@@ -60,6 +60,12 @@ ESTIMATORS = {
         new="lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)",
     ),
     Change(
+        4,
+        "ppo.py",
+        old="if cfg.gamma == 1 and lambd == 1:",
+        new="if cfg.gamma == 1 and not torch.is_tensor(lambd) and lambd == 1:",
+    ),
+    Change(
         5,
         "reward.py",
         old="""for key, pair in self.pairs.items()}

@@ -6,13 +6,19 @@ What needs engines runs in ppo_worker.py on real DeepSpeed (cells.py).
 
 import copy
 import functools
+import inspect
+import itertools
+from types import SimpleNamespace
 
 import naive
 import numpy as np
 import pytest
 import torch
 from cells import cell, launch, make_models
-from ppo_worker import config, make_batch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from ppo_worker import CPU, config, make_batch
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -20,11 +26,16 @@ from transformers import (
     GPT2LMHeadModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
+from transformers import modeling_flash_attention_utils as flash_utils
 
+import lib.models
 import ppo
+from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
-from lib.models import Critic, Policy, load_body
+from lib.models import Critic, Policy, engine_config, load_body
 
 TINY_ROWS = {"packing_max_len": 26, "micro_train_batch_size": 1}  # one sample each
 ONE = [  # ranks: 1
@@ -158,6 +169,21 @@ def test_scores_too_large_to_keep_are_made_again():
         assert (x.double() - y).norm() < 1e-4 * y.norm(), "full logits in fp32 are 3e-5 off here"
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_an_entropy_that_nobody_logs_is_not_computed(temperature):
+    """A pass without a gradient, as the reference's, needs none. Its log-probs are those of an
+    update to the bit."""
+    rng = torch.Generator().manual_seed(2)
+    head = ChunkedHead(24, 97, bias=False)
+    hidden = torch.randn((50, 24), generator=rng)
+    ids = torch.randint(97, (50,), generator=rng)
+    logged, _ = head(hidden, ids, temperature)
+    with torch.no_grad():
+        logprobs, entropy = head(hidden, ids, temperature)
+    assert entropy is None
+    assert torch.equal(logprobs, logged)
+
+
 def test_chunked_head_sums_bf16_gradients_in_fp32():
     """The head's gradient is a sum over chunks: in bf16 it would lose small terms, the more the
     smaller the chunks are."""
@@ -186,16 +212,19 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens(results):
 # ---- policy and critic ---------------------------------------------------------------------------
 
 
+def load(auto_class, folder, attention: str):
+    """Without an engine, in float32. The package flash-attn need not be installed."""
+    model = auto_class.from_pretrained(folder, dtype=torch.float32)
+    model.config._attn_implementation = attention
+    return model
+
+
 def make_policy(folder, attention: str = "sdpa") -> Policy:
-    """Without an engine, in float32."""
-    options = {"dtype": torch.float32, "attn_implementation": attention}
-    return Policy(AutoModelForCausalLM.from_pretrained(folder, **options))
+    return Policy(load(AutoModelForCausalLM, folder, attention))
 
 
 def make_critic(folder, attention: str = "sdpa") -> Critic:
-    """Without an engine, in float32."""
-    options = {"dtype": torch.float32, "attn_implementation": attention}
-    return Critic(AutoModel.from_pretrained(folder, **options), seed=5)
+    return Critic(load(AutoModel, folder, attention), seed=5)
 
 
 @pytest.fixture
@@ -228,11 +257,74 @@ def test_policy_swaps_the_head_but_not_its_parameter(tied, models):
     assert isinstance(policy.model.get_output_embeddings(), ChunkedHead)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def attend_in_parts(query, key, value, borders, causal, scale):
+    """Of rows laid end to end, (tokens, heads, D): each part by itself, on any device."""
+    parts = []
+    for start, end in itertools.pairwise(borders.tolist()):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
+        options = {"is_causal": causal, "scale": scale, "enable_gqa": True}
+        parts.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def check_borders(q, borders, longest) -> None:
+    """What the kernels rely on, and cannot check."""
+    assert borders.dtype == torch.int32 and borders.is_contiguous()
+    assert borders[0] == 0 and borders[-1] == len(q)
+    assert type(longest) is int and longest == borders.diff().max() > 0
+
+
+def varlen_stand_in(*arguments, **options):
+    """PyTorch's varlen_attn without its kernel, which needs a GPU. It takes what that one takes."""
+    call = inspect.signature(varlen_attn).bind(*arguments, **options)
+    call.apply_defaults()
+    given = SimpleNamespace(**call.arguments)
+    check_borders(given.query, given.cu_seq_q, given.max_q)
+    assert given.cu_seq_q is given.cu_seq_k and given.max_q == given.max_k
+    assert given.enable_gqa or given.query.shape == given.key.shape
+    assert given.window_size in ((-1, -1), (-1, 0))
+    qkv = (given.query, given.key, given.value)
+    return attend_in_parts(*qkv, given.cu_seq_q, given.window_size[1] == 0, given.scale)
+
+
+def flash_stand_in(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
+    """The package flash-attn's flash_attn_varlen_func, likewise."""
+    check_borders(q, cu_seqlens_q, max_seqlen_q)
+    assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
+    assert dropout_p == 0 and window_size == (-1, -1)
+    return attend_in_parts(q, k, v, cu_seqlens_q, causal, softmax_scale)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """On a CPU both kernels are a loop. All between them and the rows is what runs on a GPU."""
+    monkeypatch.setattr(lib.models, "varlen_attn", varlen_stand_in)
+    reader = flash_utils._lazy_define_process_function(flash_stand_in)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", "flash_attention_2")
+    monkeypatch.setattr(flash_utils, "_flash_varlen_fn", flash_stand_in)
+    monkeypatch.setattr(flash_utils, "_process_flash_kwargs_fn", reader)
+
+
+ATTENTIONS = ["sdpa", "eager", "varlen", "flash_attention_2"]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("row_len, rows", [(48, 1), (100, 2), (640, 1), (64, 99)])
 def test_packed_equals_unpacked(attention, row_len, rows, models, alone):
     """Segments of a row must not see each other. Without use_cache=False they do, silently (ORZ's
-    fault 8)."""
+    fault 8), and under FlashAttention with several rows, without their borders."""
     batch = make_batch()
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows, attention=attention)
     critic = make_critic(models[True], attention)
@@ -246,10 +338,46 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, alone):
     torch.testing.assert_close(got.double(), values, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
+def test_gradients_do_not_depend_on_the_attention(attention, models, alone):
+    """With checkpoints, which call it again in backward; and of a filler, which is one token."""
+    cfg = config(packing_max_len=100, micro_train_batch_size=2)
+    batch = make_batch()
+    micros = ppo.micro_batches(batch, batch.everyone(), cfg)
+    gradients = []
+    for name in ("sdpa", attention):
+        # Asked for flash-attn, transformers would look for the package.
+        asked = config(models[True], gradient_checkpointing=True)
+        if name == "varlen":
+            asked.attention = name
+        policy = Policy(load_body(asked, AutoModelForCausalLM))
+        policy.model.config._attn_implementation = name
+        for layer in policy.model.base_model.layers:
+            # Not the usual one over the root of D: some models have their own.
+            layer.self_attn.scaling = 0.3
+        for micro in (*micros, ppo.filler(CPU)):
+            logprobs, _ = policy(micro, cfg.temperature)
+            logprobs.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    ours, expected = gradients
+    assert (ours - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_model_with_its_own_attention_is_one_line(tmp_path):
+    """It would not ask for the one that we register, and would get no mask either."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    StableLmForCausalLM(StableLmConfig(**shape, **heads)).save_pretrained(tmp_path)
+    load_body(config(tmp_path), AutoModelForCausalLM)
+    with pytest.raises(UserError, match="brings its own attention: add --attention sdpa"):
+        load_body(config(tmp_path, attention="varlen"), AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 @pytest.mark.parametrize("make", [make_policy, make_critic])
-def test_other_samples_of_a_row_do_not_matter(make, models, alone):
+def test_other_samples_of_a_row_do_not_matter(make, attention, models, alone):
     """Changing any one sample leaves the numbers of all its neighbours in the row alone."""
-    module = make(models[True])
+    module = make(models[True], attention)
     batch = make_batch()
     cfg = config(packing_max_len=640)
     before = naive.per_sample(batch, forward(module, batch, cfg))
@@ -361,6 +489,17 @@ def test_offload_steps_equal_those_without(precision, results):
     assert torch.cat(errors).norm() <= 1e-5 * torch.cat(moves).norm()
     for got, expected in zip(offloaded["stats"], plain["stats"], strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_knows_the_settings_of_its_buckets(stage, models):
+    """A bucket of the default size held 1.9 GiB a model; ZeRO-2 reduced nothing during backward.
+    The cells above have embeddings that do not fit into their buckets, as those of real models."""
+    settings = engine_config(config(models[True]), stage)["zero_optimization"]
+    zero = DeepSpeedZeroConfig(**settings)
+    assert set(settings) <= {field.alias or name for name, field in type(zero).model_fields.items()}
+    assert zero.reduce_bucket_size == 10**8
+    assert zero.overlap_comm
 
 
 # ---- load_body -----------------------------------------------------------------------------------

@@ -39,24 +39,32 @@ def batch_of(samples: list) -> ppo.Batch:
 def test_a_phase_that_comes_twice_adds_up(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 10.0, 15.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
-    memory = iter([5.0, 2.0, 1.0])
+    memory = iter([2.0, 1.0])
     monkeypatch.setattr(metrics, "read_memory", lambda: next(memory))
     clock = metrics.Clock(4)
     for _ in range(2):
         with clock("rollout"):
             pass
     assert clock.seconds == {"rollout": 2 + 5}
-    assert clock.memory == {"rollout": 2.0}, "the most; and not what was held before"
+    assert clock.memory == {"rollout": 2.0}, "the most"
+
+
+def test_memory_is_what_is_in_use_on_the_device(monkeypatch):
+    """torch's allocator counts a sleeping sampler's memory, which is not there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
+    assert metrics.read_memory() == 50
 
 
 def test_an_error_says_its_phase():
     with pytest.raises(FloatingPointError) as error, metrics.Clock(4)("policy"):
         raise FloatingPointError("policy: the gradient is not finite")
-    (note,) = error.value.__notes__
+    note, memory = error.value.__notes__
     assert note.startswith("in phase policy of step 4; ")
+    assert re.fullmatch(r"\d+\.\d GiB are in use", memory)
     with pytest.raises(RuntimeError) as error, metrics.Clock(4)("sync"):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    (note,) = error.value.__notes__
+    note, _ = error.value.__notes__
     assert "memory ran out, lower --packing_max_len or --gpu_memory_utilization" in note
     with pytest.raises(KeyError) as error, metrics.Clock(4)("sync"):
         raise KeyError("a bug")

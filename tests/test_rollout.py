@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny as maker
+import torch
 from conftest import ROOT, SMALL, arguments, clean_environment
 
 import rollout
@@ -114,6 +115,38 @@ def found(tmp_path_factory):
     model = maker.make_model(folder / "model", max_position_embeddings=512)
     flags = {"model": model, "max_len": 512, "packing_max_len": 512, "temperature": 0.7}
     return run_worker(folder / "found.json", env={"LOCAL_WORLD_SIZE": "2"}, **flags)
+
+
+def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
+    """On a GPU vLLM leaves one thread (`set_torch_threads_for_runtime`), and numbers that the
+    trainer computes on the CPU took as many times longer as there are cores."""
+
+    class LLM:
+        def __init__(self, **settings):
+            torch.set_num_threads(1)
+
+        def get_tokenizer(self):
+            pass
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
+    monkeypatch.setattr(rollout.Sampler, "engine_settings", lambda self: {})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rollout.Sampler(CFG)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_vllm_tells_nobody_that_it_runs(found):
+    assert found["reports usage"] is False
+
+
+def test_products_in_fp32_are_exact_on_a_gpu_too():
+    """Triton's default is TF32: the sampler would be 1e-3 from the trainer at the first token."""
+    assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_one_line(found):

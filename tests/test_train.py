@@ -46,6 +46,16 @@ def test_the_defaults_are_orz_s():
     assert cfg.attention != "auto", "what is logged is what is used"
 
 
+def test_attention_is_pytorch_s_own_in_bf16_on_a_gpu(monkeypatch):
+    """sdpa pays for a whole mask there. Its kernel knows neither fp32 nor a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert train.parse_flags([]).attention == "sdpa"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train.parse_flags([]).attention == "varlen"
+    assert train.parse_flags(["--bf16", "false"]).attention == "sdpa"
+    assert train.parse_flags(["--attention", "sdpa"]).attention == "sdpa"
+
+
 def test_an_empty_stop_is_no_stop_string():
     assert train.parse_flags(["--stop", ""]).stop == []
     assert train.parse_flags(["--stop", "a", "b"]).stop == ["a", "b"]
