@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import tiny as maker
 import torch
-from conftest import ROOT, SMALL, clean_environment
+from conftest import ROOT, SMALL, clean_environment, stand_in
 from ppo_worker import config as worker_config
 from ppo_worker import make_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,14 +40,6 @@ def config_of(**flags) -> train.Config:
     for name, value in (SMALL | flags).items():
         argv += [f"--{name}", str(value)]
     return train.parse_flags(argv)
-
-
-def stand_in(folder: Path, name: str, script: str) -> None:
-    """A program of this name for the PATH."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
 
 
 def run_recipe(
@@ -390,6 +382,17 @@ def test_a_plan_checks_the_flags():
         plan.main(flags)
     with pytest.raises(UserError, match="--estimator ppo: choose gae or grpo"):
         plan.main([*flags, "--estimator", "ppo"])
+
+
+def test_slurm_gives_the_step_its_cores(tmp_path):
+    """Without them all ranks of a machine shared one core: srun does not inherit their number."""
+    stand_in(tmp_path, "srun", 'echo "$@"')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "96"}
+    script = ROOT / "runs" / "slurm.sbatch"
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    assert done.stdout.split()[:2] == ["--cpus-per-task=96", "--kill-on-bad-exit=1"]
+    options = re.findall("^#SBATCH (.*)$", script.read_text(), re.MULTILINE)
+    assert {"--exclusive", "--mem=0", "--ntasks-per-node=1"} <= set(options)
 
 
 @pytest.mark.slow
