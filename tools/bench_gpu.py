@@ -180,9 +180,8 @@ def attentions() -> list[str]:
     return names
 
 
-def bench_attention(folder: str, case: Learning) -> dict:
+def bench_attention(folder: str, device: torch.device, case: Learning) -> dict:
     """Seconds of an update with each attention, and what they are made of."""
-    device = start_distributed()[2]
     model = make_model(f"{folder}/{case.suffix or 'small'}", case.shape, **case.changes)
     cfg = make_config(model, packing_max_len=case.row, max_len=case.sample)
     policy = models.make_policy(cfg)
@@ -254,9 +253,10 @@ def head_seconds(body, tokens: int, device: torch.device) -> float:
     return median_seconds(learn)
 
 
-def bench_advantages(folder: str, samples: int = 8192, longest: int = 8000) -> dict:
+def bench_advantages(
+    folder: str, device: torch.device, samples: int = 8192, longest: int = 8000
+) -> dict:
     """Whole calls on a batch whose responses have 1 to `longest` tokens."""
-    device = start_distributed()[2]
     cfg = make_config(SMALL, estimator="gae")
     lengths = torch.linspace(1, longest, samples).int().tolist()
     groups = torch.arange(samples) // 64  # (N,)
@@ -285,9 +285,8 @@ class Sampling:
     tokens: int = 256  # of each response
 
 
-def bench_sampling(folder: str, case: Sampling) -> dict:
+def bench_sampling(folder: str, device: torch.device, case: Sampling) -> dict:
     """Tokens/s with a full batch; a model of random weights hardly ever ends a response."""
-    start_distributed()
     model = make_model(f"{folder}/sampled", SMALL, **case.changes)
     most = max(case.in_flight)
     cfg = make_config(model, max_len=1024, micro_rollout_batch_size=most)
@@ -339,7 +338,7 @@ def sleep_and_sync(sampler: rollout.Sampler, policy) -> dict:
 # ---- whole steps -----------------------------------------------------------------------------
 
 
-def bench_step(folder: str, flags: dict, **changes) -> dict:
+def bench_step(folder: str, device: torch.device, flags: dict, **changes) -> dict:
     """The median of all steps but the first, and what they held against the plan."""
     model = make_model(f"{folder}/trained", SMALL, **changes)
     data = Path(folder, "data.jsonl")
@@ -448,7 +447,7 @@ def main() -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         part, place = sys.argv[1:]
-        print(json.dumps(PARTS[part](place)), flush=True)
+        print(json.dumps(PARTS[part](place, start_distributed()[2])), flush=True)
         # gloo's threads can abort a finalising interpreter.
         os._exit(0)
     main()
