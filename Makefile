@@ -1,57 +1,80 @@
-# make demo | make lab | make test | make bench | make install | make lint
-# There is one environment, .venv. With an NVIDIA GPU it gets the CUDA stack, otherwise the CPU lock, which has the same
-# versions.
+# make demo | make lab | make test | make test-gpu | make bench | make install | make lint
+# STACK=cuda or STACK=cpu says what is installed, in the same versions; unsaid, it is cuda where nvidia-smi answers.
+# .venv has this stack. The tests are the CPU's: beside a CUDA stack they have an environment of their own, .venv-cpu.
 PYTHON ?= python3.11
+STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+STACK := $(STACK)
+ifeq ($(filter cuda cpu,$(STACK)),)
+$(error STACK=$(STACK): choose cuda or cpu)
+endif
 VENV := .venv
 BIN := $(VENV)/bin
-LOCK := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.txt)
+# An environment that has the other stack is made anew: pip takes a CPU build for the CUDA one of the same version.
+ifeq ($(STACK),cuda)
+INSTALLED := $(VENV)/.installed-cuda
+CPU_VENV := .venv-cpu
+else
+INSTALLED := $(VENV)/.installed
+CPU_VENV := $(VENV)
+endif
 export HF_HUB_OFFLINE ?= 1
 
-demo: $(VENV)/.installed
+demo: $(INSTALLED)
 	$(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py
 	$(BIN)/python tools/plot.py out/run
 	$(BIN)/python tools/demo.py --show out/run
 
 # The flags are quoted as for a shell, which xargs understands.
-lab: $(VENV)/.installed
+lab: $(INSTALLED)
 	$(BIN)/python tools/countdown.py out/lab/base
 	xargs $(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py \
 	--seed 1 --run_dir out/lab/run < out/lab/base/flags.txt
 	$(BIN)/python tools/plot.py out/lab/run
 	$(BIN)/python tools/compare.py out/lab/run
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+test: $(CPU_VENV)/.installed
+	$(CPU_VENV)/bin/python -m pytest
+
+# A card that does not answer is told before anything is installed.
+test-gpu: card $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu -n 0
+
+card:
+	@[ $(STACK) = cuda ] || { echo "error: nvidia-smi finds no GPU here, and the tests of make test-gpu need one"; exit 2; }
 
 bench: $(VENV)/trl/.installed
 	$(BIN)/python tools/bench.py
 
 # This adds TRL alone, on top of the same torch and transformers.
-$(VENV)/trl/.installed: $(VENV)/.installed
+$(VENV)/trl/.installed: $(INSTALLED)
 	$(BIN)/python -m venv --without-pip $(VENV)/trl
 	echo "$(abspath $(VENV))/lib/python3.11/site-packages" > $(VENV)/trl/lib/python3.11/site-packages/parent.pth
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/trl/lib/python3.11/site-packages trl==1.16.0
 	touch $@
 
-lint: $(VENV)/.installed
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-install: $(VENV)/.installed
+install: $(INSTALLED)
 
 # The lock is complete, so nothing is resolved (--no-deps). That keeps a CUDA torchvision out of the CPU stack.
 # A compilation that was killed leaves a lock for which everybody waits for ever, so torch_extensions starts empty. Then
-# DeepSpeed's op is compiled. That does not end by a normal exit: gloo's threads can abort a finalising interpreter.
-$(VENV)/.installed: $(LOCK)
+# DeepSpeed's op is compiled, which only CPUs need: a CUDA stack can be installed where there is no GPU. That does not end
+# by a normal exit: gloo's threads can abort a finalising interpreter.
+COMPILE = $(@D)/bin/python -c "import os; from lib import common, models; common.start_distributed(); \
+	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
+.venv/.installed .venv-cpu/.installed: requirements-cpu.txt
+.venv/.installed-cuda: requirements.txt
+.venv/.installed .venv-cpu/.installed .venv/.installed-cuda:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or set PYTHON="; exit 2; }
 	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(if $(findstring cpu,$(LOCK)),--no-deps) -r $(LOCK) || { echo "error: install failed; \
+	$(PYTHON) -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet $(if $(findstring cpu,$<),--no-deps) -r $< || { echo "error: install failed; \
 	the CPU build of torch comes from PyTorch's own CPU wheel index: put its address into PIP_EXTRA_INDEX_URL"; exit 2; }
-	rm -rf $(VENV)/torch_extensions
-	$(BIN)/python -c "import os; from lib import common, models; common.start_distributed(); \
-	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
+	rm -rf $(@D)/torch_extensions
+	$(if $(findstring cpu,$<),$(COMPILE))
 	touch $@
 
-.PHONY: demo lab test bench lint install
+.PHONY: demo lab test test-gpu card bench lint install

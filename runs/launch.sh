@@ -15,11 +15,12 @@ for flag in "$@"; do
     [ "$flag" = --dry_run ] && exec "${plan[@]}" --card_gb "${CARD_GB:-80}" "$@"
 done
 
-# nvidia-smi prints MiB, a line for each card. Without a GPU it is absent, or says something else.
+# nvidia-smi prints MiB, a line for each card; rounded to GiB that is the size as it is sold. Without a GPU it is
+# absent, or says something else.
 card=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null |
     sort -n | head -n 1) || true
 if [[ $card =~ ^[0-9]+$ ]]; then
-    CARD_GB=$((card / 1024))
+    CARD_GB=$(((card + 512) / 1024))
 fi
 "${plan[@]}" --card_gb "${CARD_GB:-80}" "$@"
 

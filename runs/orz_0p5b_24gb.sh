@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ORZ 0.5B on one card of 24 GB: short rows, a small cache, GRPO instead of a second model.
-# Memory (planned, never run): 11 GiB training, 17 GiB sampling.
+# Memory (planned, never run): rollout 16, policy 14, sync 16 of 24 GiB.
 # Expect: a trial of the machinery; ORZ has no run of these sizes, nor has anybody here.
 export CARD_GB=24
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B --data data/orz_math_57k_collected.json \

@@ -108,6 +108,14 @@ def clean_environment() -> dict:
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
 
 
+def stand_in(folder: Path, name: str, script: str) -> None:
+    """A program of this name for the PATH."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
 def jsonl(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 

@@ -5,180 +5,23 @@ It needs neither a GPU nor weights. Each of these checks the flags and prints th
     bash runs/orz_7b_4x8.sh --dry_run
     python tools/plan.py --machines 4 --gpus 8 --card_gb 80 --model Qwen/Qwen2.5-7B --data x.json
 
-Memory is estimated for one rank, in GiB, from the model's config alone. Weights, masters, moments
-and gradient sums of both models stay. Above them there are two peaks in turn, training
-(activations and the chunked head) and sampling (vLLM's share). If a card is too small for them, the
-exit code is 2.
+Memory is estimated for one rank, in GiB, from the model's config alone, by lib/memory.py. Weights,
+masters, moments and ZeRO's buffers stay; above them each phase of a step has a peak of its own. If
+one of them does not fit into the card, the exit code is 2, and the last line names the phase.
+--card_gb is a card's size as it is sold: one of 80 GB shows 79.1 GiB, and 95 % of it are used.
 """
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from transformers import AutoConfig, Qwen2Config
 
 import ppo
 import train
 from lib import check
 from lib.common import UserError
-
-GIB = 2**30
-# The models of the recipes can be planned without a network.
-SHAPE_FIELDS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-SHAPES = {
-    "Qwen/Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True),
-    "Qwen/Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),
-    "Qwen/Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False),
-    "Qwen/Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False),
-}
-
-
-def model_config(name: str):
-    """Of a shape known here, a folder or a model of the hub. Raises OSError or ValueError."""
-    if name not in SHAPES:
-        return AutoConfig.from_pretrained(name)
-    shape = dict(zip(SHAPE_FIELDS, SHAPES[name]))
-    return Qwen2Config(**shape, max_position_embeddings=131072)
-
-
-# ---- memory ----------------------------------------------------------------------------------
-
-
-@dataclass
-class Memory:
-    """GiB on one rank."""
-
-    weights: float  # of all models, in the training dtype
-    optimizer: float  # fp32 masters and two moments
-    gradients: float  # fp32 sums
-    activations: float  # of a micro-batch, and of one layer again
-    head: float  # a chunk of logits, the head's gradient
-    sampler: float  # vLLM's share while it is awake
-    card: float
-    kv_tokens: int  # tokens that the cache holds
-
-    def __post_init__(self):
-        stays = self.weights + self.optimizer + self.gradients
-        self.training = stays + self.activations + self.head
-        self.sampling = stays + self.sampler
-
-
-def estimate(cfg, config, world: int, card_bytes: float) -> Memory:
-    """The memory plan of one rank on a card of that size. config: the model's."""
-    parameters = check.count_parameters(config)
-    trained = parameters
-    if cfg.estimator == "gae":
-        # The critic is as large as the policy.
-        trained = 2 * parameters
-    weights = weight_bytes(cfg, config, trained, world)
-    optimizer = optimizer_bytes(cfg, trained, world)
-    gradients = 4 * trained / shards(cfg, world, stage=2)
-    activations = activation_bytes(cfg, config)
-    # Three times a chunk of 512 MB, and the head's gradient in fp32.
-    head = 3 * 2**29 + 4 * config.vocab_size * config.hidden_size
-    sampler = cfg.gpu_memory_utilization * card_bytes
-    kv_tokens = count_kv_tokens(cfg, config, parameters, sampler)
-    parts = [weights, optimizer, gradients, activations, head, sampler, card_bytes]
-    return Memory(*[part / GIB for part in parts], kv_tokens)
-
-
-def number_bytes(cfg) -> int:
-    """Of one number in the training dtype."""
-    if cfg.bf16:
-        return 2
-    return 4
-
-
-def shards(cfg, world: int, stage: int) -> int:
-    """Into how many pieces ZeRO cuts what it shards from this stage on."""
-    if cfg.zero_stage >= stage:
-        return world
-    return 1
-
-
-def weight_bytes(cfg, config, trained: int, world: int) -> float:
-    width = number_bytes(cfg)
-    held = trained * width / shards(cfg, world, stage=3)
-    if cfg.zero_stage == 3:
-        # The largest parameter, the embedding, is gathered whole for a moment.
-        held += width * config.vocab_size * config.hidden_size
-    return held
-
-
-def optimizer_bytes(cfg, trained: int, world: int) -> float:
-    if cfg.offload == "optimizer":
-        # They are in CPU memory.
-        return 0.0
-    per_parameter = 12
-    if cfg.zero_stage == 0:
-        # The fp32 weights are their own masters.
-        per_parameter = 8
-    return trained * per_parameter / shards(cfg, world, stage=1)
-
-
-def activation_bytes(cfg, config) -> int:
-    """Of one micro-batch. With checkpointing a layer keeps its input, and one is computed again."""
-    hidden = config.hidden_size
-    intermediate = getattr(config, "intermediate_size", 4 * hidden)
-    tokens = cfg.micro_train_batch_size * cfg.packing_max_len
-    token_bytes = tokens * number_bytes(cfg)
-    inside_layer = token_bytes * (8 * hidden + 4 * intermediate)
-    kept_per_layer = inside_layer
-    if cfg.gradient_checkpointing:
-        kept_per_layer = token_bytes * hidden
-    return config.num_hidden_layers * kept_per_layer + inside_layer
-
-
-def count_kv_tokens(cfg, config, parameters: int, sampler: float) -> int:
-    """What vLLM's share, in bytes, holds beside its weights and 2 GiB for its own work."""
-    width = number_bytes(cfg)
-    weight_width = width
-    if cfg.rollout_quantization:
-        weight_width = 1
-    room = sampler - parameters * weight_width / cfg.tensor_parallel - 2 * GIB
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", heads)
-    # Keys and values of one token in all layers.
-    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_size * width
-    return int(max(0, room) * cfg.tensor_parallel / token_bytes)
-
-
-def advice(memory: Memory, cfg) -> list[str]:
-    """What to change where the plan does not fit; nothing where it does."""
-    lines = []
-    room = 0.95 * memory.card
-    card = f"{memory.card:.0f} GiB"
-    if memory.training > room:
-        lines.append(
-            f"training needs {memory.training:.1f} of {card}: use more GPUs, --zero_stage 3, "
-            "--gradient_checkpointing, or lower --packing_max_len (and --max_len)"
-        )
-    if memory.sampling > room:
-        lines.append(
-            f"sampling needs {memory.sampling:.1f} of {card}: lower --gpu_memory_utilization "
-            f"{cfg.gpu_memory_utilization}, or use more GPUs"
-        )
-    if memory.kv_tokens < cfg.max_len:
-        lines.append(
-            f"the KV cache holds {memory.kv_tokens} tokens, less than a sequence of --max_len "
-            f"{cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
-        )
-    return lines
-
-
-# ---- what is printed -------------------------------------------------------------------------
+from lib.memory import USABLE, Memory, estimate, model_config, total
 
 
 def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
@@ -211,15 +54,49 @@ def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
     return lines
 
 
-def show(memory: Memory) -> str:
-    stays = f"weights {memory.weights:.1f} + optimizer {memory.optimizer:.1f}"
-    stays += f" + gradients {memory.gradients:.1f}"
-    peak = f"activations {memory.activations:.1f} + head {memory.head:.1f}"
-    training = f"{stays} + {peak} = {memory.training:.1f} training"
-    sampling = f"with the sampler's {memory.sampler:.1f} instead of the latter two "
-    sampling += f"{memory.sampling:.1f} sampling"
-    cache = f"of {memory.card:.0f}; KV cache {memory.kv_tokens:,} tokens"
-    return f"memory per rank, GiB: {training}; {sampling}; {cache}"
+def show(memory: Memory, cfg) -> list[str]:
+    """The memory of one rank item by item, and what the sampler's cache holds, in lines."""
+    always = f"{listed(memory.always)} = {total(memory.always):.1f}"
+    lines = [
+        f"memory per rank, GiB of the {memory.card:.1f} that the card shows",
+        f"always: {always}",
+    ]
+    for phase, items in memory.phases.items():
+        lines.append(f"{phase}: + {listed(items)} = {memory.peak(phase):.1f}")
+    lines.append(f"peaks: {peaks(memory)}")
+    whole = memory.kv_tokens // cfg.max_len
+    cache = f"KV cache: {memory.kv_tokens:,} tokens, {whole} sequences of --max_len {cfg.max_len}"
+    lines.append(f"{cache}, {cfg.micro_rollout_batch_size} in flight")
+    return lines
+
+
+def listed(items: dict[str, float], between: str = " + ") -> str:
+    return between.join(f"{name} {size:.1f}" for name, size in items.items())
+
+
+def peaks(memory: Memory) -> str:
+    """As the recipes say it."""
+    each = ", ".join(f"{phase} {memory.peak(phase):.0f}" for phase in memory.phases)
+    return f"{each} of {memory.card:.0f} GiB"
+
+
+def check_memory(memory: Memory, cfg) -> None:
+    """Raises UserError with the phase that does not fit, and what to change."""
+    too_large = memory.too_large()
+    advice = ["use more GPUs"]
+    if not too_large.keys().isdisjoint(("critic", "policy")):
+        advice.append("--zero_stage 3, --gradient_checkpointing true, a lower --packing_max_len")
+    if not too_large.keys().isdisjoint(("rollout", "sync")):
+        advice.append(f"lower --gpu_memory_utilization {cfg.gpu_memory_utilization}")
+    usable = f"{USABLE * memory.card:.1f} GiB, {USABLE:.0%} of what the card shows"
+    needs = f"phase {listed(too_large, ', ')} of {usable}"
+    check.require(not too_large, f"the plan does not fit: {needs}: {'; '.join(advice)}")
+    cache = f"the KV cache holds {memory.kv_tokens} tokens"
+    check.require(
+        memory.kv_tokens >= cfg.max_len,
+        f"phase rollout: {cache}, less than a sequence of --max_len {cfg.max_len}: raise "
+        "--gpu_memory_utilization or --tensor_parallel",
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -244,10 +121,9 @@ def main(argv: list[str]) -> None:
         reason = str(error).splitlines()[0]
         print(f"memory: unknown until --model {cfg.model} can be read ({reason})")
         return
-    memory = estimate(cfg, config, world, args.card_gb * GIB)
-    changes = advice(memory, cfg)
-    print("\n".join([show(memory), *changes]))
-    check.require(not changes, "the plan does not fit, see above")
+    memory = estimate(cfg, config, world, args.card_gb)
+    print("\n".join(show(memory, cfg)))
+    check_memory(memory, cfg)
 
 
 if __name__ == "__main__":
