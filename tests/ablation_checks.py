@@ -255,6 +255,14 @@ def check_entropy_bonus():
     (loss / 14).backward()
     torch.testing.assert_close(policy.gradients[0], scores.grad.float())
     assert sorted(policy.seen) == list(range(14))
+    filler_adds_nothing(policy, batch)
+
+
+def filler_adds_nothing(policy, batch):
+    """A rank without samples has a loss and a gradient of 0."""
+    loss, _ = ppo.policy_loss(policy, batch, ppo.filler(batch.device), cfg)
+    loss.backward()
+    assert loss.item() == 0 and not policy.numbers.grad.any()
 
 
 class HeadRecorder(Recorder):
@@ -310,12 +318,14 @@ def hold_against(loss, ratios):
     ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     (loss((p - old).exp(), advantages, p) / count).backward()
     torch.testing.assert_close(policy.gradients[0], p.grad)
+    filler_adds_nothing(policy, batch)
 
 
 def check_gspo():
     """All tokens of a sample have one ratio, the geometric mean. With one advantage for a sample
-    the gradient is that of the paper's own objective, whatever the packing."""
+    the gradient is that of the paper's own objective, times the sample's length."""
     cfg.policy_update_steps = 1
+    cfg.packing_max_len = 12  # two micro-batches
     cfg.policy_clip = 0.03
     cfg.policy_clip_high = 0.04
     batch = make_batch()
@@ -339,6 +349,7 @@ def check_gspo():
     (loss / 14).backward()
     torch.testing.assert_close(policy.gradients[0], p.grad)
     assert p.grad[:5].all() and not p.grad[5:].any()
+    filler_adds_nothing(policy, batch)
     assert abs(stats["clipped"] - 9 / 14) < 1e-6
     # Tokens with advantages of their own have gradients of their own.
     advantages = torch.linspace(-1, 1, 14)
