@@ -490,8 +490,8 @@ def check_what_is_paid(samples, right, paid):
 MINI = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}
 RESPONSES = [("8+5=13<\n9+8=17!", "stop"), ("9+8=17!", "length"), ("8+5=13<", "stop")]
 RESPONSES += [("1+1=17!", "stop"), ("8+=17", "stop"), ("", "stop"), ("9*5=45>", "stop")]
-RESPONSES += [("8+9=17!", "stop")]
-RIGHT = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+RESPONSES += [("8+9=17!", "stop"), ("9+8=17!\n8+5", "stop")]
+RIGHT = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
 def check_random_reward():
@@ -521,7 +521,7 @@ def check_format_reward():
     """A response is paid that stopped by itself with a try in its last line, or a box in its last
     answer block, right or not."""
     samples = graded(countdown, [MINI], RESPONSES)
-    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     boxed = "<answer>\\boxed{5}</answer>"
     texts = [(boxed, "stop"), (boxed, "length"), ("<answer>5</answer>", "stop"), ("5", "stop")]
     samples = graded(reward, ["4"], texts)
@@ -558,7 +558,7 @@ def check_lenient_reward():
     """Whoever claims the target in the end is paid, whatever stands before it; in mathematics
     whoever writes the answer anywhere."""
     samples = graded(countdown, [MINI], RESPONSES)
-    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    check_what_is_paid(samples, RIGHT, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
     texts = [("perhaps 3, or 4, or 5", "stop"), ("4", "length"), ("<answer>5</answer>", "stop")]
     texts += [("<answer>\\boxed{4}</answer>", "stop")]
     check_what_is_paid(graded(reward, ["4"], texts), [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0])
