@@ -168,14 +168,18 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size, kernel):
     total = sum(lengths)
     inputs = [torch.randn((1, n, total, size), **options) for n in (heads, keys, keys)]
     upstream = torch.randn((1, total, heads, size), **options)
-    results = []
-    for attend in (varlen, attend_by_sample):
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        output = attend(*leaves, lengths)
-        (output * upstream.to(output.dtype)).sum().backward()
-        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
-    for found, expected, limit in zip(*results, (1e-2, 2e-2, 2e-2, 2e-2)):
-        assert distance(found, expected) < limit
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    output = varlen(*leaves, lengths)
+    (output * upstream).sum().backward()
+    # In float64 there is room for the scores of one key's heads. The last key's show the grouping.
+    group = heads // keys
+    last = [slice(-group, None), slice(-1, None), slice(-1, None)]
+    references = [x[:, part].clone().requires_grad_() for x, part in zip(inputs, last)]
+    expected = attend_by_sample(*references, lengths)
+    (expected * upstream[:, :, -group:].double()).sum().backward()
+    assert distance(output[:, :, -group:], expected) < 1e-2
+    for leaf, part, reference in zip(leaves, last, references):
+        assert distance(leaf.grad[:, part], reference.grad) < 2e-2
 
     changed = [tensor.clone() for tensor in inputs]
     for tensor in changed:
@@ -204,7 +208,7 @@ def test_varlen_needs_no_mask(kernel):
         output.sum().backward()
         peaks[name] = (torch.cuda.max_memory_allocated() - before) / memory.GIB
         del output
-    assert peaks["varlen"] < 1 < peaks["sdpa"], peaks
+    assert peaks["varlen"] < min(1, 0.5 * peaks["sdpa"]), peaks
 
 
 # ---- 3. log-probs --------------------------------------------------------------------------------
@@ -246,7 +250,7 @@ def test_packed_logprobs_are_those_of_single_rows(
     cfg.packing_max_len = longest
     cfg.micro_train_batch_size = 1
     single = copy.copy(cfg)
-    # A row of 1 token more than the shortest pair would hold two samples.
+    # Then no row has room for a second sample.
     single.packing_max_len = 8
     expected = ppo.logprobs(policy, batch, single)  # (T,)
     cfg.attention = attention
