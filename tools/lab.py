@@ -35,6 +35,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -348,10 +349,11 @@ def run_plan(args) -> int:
     common = ["--log_with", "none"]
     if not all("--model" in setting.flags for setting in settings):
         common += lab_flags(out / "base")
-    records = []
     for setting in settings:
         setting.flags = [*common, *setting.flags]
-        records.append(prepare(setting))
+    # Each patched train.py is asked in a process of its own, which takes seconds to import.
+    with ThreadPoolExecutor(len(cores)) as pool:
+        records = list(pool.map(prepare, settings))
     if len({record["code"] for record in records}) > 1:
         print("WARNING: the code was edited between these settings; what differs may be that")
     # They go seed by seed, so that a laboratory that is stopped has something to compare.
