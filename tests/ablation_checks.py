@@ -600,8 +600,8 @@ def check_curriculum():
 
 def check_lora():
     """Only adapters are learnt; at first they change nothing, later they change each linear layer
-    of the body by a matrix of their rank. What the sampler gets is a plain model that computes the
-    policy's log-probs. A checkpoint comes back whole."""
+    of the body by a matrix of their rank. What the sampler gets and what is exported is a plain
+    model that computes the policy's log-probs. A checkpoint comes back whole."""
     from tests import tiny
 
     with tempfile.TemporaryDirectory() as folder:
@@ -624,8 +624,12 @@ def check_lora_at(stage, folder):
     plain = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     base = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     policy = models.make_policy(settings)
-    named = policy.module.named_parameters()
-    assert all("lora_" in name for name, parameter in named if parameter.requires_grad)
+    adapters = [p for name, p in policy.module.named_parameters() if "lora_" in name]
+    learning = [p for p in policy.module.parameters() if p.requires_grad]
+    assert len(learning) == len(adapters) > 0
+    if stage == 0:
+        # Adam would hold nothing for the others, but ZeRO an fp32 master of each.
+        assert len(policy.deepspeed.optimizer.param_groups[0]["params"]) == len(adapters)
     first = weights_of(policy)
     assert first.keys() == base.keys()
     assert all(first[name].equal(base[name]) for name in base)
@@ -649,7 +653,10 @@ def check_lora_at(stage, folder):
             assert tensor.equal(base[name]), name
         else:
             assert 1 <= torch.linalg.matrix_rank(tensor - base[name], atol=1e-4) <= 4, name
-    plain.load_state_dict(learnt)
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    ckpt.export(run / "policy", policy.module.model, models.named_weights(policy), tokenizer)
+    plain = AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)
+    assert all(tensor.equal(learnt[name]) for name, tensor in plain.state_dict().items())
     expected = []
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
         logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -743,6 +750,8 @@ def weights_of(engine):
 
 if __name__ == "__main__":
     common.start_distributed()
+    # Threads of so little work would wait for each other, long on a busy machine.
+    torch.set_num_threads(1)
     settings = vars(cfg).copy()
     for name in sys.argv[1:]:
         vars(cfg).clear()

@@ -69,7 +69,7 @@ def run_checks(names: list[str], copy: Path, launcher=()):
         capture_output=True,
         text=True,
         env=clean_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        timeout=200,
+        timeout=800,
     )
 
 
@@ -148,7 +148,7 @@ def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
         capture_output=True,
         text=True,
         env=clean_environment() | os.environ.copy(),
-        timeout=300,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     lines = jsonl(tmp_path / "run" / "metrics.jsonl")
