@@ -133,9 +133,11 @@ class Sampler:
             self.llm = LLM(**self.engine_settings())
         # What vLLM raises is not one class.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
-            flags = f"--model {cfg.model}, --max_len {cfg.max_len}, --kv_cache_gb {cfg.kv_cache_gb}"
-            flags += f", --rollout_quantization {cfg.rollout_quantization}"
-            raise UserError(f"vLLM cannot start with {flags}: {one_line(error)}") from error
+            raise UserError(
+                f"vLLM cannot start with --model {cfg.model}, --max_len {cfg.max_len}, "
+                f"--kv_cache_gb {cfg.kv_cache_gb}, --rollout_quantization "
+                f"{cfg.rollout_quantization}: {one_line(error)}"
+            ) from error
         # On a GPU it leaves one thread, and the trainer still works on the CPU.
         torch.set_num_threads(threads)
         self.tokenizer = self.llm.get_tokenizer()
@@ -257,7 +259,7 @@ class Rollout:
         # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted first.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
-        self.grader = task.Grader(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        self.grader = task.Grader(max(1, len(os.sched_getaffinity(0)) // ranks_here), cfg.answer)
         self.task = task
         self.signals = signals
         self.cfg = cfg
@@ -305,7 +307,10 @@ class Rollout:
                     mine[positions[k]] = sample
                     sample.text_metrics = self.task.text_metrics(sample.text)
                     label = share[k].problem.label
-                    self.grader.submit(positions[k], sample.text, sample.finish_reason, label)
+                    answered = self.grader.submit(
+                        positions[k], sample.text, sample.finish_reason, label
+                    )
+                    sample.text_metrics["answered"] = bool(answered)
         return mine
 
     def stopped(self):

@@ -9,7 +9,6 @@ policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the devi
 
 import dataclasses
 import difflib
-import importlib
 import importlib.util
 import os
 import shlex
@@ -61,8 +60,10 @@ class Learning:
     """The flags that decide what is learnt: a resumed run must keep them. Defaults are ORZ's."""
 
     model: str | None = None  # a causal LM of Hugging Face, folder or name; absent: the demo
-    template: str = "orz"  # orz, demo, plain, or a text with {question}
-    reward: str = "math"  # math is reward.py, another name is tasks/NAME.py
+    template: str = "orz"  # orz, demo, plain, chat (the tokenizer's own), or a text with {question}
+    system: str | None = None  # what a chat begins with; absent: what its template says
+    answer: str = "orz"  # orz (boxed in <answer>), boxed_anywhere, last_number, hashes (GSM8K)
+    reward: str = "math"  # reward.py; another name is tasks/NAME.py, or give a file: my_task.py
     seed: int = 42  # all randomness is a hash of it and of what it is for
     # ---- sampling
     rollout_batch_size: int = 128  # problems a step; a multiple of the ranks
@@ -79,6 +80,8 @@ class Learning:
     # ---- learning
     estimator: str = "gae"  # gae (PPO with critic) or one of ppo.ESTIMATORS without, as grpo
     pass_k: int = 4  # of pass_at_k: the responses of which one should be right
+    critic: str | None = None  # a folder of body and value head to start from; absent: the model
+    critic_warmup_steps: int = 0  # steps at the start in which the critic learns alone
     loss_mean: str = "token"  # which weigh alike; sequence: samples; constant: / generate_max_len
     gamma: float = 1.0  # with lambd 1 the advantage is R - V; a gamma below 1 favours short answers
     lambd: float = 1.0  # GAE's lambda; below 1 advantages are calmer, and biased
@@ -171,22 +174,28 @@ def demo_flags(cfg, argv):
     return parse_flags([*shlex.split(flags), *argv])
 
 
-def read_tokenizer(cfg):
-    """The model's tokenizer, once its config has passed. Raises UserError."""
-    config = check.read_config(cfg.model)
+def read_tokenizer(cfg, flag="model"):
+    """The model's tokenizer, once its config has passed, and the critic's. Raises UserError."""
+    folder = getattr(cfg, flag)
+    config = check.read_config(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model {cfg.model} has no tokenizer: {one_line(error)}") from error
+        raise UserError(f"--{flag} {folder} has no tokenizer: {one_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"--model {cfg.model}: its tokenizer has no eos token, so no response could end; set "
+            f"--{flag} {folder}: its tokenizer has no eos token, so no response could end; set "
             "eos_token in tokenizer_config.json"
         )
     longest = getattr(config, "max_position_embeddings", None)
     if longest and cfg.max_len > longest:
         raise UserError(
-            f"--max_len {cfg.max_len}: prompt and response exceed the model's {longest} positions"
+            f"--max_len {cfg.max_len}: prompt and response exceed the {flag}'s {longest} positions"
+        )
+    if flag == "model" and cfg.critic:
+        check.require(
+            read_tokenizer(cfg, "critic").get_vocab() == tokenizer.get_vocab(),
+            f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}",
         )
     return tokenizer
 
@@ -208,16 +217,35 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
         wrong = error
     where = " ".join(paths)
     check.check_same({f"hash of the problems in {where}": problems_hash(problems)}, wrong)
-    prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False)
+    texts = [problem.prompt for problem in problems]
+    if cfg.template == "chat":
+        texts = [as_chat(text, tokenizer, cfg) for text in texts]
+    prompts = tokenizer(texts, add_special_tokens=False)
     kept = []
     for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
         if 0 < len(ids) <= cfg.prompt_max_len:
             kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
     if len(kept) < len(problems):
-        counts = f"{len(problems) - len(kept)} of {len(problems)} prompts"
-        print0(f"{where}: {counts} are empty or exceed --prompt_max_len, and are left out")
+        print0(
+            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are empty or exceed "
+            "--prompt_max_len, and are left out"
+        )
     check.require(kept, f"{where}: no prompt is left; raise --prompt_max_len")
     return kept
+
+
+def as_chat(text, tokenizer, cfg):
+    """The text as a user's turn in the tokenizer's own chat template. Raises UserError."""
+    turns = [{"role": "user", "content": text}]
+    if cfg.system:
+        turns = [{"role": "system", "content": cfg.system}, *turns]
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    # A chat template is a program of the model's author.
+    except Exception as error:
+        raise UserError(
+            f"--template chat: {cfg.model}: {one_line(error)}; give another --template"
+        ) from error
 
 
 def parse_path(path, split):
@@ -249,10 +277,28 @@ def read_eval_sets(task, cfg, tokenizer):
 
 def find_task(cfg):
     """The module of --reward: load_problems, Grader and text_metrics. Raises UserError."""
-    name = "reward" if cfg.reward == "math" else f"tasks.{cfg.reward}"
-    found = importlib.util.find_spec(name)
-    check.require(found, f"--reward {cfg.reward}: neither math nor the name of a file in tasks/")
-    return importlib.import_module(name)
+    path = cfg.reward
+    if path == "math":
+        path = f"{Path(__file__).parent}/reward.py"
+    elif not path.endswith(".py"):
+        path = f"{Path(__file__).parent}/tasks/{path}.py"
+    spec = importlib.util.spec_from_file_location("task", path)
+    task = importlib.util.module_from_spec(spec)
+    # Dataclasses look for their module there.
+    sys.modules["task"] = task
+    try:
+        spec.loader.exec_module(task)
+    # A script may end itself.
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"--reward {cfg.reward}: {path} cannot be used: {type(error).__name__}: "
+            f"{one_line(error)}; give math, the name of a file in tasks/ or a file of your own"
+        ) from error
+    for name in ("load_problems", "Grader", "text_metrics"):
+        check.require(hasattr(task, name), f"--reward {cfg.reward}: {path} has no {name}")
+    forms = getattr(task, "ANSWERS", ["orz"])
+    check.require(cfg.answer in forms, f"--answer {cfg.answer}: choose {' or '.join(forms)}")
+    return task
 
 
 def count_steps(cfg, problems):

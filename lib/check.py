@@ -48,7 +48,7 @@ def require_all(cfg, table):
 def check_config(cfg, world, choices):
     """Raises UserError. choices: the allowed values of some flags, beside CHOICES."""
     for name, allowed in {**CHOICES, **choices}.items():
-        advice = "choose " + " or ".join(map(str, allowed))
+        advice = f"choose {' or '.join(map(str, allowed))}"
         require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
     for name, value in vars(cfg).items():
         least = 1 if name in COUNTS else 0
@@ -81,10 +81,6 @@ def check_batch(cfg, world):
             f"--estimator {cfg.estimator} needs at least {least}, and less than "
             f"--n_samples_per_prompt {samples}",
         ),
-        "critic_lambd": (
-            cfg.critic_lambd is None or cfg.estimator == "gae",
-            f"--estimator {cfg.estimator} has no critic",
-        ),
         "prompt_max_len": (
             cfg.prompt_max_len < cfg.max_len,
             f"leaves no room for a response in --max_len {cfg.max_len}: lower the one or raise "
@@ -96,6 +92,12 @@ def check_batch(cfg, world):
         ),
     }
     require_all(cfg, table)
+    for name in ("critic", "critic_lambd", "critic_warmup_steps"):
+        given = getattr(cfg, name)
+        require(
+            cfg.estimator == "gae" or given == getattr(type(cfg), name),
+            f"--{name} {given}: --estimator {cfg.estimator} has no critic",
+        )
 
 
 def check_sampling(cfg):
@@ -108,6 +110,7 @@ def check_sampling(cfg):
             f"{limits}, or 0 for greedy answers",
         ),
         "tis_cap": (cfg.tis_cap is None or cfg.tis_cap >= 1, "choose at least 1"),
+        "system": (cfg.system is None or cfg.template == "chat", "needs --template chat"),
         "top_p": (
             cfg.top_p == 1 or not compares,
             "choose 1 with --tis_cap or --log_ratio, since log-probs of a cut distribution are not "
@@ -169,8 +172,9 @@ def check_same(values, error=None):
             raise UserError(f"{place}: {why}")
         for name, ours in reports[0][2].items():
             if found[name] != ours:
-                difference = f"{name}: {found[name]}, of rank 0: {ours}"
-                raise UserError(f"{place}: {difference}; give all the same")
+                raise UserError(
+                    f"{place}: {name}: {found[name]}, of rank 0: {ours}; give all the same"
+                )
 
 
 def read_config(model):
@@ -179,7 +183,7 @@ def read_config(model):
         config = AutoConfig.from_pretrained(model)
         check_architecture(config)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model {model} cannot be used: {one_line(error)}") from error
+        raise UserError(f"--model, --critic: {model} cannot be used: {one_line(error)}") from error
     return config
 
 
@@ -195,8 +199,9 @@ def check_architecture(config):
     if window and getattr(config, "use_sliding_window", True):
         kinds.add(f"sliding_window={window}")
     if kinds:
-        names = ", ".join(sorted(kinds))
-        raise ValueError(f"layers of kind {names} cannot be packed; use full attention")
+        raise ValueError(
+            f"layers of kind {', '.join(sorted(kinds))} cannot be packed; use full attention"
+        )
     if getattr(skeleton(config).get_output_embeddings(), "bias", None) is not None:
         raise ValueError("its head has a bias, which lib/head.py leaves out; use another model")
 
@@ -224,5 +229,7 @@ def needed_bytes(cfg, present):
     count = 1
     if cfg.keep_last > 0:
         count = max(1, cfg.keep_last + 1 - present)
-    models = 2 if cfg.estimator == "gae" else 1
-    return count * models * 16 * count_parameters(read_config(cfg.model))
+    parameters = count_parameters(read_config(cfg.model))
+    if cfg.estimator == "gae":
+        parameters += count_parameters(read_config(cfg.critic or cfg.model))
+    return count * 16 * parameters

@@ -27,6 +27,8 @@ TEMPLATES: dict[str, str] = {
     "function asked for, in one ```python block.\nThis is the problem:\n{question}\n\n"
     "Assistant: <think>",
     "plain": "{question}",
+    "chat": "{question}\n\nThe answer must be a Python program, or the function asked for, in one "
+    "```python block inside <answer> </answer> tags.",
 }
 # These columns of APPS and LiveCodeBench may be JSON as a text.
 PACKED_COLUMNS = ("input_output", "metadata", "public_test_cases", "private_test_cases")
@@ -94,9 +96,10 @@ def read_rows(path: str, split: str):
             return json.load(file)
     import datasets  # slow, and seldom needed
 
-    if os.path.isdir(path):
+    try:
         dataset = datasets.load_from_disk(path)
-    else:
+    except FileNotFoundError:
+        # It was not saved by that library, so it is a folder of files, or "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
     if isinstance(dataset, dict):
         return dataset[split]

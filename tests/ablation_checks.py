@@ -27,6 +27,7 @@ from lib.head import ChunkedLogprob
 from tasks import countdown
 
 cfg = SimpleNamespace(
+    critic_warmup_steps=0,
     seed=1,
     packing_max_len=64,
     micro_train_batch_size=1,

@@ -639,6 +639,20 @@ MUTANTS = [
         "worse = torch.minimum(",
         of("ppo", "test_step_on_one_rank[zero0]"),
     ),
+    Mutant(
+        "the policy learns while the critic warms up",
+        "ppo.py",
+        "    if step < 0:\n        return {}\n",
+        "",
+        of("ppo", "test_the_critic_warms_up_alone"),
+    ),
+    Mutant(
+        "the policy's rate is counted from the run's first step",
+        "ppo.py",
+        "num_warmup_steps, step, cfg.lr_end, total_steps)",
+        "num_warmup_steps, step + cfg.critic_warmup_steps, cfg.lr_end, total_steps)",
+        of("ppo", "test_the_critic_warms_up_alone"),
+    ),
     # ---- lib/head.py
     Mutant(
         "backward forgets the temperature",
@@ -710,6 +724,31 @@ MUTANTS = [
         "if isinstance(engine.module, Policy) and model.config.tie_word_embeddings:",
         "if False:",
         of("models", "test_named_weights_are_a_hugging_face_state_dict"),
+    ),
+    Mutant(
+        "a given critic keeps the base model's body",
+        "lib/models.py",
+        "load_body(cfg, AutoModel, cfg.critic)",
+        "load_body(cfg, AutoModel)",
+        of("models", "test_a_critic_starts_from_a_folder"),
+    ),
+    Mutant(
+        "a given critic has a new head",
+        "lib/models.py",
+        "            critic.value_head.load_state_dict(head)\n",
+        "            pass\n",
+        of(
+            "models",
+            "test_a_critic_starts_from_a_folder",
+            "test_a_folder_without_a_head_that_fits_is_one_line",
+        ),
+    ),
+    Mutant(
+        "a head's bias is not exported",
+        "ckpt.py",
+        'if name.startswith("value_head.")}',
+        'if name == "value_head.weight"}',
+        of("models", "test_a_critic_starts_from_a_folder"),
     ),
     # ---- lib/metrics.py
     Mutant(
@@ -789,6 +828,13 @@ MUTANTS = [
         '        (self.run_dir / "result.json").unlink(missing_ok=True)\n',
         "",
         of("report", "test_the_first_lines_of_a_run"),
+    ),
+    Mutant(
+        "nobody says that a form is never met",
+        "lib/report.py",
+        "if step == 1 and not (",
+        "if step == 0 and not (",
+        of("report", "test_a_form_that_no_response_meets_is_said_once_with_three_of_them"),
     ),
     # ---- lib/levers.py
     Mutant(
@@ -1188,6 +1234,39 @@ MUTANTS = [
         "return not label.isupper() and predicted.casefold()",
         "return predicted.casefold()",
         rule("same_word"),
+    ),
+    # ---- reward.py: forms of prompts and answers
+    Mutant(
+        "every form is ORZ's",
+        "reward.py",
+        "self.find_answer = ANSWERS[answer]",
+        "self.find_answer = extract_answer",
+        of(
+            "reward",
+            "test_known_answers_of_gsm8k_in_every_form",
+            "test_submit_says_whether_the_response_holds_an_answer",
+        ),
+    ),
+    Mutant(
+        "--answer is not told to the grader",
+        "rollout.py",
+        "// ranks_here), cfg.answer)",
+        "// ranks_here))",
+        of("rollout", "test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each"),
+    ),
+    Mutant(
+        "an operation is a sign",
+        "reward.py",
+        r"(?<![\w)\]}])[-−]",
+        "[-−]",
+        of("reward", "test_a_form_finds_the_answer_in_what_such_models_write"),
+    ),
+    Mutant(
+        "the model's turn has not begun",
+        "train.py",
+        "add_generation_prompt=True",
+        "add_generation_prompt=False",
+        of("train", "test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it"),
     ),
     # ---- tasks: programs in a sandbox
     Mutant(

@@ -131,7 +131,7 @@ def test_a_demo_that_is_not_made_is_one_line(process_group, monkeypatch, tmp_pat
 
 def test_bad_models_are_refused_before_their_weights(tiny, tmp_path):
     cfg = train.parse_flags(arguments(SMALL | tiny))
-    with pytest.raises(UserError, match="--model .*nowhere"):
+    with pytest.raises(UserError, match="--model, --critic: .*nowhere cannot be used"):
         train.read_tokenizer(dataclasses.replace(cfg, model=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match="--max_len 5000.*256"):
         train.read_tokenizer(dataclasses.replace(cfg, max_len=5000))
@@ -140,6 +140,25 @@ def test_bad_models_are_refused_before_their_weights(tiny, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(edited | {"eos_token": None}))
     with pytest.raises(UserError, match="eos"):
         train.read_tokenizer(dataclasses.replace(cfg, model=str(folder)))
+
+
+def test_a_critic_of_other_tokens_is_one_line(tiny, other_critic, tmp_path):
+    """Its values would be those of another text. A critic of another size is fine."""
+    cfg = train.parse_flags(arguments(SMALL | tiny))
+    tokenizer = train.read_tokenizer(dataclasses.replace(cfg, critic=other_critic))
+    assert len(tokenizer) == len(train.read_tokenizer(cfg))
+    other = str(maker.make_model(tmp_path / "other", text_tokenizer=True))
+    with pytest.raises(UserError, match=f"^--critic {other}: its tokenizer is not that of"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=other))
+    with pytest.raises(UserError, match="--critic: .*nowhere"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=str(tmp_path / "nowhere")))
+    short = str(maker.make_model(tmp_path / "short", max_position_embeddings=32))
+    with pytest.raises(UserError, match="--max_len 64.* exceed the critic's 32"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=short))
+    for file in Path(other).glob("*token*"):
+        file.unlink()
+    with pytest.raises(UserError, match=f"^--critic {other}: its tokenizer is not that of"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=other))
 
 
 # ---- read_problems, parse_path, read_eval_sets ---------------------------------------------------
@@ -161,6 +180,57 @@ def test_too_long_prompts_are_left_out_aloud(process_group, tiny, tmp_path, caps
     assert len(train.read_problems(reward, [str(path)], fitting, tokenizer)) == 2, "4 tokens fit"
     with pytest.raises(UserError, match="no prompt is left; raise --prompt_max_len"):
         train.read_problems(reward, [str(path)], train.Config(prompt_max_len=1), tokenizer)
+
+
+CHAT = """{% for message in messages %}<|{{ message.role }}|>
+{{ message.content | trim }}<end>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+<think>
+{% endif %}"""
+
+
+def chat_tokenizer(template=CHAT):
+    tokenizer = maker.make_text_tokenizer(512)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
+@pytest.mark.parametrize("system", [None, "Give the answer behind ####."])
+def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, system):
+    """The question is a user's turn, and the model's turn has begun: with a thinking tag, if the
+    template ends with one. The ids are those that transformers itself would feed a model."""
+    tokenizer = chat_tokenizer()
+    cfg = train.Config(template="chat", system=system)
+    path = str(DATA / "gsm8k_test200.jsonl")
+    problems = train.read_problems(reward, [path], cfg, tokenizer)
+    assert len(problems) == 200
+    turns = [{"role": "system", "content": system}] if system else []
+    for problem in problems:
+        chat = [*turns, {"role": "user", "content": problem.question}]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        assert problem.prompt_ids == tokenizer.apply_chat_template(chat, **options)
+    prompt = tokenizer.decode(problems[0].prompt_ids)
+    assert prompt.startswith("<|system|>\nGive" if system else "<|user|>\nJanet")
+    assert prompt.endswith("farmers' market?<end>\n<|assistant|>\n<think>\n")
+    assert problems[0].label == "18"
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        pytest.param(None, "chat_template is not set", id="none"),
+        pytest.param("{{ raise_exception('no system, please') }}", "no system", id="raises"),
+        pytest.param("{% if %}", "Expected an expression", id="broken"),
+    ],
+)
+def test_a_chat_that_cannot_be_made_is_one_line(process_group, tiny, template, words):
+    """A base model's tokenizer has no template, and some templates take no system text."""
+    cfg = train.Config(model="base", template="chat", system="Be brief.")
+    with pytest.raises(UserError, match=f"--template chat: base: .*{words}") as error:
+        train.read_problems(reward, [tiny["data"]], cfg, chat_tokenizer(template))
+    assert str(error.value).endswith("; give another --template")
+    assert "\n" not in str(error.value)
 
 
 def test_a_problem_s_index_is_its_own_over_several_files(process_group, tiny):
@@ -211,13 +281,71 @@ def test_two_sets_of_one_name_are_refused(monkeypatch, paths):
 
 
 def test_a_task_is_reward_py_or_a_file_in_tasks():
-    assert train.find_task(train.Config()) is reward
+    assert train.find_task(train.Config()).__file__ == reward.__file__
     task = train.find_task(train.Config(reward="code"))
     assert task.__file__ == str(ROOT / "tasks" / "code.py")
     for name in ("load_problems", "text_metrics", "Grader"):
         assert hasattr(task, name)
-    with pytest.raises(UserError, match="--reward essay: neither math nor"):
-        train.find_task(train.Config(reward="essay"))
+
+
+WHOLE_TASK = "from __future__ import annotations\nfrom reward import Grader, load_problems\n"
+WHOLE_TASK += "import dataclasses\n\n@dataclasses.dataclass\nclass Problem:\n    question: str\n"
+
+
+def test_a_task_may_be_a_file_anywhere(tmp_path):
+    """Also one with the name of another module, and with dataclasses whose annotations are text."""
+    for name in ("my_task", "reward", "json"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(WHOLE_TASK + f"def text_metrics(text):\n    return {{{name!r}: 1.0}}\n")
+        task = train.find_task(train.Config(reward=str(path)))
+        assert task.text_metrics("") == {name: 1.0}
+        assert task.Problem("1+1").question == "1+1"
+    assert "Problem" in dir(reward) and json.dumps({}) == "{}"
+
+
+BAD_TASKS = [
+    (None, "FileNotFoundError"),
+    ("x = (", "SyntaxError"),
+    ("import reward\nreward.nothing", "AttributeError"),
+    ("import nowhere_to_be_found", "ModuleNotFoundError"),
+    ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+    ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    ("from reward import Grader, text_metrics", "has no load_problems"),
+    ("from reward import load_problems, text_metrics", "has no Grader"),
+    ("from reward import load_problems, Grader", "has no text_metrics"),
+]
+
+
+@pytest.mark.parametrize("text, words", BAD_TASKS)
+def test_a_file_that_is_no_task_is_one_line(tmp_path, text, words):
+    path = tmp_path / "my_task.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError) as error:
+        train.find_task(train.Config(reward=str(path)))
+    assert str(error.value).startswith(f"--reward {path}: {path} ")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["essay", "a.b", "code.py", ".", "", "code/x", "a\0b"])
+def test_a_name_that_is_no_task_is_one_line(name, monkeypatch, tmp_path):
+    """A dot in it was a traceback."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="give math, the name of a file in tasks/ or a file of"):
+        train.find_task(train.Config(reward=name))
+
+
+def test_an_answer_form_is_one_of_the_task_s():
+    for form in ("orz", "boxed_anywhere", "last_number", "hashes"):
+        train.find_task(train.Config(answer=form))
+    forms = "orz or boxed_anywhere or last_number or hashes"
+    with pytest.raises(UserError, match=f"^--answer boxes: choose {forms}$"):
+        train.find_task(train.Config(answer="boxes"))
+    for task in ("code", "countdown"):
+        train.find_task(train.Config(reward=task))
+        with pytest.raises(UserError, match="^--answer hashes: choose orz$"):
+            train.find_task(train.Config(reward=task, answer="hashes"))
 
 
 def test_steps_are_counted_from_the_passes():
@@ -337,7 +465,7 @@ def one_rank(untied, tmp_path_factory):
 NAMES = """reward pass_at_n truncated response_length total_length repetition reflection
     advantage advantage_abs return critic_loss critic_values critic_grad_norm critic_lr policy_loss
     entropy policy_grad_norm policy_lr kl ratio clipfrac approx_kl seconds_rollout seconds_policy
-    tokens_per_second memory_rollout memory_policy reward_lost seconds_waited"""
+    tokens_per_second memory_rollout memory_policy reward_lost seconds_waited answered"""
 
 
 def test_a_run_writes_everything(one_rank):

@@ -47,6 +47,8 @@ def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
     steps = "1 policy"
     if cfg.estimator == "gae":
         steps += f", {cfg.critic_update_steps} critic"
+    if cfg.critic_warmup_steps:
+        steps += f" (the first {cfg.critic_warmup_steps} steps critic alone)"
     numbers = "fp32"
     if cfg.bf16:
         numbers = "bf16 with fp32 masters and sums"
@@ -123,6 +125,8 @@ def main(argv: list[str]) -> None:
         return
     memory = estimate(cfg, config, world, args.card_gb)
     print("\n".join(show(memory, cfg)))
+    if cfg.critic:
+        print("memory: the critic is counted like the model, whatever --critic holds")
     check_memory(memory, cfg)
 
 
