@@ -19,7 +19,7 @@ import torch
 from cells import cell, launch, make_models
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ppo_worker import CPU, config, make_batch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -503,7 +503,9 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     out = tmp_path / "exported"
     tokenizer = maker.char_tokenizer()
     ckpt.export(out, engine.module.model, named_weights(engine), tokenizer)
-    assert (out / "value_head.safetensors").exists()
+    names = {"value_head.weight", "value_head.bias"} if bias else {"value_head.weight"}
+    assert load_file(out / "value_head.safetensors").keys() == names
+    assert not names & load_file(out / "model.safetensors").keys()
     again = make_critic_engine(config(models[True], critic=str(out)))
     assert torch.equal(ppo.values(again, batch, cfg), got)
     assert AutoModel.from_pretrained(out).config.hidden_size == 32
