@@ -35,7 +35,13 @@ TEMPLATES: dict[str, str] = {
     "{question}\n\nAssistant: <think>",
     "demo": "{question}<think>",
     "plain": "{question}",
+    # train.py makes this a user's turn in the tokenizer's own chat template.
+    "chat": "{question}",
 }
+
+NUMERAL = re.compile(
+    r"(?:(?<![\w)\]}])[-−]\$?)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
+)
 
 # The ways in which a worker is lost.
 LOSSES = ("cpu_timeouts", "wall_timeouts", "crashes")
@@ -128,8 +134,11 @@ def parse_record(record, columns):
     return question, answer
 
 
+# ---- answers -------------------------------------------------------------------------------------
+
+
 def extract_answer(text):
-    r"""The content of the last balanced \boxed{} in the last closed answer block, or None.
+    r"""ORZ's form: the content of the last balanced \boxed{} in the last closed answer block.
 
     The block lies between the last </answer> and the last <answer> before it. As in ORZ, a box
     elsewhere is no answer, nor is one in a block that the length limit or another stop string left
@@ -140,6 +149,11 @@ def extract_answer(text):
     if start < 0:
         return None
     block = text[start:end]
+    return last_box(block)
+
+
+def last_box(text):
+    r"""The form of most instruct models: the content of the last balanced \boxed{} anywhere."""
     answer = None
     answer_start = 0
     # One pass keeps a stack of the open braces: for each, where its content starts if it is a
@@ -147,7 +161,7 @@ def extract_answer(text):
     # the last answer, it is the new answer. An escaped brace is one token with its backslash, so it
     # opens and closes nothing. Of nested boxes the inner one wins.
     content_starts = []
-    for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", block, re.DOTALL):
+    for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", text, re.DOTALL):
         if token[0] == r"\boxed{":
             content_starts.append(token.end())
         elif token[0] == "{":
@@ -156,8 +170,39 @@ def extract_answer(text):
             content_start = content_starts.pop()
             if content_start > answer_start:
                 answer_start = content_start
-                answer = block[content_start : token.start()]
+                answer = text[content_start : token.start()]
     return answer
+
+
+def last_number(text):
+    """The last decimal numeral, with or without commas between its thousands.
+
+    A minus behind a digit, a letter or a bracket is an operation. Of 1/2 this is the 2.
+    """
+    numerals = NUMERAL.findall(text)
+    if numerals:
+        return numerals[-1]
+    return None
+
+
+def after_hashes(text):
+    """GSM8K's form: what stands behind the last #### in the same line."""
+    lines = re.findall("####(.*)", text)
+    if lines:
+        return lines[-1].strip("#* ")
+    return None
+
+
+# By the names of --answer. A form is a function from a response to its answer, or to None or "".
+ANSWERS = {
+    "orz": extract_answer,
+    "boxed_anywhere": last_box,
+    "last_number": last_number,
+    "hashes": after_hashes,
+}
+
+
+# ---- grading -------------------------------------------------------------------------------------
 
 
 def is_equiv(predicted, label):
@@ -178,9 +223,11 @@ class Grader:
     `wall_seconds` in case it hangs idle. Workers start by need, and lost ones are replaced. Equal
     pairs share a check until `results`, and for ever if it used up its CPU time. `counts` never go
     back to 0. `broken` is None, or says why no worker starts, and then `results` raises UserError.
+    `answer` is a key of ANSWERS.
     """
 
-    def __init__(self, workers=1, cpu_seconds=5.0, wall_seconds=120.0):
+    def __init__(self, workers=1, answer="orz", cpu_seconds=5.0, wall_seconds=120.0):
+        self.find_answer = ANSWERS[answer]
         self.wall_seconds = wall_seconds
         self.counts = dict.fromkeys(("symbolic", *LOSSES), 0)
         self.broken = None
@@ -195,12 +242,14 @@ class Grader:
         self.idle_workers = list(self.workers)
 
     def submit(self, key, text, finish_reason, label):
-        """Takes a finished sample and returns at once. `key` names it in `results`.
+        """Takes a finished sample and returns at once whether it holds an answer.
 
-        The reward is 1.0 if the response stopped by itself with the right answer, else 0.0.
+        The reward is 1.0 if the response stopped by itself with the right answer, else 0.0. `key`
+        names the sample in `results`.
         """
-        answer = extract_answer(text) if finish_reason == "stop" else None
+        answer = self.find_answer(text) if finish_reason == "stop" else None
         self.compare(key, answer or "", str(label))
+        return bool(answer)
 
     def compare(self, key, predicted, label):
         pair = (predicted, label)

@@ -251,7 +251,7 @@ class Rollout:
         # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted first.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
-        self.grader = task.Grader(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        self.grader = task.Grader(max(1, len(os.sched_getaffinity(0)) // ranks_here), cfg.answer)
         self.task = task
         self.signals = signals
         self.cfg = cfg
@@ -299,7 +299,10 @@ class Rollout:
                     mine[positions[k]] = sample
                     sample.text_metrics = self.task.text_metrics(sample.text)
                     label = share[k].problem.label
-                    self.grader.submit(positions[k], sample.text, sample.finish_reason, label)
+                    answered = self.grader.submit(
+                        positions[k], sample.text, sample.finish_reason, label
+                    )
+                    sample.text_metrics["answered"] = bool(answered)
         return mine
 
     def stopped(self):

@@ -61,7 +61,9 @@ class Learning:
     """The flags that decide what is learnt: a resumed run must keep them. Defaults are ORZ's."""
 
     model: str | None = None  # a causal LM of Hugging Face, folder or name; absent: the demo
-    template: str = "orz"  # orz, demo, plain, or a text with {question}
+    template: str = "orz"  # orz, demo, plain, chat (the tokenizer's own), or a text with {question}
+    system: str | None = None  # what a chat begins with; absent: what its template says
+    answer: str = "orz"  # orz (boxed in <answer>), boxed_anywhere, last_number, hashes (GSM8K)
     reward: str = "math"  # math is reward.py, another name is tasks/NAME.py
     seed: int = 42  # all randomness is a hash of it and of what it is for
     # ---- sampling
@@ -205,6 +207,8 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
         for path in paths:
             name, options = parse_path(path, split)
             problems += task.load_problems(name, cfg.template, tokenizer.bos_token or "", **options)
+        if cfg.template == "chat":
+            problems = [as_chat(problem, tokenizer, cfg) for problem in problems]
     except UserError as error:
         # Perhaps it is in this machine's file alone, and the other ranks must hear of it.
         wrong = error
@@ -220,6 +224,21 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
         print0(f"{where}: {counts} are empty or exceed --prompt_max_len, and are left out")
     check.require(kept, f"{where}: no prompt is left; raise --prompt_max_len")
     return kept
+
+
+def as_chat(problem, tokenizer, cfg):
+    """The problem with its prompt as a user's turn in the tokenizer's own chat template."""
+    turns = [{"role": "user", "content": problem.prompt}]
+    if cfg.system is not None:
+        turns.insert(0, {"role": "system", "content": cfg.system})
+    try:
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    # A chat template is a program of the model's author.
+    except Exception as error:
+        raise UserError(
+            f"--template chat: {cfg.model}: {one_line(error)}; give another --template"
+        ) from error
+    return dataclasses.replace(problem, prompt=prompt)
 
 
 def parse_path(path, split):
@@ -254,7 +273,10 @@ def find_task(cfg):
     name = "reward" if cfg.reward == "math" else f"tasks.{cfg.reward}"
     found = importlib.util.find_spec(name)
     check.require(found, f"--reward {cfg.reward}: neither math nor the name of a file in tasks/")
-    return importlib.import_module(name)
+    task = importlib.import_module(name)
+    forms = getattr(task, "ANSWERS", ["orz"])
+    check.require(cfg.answer in forms, f"--answer {cfg.answer}: choose {' or '.join(forms)}")
+    return task
 
 
 def count_steps(cfg, problems):

@@ -107,6 +107,7 @@ def check_sampling(cfg):
             f"{limits}, or 0 for greedy answers",
         ),
         "tis_cap": (cfg.tis_cap is None or cfg.tis_cap >= 1, "choose at least 1"),
+        "system": (cfg.system is None or cfg.template == "chat", "needs --template chat"),
         "top_p": (
             cfg.top_p == 1 or not compares,
             "choose 1 with --tis_cap or --log_ratio, since log-probs of a cut distribution are not "

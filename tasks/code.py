@@ -110,6 +110,8 @@ class Grader:
     def __init__(
         self,
         workers: int = 1,
+        # There is one form only, which train.find_task checks.
+        answer: str = "orz",
         cpu_seconds: int = 6,
         wall_seconds: int = 60,
         # The reward is 1.0 if all tests pass, else 0.0. Write True here to have the share of the
@@ -149,16 +151,17 @@ class Grader:
         reason = self.broken or "Linux is needed; tasks/jail.py says more"
         raise UserError(f"nothing contains programs here: {reason}")
 
-    def submit(self, key, text: str, finish_reason: str, label: str) -> None:
-        """Takes a finished sample and returns at once. `key` names it in `results`.
+    def submit(self, key, text: str, finish_reason: str, label: str) -> bool:
+        """Takes a finished sample and returns at once whether it holds a program.
 
-        One that did not stop by itself gets 0.0.
+        One that did not stop by itself gets 0.0. `key` names the sample in `results`.
         """
         self.counts["checks"] += 1
         program = None
         if finish_reason == "stop":
             program = extract_answer(text)
         self.checks[key] = self.threads.submit(self.check, program, label, self.mode)
+        return bool(program)
 
     @property
     def lost(self) -> int:

@@ -27,6 +27,8 @@ TEMPLATES: dict[str, str] = {
     "function asked for, in one ```python block.\nThis is the problem:\n{question}\n\n"
     "Assistant: <think>",
     "plain": "{question}",
+    "chat": "{question}\n\nThe answer must be a Python program, or the function asked for, in one "
+    "```python block inside <answer> </answer> tags.",
 }
 # These columns of APPS and LiveCodeBench may be JSON as a text.
 PACKED_COLUMNS = ("input_output", "metadata", "public_test_cases", "private_test_cases")

@@ -29,6 +29,8 @@ TEMPLATES: dict[str, str] = {
     "tags, and return the final expression in <answer> </answer> tags, for example "
     "<answer> (1 + 2) / 3 </answer>.\nAssistant: <think>",
     "plain": "{question}",
+    "chat": "{question} Return the final expression in <answer> </answer> tags, for example "
+    "<answer> (1 + 2) / 3 </answer>.",
 }
 SENTENCE = (
     "Using the numbers {numbers}, create an equation that equals {target}. You can use + - * / and "
@@ -104,14 +106,20 @@ def parse_record(record, columns):
     return question, label
 
 
+def extract_answer(text, label):
+    """What stands in the last answer tags, or in the last line of the miniature; or None."""
+    if label["pick"]:
+        return text.strip().split("\n")[-1]
+    tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    if tags:
+        return tags[-1]
+    return None
+
+
 def solves(text, label):
     """Is the answer at the end of a finished response right?"""
-    tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    if label["pick"]:
-        answer = text.strip().split("\n")[-1]
-    elif tags:
-        answer = tags[-1]
-    else:
+    answer = extract_answer(text, label)
+    if answer is None:
         return False
     expression, _, claim = answer.strip().partition("=")
     value, used = read_expression(expression)
@@ -159,12 +167,18 @@ class Grader:
     lost = 0
     broken = None
 
-    def __init__(self, workers=1):
+    def __init__(self, workers=1, answer="orz"):
+        # There is one form of answers only, which train.find_task checks.
         self.rewards = {}
 
     def submit(self, key, text, finish_reason, label):
-        """The reward is 1.0 if the response stopped by itself with a right answer, else 0.0."""
-        self.rewards[key] = float(finish_reason == "stop" and solves(text, label))
+        """Returns whether the response holds an answer.
+
+        The reward is 1.0 if it stopped by itself with a right one, else 0.0.
+        """
+        stopped = finish_reason == "stop"
+        self.rewards[key] = float(stopped and solves(text, label))
+        return stopped and extract_answer(text, label) is not None
 
     def pending(self, seconds):
         return 0

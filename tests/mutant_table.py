@@ -783,6 +783,13 @@ MUTANTS = [
         "",
         of("report", "test_the_first_lines_of_a_run"),
     ),
+    Mutant(
+        "nobody says that a form is never met",
+        "lib/report.py",
+        "if step == 1 and not (",
+        "if step == 0 and not (",
+        of("report", "test_a_form_that_no_response_meets_is_said_once_with_three_of_them"),
+    ),
     # ---- lib/levers.py
     Mutant(
         "a cap counts truncated responses",
@@ -1111,6 +1118,39 @@ MUTANTS = [
         "return not label.isupper() and predicted.casefold()",
         "return predicted.casefold()",
         rule("same_word"),
+    ),
+    # ---- reward.py: forms of prompts and answers
+    Mutant(
+        "every form is ORZ's",
+        "reward.py",
+        "self.find_answer = ANSWERS[answer]",
+        "self.find_answer = extract_answer",
+        of(
+            "reward",
+            "test_known_answers_of_gsm8k_in_every_form",
+            "test_submit_says_whether_the_response_holds_an_answer",
+        ),
+    ),
+    Mutant(
+        "--answer is not told to the grader",
+        "rollout.py",
+        "// ranks_here), cfg.answer)",
+        "// ranks_here))",
+        of("rollout", "test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each"),
+    ),
+    Mutant(
+        "an operation is a sign",
+        "reward.py",
+        r"(?<![\w)\]}])[-−]",
+        "[-−]",
+        of("reward", "test_a_form_finds_the_answer_in_what_such_models_write"),
+    ),
+    Mutant(
+        "the model's turn has not begun",
+        "train.py",
+        "add_generation_prompt=True",
+        "add_generation_prompt=False",
+        of("train", "test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it"),
     ),
     # ---- tasks: programs in a sandbox
     Mutant(

@@ -71,6 +71,7 @@ def behaviour(rollout, problems) -> dict:
     sampler = rollout.sampler
     requests = make_requests(problems, 2, (1, 2, "train"), (16, 1.0, 1.0))
     found = {"workers": rollout.grader.threads._max_workers, "cached": cached_tokens(sampler)}
+    found["form"] = rollout.grader.find_answer.__name__
 
     found["together"] = generated(sampler, requests, logprobs=True)
     # The same requests in another order, and fewer of them.

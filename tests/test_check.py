@@ -35,6 +35,7 @@ def test_a_good_config_is_accepted(tiny):
     check.check_config(config(tiny, lambd=0.95, critic_lambd=1, loss_mean="constant"), 2, CHOICES)
     check.check_config(config(tiny, estimator="pass_at_k", pass_k=3), 2, CHOICES)
     check.check_config(config(tiny, estimator="negative", n_samples_per_prompt=1), 2, CHOICES)
+    check.check_config(config(tiny, template="chat", system="Be brief."), 2, CHOICES)
     check.check_config(config(tiny, keep_last=0, max_steps=0, log_samples=0, gamma=0), 4, CHOICES)
 
 
@@ -96,6 +97,7 @@ REFUSED = [
     ({"top_p": 0}, ["--top_p 0", "above 0"]),
     ({"eval_top_p": 1.5}, ["--eval_top_p 1.5", "up to 1"]),
     ({"gpu_memory_utilization": 1.5}, ["--gpu_memory_utilization 1.5", "up to 1"]),
+    ({"system": "Be brief."}, ["--system Be brief.", "--template chat"]),
     ({"tis_cap": 0.5}, ["--tis_cap 0.5", "at least 1"]),
     ({"tis_cap": 2.0, "top_p": 0.9}, ["--top_p 0.9", "--tis_cap", "choose 1"]),
     ({"log_ratio": "true", "top_p": 0.9}, ["--top_p 0.9", "--log_ratio", "choose 1"]),

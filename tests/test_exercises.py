@@ -86,10 +86,13 @@ ESTIMATORS = {
     Change(
         6,
         "reward.py",
-        old="""    answer = None
-    answer_start""",
-        new="""    answer = block.removeprefix("<answer>").strip() or None
-    answer_start""",
+        old="""    return last_box(block)
+""",
+        new="""    answer = last_box(block)
+    if answer is None:
+        answer = block.removeprefix("<answer>").strip() or None
+    return answer
+""",
     ),
 ]
 

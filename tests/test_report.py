@@ -289,6 +289,37 @@ def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
     assert "step 2  reward 0.500  length 3.0" in capsys.readouterr().out
 
 
+def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log, tmp_path, capsys):
+    """At the first step, where a wrong --answer, --template or --stop shows. Rewards stay 0 for
+    ever then, and nothing else says why."""
+    log = make_log(tmp_path, reward="math", answer="hashes")
+    for step, reward, answered in (
+        (1, 0.0, False),
+        (2, 0.0, False),
+        (1, 0.0, True),
+        (1, 1.0, None),
+    ):
+        samples = [sample(k, reward=reward) for k in range(4)]
+        for k, drawn in enumerate(samples):
+            drawn.text = "x" * 999 + f"the answer is {k}."
+            if answered is not None:
+                drawn.text_metrics["answered"] = answered and k == 3
+        log.step(step, samples, batch_of(samples), {}, metrics.Clock(step))
+        said = capsys.readouterr().err
+        if (step, answered) == (1, False):
+            (line,) = said.splitlines()
+            assert line.startswith(
+                "WARNING: no response has an answer in the form of --reward math"
+            )
+            assert "--answer hashes" in line
+            assert all((f"the answer is {k}." in line) == (k < 3) for k in range(4))
+            assert len(line) < 1200
+        else:
+            assert not said
+    shares = [line.get("answered") for line in jsonl(tmp_path / "metrics.jsonl")]
+    assert shares == [0, 0, 0.25, None]
+
+
 @pytest.mark.parametrize("log_samples, written", [(0, 8), (1, 1), (5, 5), (256, 8)])
 def test_log_samples_is_how_many_of_a_step_are_written(make_log, tmp_path, log_samples, written):
     """The first ones of the step; 0 is all of them."""

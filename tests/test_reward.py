@@ -328,8 +328,117 @@ def test_extract_answer_equals_the_slow_reference():
 def test_extract_answer_is_linear(middle):
     start = time.process_time()
     for text in (middle, f"<answer>{middle}</answer>", f"<answer>{middle}", f"{middle}</answer>"):
-        reward.extract_answer(text)
-    assert time.process_time() - start < 8, "100,000 nested braces took seconds: quadratic?"
+        for form in reward.ANSWERS.values():
+            form(text)
+    assert time.process_time() - start < 16, "100,000 nested braces took seconds: quadratic?"
+
+
+@pytest.mark.parametrize("middle", ["#", "1", "1,", "1,234", ".1", "-", "-1", "#### 1"])
+def test_numbers_and_hashes_are_found_in_linear_time(middle):
+    start = time.process_time()
+    for form in ("last_number", "hashes"):
+        reward.ANSWERS[form](middle * (10**6 // len(middle)))
+    assert time.process_time() - start < 8
+
+
+# As models of each kind end their responses.
+ENDS = {
+    "boxed_anywhere": [
+        ("Therefore, Janet makes \\boxed{18} dollars every day.", "18"),
+        ("</think>\n\n**Final Answer**\n\n\\[\n\\boxed{18}\n\\]", "18"),
+        ("The final answer is: $\\boxed{\\$18}$. I hope it is correct.", "\\$18"),
+        ("First $\\boxed{9}$ eggs, then $2 \\cdot 9 = \\boxed{18}$.", "18"),
+        ("<think> a guess: \\boxed{17} </think> <answer> 18 </answer>", "17"),
+        (
+            "so the pair is $\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}$.",
+            "\\left( 3, \\frac{\\pi}{2} \\right)",
+        ),
+        ("\\boxed{18", None),
+        ("#### 18", None),
+    ],
+    "last_number": [
+        ("So she makes $18 every day at the farmers' market.", "18"),
+        ("The answer is 18.", "18"),
+        ("The answer is **$1,234.50**.", "1,234.50"),
+        ("a profit of $200,000-$130,000 = $70,000.", "70,000"),
+        ("it fell by 3 degrees, to -7.", "-7"),
+        ("she has -$7 left", "-$7"),
+        ("so x = −7", "−7"),
+        ("pages 3-7", "7"),
+        ("x-7", "7"),
+        ("(4)-7", "7"),
+        ("9 * 2 = <<9*2=18>>18 dollars", "18"),
+        ("the chance is .25", ".25"),
+        ("1, 2, 3,4567", "4567"),
+        ("of 2,125", "2,125"),
+        ("eighteen", None),
+    ],
+    "hashes": [
+        ("She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", "18"),
+        ("#### Step 1\n9 eggs\n#### $18.00\nThat is all.", "$18.00"),
+        ("**#### 18**", "18"),
+        ("#### **1,234**", "1,234"),
+        ("####18\r\n", "18\r"),
+        ("The answer is 18.", None),
+        ("### 18", None),
+        ("it is ####", ""),
+    ],
+}
+CASES = [(form, *case) for form, cases in ENDS.items() for case in cases]
+
+
+@pytest.mark.parametrize(("form", "text", "answer"), CASES)
+def test_a_form_finds_the_answer_in_what_such_models_write(form, text, answer):
+    assert reward.ANSWERS[form](text) == answer
+
+
+def graded(form, pairs):
+    """The rewards of pairs (response, label) that all ended by themselves."""
+    with reward.Grader(2, form) as grader:
+        for key, (text, label) in enumerate(pairs):
+            grader.submit(key, text, "stop", label)
+        return list(grader.results().values())
+
+
+# How a right response to a problem of GSM8K ends in each form, with the label's number in it.
+GSM8K_WAYS = {
+    "orz": ["{work}</think> <answer> \\boxed{{{label}}} </answer>"],
+    "boxed_anywhere": ["{work}\nThe answer is $\\boxed{{{label}}}$.", "\\boxed{{\\${label}.00}}"],
+    "last_number": ["{work}\nThe answer is {label}.", "So it is ${label:,} in all.", "{work}"],
+    "hashes": ["{work}", "{work}\n#### ${label:,}", "Adding up:\n#### {label} dollars\n\nDone."],
+}
+
+
+@needs_data
+@pytest.mark.parametrize("form", GSM8K_WAYS)
+def test_known_answers_of_gsm8k_in_every_form(form):
+    """The data set's own solutions are responses of a model that was trained on it: they end with
+    #### and the answer. Each response is right for its own problem and wrong for the next one."""
+    lines = (DATA / "gsm8k_test200.jsonl").read_text().splitlines()
+    problems = reward.load_problems(str(DATA / "gsm8k_test200.jsonl"), "plain")
+    right = []
+    for line, problem in zip(lines, problems, strict=True):
+        work = json.loads(line)["answer"]
+        number = int(problem.label.replace(",", ""))
+        for way in GSM8K_WAYS[form]:
+            right.append((way.format(work=work, label=number), problem.label))
+    assert graded(form, right) == [1.0] * len(right)
+    following = right[1:] + right[:1]
+    wrong = [(text, label) for (text, own), (_, label) in zip(right, following) if own != label]
+    assert len(wrong) > 150
+    assert not any(graded(form, wrong))
+
+
+@needs_data
+def test_known_answers_of_math500_in_a_box():
+    """In ORZ's form the same box must stand in an answer block."""
+    problems = reward.load_problems(str(DATA / "math500.json"), "plain")
+    boxes = [f"Hence the answer is $\\boxed{{{problem.label}}}$." for problem in problems]
+    labels = [problem.label for problem in problems]
+    assert graded("boxed_anywhere", zip(boxes, labels)) == [1.0] * 500
+    assert graded("orz", zip(boxes, labels)) == [0.0] * 500
+    blocks = [f"so </think> <answer> {box} </answer>" for box in boxes]
+    assert graded("orz", zip(blocks, labels)) == [1.0] * 500
 
 
 # ---- equality -----------------------------------------------------------------------------------
@@ -358,6 +467,18 @@ def test_is_equiv_works_in_threads():
 
 
 # ---- grading ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", reward.ANSWERS)
+def test_submit_says_whether_the_response_holds_an_answer(form):
+    """A wrong one is one too; one of a response that was cut is none."""
+    with reward.Grader(1, form) as grader:
+        ends = ["</think><answer>\\boxed{7}</answer>\n#### 7", "I do not know</answer>", "####"]
+        ends.append("<answer>\\boxed{}</answer>")
+        found = [grader.submit(end, end, "stop", "8") for end in ends]
+        assert found == [True, False, False, False]
+        assert grader.submit("cut", ends[0], "length", "7") is False
+        assert not any(grader.results().values())
 
 
 def test_reward_needs_a_stop_an_answer_and_equality():

@@ -113,6 +113,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollout")
     model = maker.make_model(folder / "model", max_position_embeddings=512)
     flags = {"model": model, "max_len": 512, "packing_max_len": 512, "temperature": 0.7}
+    flags["answer"] = "last_number"
     return run_worker(folder / "found.json", env={"LOCAL_WORLD_SIZE": "2"}, **flags)
 
 
@@ -203,6 +204,7 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(found):
 def test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each(found):
     """Although vLLM says LOCAL_WORLD_SIZE=1 afterwards."""
     assert found["workers"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert found["form"] == "last_number", "--answer"
 
 
 def test_a_rollout_answers_in_the_order_of_its_requests(found):
@@ -211,7 +213,7 @@ def test_a_rollout_answers_in_the_order_of_its_requests(found):
     assert found["sampled"] == together, "what the sampler alone gives"
     assert found["phases"] == ["rollout", "reward", "gather"]
     assert found["numbers"] == {"reward_lost": 0, "seconds_waited": 0.0}
-    assert "repetition" in found["text metrics"]
+    assert {"repetition", "answered"} <= set(found["text metrics"])
 
 
 def test_a_signal_ends_a_rollout(found):
@@ -233,6 +235,7 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
     def submit(position, text, reason, label):
         assert label == requests[position].problem.label, "else it is graded by another's"
         handed_on.append(position)
+        return position % 2 == 0
 
     def generate(share, stopped, logprobs):
         asked.extend(share)
@@ -252,7 +255,7 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
     assert sorted(mine) == sorted(handed_on)
     for position, sample in mine.items():
         assert sample.request is requests[position]
-        assert sample.text_metrics == {"words": 1}
+        assert sample.text_metrics == {"words": 1, "answered": position % 2 == 0}
     return asked, handed_on
 
 

@@ -153,6 +153,56 @@ def test_too_long_prompts_are_left_out_aloud(process_group, tiny, tmp_path, caps
         train.read_problems(reward, [str(path)], train.Config(prompt_max_len=1), tokenizer)
 
 
+CHAT = """{% for message in messages %}<|{{ message.role }}|>
+{{ message.content | trim }}<end>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+<think>
+{% endif %}"""
+
+
+def chat_tokenizer(template=CHAT):
+    tokenizer = maker.make_text_tokenizer(512)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
+@pytest.mark.parametrize("system", [None, "Give the answer behind ####."])
+def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, system):
+    """The question is a user's turn, and the model's turn has begun: with a thinking tag, if the
+    template ends with one. The ids are those that transformers itself would feed a model."""
+    tokenizer = chat_tokenizer()
+    cfg = train.Config(template="chat", system=system)
+    path = str(DATA / "gsm8k_test200.jsonl")
+    problems = train.read_problems(reward, [path], cfg, tokenizer)
+    assert len(problems) == 200
+    turns = [{"role": "system", "content": system}] if system else []
+    for problem in problems:
+        chat = [*turns, {"role": "user", "content": problem.question}]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        assert problem.prompt_ids == tokenizer.apply_chat_template(chat, **options)
+    assert problems[0].prompt.startswith("<|system|>\nGive" if system else "<|user|>\nJanet")
+    assert problems[0].prompt.endswith("farmers' market?<end>\n<|assistant|>\n<think>\n")
+    assert problems[0].label == "18"
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        pytest.param(None, "chat_template is not set", id="none"),
+        pytest.param("{{ raise_exception('no system, please') }}", "no system", id="raises"),
+        pytest.param("{% if %}", "Expected an expression", id="broken"),
+    ],
+)
+def test_a_chat_that_cannot_be_made_is_one_line(process_group, tiny, template, words):
+    """A base model's tokenizer has no template, and some templates take no system text."""
+    cfg = train.Config(model="base", template="chat", system="Be brief.")
+    with pytest.raises(UserError, match=f"--template chat: base: .*{words}") as error:
+        train.read_problems(reward, [tiny["data"]], cfg, chat_tokenizer(template))
+    assert str(error.value).endswith("; give another --template")
+    assert "\n" not in str(error.value)
+
+
 def test_a_problem_s_index_is_its_own_over_several_files(process_group, tiny):
     """It is the key under which the levers remember a problem."""
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
@@ -208,6 +258,18 @@ def test_a_task_is_reward_py_or_a_file_in_tasks():
         assert hasattr(task, name)
     with pytest.raises(UserError, match="--reward essay: neither math nor"):
         train.find_task(train.Config(reward="essay"))
+
+
+def test_an_answer_form_is_one_of_the_task_s():
+    for form in ("orz", "boxed_anywhere", "last_number", "hashes"):
+        train.find_task(train.Config(answer=form))
+    forms = "orz or boxed_anywhere or last_number or hashes"
+    with pytest.raises(UserError, match=f"^--answer boxes: choose {forms}$"):
+        train.find_task(train.Config(answer="boxes"))
+    for task in ("code", "countdown"):
+        train.find_task(train.Config(reward=task))
+        with pytest.raises(UserError, match="^--answer hashes: choose orz$"):
+            train.find_task(train.Config(reward=task, answer="hashes"))
 
 
 def test_steps_are_counted_from_the_passes():
@@ -327,7 +389,7 @@ def one_rank(untied, tmp_path_factory):
 NAMES = """reward pass_at_n truncated response_length total_length repetition reflection
     advantage advantage_abs return critic_loss critic_values critic_grad_norm critic_lr policy_loss
     entropy policy_grad_norm policy_lr kl ratio clipfrac approx_kl seconds_rollout seconds_policy
-    tokens_per_second memory_rollout memory_policy reward_lost seconds_waited"""
+    tokens_per_second memory_rollout memory_policy reward_lost seconds_waited answered"""
 
 
 def test_a_run_writes_everything(one_rank):
