@@ -54,6 +54,65 @@ def test_flags_are_those_of_training():
         evaluate.read_flags(["model", "--data", "a.json", "--temprature", "0.6"])
 
 
+def test_the_tool_has_a_distribution_of_its_own():
+    """As tables are made: k samples at a temperature, or the one greedy response."""
+    argv = ["model", "--data", "a.json"]
+    cfg = evaluate.read_flags(argv)
+    assert (cfg.eval_n, cfg.eval_temperature, cfg.eval_top_p) == (1, 1, 1)
+    cfg = evaluate.read_flags([*argv, "--greedy"])
+    assert (cfg.eval_n, cfg.eval_temperature, cfg.eval_top_p) == (1, 0, 1)
+    assert evaluate.read_flags([*argv, "--temperature", "0"]).eval_temperature == 0
+    assert evaluate.read_flags([*argv, "--n", "4"]).temperature == 1, "the training's"
+    with pytest.raises(UserError, match="^--n 4: greedy responses are all alike"):
+        evaluate.read_flags([*argv, "--n", "4", "--greedy"])
+    with pytest.raises(UserError, match="^--greedy, --temperature: give one"):
+        evaluate.read_flags([*argv, "--greedy", "--temperature", "0.6"])
+
+
+ORZ_HALF = "/models/Open-Reasoner-Zero-0.5B"
+
+
+@pytest.mark.parametrize(
+    "model, flags, line, said",
+    [
+        (ORZ_HALF, ["--n", "16"], ("math500", 500), ["31.0 published", "names are the same"]),
+        (
+            "Open-Reasoner-Zero/Open-Reasoner-Zero-7B",
+            ["--n", "4", "--temperature", "0.6"],
+            ("aime2024", 30),
+            ["17.9 published", "other settings: n 4 (theirs 16), temperature 0.6 (theirs 1.0)"],
+        ),
+        (
+            "Qwen/Qwen2.5-0.5B",
+            ["--greedy"],
+            ("gsm8k_test200", 200),
+            ["36.7 published", "SimpleRL", "other settings: problems 200 (theirs 1319)"],
+        ),
+        ("Qwen/Qwen2.5-0.5B-Instruct", ["--n", "8"], ("gsm8k:main-test", 1319), ["30.2", "49.6"]),
+        (ORZ_HALF, [], ("train", 500), []),
+        ("Open-Reasoner-Zero-0.5B-mine", [], ("math500", 500), []),
+    ],
+)
+def test_a_published_figure_stands_beside_ours(model, flags, line, said):
+    """With the settings that differ, or it would be taken for the same measurement."""
+    cfg = evaluate.read_flags([model, "--data", "a.json", *flags])
+    line = dict(zip(("set", "problems"), line)) | {"accuracy": 0.3021, "stderr": 0.012}
+    texts = [evaluate.compare(x, line, cfg) for x in evaluate.published_for(line, cfg)]
+    assert len(texts) == len([words for words in said if words[0].isdigit()])
+    assert all(words in " ".join(texts) for words in said)
+    assert all(f"{line['set']}: 30.2 +- 1.2 here" in text for text in texts)
+
+
+def test_the_published_figures_are_those_of_the_field():
+    """Each names a set that is known, flags that there are, and a source."""
+    flags = vars(evaluate.train.Config())
+    for figure in evaluate.PUBLISHED:
+        assert figure.set in evaluate.SETS and set(figure.settings) <= set(flags)
+        assert 0 < figure.accuracy < 100 and figure.source
+    places = [(figure.model, figure.set, figure.source) for figure in evaluate.PUBLISHED]
+    assert len(set(places)) == len(places)
+
+
 def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, sets, tmp_path):
     flags = {"eval_n": 2, "eval_temperature": 0.7, "eval_top_p": 0.9}
     run = tmp_path / "run"
@@ -78,6 +137,10 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, sets, tmp_path)
     assert result["config"]["eval_temperature"] == 0.7
     assert "torch" in result["versions"]
     assert result["wall_seconds"] > 0
+    # A random model knows no form of answers.
+    (remark,) = [text for text in result["remarks"] if text.startswith("larger: ")]
+    assert "no response has an answer in the form of --reward math and --answer orz" in remark
+    assert remark in screen
     table = screen.splitlines()
     assert "pass@2" in table[0]
     assert [line.split()[0] for line in table[1:3]] == ["eval", "larger"]

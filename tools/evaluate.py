@@ -3,20 +3,26 @@
     python tools/evaluate.py MODEL --data FILE [FILE ...] [--n 16] [--out FOLDER] [FLAGS]
 
 MODEL comes first. It is a folder, such as RUN/policy, or a name of the Hugging Face hub. --n is the
-number of samples of each problem. FLAGS are train.py's, for example --temperature 0.6, --top_p,
---template, --reward, --stop, --generate_max_len, --max_len, --seed and --bf16. The numbers are what
-train.py finds with the same flags before its first step.
+number of samples of each problem. They are drawn at --temperature 1 and --top_p 1 if nothing else
+is given; --greedy takes the likeliest tokens instead, once. FLAGS are train.py's, for example
+--template, --system, --answer, --reward, --stop, --generate_max_len, --max_len, --seed and --bf16.
+The numbers are what train.py finds with the same flags before its first step.
 
-FOLDER, which is out/evaluate if none is given, gets result.json (the numbers of the sets, all
-flags, versions, wall seconds), eval_samples.jsonl with every answer, and run.log. Under
-`accelerate launch` the ranks share the samples.
+Where PUBLISHED below has a figure for that model and set, it is printed beside ours with the
+settings that differ. Both go by their names: the folder's last part, and the file's.
+
+FOLDER, which is out/evaluate if none is given, gets result.json (the numbers of the sets, what is
+printed below them, all flags, versions, wall seconds), eval_samples.jsonl with every answer, and
+run.log. Under `accelerate launch` the ranks share the samples.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 # It must be set before torch is imported: spinning OpenMP threads would slow the graders down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -30,6 +36,90 @@ from lib import check, metrics, report
 from lib.common import Signals, Stopped, UserError, print0, start_distributed, tell_once
 from rollout import Rollout
 
+# ---- what others have measured ---------------------------------------------------------------
+
+
+class Published(NamedTuple):
+    model: str  # the last part of its name
+    set: str  # a key of SETS
+    accuracy: float  # %
+    # Flags of train.py with the values that were used, as far as the source tells them.
+    settings: dict
+    source: str
+
+
+# By which names the files of a set are known, and how many problems it has.
+SETS = {
+    "MATH500": (r"math[-_]?500", 500),
+    "AIME 2024": (r"aime[-_]?(20)?24", 30),
+    "AIME 2025": (r"aime[-_]?(20)?25", 30),
+    "GPQA diamond": (r"gpqa[-_]?diamond", 198),
+    "GSM8K": (r"gsm[-_]?8k", 1319),
+}
+ORZ = {"eval_n": 16, "eval_temperature": 1.0, "template": "orz", "answer": "orz"}
+GREEDY = {"eval_n": 1, "eval_temperature": 0.0}
+CHAT = {"eval_n": 8, "template": "chat", "answer": "hashes", "generate_max_len": 512}
+ORZ_PAPER = "Open-Reasoner-Zero, arXiv 2503.24290, table 4"
+SIMPLE_RL = "SimpleRL-Zoo, github.com/hkust-nlp/simpleRL-reason, README, before training"
+STACKS = "github.com/chrisjmccormick/stacks, qwen-gsm8k, verl 0.8.0, before training"
+VERL = "Qwen's own figure in verl's docs/algo/baseline.md, settings not stated"
+PUBLISHED = [
+    Published("Open-Reasoner-Zero-0.5B", "MATH500", 31.0, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-0.5B", "AIME 2024", 1.0, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-0.5B", "AIME 2025", 0.2, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-0.5B", "GPQA diamond", 12.1, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-1.5B", "MATH500", 58.0, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-1.5B", "AIME 2024", 3.5, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-1.5B", "AIME 2025", 1.0, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-1.5B", "GPQA diamond", 16.8, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-7B", "MATH500", 81.4, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-7B", "AIME 2024", 17.9, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-7B", "AIME 2025", 15.6, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-7B", "GPQA diamond", 36.6, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-32B", "MATH500", 92.2, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-32B", "AIME 2024", 48.1, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-32B", "AIME 2025", 36.0, ORZ, ORZ_PAPER),
+    Published("Open-Reasoner-Zero-32B", "GPQA diamond", 55.5, ORZ, ORZ_PAPER),
+    Published("Qwen2.5-0.5B", "GSM8K", 36.7, GREEDY, SIMPLE_RL),
+    Published("Qwen2.5-1.5B", "GSM8K", 55.7, GREEDY, SIMPLE_RL),
+    Published("Qwen2.5-7B", "GSM8K", 88.2, GREEDY, SIMPLE_RL),
+    Published("Qwen2.5-0.5B", "MATH500", 15.8, GREEDY, SIMPLE_RL),
+    Published("Qwen2.5-1.5B", "MATH500", 29.6, GREEDY, SIMPLE_RL),
+    Published("Qwen2.5-7B", "MATH500", 64.6, GREEDY, SIMPLE_RL),
+    Published("Qwen2.5-0.5B-Instruct", "GSM8K", 30.2, CHAT, STACKS),
+    Published("Qwen2.5-0.5B-Instruct", "GSM8K", 49.6, {}, VERL),
+]
+
+
+def published_for(line: dict, cfg: train.Config) -> list[Published]:
+    """The figures of this model on this set, which are told by their names."""
+    found = []
+    model = Path(cfg.model).name.lower()
+    for figure in PUBLISHED:
+        pattern, _ = SETS[figure.set]
+        if figure.model.lower() == model and re.search(pattern, line["set"].lower()):
+            found.append(figure)
+    return found
+
+
+def compare(figure: Published, line: dict, cfg: train.Config) -> str:
+    """A published figure beside ours, in one line."""
+    ours = {**vars(cfg), "problems": line["problems"]}
+    theirs = {**figure.settings, "problems": SETS[figure.set][1]}
+    differ = []
+    for name, value in theirs.items():
+        if ours[name] != value:
+            differ.append(f"{name.removeprefix('eval_')} {ours[name]} (theirs {value})")
+    settings = "the settings that it names are the same"
+    if differ:
+        settings = "other settings: " + ", ".join(differ)
+    accuracy = f"{100 * line['accuracy']:.1f} +- {100 * line['stderr']:.1f}"
+    beside = f"{line['set']}: {accuracy} here, {figure.accuracy} published"
+    return f"{beside} ({figure.source}); {settings}"
+
+
+# ---- the evaluation --------------------------------------------------------------------------
+
 
 def read_flags(argv: list[str]) -> train.Config:
     """The flags of this file, which come first, and those of train.py. Raises UserError."""
@@ -41,11 +131,23 @@ def read_flags(argv: list[str]) -> train.Config:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE")
     parser.add_argument("--n", default="1")
+    # They are the evaluation's own; train.py has a temperature of training beside it.
+    parser.add_argument("--temperature")
+    parser.add_argument("--top_p", default="1.0")
+    parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--out", default="out/evaluate", metavar="FOLDER")
     args, others = parser.parse_known_args(argv)
     own = ["--model", args.model, "--eval_n", args.n, "--run_dir", args.out]
     own += ["--data", *args.data, "--eval_data", *args.data]
-    return train.parse_flags([*own, *others])
+    temperature = args.temperature or "1.0"
+    if args.greedy:
+        check.require(not args.temperature, "--greedy, --temperature: give one of the two")
+        temperature = "0"
+    own += ["--eval_temperature", temperature, "--eval_top_p", args.top_p]
+    cfg = train.parse_flags([*own, *others])
+    is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
+    check.require(is_useful, f"--n {cfg.eval_n}: greedy responses are all alike, so draw 1")
+    return cfg
 
 
 class Results:
@@ -55,6 +157,7 @@ class Results:
         self.folder = folder
         self.cfg = cfg
         self.sets = []
+        self.remarks = []
         # What an evaluation before this one has left would be taken for this one's.
         if dist.get_rank() == 0:
             for name in ("result.json", "eval_samples.jsonl"):
@@ -63,6 +166,13 @@ class Results:
     def evaluation(self, name: str, samples: list, step: int) -> None:
         line = {"step": step, "set": name} | metrics.of_evaluation(samples, self.cfg.eval_n)
         self.sets.append(line)
+        for figure in published_for(line, self.cfg):
+            self.remarks.append(compare(figure, line, self.cfg))
+        if not any(sample.text_metrics["answered"] for sample in samples):
+            ends = [sample.text[-300:] for sample in samples[:: self.cfg.eval_n][:3]]
+            form = f"--reward {self.cfg.reward} and --answer {self.cfg.answer}"
+            text = f"{name}: no response has an answer in the form of {form}"
+            self.remarks.append(f"{text}; three of them end so: {ends}")
         if dist.get_rank() > 0:
             return
         with open(self.folder / "eval_samples.jsonl", "a", encoding="utf-8") as file:
@@ -70,7 +180,12 @@ class Results:
                 file.write(json.dumps(report.describe(sample, step, name)) + "\n")
 
     def write(self) -> None:
-        result = {"sets": self.sets, "config": vars(self.cfg), "world": dist.get_world_size()}
+        result = {
+            "sets": self.sets,
+            "remarks": self.remarks,
+            "config": vars(self.cfg),
+            "world": dist.get_world_size(),
+        }
         result["versions"] = report.versions()
         result["wall_seconds"] = metrics.since_start()
         if dist.get_rank() == 0:
@@ -120,7 +235,7 @@ def main(cfg: train.Config, world: int, store) -> None:
     finally:
         rollout.grader.close()
     results.write()
-    print0(results.table())
+    print0("\n".join([results.table(), *results.remarks]))
     print0(f"everything is in {folder}")
 
 
