@@ -492,11 +492,12 @@ def export(out, model, weights, tokenizer):
 
 
 def write_export(out, model, weights, tokenizer):
-    head = weights.pop("value_head.weight", None)
+    names = [name for name in weights if name.startswith("value_head.")]
+    head = {name: weights.pop(name) for name in names}
     # The usual form names a tied head once, as the embedding.
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     model.save_pretrained(out, state_dict=weights)
     tokenizer.save_pretrained(out)
-    if head is not None:
-        save_file({"value_head.weight": head}, out / "value_head.safetensors")
+    if head:
+        save_file(head, out / "value_head.safetensors")

@@ -441,6 +441,12 @@ def train_critic(critic, batch: Batch, cfg, step):
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
     """Takes one optimizer step over all samples, so the ratio is 1 and a clip would do nothing."""
+    # At the start the critic learns alone (ORZ's freezing_actor_steps). The rate and its end are
+    # counted from the policy's own first step.
+    step -= cfg.critic_warmup_steps
+    total_steps -= cfg.critic_warmup_steps
+    if step < 0:
+        return {}
     lr = learning_rate(cfg.actor_learning_rate, cfg.num_warmup_steps, step, cfg.lr_end, total_steps)
     # A sample without a gradient does not pass through the model, but its tokens still count.
     denominator = int(batch.length.sum())

@@ -39,10 +39,6 @@ TEMPLATES: dict[str, str] = {
     "chat": "{question}",
 }
 
-NUMERAL = re.compile(
-    r"(?:(?<![\w)\]}])[-−]\$?)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
-)
-
 # The ways in which a worker is lost.
 LOSSES = ("cpu_timeouts", "wall_timeouts", "crashes")
 
@@ -179,7 +175,8 @@ def last_number(text):
 
     A minus behind a digit, a letter or a bracket is an operation. Of 1/2 this is the 2.
     """
-    numerals = NUMERAL.findall(text)
+    minus = r"(?:(?<![\w)\]}])[-−]\$?)?"
+    numerals = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
     if numerals:
         return numerals[-1]
     return None

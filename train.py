@@ -81,6 +81,8 @@ class Learning:
     # ---- learning
     estimator: str = "gae"  # gae (PPO with critic) or one of ppo.ESTIMATORS without, as grpo
     pass_k: int = 4  # of pass_at_k: the responses of which one should be right
+    critic: str | None = None  # a folder of body and value head to start from; absent: the model
+    critic_warmup_steps: int = 0  # steps at the start in which the critic learns alone
     loss_mean: str = "token"  # which weigh alike; sequence: samples; constant: / generate_max_len
     gamma: float = 1.0  # with lambd 1 the advantage is R - V; a gamma below 1 favours short answers
     lambd: float = 1.0  # GAE's lambda; below 1 advantages are calmer, and biased
@@ -175,23 +177,27 @@ def demo_flags(cfg, argv):
     return parse_flags([*shlex.split(flags), *argv])
 
 
-def read_tokenizer(cfg):
-    """The model's tokenizer, once its config has passed. Raises UserError."""
-    config = check.read_config(cfg.model)
+def read_tokenizer(cfg, flag="model"):
+    """The model's tokenizer, once its config has passed, and the critic's. Raises UserError."""
+    folder = getattr(cfg, flag)
+    config = check.read_config(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model {cfg.model} has no tokenizer: {one_line(error)}") from error
+        raise UserError(f"--{flag} {folder} has no tokenizer: {one_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"--model {cfg.model}: its tokenizer has no eos token, so no response could end; set "
+            f"--{flag} {folder}: its tokenizer has no eos token, so no response could end; set "
             "eos_token in tokenizer_config.json"
         )
     longest = getattr(config, "max_position_embeddings", None)
     if longest and cfg.max_len > longest:
         raise UserError(
-            f"--max_len {cfg.max_len}: prompt and response exceed the model's {longest} positions"
+            f"--max_len {cfg.max_len}: prompt and response exceed the {flag}'s {longest} positions"
         )
+    if flag == "model" and cfg.critic:
+        is_same = read_tokenizer(cfg, "critic").get_vocab() == tokenizer.get_vocab()
+        check.require(is_same, f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}")
     return tokenizer
 
 
@@ -207,14 +213,15 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
         for path in paths:
             name, options = parse_path(path, split)
             problems += task.load_problems(name, cfg.template, tokenizer.bos_token or "", **options)
-        if cfg.template == "chat":
-            problems = [as_chat(problem, tokenizer, cfg) for problem in problems]
     except UserError as error:
         # Perhaps it is in this machine's file alone, and the other ranks must hear of it.
         wrong = error
     where = " ".join(paths)
     check.check_same({f"hash of the problems in {where}": problems_hash(problems)}, wrong)
-    prompts = tokenizer([problem.prompt for problem in problems], add_special_tokens=False)
+    texts = [problem.prompt for problem in problems]
+    if cfg.template == "chat":
+        texts = [as_chat(text, tokenizer, cfg) for text in texts]
+    prompts = tokenizer(texts, add_special_tokens=False)
     kept = []
     for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
         if 0 < len(ids) <= cfg.prompt_max_len:
@@ -226,19 +233,18 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
     return kept
 
 
-def as_chat(problem, tokenizer, cfg):
-    """The problem with its prompt as a user's turn in the tokenizer's own chat template."""
-    turns = [{"role": "user", "content": problem.prompt}]
-    if cfg.system is not None:
-        turns.insert(0, {"role": "system", "content": cfg.system})
+def as_chat(text, tokenizer, cfg):
+    """The text as a user's turn in the tokenizer's own chat template. Raises UserError."""
+    turns = [{"role": "user", "content": text}]
+    if cfg.system:
+        turns = [{"role": "system", "content": cfg.system}, *turns]
     try:
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     # A chat template is a program of the model's author.
     except Exception as error:
         raise UserError(
             f"--template chat: {cfg.model}: {one_line(error)}; give another --template"
         ) from error
-    return dataclasses.replace(problem, prompt=prompt)
 
 
 def parse_path(path, split):

@@ -80,10 +80,6 @@ def check_batch(cfg, world):
             f"--estimator {cfg.estimator} needs at least {least}, and less than "
             f"--n_samples_per_prompt {samples}",
         ),
-        "critic_lambd": (
-            cfg.critic_lambd is None or cfg.estimator == "gae",
-            f"--estimator {cfg.estimator} has no critic",
-        ),
         "prompt_max_len": (
             cfg.prompt_max_len < cfg.max_len,
             f"leaves no room for a response in --max_len {cfg.max_len}: lower the one or raise "
@@ -95,6 +91,10 @@ def check_batch(cfg, world):
         ),
     }
     require_all(cfg, table)
+    for name in ("critic", "critic_lambd", "critic_warmup_steps"):
+        is_default = getattr(cfg, name) == getattr(type(cfg), name)
+        advice = f"--estimator {cfg.estimator} has no critic"
+        require_all(cfg, {name: (is_default or cfg.estimator == "gae", advice)})
 
 
 def check_sampling(cfg):
@@ -171,7 +171,7 @@ def read_config(model):
         config = AutoConfig.from_pretrained(model)
         check_architecture(config)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model {model} cannot be used: {one_line(error)}") from error
+        raise UserError(f"--model, --critic: {model} cannot be used: {one_line(error)}") from error
     return config
 
 
@@ -216,5 +216,7 @@ def needed_bytes(cfg, present):
     count = 1
     if cfg.keep_last > 0:
         count = max(1, cfg.keep_last + 1 - present)
-    models = 2 if cfg.estimator == "gae" else 1
-    return count * models * 16 * count_parameters(read_config(cfg.model))
+    parameters = count_parameters(read_config(cfg.model))
+    if cfg.estimator == "gae":
+        parameters += count_parameters(read_config(cfg.critic or cfg.model))
+    return count * 16 * parameters

@@ -5,6 +5,7 @@ Shapes: R packed rows, L row length, T response tokens, H hidden.
 
 import contextlib
 import functools
+import glob
 import math
 import os
 import sys
@@ -17,12 +18,16 @@ os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+from lib.common import UserError, one_line
 from lib.head import ChunkedHead
 
+# What a value head is called on disk: by us and by ORZ, and in a token classifier.
+HEADS = {"value_head.weight", "value_head.bias", "score.weight", "score.bias"}
 ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
@@ -43,16 +48,16 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """A full separate body and a linear head H -> 1 without bias.
+    """A full separate body and a linear head H -> 1, without bias unless --critic has one.
 
-    The head is drawn from N(0, std 1 / (H + 1)), as in ORZ's code; its paper says otherwise.
+    A new head is drawn from N(0, std 1 / (H + 1)), as in ORZ's code; its paper says otherwise.
     """
 
-    def __init__(self, model, seed):
+    def __init__(self, model, seed, bias=False):
         super().__init__()
         self.model = model
         hidden_size = model.config.hidden_size
-        self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=model.dtype)
+        self.value_head = nn.Linear(hidden_size, 1, bias, dtype=model.dtype)
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1)  # (1, H)
         self.value_head.weight.data.copy_(weight)
@@ -98,13 +103,15 @@ def engine_config(cfg, stage):
     }
 
 
-def load_body(cfg, auto_class):
-    """The model folder's weights in the training dtype, with dropout off."""
+def load_body(cfg, auto_class, folder=None):
+    """The weights of a folder, or of --model, in the training dtype, with dropout off."""
     if cfg.zero_stage == 3:
         # While this object lives, from_pretrained shards: no rank holds a whole model.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    model = auto_class.from_pretrained(cfg.model, dtype=dtype, attn_implementation=cfg.attention)
+    model = auto_class.from_pretrained(
+        folder or cfg.model, dtype=dtype, attn_implementation=cfg.attention
+    )
     # A dropped unit would break ratio = 1. Attention layers hold a number that they pass on.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -177,9 +184,34 @@ def make_policy(cfg, **options) -> Engine:
 
 
 def make_critic(cfg, **options) -> Engine:
-    """The critic starts from the base model's body."""
-    critic = Critic(load_body(cfg, AutoModel), cfg.seed)
+    """The critic starts from the base model's body and a new head, or whole from --critic.
+
+    Raises UserError where no head in that folder fits its body.
+    """
+    head = read_head(cfg.critic)
+    critic = Critic(load_body(cfg, AutoModel, cfg.critic), cfg.seed, "bias" in head)
+    if cfg.critic:
+        try:
+            critic.value_head.load_state_dict(head)
+        except RuntimeError as error:
+            raise UserError(
+                f"--critic {cfg.critic} has no value head of one number that fits its body, in "
+                f"value_head.safetensors or beside the body: {one_line(error)}"
+            ) from error
     return Engine("critic", critic, cfg, cfg.critic_learning_rate, **options)
+
+
+def read_head(folder):
+    """The tensors of a critic's value head: `weight`, and perhaps `bias`.
+
+    They have a file of their own (ours), or lie beside the body (those that others published).
+    """
+    head = {}
+    for path in glob.glob(f"{folder}/*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in HEADS.intersection(file.keys()):
+                head[name.rpartition(".")[2]] = file.get_tensor(name)
+    return head
 
 
 def make_reference(cfg) -> Engine:

@@ -146,9 +146,11 @@ class RunLog:
         self.track(line, step)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         if step == 1 and not (line.get("answered") or line["reward"]):
-            shown = [sample.text[-300:] for sample in samples[:3]]
-            form = f"--reward {self.cfg.reward} and --answer {self.cfg.answer}"
-            warn(f"no response has an answer in the form of {form}; three of them end so: {shown}")
+            ends = [sample.text[-300:] for sample in samples[:3]]
+            warn(
+                f"no response has an answer in the form of --reward {self.cfg.reward} and "
+                f"--answer {self.cfg.answer}; three of them end so: {ends}"
+            )
         reward = f"step {step}  reward {line['reward']:.3f}"
         length = f"length {line['response_length']:.1f}"
         print(reward, length, *phases, f"{line['seconds']:.1f} s", sep="  ")

@@ -14,6 +14,7 @@ import ppo
 from lib import common
 
 cfg = SimpleNamespace(
+    critic_warmup_steps=0,
     seed=1,
     packing_max_len=64,
     micro_train_batch_size=1,

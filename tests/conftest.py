@@ -143,6 +143,23 @@ def tiny(tmp_path_factory):
     }
 
 
+@pytest.fixture(scope="session")
+def other_critic(tmp_path_factory):
+    """A smaller critic than `tiny`'s model, as a token classifier of one label; its head has a
+    bias, and its tokenizer is the same."""
+    import tiny as maker
+    from transformers import Qwen2ForTokenClassification
+
+    folder = tmp_path_factory.mktemp("critic")
+    maker.make_model(folder, hidden=32, layers=1, seed=7)
+    critic = Qwen2ForTokenClassification.from_pretrained(folder, num_labels=1)
+    with torch.no_grad():
+        critic.score.weight.copy_(torch.linspace(-1, 1, 32))
+        critic.score.bias.fill_(0.25)
+    critic.save_pretrained(folder)
+    return str(folder)
+
+
 def equal_runs(a: Path, b: Path) -> None:
     assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
     assert (a / "eval.jsonl").read_text() == (b / "eval.jsonl").read_text()

@@ -639,6 +639,20 @@ MUTANTS = [
         "worse = torch.minimum(",
         of("ppo", "test_step_on_one_rank[zero0]"),
     ),
+    Mutant(
+        "the policy learns while the critic warms up",
+        "ppo.py",
+        "    if step < 0:\n        return {}\n",
+        "",
+        of("ppo", "test_the_critic_warms_up_alone"),
+    ),
+    Mutant(
+        "the policy's rate is counted from the run's first step",
+        "ppo.py",
+        "num_warmup_steps, step, cfg.lr_end, total_steps)",
+        "num_warmup_steps, step + cfg.critic_warmup_steps, cfg.lr_end, total_steps)",
+        of("ppo", "test_the_critic_warms_up_alone"),
+    ),
     # ---- lib/head.py
     Mutant(
         "backward forgets the temperature",
@@ -703,6 +717,31 @@ MUTANTS = [
         "if isinstance(engine.module, Policy) and model.config.tie_word_embeddings:",
         "if False:",
         of("models", "test_named_weights_are_a_hugging_face_state_dict"),
+    ),
+    Mutant(
+        "a given critic keeps the base model's body",
+        "lib/models.py",
+        "load_body(cfg, AutoModel, cfg.critic)",
+        "load_body(cfg, AutoModel)",
+        of("models", "test_a_critic_starts_from_a_folder"),
+    ),
+    Mutant(
+        "a given critic has a new head",
+        "lib/models.py",
+        "            critic.value_head.load_state_dict(head)\n",
+        "            pass\n",
+        of(
+            "models",
+            "test_a_critic_starts_from_a_folder",
+            "test_a_folder_without_a_head_that_fits_is_one_line",
+        ),
+    ),
+    Mutant(
+        "a head's bias is not exported",
+        "ckpt.py",
+        'if name.startswith("value_head.")]',
+        'if name == "value_head.weight"]',
+        of("models", "test_a_critic_starts_from_a_folder"),
     ),
     # ---- lib/metrics.py
     Mutant(

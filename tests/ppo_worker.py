@@ -47,6 +47,8 @@ def config(model="", **overrides) -> SimpleNamespace:
         "critic_learning_rate": LR,
         "num_warmup_steps": 1,
         "lr_end": None,
+        "critic": None,
+        "critic_warmup_steps": 0,
         "critic_update_steps": 1,
         "packing_max_len": 64,
         "micro_train_batch_size": 2,

@@ -35,6 +35,7 @@ def test_a_good_config_is_accepted(tiny):
     check.check_config(config(tiny, lambd=0.95, critic_lambd=1, loss_mean="constant"), 2, CHOICES)
     check.check_config(config(tiny, estimator="pass_at_k", pass_k=3), 2, CHOICES)
     check.check_config(config(tiny, estimator="negative", n_samples_per_prompt=1), 2, CHOICES)
+    check.check_config(config(tiny, critic="x", critic_warmup_steps=3), 2, CHOICES)
     check.check_config(config(tiny, template="chat", system="Be brief."), 2, CHOICES)
     check.check_config(config(tiny, keep_last=0, max_steps=0, log_samples=0, gamma=0), 4, CHOICES)
 
@@ -85,6 +86,12 @@ REFUSED = [
         ["--first_stage 2", "pass_at_k", "at least 3"],
     ),
     ({"estimator": "grpo", "critic_lambd": 1}, ["--critic_lambd 1", "grpo has no critic"]),
+    ({"estimator": "grpo", "critic": "x"}, ["--critic x", "grpo has no critic"]),
+    (
+        {"estimator": "rloo", "critic_warmup_steps": 2},
+        ["--critic_warmup_steps 2", "rloo has no critic"],
+    ),
+    ({"critic_warmup_steps": -1}, ["--critic_warmup_steps -1", "at least 0"]),
     ({"first_stage": 4}, ["--first_stage 4", "--n_samples_per_prompt 4"]),
     ({"first_stage": 1, "estimator": "grpo"}, ["--first_stage 1", "grpo", "at least 2"]),
     # lengths
@@ -185,7 +192,7 @@ SIZES = {
 def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path, model, words):
     """They are no causal LM, have a head with a bias, or a window over the keys."""
     model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"--model {tmp_path}.*{words}"):
+    with pytest.raises(UserError, match=f"--model, --critic: {tmp_path}.*{words}"):
         check.read_config(str(tmp_path))
 
 
@@ -199,7 +206,7 @@ def test_a_layer_that_is_not_full_attention_is_refused(tmp_path):
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--model .*nowhere"):
+    with pytest.raises(UserError, match="--model, --critic: .*nowhere"):
         check.read_config(str(tmp_path / "nowhere"))
 
 
@@ -216,7 +223,7 @@ def test_parameters_are_counted_without_memory(tmp_path, tied):
     assert all(p.is_meta for p in check.skeleton(model.config).parameters())
 
 
-def test_room_is_for_all_checkpoints_to_come(tiny):
+def test_room_is_for_all_checkpoints_to_come(tiny, other_critic):
     cfg = train.Config(model=tiny["model"], keep_last=1)
     one = check.needed_bytes(dataclasses.replace(cfg, keep_last=0), 5)
     parameters = check.count_parameters(check.read_config(tiny["model"]))
@@ -224,6 +231,10 @@ def test_room_is_for_all_checkpoints_to_come(tiny):
     assert check.needed_bytes(cfg, 0) == 2 * one, "one is kept and one is written"
     assert check.needed_bytes(cfg, 1) == one, "the first of them is there"
     assert check.needed_bytes(dataclasses.replace(cfg, keep_last=2), 1) == 2 * one
+    smaller = dataclasses.replace(cfg, critic=other_critic, keep_last=0)
+    theirs = check.count_parameters(check.read_config(other_critic))
+    assert 0 < theirs < parameters
+    assert check.needed_bytes(smaller, 0) == 16 * (parameters + theirs)
     again = dataclasses.replace(cfg, resume="none")
     assert check.needed_bytes(again, 1) == 2 * one, "it is set aside, and stays"
     assert check.needed_bytes(dataclasses.replace(cfg, estimator="grpo"), 1) == one / 2

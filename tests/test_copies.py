@@ -71,6 +71,7 @@ cfg = SimpleNamespace(
     micro_train_batch_size=1,
     actor_learning_rate=0.5,
     num_warmup_steps=1,
+    critic_warmup_steps=0,
     lr_end=None,
 )
 ppo.compute_advantages(batch, cfg)

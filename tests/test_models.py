@@ -6,13 +6,16 @@ What needs engines runs in ppo_worker.py on real DeepSpeed (cells.py).
 
 import copy
 import functools
+import json
 
 import naive
 import numpy as np
 import pytest
+import tiny as maker
 import torch
 from cells import cell, launch, make_models
 from ppo_worker import config, make_batch
+from safetensors.torch import save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -20,11 +23,15 @@ from transformers import (
     GPT2LMHeadModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2ForTokenClassification,
 )
 
+import ckpt
 import ppo
+from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
-from lib.models import Critic, Policy, load_body
+from lib.models import Critic, Policy, load_body, named_weights
+from lib.models import make_critic as make_critic_engine
 
 TINY_ROWS = {"packing_max_len": 26, "micro_train_batch_size": 1}  # one sample each
 ONE = [  # ranks: 1
@@ -314,6 +321,83 @@ def test_value_head_is_the_same_everywhere(results):
     ]
     for ranks, name in others:
         assert torch.equal(results(ranks)(name)["critic"]["value_head.weight"], head)
+
+
+def critic_folder(folder, form: str, model) -> tuple[torch.Tensor, float]:
+    """Writes a critic in one of the forms in which they are published; its head and its bias.
+
+    ours: what a run exports. orz: OpenRLHF's, the head in the files of the body. classifier: of
+    tokens, as Transformers has it.
+    """
+    weight = torch.linspace(-1, 1, model.config.hidden_size)[None]  # (1, H)
+    if form == "ours":
+        weights = model.state_dict() | {"value_head.weight": weight}
+        ckpt.write_export(folder, model, weights, maker.char_tokenizer())
+    elif form == "orz":
+        model.save_pretrained(folder)
+        weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        names = sorted(weights)
+        halves = [names[::2], [*names[1::2], "value_head.weight"]]
+        weights["value_head.weight"] = weight
+        index = {}
+        for k, half in enumerate(halves, start=1):
+            file = f"model-0000{k}-of-00002.safetensors"
+            save_file({name: weights[name].contiguous() for name in half}, folder / file)
+            index |= dict.fromkeys(half, file)
+        (folder / "model.safetensors").unlink()
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (folder / "model.safetensors.index.json").write_text(text)
+    else:
+        model.config.num_labels = 1
+        classifier = Qwen2ForTokenClassification(model.config)
+        classifier.model.load_state_dict(model.state_dict())
+        classifier.score.load_state_dict({"weight": weight, "bias": torch.tensor([0.25])})
+        classifier.save_pretrained(folder)
+        return weight, 0.25
+    return weight, 0.0
+
+
+@pytest.mark.parametrize("form", ["ours", "orz", "classifier"])
+def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
+    """Body and head are those of the folder, whose size is not the policy's: its values are those
+    of a plain pass. What is exported is a folder from which the next run's critic starts alike."""
+    body = AutoModel.from_pretrained(maker.make_model(tmp_path / "lm", hidden=32, layers=1, seed=9))
+    folder = tmp_path / "critic"
+    folder.mkdir()
+    weight, bias = critic_folder(folder, form, body)
+    batch = make_batch()
+    cfg = config(models[True], critic=str(folder))
+    engine = make_critic_engine(cfg)
+    with torch.no_grad():
+        want = naive.values(naive.load(tmp_path / "lm", AutoModel), weight.double(), batch) + bias
+    got = ppo.values(engine, batch, cfg)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
+
+    out = tmp_path / "exported"
+    tokenizer = maker.char_tokenizer()
+    ckpt.export(out, engine.module.model, named_weights(engine), tokenizer)
+    assert (out / "value_head.safetensors").exists()
+    again = make_critic_engine(config(models[True], critic=str(out)))
+    assert torch.equal(ppo.values(again, batch, cfg), got)
+    assert AutoModel.from_pretrained(out).config.hidden_size == 32
+
+
+@pytest.mark.parametrize("fault", ["no head", "three labels", "another size"])
+def test_a_folder_without_a_head_that_fits_is_one_line(fault, models, tmp_path, process_group):
+    """It would start from a random one, silently."""
+    model = Qwen2ForCausalLM.from_pretrained(models[True])
+    model.save_pretrained(tmp_path)
+    if fault == "three labels":
+        model.config.num_labels = 3
+        Qwen2ForTokenClassification(model.config).save_pretrained(tmp_path)
+    elif fault == "another size":
+        head = {"value_head.weight": torch.ones(1, 32)}
+        save_file(head, tmp_path / "value_head.safetensors")
+    match = f"^--critic {tmp_path} has no value head of one number .*{{}}"
+    words = "Missing key" if fault == "no head" else "size mismatch"
+    with pytest.raises(UserError, match=match.format(words)) as error:
+        make_critic_engine(config(models[True], critic=str(tmp_path)))
+    assert "\n" not in str(error.value)
 
 
 # ---- engine_config -------------------------------------------------------------------------------

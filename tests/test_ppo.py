@@ -804,6 +804,26 @@ def test_engines_get_the_rates_of_the_closed_form(samples, critic_steps, process
     assert critic.rates == pytest.approx(expected)
 
 
+def test_the_critic_warms_up_alone(process_group):
+    """The policy's engine is not touched meanwhile, and its rate, with its fall at the end, is that
+    of a run that begins after the warm-up. The critic's own rate is counted from step 0."""
+    batch = make_batch("equal sizes")
+    batch.rewards = torch.arange(16, dtype=torch.float64)
+    batch.tokens["values"] = torch.zeros(int(batch.length.sum()))
+    settings = {"actor_learning_rate": 1.0, "num_warmup_steps": 2, "lr_end": 0.0}
+    cfg = config(critic_warmup_steps=3, critic_learning_rate=4.0, **settings)
+    ppo.compute_advantages(batch, cfg)
+    policy = Listener("policy", batch)
+    critic = Listener("critic", batch)
+    for step in range(7):
+        ppo.train_critic(critic, batch, cfg, step)
+        logged = ppo.train_policy(policy, batch, cfg, step, total_steps=7)
+        assert bool(logged) == (step >= 3), "the policy's numbers are absent"
+        assert len(policy.rates) == max(0, step - 2)
+    assert policy.rates == pytest.approx([0.5, 1.0, 0.5, 0.0])
+    assert critic.rates == pytest.approx([2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0])
+
+
 def test_the_critic_s_parts_are_others_in_every_step(process_group):
     """The same two halves again and again would be the same two steps."""
     batch = make_batch("equal sizes")

@@ -52,8 +52,51 @@ def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, script=SHARDE
 @pytest.mark.parametrize(
     "estimator, zero, ranks", [*(pytest.param(*cell, marks=SLOW) for cell in CELLS[:2]), *CELLS[2:]]
 )
-def test_resume_is_exact(tiny, tmp_path, estimator, zero, ranks):
-    resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=2)
+def test_resume_is_exact(tiny, tmp_path, other_critic, estimator, zero, ranks):
+    """With a critic, that one is given, is another model, and warms up alone: resumed amid that
+    under ZeRO 0, where Adam has no moments of the policy yet, and after it under ZeRO 3."""
+    if estimator == "grpo":
+        return resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=2)
+    warmup = 2 if zero == 0 else 1
+    interrupt = 1 if zero == 0 else 2
+    flags = {"critic": other_critic, "critic_warmup_steps": warmup}
+    resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, **flags)
+    check_warmup(tmp_path / "whole", Path(tiny["model"]), warmup, zero)
+    check_critic(tmp_path / "whole", other_critic)
+
+
+def check_warmup(run: Path, model: Path, warmup: int, zero: int):
+    """The policy is the base model to the bit until its own first step, whose rate is the first of
+    its warm-up of two steps; the critic moves all the while."""
+    base = load_file(model / "model.safetensors")
+    critics = []
+    for step, line in enumerate(jsonl(run / "metrics.jsonl"), start=1):
+        checkpoint = run / f"step_{step:06d}"
+        whole, updates = convert.merge(checkpoint / "policy", zero)
+        same = [torch.equal(whole[f"fp32/model.{name}"], base[name]) for name in base]
+        assert all(same) == (step <= warmup)
+        assert updates == max(0, step - warmup)
+        assert ("policy_lr" in line) == (step > warmup)
+        if step == warmup + 1:
+            assert line["policy_lr"] == pytest.approx(5e-4)
+        assert line["critic_lr"] == pytest.approx(1e-3 if step > 1 else 7.5e-4)
+        critics.append(convert.merge(checkpoint / "critic", zero)[0]["fp32/value_head.weight"])
+    assert not torch.equal(critics[0], critics[1])
+
+
+def check_critic(run: Path, given: str):
+    """Its size and its bias are those of the folder it came from, in the run's own export and in
+    that of a checkpoint."""
+    config = json.loads((Path(given) / "config.json").read_text())
+    done = convert_py("export", run / "step_000003", run / "exported")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for folder in (run, run / "exported"):
+        head = load_file(folder / "critic" / "value_head.safetensors")
+        assert head["value_head.weight"].shape == (1, config["hidden_size"])
+        assert head["value_head.bias"].shape == (1,)
+    ours, theirs = (load_file(x / "critic" / "model.safetensors") for x in (run, run / "exported"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @SLOW

@@ -121,7 +121,7 @@ def test_a_demo_that_is_not_made_is_one_line(process_group, monkeypatch, tmp_pat
 
 def test_bad_models_are_refused_before_their_weights(tiny, tmp_path):
     cfg = train.parse_flags(arguments(SMALL | tiny))
-    with pytest.raises(UserError, match="--model .*nowhere"):
+    with pytest.raises(UserError, match="--model, --critic: .*nowhere cannot be used"):
         train.read_tokenizer(dataclasses.replace(cfg, model=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match="--max_len 5000.*256"):
         train.read_tokenizer(dataclasses.replace(cfg, max_len=5000))
@@ -130,6 +130,25 @@ def test_bad_models_are_refused_before_their_weights(tiny, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(edited | {"eos_token": None}))
     with pytest.raises(UserError, match="eos"):
         train.read_tokenizer(dataclasses.replace(cfg, model=str(folder)))
+
+
+def test_a_critic_of_other_tokens_is_one_line(tiny, other_critic, tmp_path):
+    """Its values would be those of another text. A critic of another size is fine."""
+    cfg = train.parse_flags(arguments(SMALL | tiny))
+    tokenizer = train.read_tokenizer(dataclasses.replace(cfg, critic=other_critic))
+    assert len(tokenizer) == len(train.read_tokenizer(cfg))
+    other = str(maker.make_model(tmp_path / "other", text_tokenizer=True))
+    with pytest.raises(UserError, match=f"^--critic {other}: its tokenizer is not that of"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=other))
+    with pytest.raises(UserError, match="--critic: .*nowhere"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=str(tmp_path / "nowhere")))
+    short = str(maker.make_model(tmp_path / "short", max_position_embeddings=32))
+    with pytest.raises(UserError, match="--max_len 64.* exceed the critic's 32"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=short))
+    for file in Path(other).glob("*token*"):
+        file.unlink()
+    with pytest.raises(UserError, match=f"^--critic {other}: its tokenizer is not that of"):
+        train.read_tokenizer(dataclasses.replace(cfg, critic=other))
 
 
 # ---- read_problems, parse_path, read_eval_sets ---------------------------------------------------
@@ -181,8 +200,9 @@ def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, 
         chat = [*turns, {"role": "user", "content": problem.question}]
         options = {"add_generation_prompt": True, "return_dict": False}
         assert problem.prompt_ids == tokenizer.apply_chat_template(chat, **options)
-    assert problems[0].prompt.startswith("<|system|>\nGive" if system else "<|user|>\nJanet")
-    assert problems[0].prompt.endswith("farmers' market?<end>\n<|assistant|>\n<think>\n")
+    prompt = tokenizer.decode(problems[0].prompt_ids)
+    assert prompt.startswith("<|system|>\nGive" if system else "<|user|>\nJanet")
+    assert prompt.endswith("farmers' market?<end>\n<|assistant|>\n<think>\n")
     assert problems[0].label == "18"
 
 

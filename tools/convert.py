@@ -194,16 +194,19 @@ def export(path: Path, out: Path):
                 head[parameter] = tensor.to(dtype)
             elif kind == "fp32":
                 weights[parameter.removeprefix("model.")] = tensor.to(dtype)
-        make_model(path, name, weights, dtype).save_pretrained(out / name)
+        config = AutoConfig.from_pretrained(path / "hf")
+        if name == "critic" and flags["critic"]:
+            # It may be another model than the policy.
+            config = AutoConfig.from_pretrained(flags["critic"])
+        make_model(path, name, config, weights, dtype).save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)
         if head:
             save_file(head, out / name / "value_head.safetensors")
         print(f"wrote {out / name}")
 
 
-def make_model(path: Path, name: str, weights: dict, dtype: torch.dtype):
+def make_model(path: Path, name: str, config, weights: dict, dtype: torch.dtype):
     """Raises UserError if a parameter would keep its random weights, or has no place."""
-    config = AutoConfig.from_pretrained(path / "hf")
     model = AUTO_CLASSES[name].from_config(config, dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     wrong = {*missing, *unexpected}

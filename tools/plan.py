@@ -74,13 +74,13 @@ class Memory:
         self.sampling = stays + self.sampler
 
 
-def estimate(cfg, config, world: int, card_bytes: float) -> Memory:
-    """The memory plan of one rank on a card of that size. config: the model's."""
+def estimate(cfg, config, world: int, card_bytes: float, critic=None) -> Memory:
+    """The memory plan of one rank on a card of that size. config: the model's; critic: that of the
+    critic, if it is another."""
     parameters = check.count_parameters(config)
     trained = parameters
     if cfg.estimator == "gae":
-        # The critic is as large as the policy.
-        trained = 2 * parameters
+        trained += check.count_parameters(critic or config)
     weights = weight_bytes(cfg, config, trained, world)
     optimizer = optimizer_bytes(cfg, trained, world)
     gradients = 4 * trained / shards(cfg, world, stage=2)
@@ -204,6 +204,8 @@ def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
     steps = "1 policy"
     if cfg.estimator == "gae":
         steps += f", {cfg.critic_update_steps} critic"
+    if cfg.critic_warmup_steps:
+        steps += f" (the first {cfg.critic_warmup_steps} steps critic alone)"
     numbers = "fp32"
     if cfg.bf16:
         numbers = "bf16 with fp32 masters and sums"
@@ -240,11 +242,13 @@ def main(argv: list[str]) -> None:
     print("\n".join(arithmetic(cfg, args.machines, args.gpus)))
     try:
         config = model_config(cfg.model)
+        critic = model_config(cfg.critic or cfg.model)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        print(f"memory: unknown until --model {cfg.model} can be read ({reason})")
+        names = " and ".join(filter(None, (cfg.model, cfg.critic)))
+        print(f"memory: unknown until --model {names} can be read ({reason})")
         return
-    memory = estimate(cfg, config, world, args.card_gb * GIB)
+    memory = estimate(cfg, config, world, args.card_gb * GIB, critic)
     changes = advice(memory, cfg)
     print("\n".join([show(memory), *changes]))
     check.require(not changes, "the plan does not fit, see above")
