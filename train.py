@@ -9,7 +9,6 @@ policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the devi
 
 import dataclasses
 import difflib
-import importlib
 import importlib.util
 import os
 import shlex
@@ -64,7 +63,7 @@ class Learning:
     template: str = "orz"  # orz, demo, plain, chat (the tokenizer's own), or a text with {question}
     system: str | None = None  # what a chat begins with; absent: what its template says
     answer: str = "orz"  # orz (boxed in <answer>), boxed_anywhere, last_number, hashes (GSM8K)
-    reward: str = "math"  # math is reward.py, another name is tasks/NAME.py
+    reward: str = "math"  # reward.py; another name is tasks/NAME.py, or give a file: my_task.py
     seed: int = 42  # all randomness is a hash of it and of what it is for
     # ---- sampling
     rollout_batch_size: int = 128  # problems a step; a multiple of the ranks
@@ -276,10 +275,25 @@ def read_eval_sets(task, cfg, tokenizer):
 
 def find_task(cfg):
     """The module of --reward: load_problems, Grader and text_metrics. Raises UserError."""
-    name = "reward" if cfg.reward == "math" else f"tasks.{cfg.reward}"
-    found = importlib.util.find_spec(name)
-    check.require(found, f"--reward {cfg.reward}: neither math nor the name of a file in tasks/")
-    task = importlib.import_module(name)
+    path = cfg.reward
+    if path == "math":
+        path = f"{Path(__file__).parent}/reward.py"
+    elif not path.endswith(".py"):
+        path = f"{Path(__file__).parent}/tasks/{path}.py"
+    spec = importlib.util.spec_from_file_location("task", path)
+    task = importlib.util.module_from_spec(spec)
+    # Dataclasses look for their module there.
+    sys.modules["task"] = task
+    try:
+        spec.loader.exec_module(task)
+    # A script may end itself.
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"--reward {cfg.reward}: {path} cannot be used: {type(error).__name__}: "
+            f"{one_line(error)}; give math, the name of a file in tasks/ or a file of your own"
+        ) from error
+    for name in ("load_problems", "Grader", "text_metrics"):
+        check.require(hasattr(task, name), f"--reward {cfg.reward}: {path} has no {name}")
     forms = getattr(task, "ANSWERS", ["orz"])
     check.require(cfg.answer in forms, f"--answer {cfg.answer}: choose {' or '.join(forms)}")
     return task

@@ -1,6 +1,7 @@
-"""The examples of CONTRIBUTING.md, taken from the page and run: they work, and each stays under ten
-lines. Names that pages mention exist."""
+"""The examples of CONTRIBUTING.md, taken from the page and run: they work, and each stays short.
+Names that pages mention exist."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +9,11 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
+from conftest import jsonl, launch
 
 import ppo
 import reward
+import train
 from lib import check, common
 
 ROOT = Path(__file__).parent.parent
@@ -21,9 +24,9 @@ for block in re.findall(r"^```python\n# (.*?)^```", PAGE, re.MULTILINE | re.DOTA
     EXAMPLES[title] = code
 
 
-@pytest.mark.parametrize("name", ["estimator", "reward", "dataset"])
-def test_under_ten_lines(name):
-    assert len([line for line in EXAMPLES[name].splitlines() if line.strip()]) < 10
+@pytest.mark.parametrize("name, most", [("estimator", 9), ("task", 15), ("dataset", 9)])
+def test_examples_are_short(name, most):
+    assert len(EXAMPLES[name].splitlines()) - EXAMPLES[name].count("\n\n") <= most
 
 
 def test_estimator(monkeypatch):
@@ -40,16 +43,41 @@ def test_estimator(monkeypatch):
     assert batch.tokens["advantages"].tolist() == pytest.approx([0.1, -1, -1, 0.1])
 
 
-def test_reward():
-    """As if pasted into reward.py."""
-    names = dict(vars(reward))
-    exec(EXAMPLES["reward"], names)
-    with names["Grader"]() as grader:
-        grader.submit("right", "First 7, so 12.50", "stop", "12.5")
-        grader.submit("wrong", "12.5, no: 13", "stop", "12.5")
-        grader.submit("truncated", "12.5", "length", "12.5")
-        grader.submit("nothing", "twelve", "stop", "12.5")
-        assert grader.results() == {"right": 1.0, "wrong": 0.0, "truncated": 0.0, "nothing": 0.0}
+@pytest.fixture
+def my_task(tmp_path):
+    path = tmp_path / "my_task.py"
+    path.write_text(EXAMPLES["task"])
+    return str(path)
+
+
+def test_task(my_task):
+    task = train.find_task(train.Config(reward=my_task))
+    with task.Grader(2, "orz") as grader:
+        assert grader.submit("right", "one two three", "stop", "3") is True
+        assert grader.submit("cut", "one two", "length", "4") is False
+        grader.submit("far", "one " * 9, "stop", "3")
+        assert grader.pending(0) == 0
+        assert grader.results() == {"right": 1.0, "cut": 0.5, "far": 0.0}
+        assert grader.results() == {}
+
+
+@pytest.mark.slow
+def test_a_run_trains_with_the_task_as_it_stands_on_the_page(my_task, tiny, tmp_path):
+    """Its rewards lie between 0 and 1, so all samples of a step teach something."""
+    run = tmp_path / "run"
+    launch(run, **tiny | {"reward": my_task, "estimator": "grpo"})
+    lines = jsonl(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert 0 < line["reward"] < 1
+        assert line["policy_grad_norm"] > 0
+        assert "answered" in line
+    for sample in jsonl(run / "samples.jsonl"):
+        asked = int(sample["label"])
+        words = len(sample["response"].split())
+        assert sample["reward"] == pytest.approx(max(0.0, 1 - abs(words - asked) / asked))
+    config = json.loads((run / "config.json").read_text())
+    assert config["reward"] == my_task
 
 
 def test_dataset(tmp_path, monkeypatch):
@@ -69,6 +97,7 @@ def test_names_on_the_page_exist():
         "load_problems": reward,
         "text_metrics": reward,
         "Grader": reward,
+        "ANSWERS": reward,
         "submit": reward.Grader,
         "pending": reward.Grader,
         "results": reward.Grader,

@@ -271,13 +271,59 @@ def test_two_sets_of_one_name_are_refused(monkeypatch, paths):
 
 
 def test_a_task_is_reward_py_or_a_file_in_tasks():
-    assert train.find_task(train.Config()) is reward
+    assert train.find_task(train.Config()).__file__ == reward.__file__
     task = train.find_task(train.Config(reward="code"))
     assert task.__file__ == str(ROOT / "tasks" / "code.py")
     for name in ("load_problems", "text_metrics", "Grader"):
         assert hasattr(task, name)
-    with pytest.raises(UserError, match="--reward essay: neither math nor"):
-        train.find_task(train.Config(reward="essay"))
+
+
+WHOLE_TASK = "from __future__ import annotations\nfrom reward import Grader, load_problems\n"
+WHOLE_TASK += "import dataclasses\n\n@dataclasses.dataclass\nclass Problem:\n    question: str\n"
+
+
+def test_a_task_may_be_a_file_anywhere(tmp_path):
+    """Also one with the name of another module, and with dataclasses whose annotations are text."""
+    for name in ("my_task", "reward", "json"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(WHOLE_TASK + f"def text_metrics(text):\n    return {{{name!r}: 1.0}}\n")
+        task = train.find_task(train.Config(reward=str(path)))
+        assert task.text_metrics("") == {name: 1.0}
+        assert task.Problem("1+1").question == "1+1"
+    assert "Problem" in dir(reward) and json.dumps({}) == "{}"
+
+
+BAD_TASKS = [
+    (None, "FileNotFoundError"),
+    ("x = (", "SyntaxError"),
+    ("import reward\nreward.nothing", "AttributeError"),
+    ("import nowhere_to_be_found", "ModuleNotFoundError"),
+    ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+    ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    ("from reward import Grader, text_metrics", "has no load_problems"),
+    ("from reward import load_problems, text_metrics", "has no Grader"),
+    ("from reward import load_problems, Grader", "has no text_metrics"),
+]
+
+
+@pytest.mark.parametrize("text, words", BAD_TASKS)
+def test_a_file_that_is_no_task_is_one_line(tmp_path, text, words):
+    path = tmp_path / "my_task.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError) as error:
+        train.find_task(train.Config(reward=str(path)))
+    assert str(error.value).startswith(f"--reward {path}: {path} ")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["essay", "a.b", "code.py", ".", "", "code/x", "a\0b"])
+def test_a_name_that_is_no_task_is_one_line(name, monkeypatch, tmp_path):
+    """A dot in it was a traceback."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="give math, the name of a file in tasks/ or a file of"):
+        train.find_task(train.Config(reward=name))
 
 
 def test_an_answer_form_is_one_of_the_task_s():
