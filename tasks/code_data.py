@@ -96,9 +96,10 @@ def read_rows(path: str, split: str):
             return json.load(file)
     import datasets  # slow, and seldom needed
 
-    if os.path.isdir(path):
+    try:
         dataset = datasets.load_from_disk(path)
-    else:
+    except FileNotFoundError:
+        # It was not saved by that library, so it is a folder of files, or "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
     if isinstance(dataset, dict):
         return dataset[split]

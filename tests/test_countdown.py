@@ -112,6 +112,27 @@ def test_both_kinds_of_records_are_read(tmp_path):
     assert wide.prompt.startswith("<s>A conversation") and wide.prompt.endswith("<think>")
 
 
+def test_a_data_set_in_the_hub_s_form_is_read(tmp_path):
+    """A folder of parquet files was taken for one that the datasets library had saved."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"target": 65, "nums": [19, 36, 55, 7]}])
+    rows.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    rows.to_parquet(str(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet"))
+    for folder in ("saved", "hub"):
+        (problem,) = countdown.load_problems(str(tmp_path / folder), "chat")
+        assert problem.label == REAL
+        assert problem.prompt.endswith("tags, for example <answer> (1 + 2) / 3 </answer>.")
+
+
+def test_submit_says_whether_there_is_an_answer():
+    with countdown.Grader() as grader:
+        assert grader.submit(0, "<answer> 1 + 1 </answer>", "stop", REAL) is True
+        assert grader.submit(1, "55 + 36 - 7 - 19", "stop", REAL) is False
+        assert grader.submit(2, "<answer> 1 </answer>", "length", REAL) is False
+        assert grader.submit(3, "1+1=2", "stop", MINI) is True
+
+
 @pytest.mark.parametrize(
     "record, found",
     [

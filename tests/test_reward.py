@@ -212,6 +212,36 @@ def test_local_datasets_are_read_by_folder_and_split(tmp_path):
         reward.load_problems(str(tmp_path / "nowhere"), "plain")
 
 
+@needs_data
+@pytest.mark.parametrize(("split", "size"), [("train", 100), ("test", 200)])
+def test_gsm8k_in_the_hub_s_form(tmp_path, monkeypatch, split, size):
+    """As "openai/gsm8k" lies on the hub: a card that names a config and its splits, and parquet
+    files. Its solutions end with #### and the answer, so they are right in that form."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "openai" / "gsm8k"
+    (folder / "main").mkdir(parents=True)
+    card = ["---", "configs:", "- config_name: main", "  data_files:"]
+    for name, source, count in (("train", "train", 100), ("test", "test200", 200)):
+        lines = (DATA / f"gsm8k_{source}.jsonl").read_text().splitlines()[:count]
+        rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
+        rows.to_parquet(str(folder / "main" / f"{name}-00000-of-00001.parquet"))
+        card += [f"  - split: {name}", f"    path: main/{name}-*"]
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
+    # The name is that of the hub, and there is a folder of that name here.
+    monkeypatch.chdir(tmp_path)
+    problems = reward.load_problems("openai/gsm8k:main", "chat", split=split)
+    assert len(problems) == size
+    assert problems[0].label == {"train": "72", "test": "18"}[split]
+    rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
+    pairs = [(row["answer"], problem.label) for row, problem in zip(rows, problems, strict=True)]
+    assert graded("hashes", pairs) == [1.0] * size
+    names = {"columns": ("problem", "answer")}
+    with pytest.raises(UserError, match="item 1 cannot be read: KeyError: .problem."):
+        reward.load_problems("openai/gsm8k:main", "chat", split=split, **names)
+    with pytest.raises(UserError, match="other"):
+        reward.load_problems("openai/gsm8k:other", "chat", split=split)
+
+
 # ---- extraction ---------------------------------------------------------------------------------
 
 
