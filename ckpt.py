@@ -402,14 +402,15 @@ def find_start(run_dir, resume, new: RunState, fixed):
                 f"--resume {path}: {run_dir} has checkpoints too; choose another --run_dir"
             )
     if saved.step > new.total_steps and not (run_dir / "result.json").exists():
-        total = f"the {new.total_steps} steps of this run"
-        raise UserError(f"{path} is past {total}: raise --max_steps, or use --resume none")
+        raise UserError(
+            f"{path} is past the {new.total_steps} steps of this run: raise --max_steps, or use "
+            "--resume none"
+        )
     changed = find_changes(saved, new, fixed)
     if changed:
-        names = ", --".join(changed)
         raise UserError(
-            f"{path} was made with another --{names}, which changes what is learnt; use the old "
-            "value, or --resume none"
+            f"{path} was made with another --{', --'.join(changed)}, which changes what is learnt; "
+            "use the old value, or --resume none"
         )
     if saved.layout != new.layout and not (path / "universal").is_dir():
         raise UserError(
@@ -492,8 +493,8 @@ def export(out, model, weights, tokenizer):
 
 
 def write_export(out, model, weights, tokenizer):
-    names = [name for name in weights if name.startswith("value_head.")]
-    head = {name: weights.pop(name) for name in names}
+    names = list(weights)
+    head = {name: weights.pop(name) for name in names if name.startswith("value_head.")}
     # The usual form names a tied head once, as the embedding.
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)

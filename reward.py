@@ -64,8 +64,9 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
     """
     template = TEMPLATES.get(template, template).replace("{bos}", bos)
     if "{question}" not in template:
-        names = ", ".join(TEMPLATES)
-        raise UserError(f"template {template!r}: give one of {names}, or a text with {{question}}")
+        raise UserError(
+            f"template {template!r}: choose {', '.join(TEMPLATES)}, or a text with {{question}}"
+        )
     is_jsonl = path.endswith(".jsonl")
     unit = "line" if is_jsonl else "item"
     problems = []
@@ -81,10 +82,10 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
             problems.append(Problem(len(problems), question, answer, prompt))
     # The datasets library alone has a dozen classes of errors for "not found".
     except Exception as error:
-        hint = "give a list of ORZ's or GSM8K's items"
-        hint += f", columns {columns}, or a dataset with split {split!r}"
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"{place} cannot be read: {reason}; {hint}") from None
+        raise UserError(
+            f"{place} cannot be read: {type(error).__name__}: {one_line(error)}; give a list of "
+            f"ORZ's or GSM8K's items, columns {columns}, or a dataset with split {split!r}"
+        ) from None
     if not problems:
         raise UserError(f"{path}: holds no problems; give a file or split with at least one")
     return problems
@@ -179,7 +180,6 @@ def last_number(text):
     numerals = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
     if numerals:
         return numerals[-1]
-    return None
 
 
 def after_hashes(text):
@@ -187,7 +187,6 @@ def after_hashes(text):
     lines = re.findall("####(.*)", text)
     if lines:
         return lines[-1].strip("#* ")
-    return None
 
 
 # By the names of --answer. A form is a function from a response to its answer, or to None or "".

@@ -129,9 +129,11 @@ class Sampler:
             self.llm = LLM(**self.engine_settings())
         # What vLLM raises is not one class.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
-            flags = f"--model {cfg.model}, --max_len {cfg.max_len}, --kv_cache_gb {cfg.kv_cache_gb}"
-            flags += f", --rollout_quantization {cfg.rollout_quantization}"
-            raise UserError(f"vLLM cannot start with {flags}: {one_line(error)}") from error
+            raise UserError(
+                f"vLLM cannot start with --model {cfg.model}, --max_len {cfg.max_len}, "
+                f"--kv_cache_gb {cfg.kv_cache_gb}, --rollout_quantization "
+                f"{cfg.rollout_quantization}: {one_line(error)}"
+            ) from error
         self.tokenizer = self.llm.get_tokenizer()
 
     def engine_settings(self):

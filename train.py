@@ -195,8 +195,10 @@ def read_tokenizer(cfg, flag="model"):
             f"--max_len {cfg.max_len}: prompt and response exceed the {flag}'s {longest} positions"
         )
     if flag == "model" and cfg.critic:
-        is_same = read_tokenizer(cfg, "critic").get_vocab() == tokenizer.get_vocab()
-        check.require(is_same, f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}")
+        check.require(
+            read_tokenizer(cfg, "critic").get_vocab() == tokenizer.get_vocab(),
+            f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}",
+        )
     return tokenizer
 
 
@@ -226,8 +228,10 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
         if 0 < len(ids) <= cfg.prompt_max_len:
             kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
     if len(kept) < len(problems):
-        counts = f"{len(problems) - len(kept)} of {len(problems)} prompts"
-        print0(f"{where}: {counts} are empty or exceed --prompt_max_len, and are left out")
+        print0(
+            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are empty or exceed "
+            "--prompt_max_len, and are left out"
+        )
     check.require(kept, f"{where}: no prompt is left; raise --prompt_max_len")
     return kept
 

@@ -47,7 +47,7 @@ def require_all(cfg, table):
 def check_config(cfg, world, choices):
     """Raises UserError. choices: the allowed values of some flags, beside CHOICES."""
     for name, allowed in {**CHOICES, **choices}.items():
-        advice = "choose " + " or ".join(map(str, allowed))
+        advice = f"choose {' or '.join(map(str, allowed))}"
         require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
     for name, value in vars(cfg).items():
         least = 1 if name in COUNTS else 0
@@ -92,9 +92,11 @@ def check_batch(cfg, world):
     }
     require_all(cfg, table)
     for name in ("critic", "critic_lambd", "critic_warmup_steps"):
-        is_default = getattr(cfg, name) == getattr(type(cfg), name)
-        advice = f"--estimator {cfg.estimator} has no critic"
-        require_all(cfg, {name: (is_default or cfg.estimator == "gae", advice)})
+        given = getattr(cfg, name)
+        require(
+            cfg.estimator == "gae" or given == getattr(type(cfg), name),
+            f"--{name} {given}: --estimator {cfg.estimator} has no critic",
+        )
 
 
 def check_sampling(cfg):
@@ -161,8 +163,9 @@ def check_same(values, error=None):
             raise UserError(f"{place}: {why}")
         for name, ours in reports[0][2].items():
             if found[name] != ours:
-                difference = f"{name}: {found[name]}, of rank 0: {ours}"
-                raise UserError(f"{place}: {difference}; give all the same")
+                raise UserError(
+                    f"{place}: {name}: {found[name]}, of rank 0: {ours}; give all the same"
+                )
 
 
 def read_config(model):
@@ -187,8 +190,9 @@ def check_architecture(config):
     if window and getattr(config, "use_sliding_window", True):
         kinds.add(f"sliding_window={window}")
     if kinds:
-        names = ", ".join(sorted(kinds))
-        raise ValueError(f"layers of kind {names} cannot be packed; use full attention")
+        raise ValueError(
+            f"layers of kind {', '.join(sorted(kinds))} cannot be packed; use full attention"
+        )
     if getattr(skeleton(config).get_output_embeddings(), "bias", None) is not None:
         raise ValueError("its head has a bias, which lib/head.py leaves out; use another model")
 

@@ -77,8 +77,9 @@ def start_distributed():
         os.environ |= dict(zip(LAUNCHER_NAMES, ("0", "0", "1", "127.0.0.1", "0")))
     missing = [name for name in LAUNCHER_NAMES if name not in os.environ]
     if missing:
-        names = ", ".join(missing)
-        raise UserError(f"RANK is set, but not {names}: use `accelerate launch`, or set them all")
+        raise UserError(
+            f"RANK is set, but not {', '.join(missing)}: use `accelerate launch`, or set them all"
+        )
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -97,8 +98,10 @@ def meet_ranks() -> dist.Store:
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
     except dist.DistError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"cannot meet the other ranks at {place}: {one_line(error)}") from error
+        raise UserError(
+            f"cannot meet the other ranks at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']}: {one_line(error)}"
+        ) from error
     return store
 
 

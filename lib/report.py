@@ -145,7 +145,7 @@ class RunLog:
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
-        if step == 1 and not (line.get("answered") or line["reward"]):
+        if step == 1 and not (line["answered"] or line["reward"]):
             ends = [sample.text[-300:] for sample in samples[:3]]
             warn(
                 f"no response has an answer in the form of --reward {self.cfg.reward} and "

@@ -739,8 +739,8 @@ MUTANTS = [
     Mutant(
         "a head's bias is not exported",
         "ckpt.py",
-        'if name.startswith("value_head.")]',
-        'if name == "value_head.weight"]',
+        'if name.startswith("value_head.")}',
+        'if name == "value_head.weight"}',
         of("models", "test_a_critic_starts_from_a_folder"),
     ),
     # ---- lib/metrics.py

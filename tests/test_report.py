@@ -26,7 +26,7 @@ def sample(group=0, index=0, reward=0.0, length=3, reason="stop", **text_metrics
     problem = Problem(10 + group, f"{group}+0", str(group), f"{group}+0=", [1, 2])
     request = Request(problem, group, index, seed=0, max_tokens=99, temperature=1.0, top_p=1.0)
     ids = list(range(1, length + 1))
-    return Sample(request, ids, None, "text", reason, reward, text_metrics)
+    return Sample(request, ids, None, "text", reason, reward, {"answered": True} | text_metrics)
 
 
 def batch_of(samples: list) -> ppo.Batch:
@@ -293,20 +293,14 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
     """At the first step, where a wrong --answer, --template or --stop shows. Rewards stay 0 for
     ever then, and nothing else says why."""
     log = make_log(tmp_path, reward="math", answer="hashes")
-    for step, reward, answered in (
-        (1, 0.0, False),
-        (2, 0.0, False),
-        (1, 0.0, True),
-        (1, 1.0, None),
-    ):
+    for step, reward, answered in ((1, 0, False), (2, 0, False), (1, 0, True), (1, 1, False)):
         samples = [sample(k, reward=reward) for k in range(4)]
         for k, drawn in enumerate(samples):
             drawn.text = "x" * 999 + f"the answer is {k}."
-            if answered is not None:
-                drawn.text_metrics["answered"] = answered and k == 3
+            drawn.text_metrics["answered"] = answered and k == 3
         log.step(step, samples, batch_of(samples), {}, metrics.Clock(step))
         said = capsys.readouterr().err
-        if (step, answered) == (1, False):
+        if (step, reward, answered) == (1, 0, False):
             (line,) = said.splitlines()
             assert line.startswith(
                 "WARNING: no response has an answer in the form of --reward math"
@@ -317,7 +311,7 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
         else:
             assert not said
     shares = [line.get("answered") for line in jsonl(tmp_path / "metrics.jsonl")]
-    assert shares == [0, 0, 0.25, None]
+    assert shares == [0, 0, 0.25, 0]
 
 
 @pytest.mark.parametrize("log_samples, written", [(0, 8), (1, 1), (5, 5), (256, 8)])
