@@ -151,12 +151,13 @@ def other_critic(tmp_path_factory):
     counts, but is not the same in two equal runs.
     """
     import tiny as maker
-    from transformers import Qwen2ForTokenClassification
+    from transformers import Qwen2Config, Qwen2ForTokenClassification
 
     folder = tmp_path_factory.mktemp("critic")
     maker.make_model(folder, hidden=32, layers=1, seed=7)
-    options = {"num_labels": 1, "token_classification_bias": False}
-    critic = Qwen2ForTokenClassification.from_pretrained(folder, **options)
+    config = Qwen2Config.from_pretrained(folder, num_labels=1)
+    config.token_classification_bias = False
+    critic = Qwen2ForTokenClassification.from_pretrained(folder, config=config)
     with torch.no_grad():
         critic.score.weight.copy_(torch.linspace(-1, 1, 32))
     critic.save_pretrained(folder)

@@ -185,25 +185,34 @@ def chat_tokenizer(template=CHAT):
     return tokenizer
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
+NEEDS_DATA = pytest.mark.skipif(not DATA.exists(), reason="real problems are not here")
+
+
 @pytest.mark.parametrize("system", [None, "Give the answer behind ####."])
-def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, system):
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=NEEDS_DATA)])
+def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(
+    process_group, system, real, tmp_path
+):
     """The question is a user's turn, and the model's turn has begun: with a thinking tag, if the
     template ends with one. The ids are those that transformers itself would feed a model."""
     tokenizer = chat_tokenizer()
     cfg = train.Config(template="chat", system=system)
-    path = str(DATA / "gsm8k_test200.jsonl")
-    problems = train.read_problems(reward, [path], cfg, tokenizer)
-    assert len(problems) == 200
+    path = DATA / "gsm8k_test200.jsonl"
+    if not real:
+        path = tmp_path / "two.jsonl"
+        rows = [{"question": text, "answer": "#### 2"} for text in (" 1+1?\n", "{question}<end>")]
+        path.write_text("\n".join(map(json.dumps, rows)))
+    problems = train.read_problems(reward, [str(path)], cfg, tokenizer)
+    assert len(problems) == (200 if real else 2)
     turns = [{"role": "system", "content": system}] if system else []
     for problem in problems:
         chat = [*turns, {"role": "user", "content": problem.question}]
         options = {"add_generation_prompt": True, "return_dict": False}
         assert problem.prompt_ids == tokenizer.apply_chat_template(chat, **options)
     prompt = tokenizer.decode(problems[0].prompt_ids)
-    assert prompt.startswith("<|system|>\nGive" if system else "<|user|>\nJanet")
-    assert prompt.endswith("farmers' market?<end>\n<|assistant|>\n<think>\n")
-    assert problems[0].label == "18"
+    assert prompt.startswith("<|system|>\nGive" if system else "<|user|>\n")
+    assert prompt.endswith("?<end>\n<|assistant|>\n<think>\n")
+    assert problems[0].label == ("18" if real else "2")
 
 
 @pytest.mark.parametrize(
