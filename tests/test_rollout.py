@@ -153,9 +153,7 @@ def test_other_threads_do_not_invalidate_what_vllm_compiled():
     try:
         torch.set_num_threads(1)
         with torch._dynamo.config.patch(enable_aot_compile=True):
-            function = torch.compile(
-                model.forward, fullgraph=True, backend="eager", options=options
-            )
+            function = torch.compile(double, fullgraph=True, backend="eager", options=options)
             compiled = function.aot_compile(((x,), {}))
         torch.set_num_threads(2)
         assert torch.equal(compiled(x), 2 * x)
