@@ -351,6 +351,13 @@ MUTANTS = [
     ),
     # ---- rollout.py
     Mutant(
+        "vLLM's one thread stays",
+        "rollout.py",
+        "        torch.set_num_threads(threads)\n",
+        "",
+        of("rollout", "test_the_trainer_keeps_its_threads_beside_vllm"),
+    ),
+    Mutant(
         "a step's samples have the seeds of step 0",
         "rollout.py",
         '(cfg.seed, step, "train")',
@@ -619,6 +626,20 @@ MUTANTS = [
         TIS,
     ),
     Mutant(
+        "the short cut is taken for every lambda",
+        "ppo.py",
+        "if cfg.gamma == 1 and lambd == 1:",
+        "if cfg.gamma == 1:",
+        of("ppo", "test_gae_is_the_double_sum"),
+    ),
+    Mutant(
+        "means of groups are taken on a GPU",
+        "ppo.py",
+        "on_cpu = rewards.cpu()",
+        "on_cpu = rewards",
+        of("ppo", "test_advantages_are_computed_on_the_device"),
+    ),
+    Mutant(
         "the padding belongs to the row's last sample",
         "ppo.py",
         "            parts.append(padding)\n",
@@ -681,6 +702,13 @@ MUTANTS = [
         "torch.zeros_like(weight, dtype=torch.float32)",
         "torch.zeros_like(weight)",
         of("models", "test_chunked_head_sums_bf16_gradients_in_fp32"),
+    ),
+    Mutant(
+        "the head does not know the temperature",
+        "lib/head.py",
+        "if temperature != 1:",
+        "if temperature > 1:",
+        HEAD,
     ),
     # ---- lib/models.py
     Mutant(
@@ -750,7 +778,22 @@ MUTANTS = [
         'if name == "value_head.weight"}',
         of("models", "test_a_critic_starts_from_a_folder"),
     ),
+    # ---- lib/common.py
+    Mutant(
+        "a torch for GPUs that finds none runs on the CPU",
+        "lib/common.py",
+        "    check_stack(torch.version.cuda, has_gpu)\n",
+        "",
+        of("common", "test_a_torch_for_gpus_that_finds_none_is_refused"),
+    ),
     # ---- lib/metrics.py
+    Mutant(
+        "memory is what is free on the device",
+        "lib/metrics.py",
+        "return (total - free) / 2**30",
+        "return free / 2**30",
+        of("report", "test_memory_is_what_is_in_use_on_the_device"),
+    ),
     Mutant(
         "pass_at_n counts right samples",
         "lib/metrics.py",

@@ -141,6 +141,27 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
         torch.set_num_threads(threads)
 
 
+def test_other_threads_do_not_invalidate_what_vllm_compiled():
+    """What torch compiles ahead of time refuses to run with another number of threads, unless its
+    guards are dropped, as vLLM does (`TorchCompileWithNoGuardsWrapper`)."""
+    threads = torch.get_num_threads()
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    x = torch.ones(2)
+
+    def double(x):
+        return 2 * x
+
+    try:
+        torch.set_num_threads(1)
+        with torch._dynamo.config.patch(enable_aot_compile=True):
+            function = torch.compile(double, fullgraph=True, backend="eager", options=options)
+            compiled = function.aot_compile(((x,), {}))
+        torch.set_num_threads(2)
+        assert torch.equal(compiled(x), 2 * x)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_vllm_tells_nobody_that_it_runs(found):
     assert found["reports usage"] is False
 
