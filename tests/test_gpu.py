@@ -48,7 +48,12 @@ def is_on_gpu(request) -> bool:
     return True
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+@pytest.fixture(
+    params=[
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", marks=pytest.mark.slow),
+    ]
+)
 def device(request):
     """Bodies of one process. What they left on the card goes when they end."""
     if not is_on_gpu(request):

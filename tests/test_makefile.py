@@ -12,13 +12,14 @@ FAILS = "echo 'NVIDIA-SMI has failed'\nexit 9"
 
 
 def steps(folder: Path, *words: str, card: str) -> list[str]:
-    """The commands of `make -n` in an empty folder. card: what nvidia-smi does."""
+    """The commands of `make -n` in an empty folder, as outside of any make: one that runs within
+    another one prints folders too. card: what nvidia-smi does."""
     stand_in(folder / "bin", "nvidia-smi", card)
     for name in ("requirements.txt", "requirements-cpu.txt"):
         if not (folder / name).exists():
             (folder / name).touch()
     env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "STACK"):
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "STACK"):
         env.pop(name, None)
     command = ["make", "-n", "-f", str(ROOT / "Makefile"), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)

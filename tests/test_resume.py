@@ -50,7 +50,7 @@ def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, script=SHARDE
 
 
 @pytest.mark.parametrize(
-    "estimator, zero, ranks", [*(pytest.param(*cell, marks=SLOW) for cell in CELLS[:2]), *CELLS[2:]]
+    "estimator, zero, ranks", [*(pytest.param(*cell, marks=SLOW) for cell in CELLS[:3]), *CELLS[3:]]
 )
 def test_resume_is_exact(tiny, tmp_path, other_critic, estimator, zero, ranks):
     """With a critic, that one is given, is another model, and warms up alone: resumed amid that
