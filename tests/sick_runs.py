@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "tests" / "doctor_runs"
 
 GRPO = ["--estimator", "grpo"]
+SHARP = ["--temperature", "0.3", "--actor_learning_rate", "1e-3"]
 # Two flags that are no illness: they leave out evaluations and logs.
 COMMON = ["--eval_interval", "0", "--log_with", "none"]
 # The flags behind those of the demo, which decide what a run is ill with.
@@ -35,8 +36,9 @@ RUNS = {
     "too_slow": [*GRPO, "--actor_learning_rate", "3e-5"],
     # Its script is tests/stale_train.py.
     "stale_sampler": [*GRPO, "--log_ratio", "true"],
-    "entropy_collapse": [*GRPO, "--temperature", "0.3"],
-    "critic_explains_nothing": ["--critic_learning_rate", "0.1"],
+    "entropy_collapse": [*GRPO, "--template", "{question}<think></think>", *SHARP],
+    # A thousand times the demo's.
+    "critic_explains_nothing": ["--critic_learning_rate", "1"],
 }
 HEALTHY = ("ppo", "grpo")
 # What the doctor reads.

@@ -77,7 +77,9 @@ def test_the_run_made_again_is_named_alike(name, tmp_path_factory):
 def test_a_run_that_learns_has_no_sign():
     assert doctor.examine(well()) == {}
     assert doctor.examine(without(well(), "explained_variance", "approx_kl")) == {}, "GRPO"
-    assert doctor.examine(well(3)) == {}, "too few steps to be slow"
+    assert doctor.examine(well(3, reward=0.2)) == {}, "too few steps to be slow"
+    first = well(9, pass_at_n=[0.9] * 3 + [0.7] * 6, explained_variance=-0.1, entropy=0.01)
+    assert doctor.examine(first) == {}, "too few steps to compare"
 
 
 def test_what_is_no_illness_is_not_named():

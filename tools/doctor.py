@@ -14,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-FEWEST_STEPS = 10  # with less, a slow run looks like a short one
-SOLVED = 0.9  # a reward above which nothing has to rise
-FLAT = 0.2  # a share of tokens with a signal that is too little
-TRUNCATED = 0.3  # a share of responses that is too much
+FEWEST_STEPS = 10  # to compare the first with the last
+SOLVED = 0.9  # such a reward need not rise
+FLAT = 0.2  # too few tokens with a signal
+LOST = 0.1  # a fall of pass_at_n that is much
+LITTLE_EXPLAINED = 0.02  # of the returns' variance
+TRUNCATED = 0.3  # too many responses
 
 
 class Run:
@@ -123,46 +125,60 @@ def truncated(run: Run) -> str | None:
 
 
 def entropy_collapsed(run: Run) -> str | None:
+    # A model that is sure because it solves all that can be solved has not collapsed.
+    if run.last > SOLVED or run.last > 0.9 * run.start("pass_at_n"):
+        return None
     before = run.start("entropy")
     after = run.end("entropy")
-    if run.last > SOLVED or not after < max(0.02, 0.1 * before):
+    is_sure = after < max(0.02, 0.1 * before)
+    # Without a critic the entropy is that of the groups that still differ, so it may stay high.
+    are_alike = signal_at_end(run) < FLAT and lost_problems(run) > LOST
+    if signal_at_first(run) < FLAT or not (is_sure or are_alike):
         return None
-    # A model that is sure because it solves all that can be solved has not collapsed.
-    if run.last > 0.9 * run.start("pass_at_n") or is_flat_at_first(run):
-        return None
+    signal = f"{signal_at_first(run):.0%} and {signal_at_end(run):.0%}"
     return (
-        f"the entropy went from {before:.3f} to {after:.3f} nats a token while the reward is "
-        f"{run.last:.2f}: a problem's responses are all alike, and nothing new is tried; lower "
-        "--actor_learning_rate, set --temperature to 1, or start again from an earlier checkpoint"
+        f"the responses to a problem have become alike, though the reward is {run.last:.2f}: "
+        f"entropy {before:.3f} at first and {after:.3f} now, tokens with an advantage {signal}; "
+        "set --temperature to 1, lower --actor_learning_rate, and start from an earlier "
+        "checkpoint, since this does not come back by itself"
     )
-
-
-def is_flat_at_first(run: Run) -> bool:
-    return mean(run.signal()[: run.window]) < FLAT
 
 
 def flat_groups(run: Run) -> str | None:
     # A critic judges tokens by themselves, so it learns from flat groups too.
     if run.has("explained_variance") or run.last > SOLVED or run.reward.max() == 0:
         return None
-    signal = mean(run.signal()[-run.window :])
-    mixed = run.end("pass_at_n") - run.last
-    if not (signal < FLAT and mixed < FLAT):
+    solved = run.end("pass_at_n")
+    if not (signal_at_end(run) < FLAT and solved - run.last < FLAT):
         return None
     return (
-        f"only {signal:.0%} of the tokens have an advantage that is not 0 (policy_tokens), and "
-        f"pass_at_n is hardly above the reward ({mixed + run.last:.2f}, {run.last:.2f}): in most "
-        "groups all responses are right or all are wrong; take problems that the model solves now "
-        "and then, more of them a step (--rollout_batch_size), or more --n_samples_per_prompt"
+        f"only {signal_at_end(run):.0%} of the tokens have an advantage that is not 0 "
+        f"(policy_tokens), and pass_at_n is {solved:.2f} where the reward is {run.last:.2f}: in "
+        "most groups all responses are right or all are wrong; take problems "
+        "that the model solves now and then, more of them a step (--rollout_batch_size), or more "
+        "--n_samples_per_prompt"
     )
+
+
+def signal_at_first(run: Run) -> float:
+    return mean(run.signal()[: run.window])
+
+
+def signal_at_end(run: Run) -> float:
+    return mean(run.signal()[-run.window :])
+
+
+def lost_problems(run: Run) -> float:
+    """By how much pass_at_n has fallen, from the first window to the second half."""
+    return run.start("pass_at_n") - mean(run["pass_at_n"][run.steps // 2 :])
 
 
 def steps_too_large(run: Run) -> str | None:
     before = run.start("pass_at_n")
-    after = mean(run["pass_at_n"][run.steps // 2 :])
+    after = before - lost_problems(run)
     best, step = run.best()
     fell = best - run.last
-    if before - after > 0.1:
+    if before - after > LOST:
         sign = f"pass_at_n fell from {before:.2f} to {after:.2f}: problems that it solved are lost"
     elif fell > max(0.4 * best, 6 * run.noise()):
         sign = f"the reward was {best:.2f} up to step {step} and is {run.last:.2f} now"
@@ -172,19 +188,19 @@ def steps_too_large(run: Run) -> str | None:
 
 
 def critic_explains_nothing(run: Run) -> str | None:
-    if run.steps < FEWEST_STEPS or not run.has("explained_variance"):
+    if not run.has("explained_variance"):
         return None
     explained = run["explained_variance"]  # (S,)
     # Where nearly all rewards are equal there is little to explain.
     unsolved = (run.reward > 0.05) & (run.reward < SOLVED)  # (S,)
     late = np.arange(run.steps) >= run.steps // 4  # (S,)
     usual = mean(explained[unsolved & late])
-    if not usual < 0:
+    if not usual < LITTLE_EXPLAINED:
         return None
     return (
-        f"the critic explains {usual:.2f} of the returns' variance (explained_variance), which is "
-        "less than a constant would; set --critic_learning_rate to 1 to 5 times the policy's, or "
-        "take --estimator grpo, which has no critic"
+        f"the critic explains {usual:.2f} of the returns' variance (explained_variance), which "
+        "a constant would do as well; set --critic_learning_rate to 1 to 5 times the "
+        "policy's, or take --estimator grpo, which has no critic"
     )
 
 
@@ -230,6 +246,7 @@ CAUSES = {
     "critic explains nothing": critic_explains_nothing,
     "gradient spikes": norm_spikes,
 }
+NEED_TIME = ("entropy collapse", "steps too large", "critic explains nothing")
 
 
 def examine(lines: list[dict]) -> dict[str, str]:
@@ -237,12 +254,15 @@ def examine(lines: list[dict]) -> dict[str, str]:
     run = Run(lines)
     found = {}
     for cause, look in CAUSES.items():
+        if cause in NEED_TIME and run.steps < FEWEST_STEPS:
+            continue
         sign = look(run)
         if sign:
             found[cause] = sign
     if "entropy collapse" in found:
-        # Groups are flat because all responses to a problem are the same.
+        # Both follow from responses that are alike.
         found.pop("flat groups", None)
+        found.pop("steps too large", None)
     sign = slow(run)
     if sign and not found:
         found["too slow"] = sign
