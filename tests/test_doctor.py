@@ -119,10 +119,10 @@ def test_each_sign_is_said_with_its_number():
     assert "0.60 up to step" in doctor.examine(fallen)["steps too large"]
 
 
-def test_a_lost_check_of_the_process_before_is_not_counted_twice():
+def test_lost_checks_of_the_process_before_a_resume_count_too():
     """reward_lost starts anew in a resumed process."""
-    resumed = well(reward_lost=[1] * 10 + [0] * 10)
-    assert doctor.examine(resumed) == {}
+    resumed = well(reward_lost=[100] * 10 + [0] * 10)
+    assert "8%" in doctor.examine(resumed)["lost checks"]
 
 
 def run_doctor(monkeypatch, *words: str) -> None:
