@@ -1,0 +1,23 @@
+"""train.py whose sampler keeps the base model: after the first sync it gets no weights any more."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import train  # noqa: E402
+from rollout import Sampler  # noqa: E402
+
+real_sync = Sampler.sync
+
+
+def sync_once(sampler, weights):
+    if not hasattr(sampler, "is_synced"):
+        real_sync(sampler, weights)
+    sampler.is_synced = True
+
+
+if __name__ == "__main__":
+    Sampler.sync = sync_once
+    os._exit(train.run(sys.argv[1:]))

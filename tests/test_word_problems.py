@@ -1,0 +1,62 @@
+"""tools/word_problems.py: every answer is right, and no question is both trained on and held out."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, jsonl
+
+from tools import word_problems
+
+
+def solve(question: str) -> int:
+    """Reads the story from left to right, which the generator does not do."""
+    total = 0
+    boxes = None
+    story = question.partition("How many")[0]
+    for word, number in re.findall(r"(\w+) (\d+)", story):
+        if word == "of":
+            total += boxes * int(number)
+        elif f"{word} {number} boxes" in story:
+            boxes = int(number)
+        elif word == "loses":
+            total -= int(number)
+        else:
+            assert word in ("has", "buys", "finds"), question
+            total += int(number)
+    return total
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_answer_is_right_and_not_negative(seed):
+    train, held_out = word_problems.draw_problems(seed, 2000, 200)
+    for problem in train + held_out:
+        assert "\n" not in problem["question"]
+        assert solve(problem["question"]) == int(problem["answer"]) > 0, problem
+
+
+def test_held_out_problems_are_not_trained_on():
+    train, held_out = word_problems.draw_problems(1, 4000, 200)
+    questions = [problem["question"] for problem in train + held_out]
+    assert len(set(questions)) == len(questions) == 4200
+
+
+def test_the_files_are_a_function_of_the_seed(tmp_path):
+    command = [sys.executable, ROOT / "tools/word_problems.py"]
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        words = [tmp_path / name, "--seed", seed, "--train", "50", "--held_out", "5"]
+        subprocess.run([*command, *words], check=True)
+    texts = {name: (tmp_path / name / "train.jsonl").read_text() for name in "abc"}
+    assert texts["a"] == texts["b"] != texts["c"]
+    assert len(jsonl(tmp_path / "a" / "eval.jsonl")) == 5
+    assert json.loads(texts["a"].splitlines()[0]).keys() == {"question", "answer"}
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, ROOT / "tools/word_problems.py", tmp_path / "file" / "words"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
