@@ -321,7 +321,7 @@ def compute_advantages(batch: Batch, cfg):
     values = torch.zeros(int(batch.length.sum()), dtype=torch.float64, device=device)  # (T,)
     if "values" in batch.tokens:
         values = batch.tokens["values"].double()
-    padded = torch.zeros(mask.shape, dtype=torch.float64, device=device)  # (N, longest)
+    padded = torch.zeros_like(mask, dtype=torch.float64)  # (N, longest)
     padded[mask] = values
     inputs = (batch.rewards.to(device), padded, mask, batch.groups.to(device), cfg)
     scores = ESTIMATORS[cfg.estimator](*inputs).reshape(len(padded), -1)  # (N, 1 or longest)

@@ -1,4 +1,4 @@
-"""tools/word_problems.py: every answer is right, and no question is both trained on and held out."""
+"""tools/word_problems.py: its answers are right, and no held-out question is trained on."""
 
 import json
 import re
