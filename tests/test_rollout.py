@@ -400,4 +400,4 @@ def test_bf16_is_accepted_each_time(found_in_bf16):
 
 
 def test_wrong_weights_are_refused_in_bf16_too(found_in_bf16):
-    assert "allowed are 0.03 and 0.15" in found_in_bf16["of another seed"]["refused"]
+    assert "allowed are 0.1 and 0.5" in found_in_bf16["of another seed"]["refused"]
