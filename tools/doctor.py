@@ -103,10 +103,13 @@ def lost_checks(run: Run) -> str | None:
 def format_never_met(run: Run) -> str | None:
     if run.reward.max() > 0 or run.end("truncated") > TRUNCATED:
         return None
+    found = ""
+    if run.has("answered"):
+        found = f", and {mean(run['answered']):.0%} held an answer in its form (answered)"
     return (
-        f"none of the responses of {run.steps} steps was right (reward and pass_at_n are 0); read "
-        "a few: if they have an answer that is not found, the template or --stop does not fit what "
-        "the reward looks for, and else the problems are too hard for this model"
+        f"none of the responses of {run.steps} steps was right (reward is 0){found}; read a few: "
+        "if they have an answer that is not found, --template, --answer or --stop does not fit "
+        "what the reward looks for, and else the problems are too hard for this model"
     )
 
 
