@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, jsonl
+import tiny as maker
+from conftest import ROOT, clean_environment, jsonl
 
 from tools import word_problems
 
@@ -60,3 +61,20 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_a_folder(tmp_path):
+    """One step, with a tiny random model whose tokenizer takes any text."""
+    model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=1024)
+    run = tmp_path / "run"
+    flags = ["--run_dir", run, "--max_steps", "1", "--eval_interval", "0"]
+    # This tokenizer needs more tokens for a text.
+    flags += ["--prompt_max_len", "400", "--max_len", "450", "--packing_max_len", "450"]
+    command = ["bash", ROOT / "runs/smollm2_cpu.sh", model, *flags]
+    # With 0 the system chooses the port.
+    environment = clean_environment() | {"MASTER_PORT": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(jsonl(run / "metrics.jsonl")) == 1
+    assert jsonl(run / "eval.jsonl")[0]["problems"] == 200
