@@ -421,10 +421,11 @@ def find_start(run_dir, resume, new: RunState, fixed):
 
 
 def find_changes(saved: RunState, new: RunState, fixed):
-    """Shows every changed flag; returns the names of those that decide what is learnt."""
+    """Shows every changed flag; returns the names of those in `fixed`, {name: default}."""
     changed = []
     for name, value in new.config.items():
-        old = saved.config.get(name)
+        # A checkpoint from before the flag was made by what is its default now.
+        old = saved.config.get(name, fixed.get(name, value))
         if old != value:
             print0(f"resume: --{name} was {old}, is {value}")
         if old != value and name in fixed:

@@ -176,7 +176,7 @@ def last_number(text):
 
     A minus behind a digit, a letter or a bracket is an operation. Of 1/2 this is the 2.
     """
-    minus = r"(?:(?<![\w)\]}])[-−]\$?)?"
+    minus = r"(?:(?<![\w)\]}])[-−–]\$?)?"
     numerals = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
     if numerals:
         return numerals[-1]
@@ -184,9 +184,9 @@ def last_number(text):
 
 def after_hashes(text):
     """GSM8K's form: what stands behind the last #### in the same line."""
-    lines = re.findall("####(.*)", text)
-    if lines:
-        return lines[-1].strip("#* ")
+    _, found, rest = text.rpartition("####")
+    if found:
+        return rest.partition("\n")[0].strip("#* ")
 
 
 # By the names of --answer. A form is a function from a response to its answer, or to None or "".

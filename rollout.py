@@ -64,6 +64,7 @@ class Sample:
     text: str
     finish_reason: str  # "stop" or "length"
     reward: float = 0.0
+    answered: bool = False  # does the text hold an answer?
     text_metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -141,6 +142,7 @@ class Sampler:
         # On a GPU it leaves one thread, and the trainer still works on the CPU.
         torch.set_num_threads(threads)
         self.tokenizer = self.llm.get_tokenizer()
+        self.stop_ids = special_ids(self.tokenizer, cfg.stop)
 
     def engine_settings(self):
         cfg = self.cfg
@@ -206,6 +208,7 @@ class Sampler:
             seed=request.seed,
             max_tokens=min(request.max_tokens, room),
             stop=self.cfg.stop,
+            stop_token_ids=self.stop_ids,
             include_stop_str_in_output=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -249,6 +252,15 @@ def finished_outputs(engine, stopped):
         for output in engine.step():
             if output.finished:
                 yield output
+
+
+def special_ids(tokenizer, texts):
+    """The ids of those texts that are special tokens, such as the end of a chat's turn.
+
+    vLLM strips them before it looks for stop strings, and so needs their ids.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    return [id for id, token in added if token.special and token.content in texts]
 
 
 class Rollout:
@@ -307,10 +319,9 @@ class Rollout:
                     mine[positions[k]] = sample
                     sample.text_metrics = self.task.text_metrics(sample.text)
                     label = share[k].problem.label
-                    answered = self.grader.submit(
+                    sample.answered = self.grader.submit(
                         positions[k], sample.text, sample.finish_reason, label
                     )
-                    sample.text_metrics["answered"] = bool(answered)
         return mine
 
     def stopped(self):

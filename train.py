@@ -174,9 +174,26 @@ def demo_flags(cfg, argv):
     return parse_flags([*shlex.split(flags), *argv])
 
 
-def read_tokenizer(cfg, flag="model"):
-    """The model's tokenizer, once its config has passed, and the critic's. Raises UserError."""
-    folder = getattr(cfg, flag)
+def find_inputs(cfg):
+    """The task and the tokenizer. Raises UserError on all ranks, if a file is wrong on one."""
+    task = tokenizer = wrong = None
+    try:
+        task = find_task(cfg)
+        tokenizer = read_tokenizer(cfg, "model", cfg.model)
+        if cfg.critic:
+            check.require(
+                read_tokenizer(cfg, "critic", cfg.critic).get_vocab() == tokenizer.get_vocab(),
+                f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}",
+            )
+    except UserError as error:
+        # Perhaps it is on this machine alone, and the other ranks must hear of it.
+        wrong = error
+    check.check_same({}, wrong)
+    return task, tokenizer
+
+
+def read_tokenizer(cfg, flag, folder):
+    """The tokenizer of a folder, once its config has passed. Raises UserError."""
     config = check.read_config(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -191,11 +208,6 @@ def read_tokenizer(cfg, flag="model"):
     if longest and cfg.max_len > longest:
         raise UserError(
             f"--max_len {cfg.max_len}: prompt and response exceed the {flag}'s {longest} positions"
-        )
-    if flag == "model" and cfg.critic:
-        check.require(
-            read_tokenizer(cfg, "critic").get_vocab() == tokenizer.get_vocab(),
-            f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}",
         )
     return tokenizer
 
@@ -388,18 +400,17 @@ def export(trained, run_dir, tokenizer):
 
 def main(cfg, world, device, store):
     """One rank of a run: set up, then sample, score, learn and sync until the last step."""
+    task, tokenizer = find_inputs(cfg)
     run_dir, lock = open_run_dir(cfg)
 
     # ---- data: a problem carries the token ids of its prompt
-    task = find_task(cfg)
-    tokenizer = read_tokenizer(cfg)
     problems = read_problems(task, cfg.data, cfg, tokenizer)
     eval_sets = read_eval_sets(task, cfg, tokenizer)
     total_steps = count_steps(cfg, len(problems))
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
-    source, state = ckpt.find_start(run_dir, cfg.resume, new, set(Learning.__dataclass_fields__))
+    source, state = ckpt.find_start(run_dir, cfg.resume, new, vars(Learning()))
     if state.step >= total_steps and (run_dir / "result.json").exists():
         return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
 

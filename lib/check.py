@@ -92,10 +92,11 @@ def check_batch(cfg, world):
         ),
     }
     require_all(cfg, table)
-    for name in ("critic", "critic_lambd", "critic_warmup_steps"):
+    idle = {"critic": None, "critic_lambd": None, "critic_warmup_steps": 0}
+    for name, default in idle.items():
         given = getattr(cfg, name)
         require(
-            cfg.estimator == "gae" or given == getattr(type(cfg), name),
+            cfg.estimator == "gae" or given == default,
             f"--{name} {given}: --estimator {cfg.estimator} has no critic",
         )
 

@@ -146,7 +146,12 @@ def load_body(cfg, auto_class, folder=None):
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     source = folder or cfg.model
-    model = auto_class.from_pretrained(source, dtype=dtype, attn_implementation=cfg.attention)
+    model, report = auto_class.from_pretrained(
+        source, dtype=dtype, attn_implementation=cfg.attention, output_loading_info=True
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(f"{source} holds no {missing[0]}, nor {len(missing) - 1} other weights")
     if cfg.attention == "varlen" and not model._supports_attention_backend:
         raise UserError(f"--model {source} brings its own attention: add --attention sdpa")
     # A dropped unit would break ratio = 1. Attention layers hold a number that they pass on.

@@ -70,6 +70,15 @@ def make_tracker(cfg, run_dir, step):
     return SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 
 
+def no_answers(samples, cfg):
+    """Says that no sample holds an answer; shows three."""
+    ends = [sample.text[-300:] for sample in samples[:3]]
+    return (
+        f"no response has an answer in the form of --reward {cfg.reward} and --answer "
+        f"{cfg.answer}; three of them end so: {ends}"
+    )
+
+
 class RunLog:
     """The files of a run folder except its checkpoints. On other ranks than 0 it does nothing."""
 
@@ -146,11 +155,7 @@ class RunLog:
         self.track(line, step)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         if step == 1 and not (line["answered"] or line["reward"]):
-            ends = [sample.text[-300:] for sample in samples[:3]]
-            warn(
-                f"no response has an answer in the form of --reward {self.cfg.reward} and "
-                f"--answer {self.cfg.answer}; three of them end so: {ends}"
-            )
+            warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
         reward = f"step {step}  reward {line['reward']:.3f}"
         length = f"length {line['response_length']:.1f}"
         print(reward, length, *phases, f"{line['seconds']:.1f} s", sep="  ")

@@ -2,8 +2,9 @@
 # smollm2_cpu.sh FOLDER: a real model on 2 CPU cores, GRPO on word problems of one line; the prompt solves two. FOLDER
 # is a causal LM of about 135 M parameters: docs/models.md makes one of SmolLM2, and shows what to expect, as measured.
 # A CPU without bf16 instructions (lscpu | grep avx512_bf16) is faster with --zero_stage 0 --bf16 false.
+model=$(realpath "${1:?usage: runs/smollm2_cpu.sh FOLDER}")
 cd "$(dirname "$0")/.." && PATH="$PWD/.venv/bin:$PATH" python tools/word_problems.py out/words || exit
-exec runs/launch.sh 1 1 --model "${1:?usage: runs/smollm2_cpu.sh FOLDER}" --run_dir out/smollm2 --estimator grpo \
+exec runs/launch.sh 1 1 --model "$model" --run_dir out/smollm2 --estimator grpo \
     --template $'Q: Tom has 8 pens and buys 5 more. How many pens are there now?\nA: 8+5=13\nQ: Ana has 3 boxes of '\
 $'4 eggs and loses 2. How many eggs are there now?\nA: 3*4=12 12-2=10\nQ: {question}\nA:' --answer last_number \
     --data out/words/train.jsonl --eval_data out/words/eval.jsonl --eval_interval 10 --max_steps 50 --stop $'\n' \

@@ -49,7 +49,7 @@ def work(run: Path, until: int):
     engine = make_engine()
     flags = {"zero_stage": 2, "lr_end": None}
     now = ckpt.RunState(total_steps=10**9, world=world, config=flags)
-    path, state = ckpt.find_start(run, "auto", now, set())
+    path, state = ckpt.find_start(run, "auto", now, {})
     ckpt.restore(run, path, {"policy": engine}, state)
     if rank == 0:
         note(run / "loaded.txt", state.step, hash_of_weights(engine))

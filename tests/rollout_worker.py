@@ -96,6 +96,11 @@ def behaviour(rollout, problems) -> dict:
     rollout.cfg.stop = ["1", "2"]
     found["stop strings"] = generated(sampler, requests)
     rollout.cfg.stop = []
+    # Of "1" and "2", as if they were special tokens.
+    sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(["1", "2"])
+    found["stop ids"] = generated(sampler, requests)
+    found["ids to stop at"] = sampler.stop_ids
+    sampler.stop_ids = []
 
     clock = Clock(0)
     samples = rollout.sample(requests, clock)

@@ -41,8 +41,8 @@ from lib import check
 from lib.common import Stopped, UserError, start_distributed
 from tools import convert, demo
 
-LEARNING = {field.name for field in dataclasses.fields(train.Learning)}
-CONFIG = {field.name for field in dataclasses.fields(train.Config)} - LEARNING
+LEARNING = vars(train.Learning())
+CONFIG = vars(train.Config()).keys() - LEARNING.keys()
 
 
 @pytest.fixture(scope="session")
@@ -479,6 +479,15 @@ def test_another_mathematics_is_refused_by_name(saved_run, name, capsys):
     with pytest.raises(UserError, match=f"another --{name}, which changes what is learnt"):
         find_start(saved_run, config={name: another(old)})
     assert f"resume: --{name} was {old}, is {another(old)}\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_from_before_a_flag_has_its_default():
+    """It was refused, and told to use an old value that there was not."""
+    saved = run_state(3)
+    del saved.config["answer"]
+    assert ckpt.find_changes(saved, run_state(0), LEARNING) == []
+    now = run_state(0, config={"answer": "hashes"})
+    assert ckpt.find_changes(saved, now, LEARNING) == ["answer"]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG - {"zero_stage"}))

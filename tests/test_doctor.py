@@ -97,6 +97,24 @@ def test_what_is_no_illness_is_not_named():
     assert "steps too large" not in doctor.examine(noisy)
 
 
+def test_steps_in_which_the_critic_learnt_alone_do_not_count():
+    lines = [line | {"policy_lr": 1e-6} for line in recorded("too_slow")]
+    alone = [line | {"reward": 0.95} for line in well()]
+    assert list(doctor.examine(alone + lines)) == ["too slow"]
+
+
+def test_a_run_that_has_learnt_to_end_is_not_ill():
+    """It was said that its long answers are unlearned."""
+    lines = well()
+    for k, line in enumerate(lines):
+        line["truncated"] = max(0.0, 0.25 - k / 20)
+        line["response_length"] = 16 - k / 4
+    assert "truncated answers" not in doctor.examine(lines)
+    for line in lines:
+        line["reward"] = 0.1
+    assert "truncated answers" in doctor.examine(lines)
+
+
 def test_each_sign_is_said_with_its_number():
     changes = {
         "stale sampler": ({"approx_kl": 0.05}, "0.050 nats"),

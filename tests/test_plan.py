@@ -162,7 +162,7 @@ def test_quantized_weights_leave_room_but_embeddings_do_not():
     sizes = memory.Sizes(config)
     cfg = train.parse_flags(LARGE)
     whole = memory.sampler_weights(cfg, sizes)
-    cfg.rollout_quantization = "fp8"
+    cfg.rollout_quantization = "fp8_per_channel"
     saved = whole - memory.sampler_weights(cfg, sizes)
     assert saved == sizes.policy - 2 * config.vocab_size * config.hidden_size
 

@@ -26,7 +26,7 @@ def sample(group=0, index=0, reward=0.0, length=3, reason="stop", **text_metrics
     problem = Problem(10 + group, f"{group}+0", str(group), f"{group}+0=", [1, 2])
     request = Request(problem, group, index, seed=0, max_tokens=99, temperature=1.0, top_p=1.0)
     ids = list(range(1, length + 1))
-    return Sample(request, ids, None, "text", reason, reward, {"answered": True} | text_metrics)
+    return Sample(request, ids, None, "text", reason, reward, True, text_metrics)
 
 
 def batch_of(samples: list) -> ppo.Batch:
@@ -305,7 +305,7 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
         samples = [sample(k, reward=reward) for k in range(4)]
         for k, drawn in enumerate(samples):
             drawn.text = "x" * 999 + f"the answer is {k}."
-            drawn.text_metrics["answered"] = answered and k == 3
+            drawn.answered = answered and k == 3
         log.step(step, samples, batch_of(samples), {}, metrics.Clock(step))
         said = capsys.readouterr().err
         if (step, reward, answered) == (1, 0, False):

@@ -252,6 +252,25 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(found):
             assert sample["response_ids"][-1] == 0
 
 
+def test_a_special_token_ends_a_response_and_stays_in_it(found):
+    """As a stop string it was never found, so every response went on to the limit."""
+    ends = set(found["ids to stop at"])
+    ended = 0
+    for sample in found["stop ids"].values():
+        assert ends.isdisjoint(sample["response_ids"][:-1])
+        if sample["response_ids"][-1] in ends:
+            ended += 1
+            assert sample["finish_reason"] == "stop"
+    assert ended > 3
+
+
+def test_stops_that_are_special_tokens_are_known():
+    tokenizer = maker.char_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert rollout.special_ids(tokenizer, ["User:", "<|im_end|>", "</answer>"]) == [end]
+
+
 # ---- Rollout -------------------------------------------------------------------------------------
 
 
@@ -267,7 +286,7 @@ def test_a_rollout_answers_in_the_order_of_its_requests(found):
     assert found["sampled"] == together, "what the sampler alone gives"
     assert found["phases"] == ["rollout", "reward", "gather"]
     assert found["numbers"] == {"reward_lost": 0, "seconds_waited": 0.0}
-    assert {"repetition", "answered"} <= set(found["text metrics"])
+    assert "repetition" in found["text metrics"]
 
 
 def test_a_signal_ends_a_rollout(found):
@@ -309,7 +328,8 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
     assert sorted(mine) == sorted(handed_on)
     for position, sample in mine.items():
         assert sample.request is requests[position]
-        assert sample.text_metrics == {"words": 1, "answered": position % 2 == 0}
+        assert sample.text_metrics == {"words": 1}
+        assert sample.answered == (position % 2 == 0)
     return asked, handed_on
 
 

@@ -126,39 +126,39 @@ def test_a_demo_that_is_not_made_is_one_line(process_group, monkeypatch, tmp_pat
         train.demo_flags(train.parse_flags(["--run_dir", str(tmp_path)]), [])
 
 
-# ---- read_tokenizer ------------------------------------------------------------------------------
+# ---- find_inputs, read_tokenizer -----------------------------------------------------------------
 
 
-def test_bad_models_are_refused_before_their_weights(tiny, tmp_path):
+def test_bad_models_are_refused_before_their_weights(tiny, tmp_path, process_group):
     cfg = train.parse_flags(arguments(SMALL | tiny))
     with pytest.raises(UserError, match="--model, --critic: .*nowhere cannot be used"):
-        train.read_tokenizer(dataclasses.replace(cfg, model=str(tmp_path / "nowhere")))
+        train.find_inputs(dataclasses.replace(cfg, model=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match="--max_len 5000.*256"):
-        train.read_tokenizer(dataclasses.replace(cfg, max_len=5000))
+        train.find_inputs(dataclasses.replace(cfg, max_len=5000))
     folder = maker.make_model(tmp_path / "no_eos")
     edited = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(edited | {"eos_token": None}))
     with pytest.raises(UserError, match="eos"):
-        train.read_tokenizer(dataclasses.replace(cfg, model=str(folder)))
+        train.find_inputs(dataclasses.replace(cfg, model=str(folder)))
 
 
-def test_a_critic_of_other_tokens_is_one_line(tiny, other_critic, tmp_path):
+def test_a_critic_of_other_tokens_is_one_line(tiny, other_critic, tmp_path, process_group):
     """Its values would be those of another text. A critic of another size is fine."""
     cfg = train.parse_flags(arguments(SMALL | tiny))
-    tokenizer = train.read_tokenizer(dataclasses.replace(cfg, critic=other_critic))
-    assert len(tokenizer) == len(train.read_tokenizer(cfg))
+    _, tokenizer = train.find_inputs(dataclasses.replace(cfg, critic=other_critic))
+    assert len(tokenizer) == len(train.find_inputs(cfg)[1])
     other = str(maker.make_model(tmp_path / "other", text_tokenizer=True))
     with pytest.raises(UserError, match=f"^--critic {other}: its tokenizer is not that of"):
-        train.read_tokenizer(dataclasses.replace(cfg, critic=other))
+        train.find_inputs(dataclasses.replace(cfg, critic=other))
     with pytest.raises(UserError, match="--critic: .*nowhere"):
-        train.read_tokenizer(dataclasses.replace(cfg, critic=str(tmp_path / "nowhere")))
+        train.find_inputs(dataclasses.replace(cfg, critic=str(tmp_path / "nowhere")))
     short = str(maker.make_model(tmp_path / "short", max_position_embeddings=32))
     with pytest.raises(UserError, match="--max_len 64.* exceed the critic's 32"):
-        train.read_tokenizer(dataclasses.replace(cfg, critic=short))
+        train.find_inputs(dataclasses.replace(cfg, critic=short))
     for file in Path(other).glob("*token*"):
         file.unlink()
     with pytest.raises(UserError, match=f"^--critic {other}: its tokenizer is not that of"):
-        train.read_tokenizer(dataclasses.replace(cfg, critic=other))
+        train.find_inputs(dataclasses.replace(cfg, critic=other))
 
 
 # ---- read_problems, parse_path, read_eval_sets ---------------------------------------------------

@@ -101,7 +101,7 @@ def lost_checks(run: Run) -> str | None:
 
 
 def format_never_met(run: Run) -> str | None:
-    if run.reward.max() > 0 or run.end("truncated") > TRUNCATED:
+    if run.reward.any() or run.end("truncated") > TRUNCATED:
         return None
     found = ""
     if run.has("answered"):
@@ -118,7 +118,8 @@ def truncated(run: Run) -> str | None:
     shorter = run.end("response_length") < 0.9 * run.start("response_length")
     if run.last > SOLVED:
         return None
-    if share < TRUNCATED and not (shorter and share > 0.1):
+    learnt = run.last - run.first > 0.1
+    if share < TRUNCATED and (learnt or not (shorter and share > 0.1)):
         return None
     return (
         f"{run.start('truncated'):.0%} of the responses are cut off at first and "
@@ -254,7 +255,8 @@ NEED_TIME = ("entropy collapse", "steps too large", "critic explains nothing")
 
 def examine(lines: list[dict]) -> dict[str, str]:
     """{cause: what is seen of it} of the lines of a metrics.jsonl; empty where all looks well."""
-    run = Run(lines)
+    # While the critic learns alone the policy stays as it is.
+    run = Run([line for line in lines if "policy_lr" in line] or lines)
     found = {}
     for cause, look in CAUSES.items():
         if cause in NEED_TIME and run.steps < FEWEST_STEPS:

@@ -168,11 +168,9 @@ class Results:
         self.sets.append(line)
         for figure in published_for(line, self.cfg):
             self.remarks.append(compare(figure, line, self.cfg))
-        if not any(sample.text_metrics["answered"] for sample in samples):
-            ends = [sample.text[-300:] for sample in samples[:: self.cfg.eval_n][:3]]
-            form = f"--reward {self.cfg.reward} and --answer {self.cfg.answer}"
-            text = f"{name}: no response has an answer in the form of {form}"
-            self.remarks.append(f"{text}; three of them end so: {ends}")
+        if not any(sample.answered for sample in samples):
+            text = report.no_answers(samples[:: self.cfg.eval_n], self.cfg)
+            self.remarks.append(f"{name}: {text}")
         if dist.get_rank() > 0:
             return
         with open(self.folder / "eval_samples.jsonl", "a", encoding="utf-8") as file:
@@ -226,8 +224,8 @@ def main(cfg: train.Config, world: int, store) -> None:
     lock = ckpt.claim(folder, needed_bytes=0)  # noqa: F841
     report.redirect_libraries(folder / "run.log")
 
-    task = train.find_task(cfg)
-    eval_sets = train.read_eval_sets(task, cfg, train.read_tokenizer(cfg))
+    task, tokenizer = train.find_inputs(cfg)
+    eval_sets = train.read_eval_sets(task, cfg, tokenizer)
     results = Results(folder, cfg)
     rollout = Rollout(task, Signals(store), cfg)
     try:
