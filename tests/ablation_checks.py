@@ -550,9 +550,13 @@ def check_majority_vote():
     right = [1.0, 0.0, 0.0, 0.0, 0.0] + [0.0, 0.0, 1.0, 1.0, 0.0] + [0.0] * 5
     paid = [0.0, 1.0, 1.0, 0.0, 1.0] + [0.0, 1.0, 0.0, 0.0, 1.0] + [0.0] * 5
     check_what_is_paid(graded(countdown, [MINI] * 3, responses), right, paid)
-    assert countdown.extract_answer("9 + 8 = 17 <answer> (5 - 4) / 2 </answer>") == Fraction(1, 2)
+    tagged = "9 + 8 = 17 <answer> (5 - 4) / 2 </answer>"
+    assert countdown.Grader().vote(tagged, {"pick": None}) == Fraction(1, 2)
+    assert countdown.Grader().vote("9 + 8 = 17", {"pick": None}) is None
     boxes = [(f"<answer>\\boxed{{{answer}}}</answer>", "stop") for answer in ("5", "4", "5")]
     check_what_is_paid(graded(reward, ["4"], boxes), [0.0, 1.0, 0.0], [1.0, 0.0, 1.0])
+    empty = [("<answer>\\boxed{}</answer>", "stop")] * 2 + [boxes[1]]
+    check_what_is_paid(graded(reward, ["4"], empty), [0.0, 0.0, 1.0], [0.0, 0.0, 1.0])
 
 
 def check_lenient_reward():
