@@ -1,7 +1,7 @@
 """The patches of ablations/: each applies to a copy of the files and does there what it says.
 
 A check of ablation_checks.py runs in a process of its own inside the patched copy, and so imports
-the patched files.
+the patched files; ablation_forks.py starts it.
 """
 
 import json
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, clean_environment, jsonl
+from ablation_forks import run_checks
+from conftest import ROOT, SMALL, clean_environment, held_port, jsonl
 
 PATCHES = sorted(path.stem for path in (ROOT / "ablations").glob("*.patch"))
 PAGE = (ROOT / "ablations" / "README.md").read_text()
@@ -60,19 +61,6 @@ def skip_without_extras(name: str):
         pytest.importorskip("peft", reason="pip install -r requirements-extras.txt")
 
 
-def run_checks(names: list[str], copy: Path, launcher=()):
-    """Checks of ablation_checks.py, with the files of that folder; what is not there is ours."""
-    script = shutil.copy(ROOT / "tests" / "ablation_checks.py", copy)
-    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
-    return subprocess.run(
-        [sys.executable, *launcher, script, *names],
-        capture_output=True,
-        text=True,
-        env=clean_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        timeout=800,
-    )
-
-
 def test_there_are_four_and_the_page_has_a_line_for_each():
     assert {"kl_loss", "updates_8", "overlong_drop", "fuse_values"} <= set(PATCHES)
     for name in PATCHES:
@@ -94,29 +82,25 @@ def test_a_patch_is_at_most_40_changed_lines(name):
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_does_what_it_says(name, patched):
     skip_without_extras(name)
-    copy = patched(name)
-    done = run_checks([name], copy)
-    assert f"{name} held" in done.stdout, done.stderr[-3000:]
+    out, err = run_checks([name], patched(name))
+    assert f"{name} held" in out, err[-3000:]
 
 
 def test_fused_values_reach_both_of_two_ranks(patched):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run_checks(["fuse_values_on_two_ranks"], patched("fuse_values"), launcher)
-    assert done.stdout.split().count("held") == 2, done.stderr[-3000:]
+    with held_port() as port:
+        out, err = run_checks(["fuse_values_on_two_ranks"], patched("fuse_values"), 2, port)
+    assert out.split().count("held") == 2, err[-3000:]
 
 
 def test_without_its_patch_no_check_holds(patched, tmp_path):
-    """Else the check would prove nothing. Of what builds on another patch only that one is there.
-
-    The checks of one copy share a process, whose start takes longer than they do.
-    """
+    """Else the check would prove nothing. Where a patch builds on another, that one is there."""
     by_base = {}
     for name in PATCHES:
         by_base.setdefault(BUILDS_ON.get(name), []).append(name)
     for base, names in by_base.items():
-        done = run_checks(names, patched(base) if base else tmp_path)
-        assert done.returncode == 0 and done.stderr.count("Traceback") >= len(names)
-        assert "held" not in done.stdout, done.stdout
+        out, err = run_checks(names, patched(base) if base else tmp_path)
+        assert err.count("Traceback") >= len(names)
+        assert "held" not in out, out
 
 
 def mark_training(name: str):
