@@ -70,18 +70,32 @@ class Recorder:
     def __init__(self, name, tokens):
         self.name = name
         self.numbers = torch.linspace(-2, -0.1, tokens).requires_grad_()
-        self.seen = []
+        self.here = []
+        self.fillers = 0
         self.gradients = []
 
     def __call__(self, micro, temperature=None):
-        self.seen += micro.index.tolist()
+        self.note(micro)
         numbers = self.numbers[micro.index]
         return numbers if self.name == "critic" else (numbers, torch.zeros_like(numbers))
+
+    def note(self, micro):
+        """Which tokens this rank has seen, and how often it had none of its own."""
+        self.here += micro.index[micro.mask > 0].tolist()
+        self.fillers += not micro.mask.any()
+
+    @property
+    def seen(self):
+        """The tokens that any rank has seen. A collective."""
+        return sum(common.gather(self.here), [])
 
     def backward(self, loss, is_last):
         loss.backward()
 
     def step(self, lr):
+        # The real engines average over the ranks too.
+        dist.all_reduce(self.numbers.grad)
+        self.numbers.grad /= dist.get_world_size()
         self.gradients.append(self.numbers.grad.clone())
         with torch.no_grad():
             self.numbers -= lr * self.numbers.grad
@@ -199,8 +213,7 @@ def check_fuse_values_on_two_ranks():
     before = critic.numbers.detach().clone()
     stats = ppo.train_critic(critic, batch, cfg, step=0)
     assert len(critic.gradients) == 3 and stats["critic_micro_batches"] == 1
-    seen = sum(common.gather(critic.seen), [])
-    assert sorted(seen) == [0, *range(15)], "the filler sees the first token as well"
+    assert sorted(critic.seen) == list(range(15)) and sum(common.gather(critic.fillers)) == 1
     torch.testing.assert_close(batch.tokens["values"], before)
 
 
@@ -275,7 +288,7 @@ class HeadRecorder(Recorder):
         self.numbers = scores.requires_grad_()
 
     def __call__(self, micro, temperature):
-        self.seen += micro.index.tolist()
+        self.note(micro)
         rows = self.numbers[micro.index]  # (T, V)
         return ChunkedLogprob.apply(rows, torch.eye(10), micro.token_ids, temperature, 4)
 
@@ -442,14 +455,15 @@ def check_dynamic_sampling():
 
 
 class Scripted:
-    """In place of the sampler: each request gets the next of some (text, finish reason)."""
+    """In place of the sampler: each request gets its own of some (text, finish reason)."""
 
-    def __init__(self, responses):
+    def __init__(self, responses, count):
         self.responses = responses
+        self.count = count  # of each problem
 
     def generate(self, requests, stopped, logprobs):
         for position, request in enumerate(requests):
-            text, reason = self.responses[position]
+            text, reason = self.responses[request.group * self.count + request.index]
             yield position, rollout.Sample(request, [1, 2, 3], None, text, reason)
 
 
@@ -460,7 +474,7 @@ def graded(task, labels, responses, step=0):
     requests = rollout.make_requests(problems, count, (1, step, "train"), (9, 1.0, 1.0))
     stage = object.__new__(rollout.Rollout)
     stage.cfg = SimpleNamespace(tensor_parallel=1, log_ratio=False, tis_cap=None)
-    stage.sampler = Scripted(responses)
+    stage.sampler = Scripted(responses, count)
     stage.signals = common.Signals(dist.HashStore())
     stage.task = task
     with task.Grader(1) as stage.grader:
