@@ -125,21 +125,22 @@ def check_updates_8():
     """Eight steps over one shuffle; each is the clipped objective's gradient at its own ratio."""
     cfg.policy_update_steps = 8
     cfg.policy_clip = 0.2
-    samples = [sample(i, 2, 1.0) for i in range(8)]
+    # Two samples a step, so that each of two ranks has one: they must have shuffled alike.
+    samples = [sample(i, 2, 1.0) for i in range(16)]
     batch = ppo.Batch.of(samples, torch.device("cpu"))
-    policy = Recorder("policy", 16)
-    advantages = torch.tensor([1.0, -1.0] * 8)
+    policy = Recorder("policy", 32)
+    advantages = torch.tensor([1.0, -1.0] * 16)
     # Some ratios are outside of the clip, on both sides.
-    old = policy.numbers.detach() + torch.linspace(-0.5, 0.5, 16)
+    old = policy.numbers.detach() + torch.linspace(-0.5, 0.5, 32)
     batch.tokens = {"advantages": advantages, "old_logprobs": old}
     before = policy.numbers.detach().clone().requires_grad_()
     ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     assert len(policy.gradients) == 8
-    assert sorted(policy.seen) == list(range(16))
+    assert sorted(policy.seen) == list(range(32))
     # The steps see different tokens, so all gradients are those of the first numbers.
     ratio = (before - old).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    (loss.sum() / 2).backward()
+    (loss.sum() / 4).backward()
     torch.testing.assert_close(torch.stack(policy.gradients).sum(0), before.grad)
     assert (before.grad == 0).any() and (before.grad != 0).any(), "some ratios are clipped"
 
