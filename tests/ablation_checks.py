@@ -70,18 +70,32 @@ class Recorder:
     def __init__(self, name, tokens):
         self.name = name
         self.numbers = torch.linspace(-2, -0.1, tokens).requires_grad_()
-        self.seen = []
+        self.here = []
+        self.fillers = 0
         self.gradients = []
 
     def __call__(self, micro, temperature=None):
-        self.seen += micro.index.tolist()
+        self.note(micro)
         numbers = self.numbers[micro.index]
         return numbers if self.name == "critic" else (numbers, torch.zeros_like(numbers))
+
+    def note(self, micro):
+        """Which tokens this rank has seen, and how often it had none of its own."""
+        self.here += micro.index[micro.mask > 0].tolist()
+        self.fillers += not micro.mask.any()
+
+    @property
+    def seen(self):
+        """The tokens that any rank has seen. A collective."""
+        return sum(common.gather(self.here), [])
 
     def backward(self, loss, is_last):
         loss.backward()
 
     def step(self, lr):
+        # The real engines average over the ranks too.
+        dist.all_reduce(self.numbers.grad)
+        self.numbers.grad /= dist.get_world_size()
         self.gradients.append(self.numbers.grad.clone())
         with torch.no_grad():
             self.numbers -= lr * self.numbers.grad
@@ -111,21 +125,22 @@ def check_updates_8():
     """Eight steps over one shuffle; each is the clipped objective's gradient at its own ratio."""
     cfg.policy_update_steps = 8
     cfg.policy_clip = 0.2
-    samples = [sample(i, 2, 1.0) for i in range(8)]
+    # Two samples a step, so that each of two ranks has one: they must have shuffled alike.
+    samples = [sample(i, 2, 1.0) for i in range(16)]
     batch = ppo.Batch.of(samples, torch.device("cpu"))
-    policy = Recorder("policy", 16)
-    advantages = torch.tensor([1.0, -1.0] * 8)
+    policy = Recorder("policy", 32)
+    advantages = torch.tensor([1.0, -1.0] * 16)
     # Some ratios are outside of the clip, on both sides.
-    old = policy.numbers.detach() + torch.linspace(-0.5, 0.5, 16)
+    old = policy.numbers.detach() + torch.linspace(-0.5, 0.5, 32)
     batch.tokens = {"advantages": advantages, "old_logprobs": old}
     before = policy.numbers.detach().clone().requires_grad_()
     ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     assert len(policy.gradients) == 8
-    assert sorted(policy.seen) == list(range(16))
+    assert sorted(policy.seen) == list(range(32))
     # The steps see different tokens, so all gradients are those of the first numbers.
     ratio = (before - old).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    (loss.sum() / 2).backward()
+    (loss.sum() / 4).backward()
     torch.testing.assert_close(torch.stack(policy.gradients).sum(0), before.grad)
     assert (before.grad == 0).any() and (before.grad != 0).any(), "some ratios are clipped"
 
@@ -199,8 +214,7 @@ def check_fuse_values_on_two_ranks():
     before = critic.numbers.detach().clone()
     stats = ppo.train_critic(critic, batch, cfg, step=0)
     assert len(critic.gradients) == 3 and stats["critic_micro_batches"] == 1
-    seen = sum(common.gather(critic.seen), [])
-    assert sorted(seen) == [0, *range(15)], "the filler sees the first token as well"
+    assert sorted(critic.seen) == list(range(15)) and sum(common.gather(critic.fillers)) == 1
     torch.testing.assert_close(batch.tokens["values"], before)
 
 
@@ -275,7 +289,7 @@ class HeadRecorder(Recorder):
         self.numbers = scores.requires_grad_()
 
     def __call__(self, micro, temperature):
-        self.seen += micro.index.tolist()
+        self.note(micro)
         rows = self.numbers[micro.index]  # (T, V)
         return ChunkedLogprob.apply(rows, torch.eye(10), micro.token_ids, temperature, 4)
 
@@ -442,14 +456,15 @@ def check_dynamic_sampling():
 
 
 class Scripted:
-    """In place of the sampler: each request gets the next of some (text, finish reason)."""
+    """In place of the sampler: each request gets its own of some (text, finish reason)."""
 
-    def __init__(self, responses):
+    def __init__(self, responses, count):
         self.responses = responses
+        self.count = count  # of each problem
 
     def generate(self, requests, stopped, logprobs):
         for position, request in enumerate(requests):
-            text, reason = self.responses[position]
+            text, reason = self.responses[request.group * self.count + request.index]
             yield position, rollout.Sample(request, [1, 2, 3], None, text, reason)
 
 
@@ -460,7 +475,7 @@ def graded(task, labels, responses, step=0):
     requests = rollout.make_requests(problems, count, (1, step, "train"), (9, 1.0, 1.0))
     stage = object.__new__(rollout.Rollout)
     stage.cfg = SimpleNamespace(tensor_parallel=1, log_ratio=False, tis_cap=None)
-    stage.sampler = Scripted(responses)
+    stage.sampler = Scripted(responses, count)
     stage.signals = common.Signals(dist.HashStore())
     stage.task = task
     with task.Grader(1) as stage.grader:
@@ -550,9 +565,13 @@ def check_majority_vote():
     right = [1.0, 0.0, 0.0, 0.0, 0.0] + [0.0, 0.0, 1.0, 1.0, 0.0] + [0.0] * 5
     paid = [0.0, 1.0, 1.0, 0.0, 1.0] + [0.0, 1.0, 0.0, 0.0, 1.0] + [0.0] * 5
     check_what_is_paid(graded(countdown, [MINI] * 3, responses), right, paid)
-    assert countdown.extract_answer("9 + 8 = 17 <answer> (5 - 4) / 2 </answer>") == Fraction(1, 2)
+    tagged = "9 + 8 = 17 <answer> (5 - 4) / 2 </answer>"
+    assert countdown.Grader().vote(tagged, {"pick": None}) == Fraction(1, 2)
+    assert countdown.Grader().vote("9 + 8 = 17", {"pick": None}) is None
     boxes = [(f"<answer>\\boxed{{{answer}}}</answer>", "stop") for answer in ("5", "4", "5")]
     check_what_is_paid(graded(reward, ["4"], boxes), [0.0, 1.0, 0.0], [1.0, 0.0, 1.0])
+    empty = [("<answer>\\boxed{}</answer>", "stop")] * 2 + [boxes[1]]
+    check_what_is_paid(graded(reward, ["4"], empty), [0.0, 0.0, 1.0], [0.0, 0.0, 1.0])
 
 
 def check_lenient_reward():

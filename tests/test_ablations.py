@@ -1,19 +1,18 @@
 """The patches of ablations/: each applies to a copy of the files and does there what it says.
 
 A check of ablation_checks.py runs in a process of its own inside the patched copy, and so imports
-the patched files.
+the patched files; ablation_forks.py starts it.
 """
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, clean_environment, jsonl
+from ablation_forks import run_checks
+from conftest import ROOT, held_port, jsonl, launch, same_metrics
 
 PATCHES = sorted(path.stem for path in (ROOT / "ablations").glob("*.patch"))
 PAGE = (ROOT / "ablations" / "README.md").read_text()
@@ -60,19 +59,6 @@ def skip_without_extras(name: str):
         pytest.importorskip("peft", reason="pip install -r requirements-extras.txt")
 
 
-def run_checks(names: list[str], copy: Path, launcher=()):
-    """Checks of ablation_checks.py, with the files of that folder; what is not there is ours."""
-    script = shutil.copy(ROOT / "tests" / "ablation_checks.py", copy)
-    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
-    return subprocess.run(
-        [sys.executable, *launcher, script, *names],
-        capture_output=True,
-        text=True,
-        env=clean_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        timeout=800,
-    )
-
-
 def test_there_are_four_and_the_page_has_a_line_for_each():
     assert {"kl_loss", "updates_8", "overlong_drop", "fuse_values"} <= set(PATCHES)
     for name in PATCHES:
@@ -94,29 +80,25 @@ def test_a_patch_is_at_most_40_changed_lines(name):
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_does_what_it_says(name, patched):
     skip_without_extras(name)
-    copy = patched(name)
-    done = run_checks([name], copy)
-    assert f"{name} held" in done.stdout, done.stderr[-3000:]
+    out, err = run_checks([name], patched(name))
+    assert f"{name} held" in out, err[-3000:]
 
 
 def test_fused_values_reach_both_of_two_ranks(patched):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run_checks(["fuse_values_on_two_ranks"], patched("fuse_values"), launcher)
-    assert done.stdout.split().count("held") == 2, done.stderr[-3000:]
+    with held_port() as port:
+        out, err = run_checks(["fuse_values_on_two_ranks"], patched("fuse_values"), 2, port)
+    assert out.split().count("held") == 2, err[-3000:]
 
 
 def test_without_its_patch_no_check_holds(patched, tmp_path):
-    """Else the check would prove nothing. Of what builds on another patch only that one is there.
-
-    The checks of one copy share a process, whose start takes longer than they do.
-    """
+    """Else the check would prove nothing. Where a patch builds on another, that one is there."""
     by_base = {}
     for name in PATCHES:
         by_base.setdefault(BUILDS_ON.get(name), []).append(name)
     for base, names in by_base.items():
-        done = run_checks(names, patched(base) if base else tmp_path)
-        assert done.returncode == 0 and done.stderr.count("Traceback") >= len(names)
-        assert "held" not in done.stdout, done.stdout
+        out, err = run_checks(names, patched(base) if base else tmp_path)
+        assert err.count("Traceback") >= len(names)
+        assert "held" not in out, out
 
 
 def mark_training(name: str):
@@ -125,33 +107,52 @@ def mark_training(name: str):
     return name
 
 
+# These decide what is sampled and what is paid, which all ranks must see alike.
+SAMPLED = ["dynamic_sampling", "majority_vote", "random_reward", "curriculum"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PATCHES if name not in ("lora", "fp16")])
+def test_a_patch_does_the_same_on_two_ranks(name, patched):
+    """A rank samples its share and sees its own samples, and what is learnt is that of all.
+
+    The other two have engines of their own in their checks, which save to a folder of each rank.
+    """
+    with held_port() as port:
+        out, err = run_checks([name], patched(name), 2, port)
+    assert out.split().count("held") == 2, err[-3000:]
+
+
+@pytest.fixture(scope="module")
+def trained(patched, tiny, tmp_path_factory):
+    """trained(name, ranks, steps): the folder of a run of the tiny model with that patch, made
+    once."""
+    runs = {}
+
+    def train(name: str, ranks: int, steps: int) -> Path:
+        flags = tiny | {"max_steps": steps}
+        if "updates_8" in (name, BUILDS_ON.get(name)):
+            flags |= {"policy_update_steps": 4}
+        if name == "overlong_penalty":
+            flags |= {"overlong_cache": 8}
+        if name == "fp16":
+            flags |= {"bf16": "true", "zero_stage": 2}
+        if (name, ranks) not in runs:
+            run = tmp_path_factory.mktemp(f"{name}_{ranks}")
+            launch(run, ranks=ranks, timeout=800, script=patched(name) / "train.py", **flags)
+            runs[name, ranks] = run
+        return runs[name, ranks]
+
+    return train
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", map(mark_training, PATCHES))
-def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
+def test_three_steps_of_training_with_a_patch(name, trained):
     skip_without_extras(name)
     if name == "fp16" and not torch.cuda.is_available():
         pytest.skip("DeepSpeed trains in fp16 on a GPU alone")
-    copy = patched(name)
-    flags = SMALL | tiny | {"run_dir": tmp_path / "run"}
-    if "updates_8" in (name, BUILDS_ON.get(name)):
-        flags |= {"policy_update_steps": 4}
-    if name == "overlong_penalty":
-        flags |= {"overlong_cache": 8}
-    if name == "fp16":
-        flags |= {"bf16": "true", "zero_stage": 2}
-    argv = []
-    for flag, value in flags.items():
-        argv += [f"--{flag}", str(value)]
-    done = subprocess.run(
-        [sys.executable, str(copy / "train.py"), *argv],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        env=clean_environment() | os.environ.copy(),
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    lines = jsonl(tmp_path / "run" / "metrics.jsonl")
+    lines = jsonl(trained(name, ranks=1, steps=3) / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     names = {"kl_loss": "kl", "updates_8": "policy_loss", "fuse_values": "critic_values"}
     names |= {"kl_penalty": "kl", "gspo": "clipped", "overlong_penalty": "overlong_penalty"}
@@ -159,3 +160,25 @@ def test_three_steps_of_training_with_a_patch(name, patched, tiny, tmp_path):
     names |= {name: "paid" for name in PATCHES if name.endswith("_reward")}
     names |= {"majority_vote": "paid"}
     assert all(names.get(name, "reward") in line for line in lines), json.dumps(lines[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
+def test_two_ranks_train_with_a_patch_as_one_does(name, trained):
+    """The first step has the same samples, and the same numbers up to rounding.
+
+    Afterwards rounding may change a sample. That the ranks still agree is for the run's own checks.
+    """
+    runs = [trained(name, ranks=1, steps=3), trained(name, ranks=2, steps=2)]
+    assert len(jsonl(runs[1] / "metrics.jsonl")) == 2
+    samples = []
+    for run in runs:
+        lines = jsonl(run / "samples.jsonl")
+        keys = ("problem", "index", "response", "reward")
+        samples.append([[line[key] for key in keys] for line in lines if line["step"] == 1])
+    assert samples[0] == samples[1] and len(samples[0]) == 16
+    one, two = (same_metrics(jsonl(run / "metrics.jsonl")[0]) for run in runs)
+    assert one.keys() == two.keys()
+    for key in one:
+        if not key.endswith("micro_batches"):
+            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key

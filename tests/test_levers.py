@@ -211,6 +211,7 @@ def test_levers_resume_exactly(runs):
     assert list(map(same_metrics, whole)) == list(map(same_metrics, parts))
 
 
+@pytest.mark.slow
 def test_code_in_a_whole_run(tiny, tmp_path):
     """--reward code: the same loop, graded in the sandbox."""
     item = {"text": "add", "test_list": ["assert f(1, 2) == 3"]}
