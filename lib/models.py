@@ -151,7 +151,7 @@ def load_body(cfg, auto_class, folder=None):
     )
     missing = sorted(report["missing_keys"])
     if missing:
-        raise UserError(f"{source} holds no {missing[0]}, nor {len(missing) - 1} other weights")
+        raise UserError(f"{source} lacks {missing[0]} and {len(missing) - 1} more of its weights")
     if cfg.attention == "varlen" and not model._supports_attention_backend:
         raise UserError(f"--model {source} brings its own attention: add --attention sdpa")
     # A dropped unit would break ratio = 1. Attention layers hold a number that they pass on.

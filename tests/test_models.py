@@ -529,6 +529,20 @@ def test_a_folder_without_a_head_that_fits_is_one_line(fault, models, tmp_path, 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_folder_whose_weights_have_other_names_is_refused(stage, models, tmp_path, process_group):
+    """transformers draws what it does not find, and says so in the log of a run alone."""
+    model = Qwen2ForCausalLM.from_pretrained(models[True])
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {f"critic.{name}": weight for name, weight in weights.items()}
+    renamed["value_head.weight"] = torch.ones(1, model.config.hidden_size)
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    cfg = config(models[True], critic=str(tmp_path), zero_stage=stage)
+    with pytest.raises(UserError, match=f"^{tmp_path} lacks .* and [0-9]+ more of its weights$"):
+        make_critic_engine(cfg)
+
+
 # ---- engine_config -------------------------------------------------------------------------------
 
 
