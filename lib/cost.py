@@ -149,8 +149,8 @@ class Times:
         return STEP_BYTES * learnt / memory.shards(self.cfg, self.world, stage=1) / speed
 
     def moved_gradients(self, learnt: int) -> float:
-        """An offloaded optimizer gets fp32 sums, which each micro-batch fetches and sends back."""
-        if memory.on_card(self.cfg):
+        """ZeRO-3's offloaded sums are in CPU memory: each micro-batch fetches and returns them."""
+        if memory.on_card(self.cfg) or memory.has_sums(self.cfg):
             return 0.0
         row = self.cfg.micro_train_batch_size * self.cfg.packing_max_len
         micro_batches = math.ceil(self.tokens() / row)

@@ -160,8 +160,19 @@ def shards(cfg, world: int, stage: int) -> int:
 
 
 def on_card(cfg) -> bool:
-    """Are the optimizer's states on the card, and at the stages 2 and 3 the gradient sums?"""
+    """Are the optimizer's states on the card?"""
     return cfg.offload != "optimizer"
+
+
+def has_sums(cfg) -> bool:
+    """Are fp32 gradient sums on the card from a backward to its step?
+
+    ZeRO-3 has them there for ever, or with --offload in CPU memory. ZeRO-2 keeps those of bf16
+    weights on the card with --offload too, and moves them once, before its step.
+    """
+    if cfg.zero_stage == 3:
+        return False
+    return on_card(cfg) or cfg.zero_stage < 2 or cfg.bf16
 
 
 # ---- the trainer -----------------------------------------------------------------------------
@@ -217,7 +228,7 @@ def critic_bytes(cfg, sizes: Sizes, world: int) -> dict[str, float]:
 def common_bytes(cfg, world: int, learnt: int) -> dict[str, float]:
     """At every point of an update of so many parameters."""
     items = {"sampler asleep": ASLEEP}
-    if cfg.zero_stage < 3 and (on_card(cfg) or cfg.zero_stage < 2):
+    if has_sums(cfg):
         items["gradients"] = 4 * learnt / shards(cfg, world, stage=2)
     return items
 
