@@ -126,8 +126,10 @@ def estimate(cfg, config, world: int, card_gb: float) -> Memory:
     card = VISIBLE * card_gb * GIB
     phases = {"rollout": {"sampler awake": sampler_bytes(cfg, sizes, card)}}
     if cfg.estimator == "gae":
-        phases["critic"] = critic_bytes(cfg, sizes, world)
-    phases["policy"] = policy_bytes(cfg, sizes, world)
+        critic = (sizes.critic, sizes.critic)
+        phases["critic"] = training_bytes(cfg, sizes, world, *critic, has_head=False)
+    policy = (sizes.policy, sizes.learnt)
+    phases["policy"] = training_bytes(cfg, sizes, world, *policy, has_head=True)
     phases["sync"] = {"sampler awake": sync_bytes(cfg, sizes, card)}
     return Memory(
         in_gib(resident_bytes(cfg, sizes, world)),
@@ -204,47 +206,26 @@ def resident_bytes(cfg, sizes: Sizes, world: int) -> dict[str, float]:
     return items
 
 
-def policy_bytes(cfg, sizes: Sizes, world: int) -> dict[str, float]:
-    """Of an update: the highest of three points, in a layer's backward, the head's, and the step.
+def training_bytes(
+    cfg, sizes: Sizes, world: int, model: int, learnt: int, has_head: bool
+) -> dict[str, float]:
+    """Of an update of one model: the highest of three points.
 
-    With adapters they alone have gradients, and no embedding is reduced.
+    They are in a layer's backward, in the head's, and in the optimizer step. Of the model's
+    parameters so many are learnt: all, or the adapters.
     """
-    held = common_bytes(cfg, world, sizes.learnt)
-    kept = held | kept_items(cfg, sizes, sizes.policy)
-    layer = kept | layer_items(cfg, sizes, whole=not sizes.adapters)
-    head = kept | {"head": head_bytes(sizes)}
-    step = held | {"step": step_bytes(cfg, sizes, world, sizes.learnt)}
-    return max(layer, step, head, key=total)
-
-
-def critic_bytes(cfg, sizes: Sizes, world: int) -> dict[str, float]:
-    """As of the policy's update, without its head."""
-    held = common_bytes(cfg, world, sizes.critic)
-    layer = held | kept_items(cfg, sizes, sizes.critic) | layer_items(cfg, sizes, whole=True)
-    step = held | {"step": step_bytes(cfg, sizes, world, sizes.critic)}
-    return max(layer, step, key=total)
-
-
-def common_bytes(cfg, world: int, learnt: int) -> dict[str, float]:
-    """At every point of an update of so many parameters."""
-    items = {"sampler asleep": ASLEEP}
+    common = {"sampler asleep": ASLEEP}
     if has_sums(cfg):
-        items["gradients"] = 4 * learnt / shards(cfg, world, stage=2)
-    return items
-
-
-def kept_items(cfg, sizes: Sizes, model: int) -> dict[str, float]:
-    """Between forward and backward."""
-    items = {"activations": kept_bytes(cfg, sizes)}
+        common["gradients"] = 4 * learnt / shards(cfg, world, stage=2)
+    kept = {"activations": kept_bytes(cfg, sizes)}
     if cfg.zero_stage == 3:
-        items["gathered"] = number_bytes(cfg) * min(model, max(LIVE, sizes.embedding))
-    return items
-
-
-def layer_items(cfg, sizes: Sizes, whole: bool) -> dict[str, float]:
-    """In a layer's backward. whole: is all of the model learnt, and not adapters alone?"""
-    reduction = reduction_bytes(cfg, sizes.embedding if whole else 0)
-    return {"layer": layer_bytes(cfg, sizes), "reduction": reduction}
+        kept["gathered"] = number_bytes(cfg) * min(model, max(LIVE, sizes.embedding))
+    reduction = reduction_bytes(cfg, min(sizes.embedding, learnt))
+    layer = {"layer": layer_bytes(cfg, sizes), "reduction": reduction}
+    points = [common | kept | layer, common | {"step": step_bytes(cfg, sizes, world, learnt)}]
+    if has_head:
+        points.append(common | kept | {"head": head_bytes(sizes)})
+    return max(points, key=total)
 
 
 def row_bytes(cfg) -> int:
@@ -283,7 +264,7 @@ def head_bytes(sizes: Sizes) -> int:
 def reduction_bytes(cfg, largest: int) -> int:
     """What leaves a backward for the other ranks, and its copies in fp32.
 
-    largest: elements of the largest parameter that is learnt, which is the embedding.
+    largest: elements of the largest parameter that is learnt, at most.
     """
     width = number_bytes(cfg)
     # ZeRO-3 joins a bucket's gradients; ZeRO-2 has two buckets in bf16, and a copy of one.

@@ -315,10 +315,9 @@ def test_the_heads_peak_is_within_the_plan(name):
 # ---- time and money ------------------------------------------------------------------------------
 
 
-def gsm8k_flags() -> list[str]:
-    return """--model Qwen/Qwen2.5-0.5B-Instruct --data x --estimator grpo --zero_stage 2
-        --rollout_batch_size 16 --n_samples_per_prompt 16 --generate_max_len 512 --prompt_max_len 512
-        --max_len 1024 --max_steps 467""".split()
+GSM8K = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--data", "x", "--estimator", "grpo"]
+GSM8K += ["--zero_stage", "2", "--rollout_batch_size", "16", "--n_samples_per_prompt", "16"]
+GSM8K += ["--generate_max_len", "512", "--prompt_max_len", "512", "--max_len", "1024"]
 
 
 def times_of(flags: list[str], world: int, name="H100") -> tuple[cost.Times, int]:
@@ -332,7 +331,7 @@ def times_of(flags: list[str], world: int, name="H100") -> tuple[cost.Times, int
 
 def test_the_time_of_half_a_billion_on_one_card_is_the_sum_by_hand():
     """GSM8K: 16 x 16 samples of at most 512 tokens, which have 256 on average."""
-    times, kv_tokens = times_of(gsm8k_flags(), 1)
+    times, kv_tokens = times_of(GSM8K, 1)
     seconds = times.of_step(kv_tokens)
     parameters = 494_032_768  # tied: all of them multiply
     read = 2 * parameters + 256 * (200 + 128) * 24 * 2 * 128 * 2  # bytes
@@ -377,7 +376,7 @@ def test_the_table_of_times_is_what_is_planned(column):
         if len(cells) == 4 and re.fullmatch(r" [0-9.]+ | - ", cells[2]):
             found[cells[0].strip()] = cells[2 + column].strip()
     large = [*LARGE, "--gpu_memory_utilization", "0.7"]
-    times, kv_tokens = times_of((gsm8k_flags(), large)[column], (1, 32)[column])
+    times, kv_tokens = times_of((GSM8K, large)[column], (1, 32)[column])
     seconds = times.of_step(kv_tokens)
     in_flight = min(256, kv_tokens / (200 + times.response))
     expected = {f"{phase} s": x for phase, x in seconds.items()}
@@ -391,7 +390,7 @@ def test_the_table_of_times_is_what_is_planned(column):
 
 
 def test_what_a_step_has_more_of_takes_longer():
-    flags = gsm8k_flags()
+    flags = GSM8K
     times, kv_tokens = times_of(flags, 1)
     plain = times.of_step(kv_tokens)
     watched, _ = times_of([*flags, "--log_kl", "true"], 1)
@@ -448,38 +447,38 @@ def test_adapters_alone_are_learnt(tiny):
 )
 def test_a_card_or_price_that_cannot_be_is_one_line(flags, words):
     with pytest.raises(UserError, match=words) as error:
-        plan.main([*gsm8k_flags(), *flags])
+        plan.main([*GSM8K, *flags])
     assert "\n" not in str(error.value)
 
 
 def test_dollars_are_printed_with_a_price_only(capsys):
-    plan.main([*gsm8k_flags(), "--card", "h100"])
+    flags = [*GSM8K, "--max_steps", "467"]
+    plan.main([*flags, "--card", "h100"])
     out = capsys.readouterr().out
     assert "time: 6.7 s a step, 0.9 h for 467 steps on 1 x H100\n" in out
     assert "$" not in out and "nothing of it was measured" in out
-    plan.main([*gsm8k_flags(), "--card", "H100", "--price", "2.5"])
+    plan.main([*flags, "--card", "H100", "--price", "2.5"])
     assert "money: 0.9 GPU-hours x $2.50 = $2.18\n" in capsys.readouterr().out
 
 
 def test_a_card_has_a_size_and_card_gb_another(capsys):
-    plan.main([*gsm8k_flags(), "--card", "4090", "--gpu_memory_utilization", "0.3"])
+    plan.main([*GSM8K, "--card", "4090", "--gpu_memory_utilization", "0.3"])
     assert "of 24 GiB" in capsys.readouterr().out
-    plan.main([*gsm8k_flags(), "--card", "4090", "--card_gb", "48"])
+    plan.main([*GSM8K, "--card", "4090", "--card_gb", "48"])
     assert "of 47 GiB" in capsys.readouterr().out
-    plan.main([*gsm8k_flags(), "--card_gb", "48"])
+    plan.main([*GSM8K, "--card_gb", "48"])
     out = capsys.readouterr().out
     assert "of 47 GiB" in out and "time" not in out
 
 
 def test_a_run_in_fp32_has_no_estimate(capsys):
-    plan.main([*gsm8k_flags(), "--bf16", "false", "--card", "H100"])
+    plan.main([*GSM8K, "--bf16", "false", "--card", "H100"])
     assert "time: not estimated with --bf16 false" in capsys.readouterr().out
 
 
 def test_steps_come_from_data_that_are_here(tiny, capsys):
     """40 problems, 20 times, 16 a step: 50 steps. Without data the plan takes 100 and says so."""
-    flags = [word for word in gsm8k_flags() if word not in ("--max_steps", "467")]
-    flags += ["--card", "H100"]
+    flags = [*GSM8K, "--card", "H100"]
     plan.main([*flags, "--data", tiny["data"]])
     assert " for 50 steps on" in capsys.readouterr().out
     plan.main([*flags, "--data", tiny["data"], "--max_steps", "7"])
