@@ -459,6 +459,11 @@ def test_dollars_are_printed_with_a_price_only(capsys):
     assert "$" not in out and "nothing of it was measured" in out
     plan.main([*flags, "--card", "H100", "--price", "2.5"])
     assert "money: 0.9 GPU-hours x $2.50 = $2.18\n" in capsys.readouterr().out
+    plan.main([*flags, "--card", "H100", "--price", "2.5", "--gpus", "8"])
+    out = capsys.readouterr().out
+    step = float(re.search(r"seconds a step on 8 x H100: .* = (.*)", out)[1])
+    dollars = float(re.search(r" x \$2.50 = \$(.*)", out)[1])
+    assert dollars == pytest.approx(467 * step / 3600 * 8 * 2.5, rel=0.03)
 
 
 def test_a_card_has_a_size_and_card_gb_another(capsys):
