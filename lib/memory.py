@@ -8,6 +8,7 @@ and DeepSpeed's defaults, apart from what lib/models.py sets.
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import AutoConfig, Qwen2Config
 
 from lib import check
@@ -42,7 +43,9 @@ SHAPE_FIELDS = (
 # The models of the recipes can be planned, and made with random weights, without a network.
 SHAPES = {
     "Qwen/Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True),
+    "Qwen/Qwen2.5-0.5B-Instruct": (896, 24, 14, 2, 4864, 151936, True),
     "Qwen/Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "Qwen/Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True),
     "Qwen/Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False),
     "Qwen/Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False),
 }
@@ -62,9 +65,12 @@ def known(config, name: str, default):
 
 
 class Sizes:
-    """What the sums need to know of a model, in elements."""
+    """What the sums need to know of a model, in elements.
 
-    def __init__(self, config):
+    rank: of the policy's adapters, where ablations/lora.patch is applied.
+    """
+
+    def __init__(self, config, rank=0):
         self.hidden = config.hidden_size
         self.layers = config.num_hidden_layers
         self.intermediate = known(config, "intermediate_size", 4 * self.hidden)
@@ -81,6 +87,18 @@ class Sizes:
             self.critic -= self.embedding
             self.embeddings += self.embedding
         self.vocab = config.vocab_size
+        self.adapters = 0
+        if rank:
+            self.adapters = rank * adapted_sides(config)
+        # What the policy's optimizer steps through.
+        self.learnt = self.adapters or self.policy
+
+
+def adapted_sides(config) -> int:
+    """Inputs and outputs of the body's linear layers: what an adapter of rank 1 has."""
+    body = check.skeleton(config).base_model
+    layers = [module for module in body.modules() if isinstance(module, nn.Linear)]
+    return sum(layer.in_features + layer.out_features for layer in layers)
 
 
 @dataclass
@@ -104,12 +122,14 @@ class Memory:
 
 def estimate(cfg, config, world: int, card_gb: float) -> Memory:
     """The plan of one rank. config: the model's. card_gb: as the card is sold."""
-    sizes = Sizes(config)
+    sizes = Sizes(config, known(cfg, "lora_rank", 0))
     card = VISIBLE * card_gb * GIB
     phases = {"rollout": {"sampler awake": sampler_bytes(cfg, sizes, card)}}
     if cfg.estimator == "gae":
-        phases["critic"] = training_bytes(cfg, sizes, world, sizes.critic, has_head=False)
-    phases["policy"] = training_bytes(cfg, sizes, world, sizes.policy, has_head=True)
+        critic = (sizes.critic, sizes.critic)
+        phases["critic"] = training_bytes(cfg, sizes, world, *critic, has_head=False)
+    policy = (sizes.policy, sizes.learnt)
+    phases["policy"] = training_bytes(cfg, sizes, world, *policy, has_head=True)
     phases["sync"] = {"sampler awake": sync_bytes(cfg, sizes, card)}
     return Memory(
         in_gib(resident_bytes(cfg, sizes, world)),
@@ -142,8 +162,19 @@ def shards(cfg, world: int, stage: int) -> int:
 
 
 def on_card(cfg) -> bool:
-    """Are the optimizer's states on the card, and at the stages 2 and 3 the gradient sums?"""
+    """Are the optimizer's states on the card?"""
     return cfg.offload != "optimizer"
+
+
+def has_sums(cfg) -> bool:
+    """Are fp32 gradient sums on the card from a backward to its step?
+
+    ZeRO-3 has them there for ever, or with --offload in CPU memory. ZeRO-2 keeps those of bf16
+    weights on the card with --offload too, and moves them once, before its step.
+    """
+    if cfg.zero_stage == 3:
+        return False
+    return on_card(cfg) or cfg.zero_stage < 2 or cfg.bf16
 
 
 # ---- the trainer -----------------------------------------------------------------------------
@@ -151,10 +182,11 @@ def on_card(cfg) -> bool:
 
 def resident_bytes(cfg, sizes: Sizes, world: int) -> dict[str, float]:
     """What stays on the card from the first optimizer step on."""
-    trained = [sizes.policy]
+    trained = [sizes.learnt]
+    held = sizes.policy + sizes.adapters
     if cfg.estimator == "gae":
         trained.append(sizes.critic)
-    held = sum(trained)
+        held += sizes.critic
     if cfg.log_kl:
         # The reference has weights only.
         held += sizes.policy
@@ -174,19 +206,23 @@ def resident_bytes(cfg, sizes: Sizes, world: int) -> dict[str, float]:
     return items
 
 
-def training_bytes(cfg, sizes: Sizes, world: int, model: int, has_head: bool) -> dict[str, float]:
-    """Of an update of one model of so many parameters: the highest of three points.
+def training_bytes(
+    cfg, sizes: Sizes, world: int, model: int, learnt: int, has_head: bool
+) -> dict[str, float]:
+    """Of an update of one model: the highest of three points.
 
-    They are in a layer's backward, in the head's, and in the optimizer step.
+    They are in a layer's backward, in the head's, and in the optimizer step. Of the model's
+    parameters so many are learnt: all, or the adapters.
     """
     common = {"sampler asleep": ASLEEP}
-    if cfg.zero_stage < 3 and (on_card(cfg) or cfg.zero_stage < 2):
-        common["gradients"] = 4 * model / shards(cfg, world, stage=2)
+    if has_sums(cfg):
+        common["gradients"] = 4 * learnt / shards(cfg, world, stage=2)
     kept = {"activations": kept_bytes(cfg, sizes)}
     if cfg.zero_stage == 3:
         kept["gathered"] = number_bytes(cfg) * min(model, max(LIVE, sizes.embedding))
-    layer = {"layer": layer_bytes(cfg, sizes), "reduction": reduction_bytes(cfg, sizes)}
-    points = [common | kept | layer, common | {"step": step_bytes(cfg, sizes, world, model)}]
+    reduction = reduction_bytes(cfg, min(sizes.embedding, learnt))
+    layer = {"layer": layer_bytes(cfg, sizes), "reduction": reduction}
+    points = [common | kept | layer, common | {"step": step_bytes(cfg, sizes, world, learnt)}]
     if has_head:
         points.append(common | kept | {"head": head_bytes(sizes)})
     return max(points, key=total)
@@ -225,28 +261,31 @@ def head_bytes(sizes: Sizes) -> int:
     return max(chunks, products)
 
 
-def reduction_bytes(cfg, sizes: Sizes) -> int:
-    """What leaves a backward for the other ranks, and its copies in fp32."""
+def reduction_bytes(cfg, largest: int) -> int:
+    """What leaves a backward for the other ranks, and its copies in fp32.
+
+    largest: elements of the largest parameter that is learnt, at most.
+    """
     width = number_bytes(cfg)
     # ZeRO-3 joins a bucket's gradients; ZeRO-2 has two buckets in bf16, and a copy of one.
     copies = 4 * BUCKET
     if cfg.zero_stage < 3:
         copies += 2 * width * BUCKET
-    if sizes.embedding > BUCKET:
+    if largest > BUCKET:
         # It does not fit into a bucket and is reduced by itself.
-        copies += (width + 4) * sizes.embedding
+        copies += (width + 4) * largest
     return copies
 
 
-def step_bytes(cfg, sizes: Sizes, world: int, model: int) -> float:
+def step_bytes(cfg, sizes: Sizes, world: int, learnt: int) -> float:
     """Of an optimizer step, when the activations have gone."""
     if not on_card(cfg):
         return 0
     if cfg.zero_stage == 3:
         # The gradients of a group of parameters are flattened once more.
-        return 4 * min(model / world, SUBGROUP)
+        return 4 * min(learnt / world, SUBGROUP)
     # The norm is taken in float64, parameter by parameter.
-    return 8 * min(sizes.embedding, model / shards(cfg, world, stage=2))
+    return 8 * min(sizes.embedding, learnt / shards(cfg, world, stage=2))
 
 
 # ---- the sampler -----------------------------------------------------------------------------
@@ -297,5 +336,9 @@ def count_kv_tokens(cfg, sizes: Sizes, card: float) -> int:
     """What the sampler's share holds beside its weights and its own work."""
     room = sampler_bytes(cfg, sizes, card)
     room -= sampler_weights(cfg, sizes) + sampler_work(cfg, sizes, card)
-    of_token = 2 * sizes.layers * sizes.keys * number_bytes(cfg)
-    return int(max(0, room) * cfg.tensor_parallel / of_token)
+    return int(max(0, room) * cfg.tensor_parallel / kv_bytes(cfg, sizes))
+
+
+def kv_bytes(cfg, sizes: Sizes) -> int:
+    """Of the keys and values of one token."""
+    return 2 * sizes.layers * sizes.keys * number_bytes(cfg)

@@ -3,7 +3,8 @@
 # Which machine this is, and where the first one is, come from Slurm's variables, or else from
 # torchrun's: NODE_RANK or GROUP_RANK, MASTER_ADDR and MASTER_PORT.
 # The plan is printed first, and a run that does not fit this machine's smallest card is refused.
-# With --dry_run among the flags nothing else happens, and the cards are of CARD_GB (80) GiB.
+# With --dry_run among the flags nothing else happens. The cards are $CARD (H100) then, a name in lib/cost.py, which also
+# gives an estimate of the time; --card NAME takes others, and --price DOLLARS, of an hour of one GPU, adds the money.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 machines=$1
@@ -12,17 +13,18 @@ shift 2
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 plan=(python tools/plan.py --machines "$machines" --gpus "$gpus")
 for flag in "$@"; do
-    [ "$flag" = --dry_run ] && exec "${plan[@]}" --card_gb "${CARD_GB:-80}" "$@"
+    [ "$flag" = --dry_run ] && exec "${plan[@]}" --card "${CARD:-H100}" "$@"
 done
 
 # nvidia-smi prints MiB, a line for each card; rounded to GiB that is the size as it is sold. Without a GPU it is
 # absent, or says something else.
 card=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null |
     sort -n | head -n 1) || true
+gigabytes=80
 if [[ $card =~ ^[0-9]+$ ]]; then
-    CARD_GB=$(((card + 512) / 1024))
+    gigabytes=$(((card + 512) / 1024))
 fi
-"${plan[@]}" --card_gb "${CARD_GB:-80}" "$@"
+"${plan[@]}" --card_gb "$gigabytes" "$@"
 
 if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${MASTER_ADDR:-}" ]; then
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -17,9 +17,12 @@ import pytest
 import tiny as maker
 import torch
 from cells import cell, launch, make_models
+from conftest import ROOT, jsonl
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ppo_worker import CPU, config, make_batch
 from safetensors.torch import load_file, save_file
+from test_resume import resume_cell
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -38,6 +41,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 import ckpt
 import lib.models
 import ppo
+from lib import memory
 from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
 from lib.models import Critic, Policy, engine_config, load_body, named_weights
@@ -588,6 +592,44 @@ def test_offload_steps_equal_those_without(precision, results):
     assert torch.cat(errors).norm() <= 1e-5 * torch.cat(moves).norm()
     for got, expected in zip(offloaded["stats"], plain["stats"], strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_with_offload_is_resumed_to_the_bit(stage, tiny, tmp_path):
+    """As runs/orz_1p5b_24gb.sh has it: bf16, with masters and moments in CPU memory."""
+    flags = {"bf16": "true", "offload": "optimizer", "gradient_checkpointing": "true"}
+    train = ROOT / "train.py"
+    resume_cell(tiny, tmp_path, "gae", stage, 1, interrupt=1, script=train, **flags)
+    for line in jsonl(tmp_path / "whole" / "metrics.jsonl"):
+        assert line["policy_grad_norm"] > 0 and line["critic_grad_norm"] > 0
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_offloaded_sums_are_where_the_plan_says(bf16, process_group, models):
+    """ZeRO-2 keeps fp32 sums of bf16 gradients on the card until its step, --offload or not."""
+    cfg = config(models[True], zero_stage=2, bf16=bf16, offload="optimizer")
+    batch = make_batch()
+    batch.tokens["advantages"] = torch.ones_like(batch.tokens["values"])  # (T,)
+    policy = lib.models.make_policy(cfg)
+    optimizer = policy.deepspeed.optimizer
+    held = []
+    take_step = optimizer.step
+
+    def step():
+        group = optimizer.averaged_gradients.get(0)
+        held.append(getattr(group, "flat_partition", None))
+        return take_step()
+
+    optimizer.step = step
+    ppo.update(policy, ppo.policy_loss, batch, batch.everyone(), 1e-3, cfg)
+    (sums,) = held
+    assert (sums is not None) == memory.has_sums(cfg) == bf16
+    if bf16:
+        count = sum(p.numel() for p in policy.module.parameters())
+        assert sums.dtype == torch.float32 and sums.numel() == count
+        assert sums.device == torch.device(get_accelerator().current_device_name())
+    assert optimizer.averaged_gradients.get(0) is None
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -4,6 +4,7 @@ The numbers are those of a count by hand, of real engines, and of a real backwar
 counted and not filled.
 """
 
+import dataclasses
 import gc
 import json
 import os
@@ -27,7 +28,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2ForCausa
 
 import ppo
 import train
-from lib import check, memory, models
+from lib import check, cost, memory, models
 from lib.common import UserError
 from lib.head import ChunkedLogprob
 from tools import plan
@@ -73,7 +74,7 @@ LARGE = ["--model", "Qwen/Qwen2.5-7B", "--data", "x"]
 def by_hand() -> dict[str, list[float]]:
     """The table of docs/scaling.md: item -> what it is in the four cases, 0 where it is absent."""
     text = (ROOT / "docs" / "scaling.md").read_text()
-    section = text.partition("worked by hand")[2].partition("\n## ")[0]
+    section = text.partition("## The memory of a rank, worked by hand")[2].partition("\n## ")[0]
     rows = {}
     for line in section.splitlines():
         cells = [cell.strip().replace("*", "") for cell in line.strip("|").split("|")]
@@ -130,10 +131,13 @@ def test_static_memory_is_counted_per_parameter(tiny, stage, bf16, world):
 
 
 def test_an_offloaded_optimizer_is_not_on_the_card(tiny):
-    """Nor are its gradient sums, from stage 2 on."""
+    """Nor are its gradient sums at stage 3, but at stage 2 those of bf16 weights are: the plan
+    left them out."""
     config = memory.model_config("Qwen/Qwen2.5-0.5B")
-    for stage, gradients in ((1, True), (2, False), (3, False)):
-        cfg = config_of(**tiny | {"zero_stage": stage, "offload": "optimizer"})
+    cases = ((1, "false", True), (2, "false", False), (2, "true", True), (3, "true", False))
+    for stage, bf16, gradients in cases:
+        settings = {"zero_stage": stage, "bf16": bf16, "offload": "optimizer"}
+        cfg = config_of(**tiny | settings)
         planned = memory.estimate(cfg, config, 2, 80)
         assert "masters and moments" not in planned.always
         assert ("gradients" in planned.always | planned.phases["policy"]) == gradients
@@ -308,11 +312,202 @@ def test_the_heads_peak_is_within_the_plan(name):
     assert 0.6 * memory.head_bytes(sizes) < found < 1.05 * memory.head_bytes(sizes)
 
 
+# ---- time and money ------------------------------------------------------------------------------
+
+
+GSM8K = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--data", "x", "--estimator", "grpo"]
+GSM8K += ["--zero_stage", "2", "--rollout_batch_size", "16", "--n_samples_per_prompt", "16"]
+GSM8K += ["--generate_max_len", "512", "--prompt_max_len", "512", "--max_len", "1024"]
+
+
+def times_of(flags: list[str], world: int, name="H100") -> tuple[cost.Times, int]:
+    """And how many tokens the cache holds."""
+    cfg = train.parse_flags(flags)
+    config = memory.model_config(cfg.model)
+    card = cost.find_card(name)
+    planned = memory.estimate(cfg, config, world, card.gb)
+    return cost.Times(cfg, config, world, card, 0.5), planned.kv_tokens
+
+
+def test_the_time_of_half_a_billion_on_one_card_is_the_sum_by_hand():
+    """GSM8K: 16 x 16 samples of at most 512 tokens, which have 256 on average."""
+    times, kv_tokens = times_of(GSM8K, 1)
+    seconds = times.of_step(kv_tokens)
+    parameters = 494_032_768  # tied: all of them multiply
+    read = 2 * parameters + 256 * (200 + 128) * 24 * 2 * 128 * 2  # bytes
+    assert seconds["rollout"] == pytest.approx(512 * (0.005 + read / (0.6 * 3350e9)))
+    flops = 256 * (200 + 256) * (2 * parameters + 4 * 24 * 896 * 228)
+    update = 4 * flops / (0.3 * 989e12) + 30 * parameters / 3350e9
+    assert seconds["policy"] == pytest.approx(update)
+    assert seconds["sync"] == pytest.approx(2 + 2 * parameters / 20e9)
+    assert set(seconds) == {"rollout", "policy", "sync"}
+
+
+def test_the_time_of_7b_on_32_cards_is_the_sum_by_hand():
+    """128 x 64 samples of at most 7,992 tokens behind a prompt of 200; 256 samples a rank."""
+    times, kv_tokens = times_of([*LARGE, "--gpu_memory_utilization", "0.7"], 32)
+    assert kv_tokens == 701_176
+    seconds = times.of_step(kv_tokens)
+    in_flight = 701_176 / (200 + 3996)
+    read = 2 * 7_615_616_512 + in_flight * (200 + 1998) * 57_344  # bytes
+    decodings = 256 / in_flight * 3996 + 3996
+    assert seconds["rollout"] == pytest.approx(decodings * (0.005 + read / (0.6 * 3350e9)))
+    # The embedding is looked up, and the critic has no head.
+    policy = 7_615_616_512 - 152_064 * 3584
+    body = policy - 152_064 * 3584
+    attention = 4 * 28 * 3584 * 2098
+    tokens = 256 * (200 + 3996)
+    flops = 4 * tokens * (2 * policy + attention)
+    step = 30 * 7_615_616_512 / 32 / 3350e9
+    assert seconds["policy"] == pytest.approx(flops / (0.3 * 989e12) + step)
+    flops = 5 * tokens * (2 * body + attention)
+    step = 30 * (7_615_616_512 - 152_064 * 3584 + 3584) / 32 / 3350e9
+    assert seconds["critic"] == pytest.approx(flops / (0.3 * 989e12) + 12 * step)
+    assert seconds["sync"] == pytest.approx(2 + 2 * 7_615_616_512 / 20e9)
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_the_table_of_times_is_what_is_planned(column):
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    section = text.partition("## The time of a step, worked by hand")[2].partition("\n## ")[0]
+    found = {}
+    for line in section.splitlines():
+        cells = line.strip("|").replace("*", "").replace(",", "").split("|")
+        if len(cells) == 4 and re.fullmatch(r" [0-9.]+ | - ", cells[2]):
+            found[cells[0].strip()] = cells[2 + column].strip()
+    large = [*LARGE, "--gpu_memory_utilization", "0.7"]
+    times, kv_tokens = times_of((GSM8K, large)[column], (1, 32)[column])
+    seconds = times.of_step(kv_tokens)
+    in_flight = min(256, kv_tokens / (200 + times.response))
+    expected = {f"{phase} s": x for phase, x in seconds.items()}
+    expected |= {"a step s": sum(seconds.values()), "sequences in flight": in_flight}
+    expected |= {"milliseconds of one": 1000 * times.decoding(in_flight)}
+    expected |= {"forward of the policy s": times.forward(times.multiplied())}
+    assert len(found) == 13 and expected.keys() <= found.keys()
+    for name, number in expected.items():
+        digits = len(found[name].partition(".")[2])
+        assert f"{number:.{digits}f}" == found[name], name
+
+
+def test_what_a_step_has_more_of_takes_longer():
+    flags = GSM8K
+    times, kv_tokens = times_of(flags, 1)
+    plain = times.of_step(kv_tokens)
+    watched, _ = times_of([*flags, "--log_kl", "true"], 1)
+    assert watched.policy() - plain["policy"] == pytest.approx(times.forward(times.multiplied()))
+    kept, _ = times_of([*flags, "--gradient_checkpointing", "false"], 1)
+    assert plain["policy"] - kept.policy() == pytest.approx(times.forward(times.multiplied()))
+    # Masters and moments cross the link; at stage 3 each of 8 micro-batches moves its sums too.
+    count = 494_032_768
+    slower = 30 * count * (1 / 20e9 - 1 / 3350e9)
+    offloaded, _ = times_of([*flags, "--offload", "optimizer"], 1)
+    assert offloaded.policy() - plain["policy"] == pytest.approx(slower)
+    third, _ = times_of([*flags, "--offload", "optimizer", "--zero_stage", "3"], 1)
+    assert third.policy() - offloaded.policy() == pytest.approx(8 * 8 * count / 20e9)
+    # A small cache makes waves, and a shared engine has half of the weights to read on each card.
+    assert times.rollout(256 * 456) == pytest.approx(plain["rollout"])
+    assert times.rollout(128 * 456) > 1.3 * plain["rollout"]
+    shared, _ = times_of([*flags, "--tensor_parallel", "2"], 2)
+    assert shared.decoding(256) - 0.005 == pytest.approx((times.decoding(256) - 0.005) / 2)
+    # Many sequences on a card with little arithmetic: the products decide.
+    slow, _ = times_of(flags, 1, "A4000")
+    assert slow.decoding(256) == pytest.approx(0.005 + 2 * count * 256 / (0.3 * 76.7e12))
+
+
+def test_adapters_alone_are_learnt(tiny):
+    """With ablations/lora.patch: its flag is a field of the config there."""
+    cfg = config_of(**tiny | {"zero_stage": 2, "bf16": "true", "estimator": "grpo"})
+    config = memory.model_config("Qwen/Qwen2.5-3B")
+    whole = memory.estimate(cfg, config, 1, 80)
+    cfg.lora_rank = 32
+    planned = memory.estimate(cfg, config, 1, 80)
+    # q and o, k and v, and the three matrices of the MLP, of 36 layers.
+    sides = 2 * (2048 + 2048) + 2 * (2048 + 256) + 3 * (2048 + 11008)
+    adapters = 32 * 36 * sides / memory.GIB
+    assert planned.always["masters and moments"] == pytest.approx(12 * adapters)
+    assert planned.phases["policy"]["gradients"] == pytest.approx(4 * adapters)
+    more = planned.always["weights"] - whole.always["weights"]
+    assert more == pytest.approx(2 * adapters)
+    assert planned.peak("policy") < whole.peak("policy") - 40
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--card", "T4"], "--card T4 has no bf16, so take one of Ampere or newer; .*4090"),
+        (["--card", "2080Ti"], "--card 2080Ti has no bf16"),
+        (["--card", "B52"], "--card B52 is not known: .*A100, .*H100, .*L4, .*4090.* --card_gb"),
+        (["--card", "H100", "--price", "-1"], "--price -1.0: must be a number above 0"),
+        (["--card", "H100", "--price", "nan"], "--price nan: must be a number above 0"),
+        (["--card", "H100", "--price", "much"], "--price: invalid float value: 'much'"),
+        (["--card", "H100", "--length_share", "2"], "--length_share 2.0: at most 1"),
+        (["--price", "2.5"], "--price: a --card must say"),
+        (["--card_gb", "0"], "--card_gb 0.0: must be"),
+    ],
+)
+def test_a_card_or_price_that_cannot_be_is_one_line(flags, words):
+    with pytest.raises(UserError, match=words) as error:
+        plan.main([*GSM8K, *flags])
+    assert "\n" not in str(error.value)
+
+
+def test_dollars_are_printed_with_a_price_only(capsys):
+    flags = [*GSM8K, "--max_steps", "467"]
+    plan.main([*flags, "--card", "h100"])
+    out = capsys.readouterr().out
+    assert "time: 6.7 s a step, 0.9 h for 467 steps on 1 x H100\n" in out
+    assert "$" not in out and "nothing of it was measured" in out
+    plan.main([*flags, "--card", "H100", "--price", "2.5"])
+    assert "money: 0.9 GPU-hours x $2.50 = $2.18\n" in capsys.readouterr().out
+    plan.main([*flags, "--card", "H100", "--price", "2.5", "--gpus", "8"])
+    out = capsys.readouterr().out
+    step = float(re.search(r"seconds a step on 8 x H100: .* = (.*)", out)[1])
+    dollars = float(re.search(r" x \$2.50 = \$(.*)", out)[1])
+    assert dollars == pytest.approx(467 * step / 3600 * 8 * 2.5, rel=0.03)
+
+
+def test_a_card_has_a_size_and_card_gb_another(capsys):
+    plan.main([*GSM8K, "--card", "4090", "--gpu_memory_utilization", "0.3"])
+    assert "of 24 GiB" in capsys.readouterr().out
+    plan.main([*GSM8K, "--card", "4090", "--card_gb", "48"])
+    assert "of 47 GiB" in capsys.readouterr().out
+    plan.main([*GSM8K, "--card_gb", "48"])
+    out = capsys.readouterr().out
+    assert "of 47 GiB" in out and "time" not in out
+
+
+def test_a_run_in_fp32_has_no_estimate(capsys):
+    plan.main([*GSM8K, "--bf16", "false", "--card", "H100"])
+    assert "time: not estimated with --bf16 false" in capsys.readouterr().out
+
+
+def test_steps_come_from_data_that_are_here(tiny, capsys):
+    """40 problems, 20 times, 16 a step: 50 steps. Without data the plan takes 100 and says so."""
+    flags = [*GSM8K, "--card", "H100"]
+    plan.main([*flags, "--data", tiny["data"]])
+    assert " for 50 steps on" in capsys.readouterr().out
+    plan.main([*flags, "--data", tiny["data"], "--max_steps", "7"])
+    assert " for 7 steps on" in capsys.readouterr().out
+    plan.main(flags)
+    assert " for 100 steps on 1 x H100; how many there are, --max_steps" in capsys.readouterr().out
+    plan.main([*flags, "--steps", "1000"])
+    assert " for 1000 steps on 1 x H100\n" in capsys.readouterr().out
+
+
 # ---- the plan ------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class PatchedConfig(train.Config):
+    """As ablations/lora.patch makes it."""
+
+    lora_rank: int = 32
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_can_be_planned(recipe, tiny, tmp_path, capsys):
+def test_recipe_can_be_planned(recipe, tiny, tmp_path, capsys, monkeypatch):
+    if recipe.stem.startswith("lora"):
+        monkeypatch.setattr(train, "Config", PatchedConfig)
     extra = []
     if recipe.stem == "orz_32b_anneal":
         # Its own model is made by a run that is still to come.
@@ -339,13 +534,19 @@ def test_recipe_can_be_planned(recipe, tiny, tmp_path, capsys):
     if said:
         assert said[1] == planned[1]
     assert said or recipe.stem in ("demo", "orz_32b_anneal", "smollm2_cpu")
+    time = re.search(r"^time: ([^;\n]*)", out, re.MULTILINE)
+    said = re.search(r"^# Time \(planned, never run\): (.*)\.$", text, re.MULTILINE)
+    if said:
+        assert said[1] == time[1]
+    assert said or recipe.stem in ("demo", "smollm2_cpu")
     assert "xpect" in text
     assert len(text.splitlines()) <= 12, "a recipe holds only what differs"
 
 
 def test_all_recipes_of_the_list_are_there():
     names = """demo orz_0p5b_1gpu orz_0p5b_8gpu orz_1p5b_2x8 orz_7b_4x8 orz_32b_16x8 orz_32b_anneal
-        grpo_7b_4x8 debug_7b_1x8"""
+        grpo_7b_4x8 debug_7b_1x8 orz_0p5b_16gb orz_0p5b_24gb orz_1p5b_24gb orz_1p5b_80gb
+        lora_3b_80gb gsm8k_0p5b_1gpu"""
     assert set(names.split()) <= {path.stem for path in RECIPES}
     assert (ROOT / "runs" / "slurm.sbatch").exists()
 
@@ -438,7 +639,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
 @pytest.mark.parametrize("answer", ["exit 9", "echo NVIDIA-SMI has failed\nexit 9", "echo '[N/A]'"])
 def test_without_a_gpu_a_run_starts_too(answer, tmp_path):
     stand_in(tmp_path / "bin", "nvidia-smi", answer)
-    done = run_recipe("demo.sh", tmp_path, CARD_GB="80")
+    done = run_recipe("demo.sh", tmp_path)
     assert done.returncode == 0, done.stderr
     planned, launched = calls(done)
     assert planned[5:7] == ["--card_gb", "80"]
@@ -449,4 +650,29 @@ def test_a_dry_run_is_for_the_cards_of_the_recipe(tmp_path):
     stand_in(tmp_path / "bin", "nvidia-smi", "echo 8192")
     done = run_recipe("orz_0p5b_24gb.sh", tmp_path, "--dry_run")
     [planned] = calls(done)
-    assert planned[5:7] == ["--card_gb", "24"]
+    assert planned[5:7] == ["--card", "4090"]
+
+
+# ---- the recipe of GSM8K -------------------------------------------------------------------------
+
+
+def test_the_gsm8k_recipe_is_the_published_run(tmp_path):
+    """467 rounds of 16 x 16 with verl's prompt, as Qwen's chat template would make it."""
+    done = run_recipe("gsm8k_0p5b_1gpu.sh", tmp_path, "--dry_run")
+    [planned] = calls(done)
+    cfg = train.parse_flags([word for word in planned[7:] if word != "--dry_run"])
+    assert train.count_steps(cfg, 7473) == 467
+    sizes = (cfg.rollout_batch_size, cfg.n_samples_per_prompt, cfg.generate_max_len)
+    assert sizes == (16, 16, 512)
+    assert (cfg.actor_learning_rate, cfg.num_warmup_steps, cfg.lr_end) == (1e-6, 1, None)
+    assert (cfg.estimator, cfg.loss_mean, cfg.log_kl) == ("grpo", "token", False)
+    assert (cfg.temperature, cfg.top_p, cfg.stop) == (1.0, 1.0, [])
+    assert (cfg.eval_n, cfg.answer, cfg.model) == (8, "hashes", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert train.parse_path(cfg.data[0], "") == ("openai/gsm8k:main", {"split": "train"})
+    assert cfg.template == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+        "<|im_end|>\n<|im_start|>user\n{question} Let's think step by step and output the final "
+        'answer after "####".<|im_end|>\n<|im_start|>assistant\n'
+    )
+    text = (ROOT / "runs" / "gsm8k_0p5b_1gpu.sh").read_text()
+    assert "Not run yet." in text and "30.2 -> 54.8" in text and "77 minutes" in text

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# ORZ 1.5B, whole, on one card of 24 GB: DeepSpeed keeps masters and moments in 25 GB of CPU memory (16 B a parameter).
+# Memory (planned, never run): rollout 16, policy 17, sync 16 of 24 GiB.
+# Time (planned, never run): 194.2 s a step, 5.4 h for 100 steps on 1 x 4090.
+# Expect: a trial of the machinery; ORZ has no run of these sizes, nor has anybody here.
+export CARD=4090
+exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-1.5B --data data/orz_math_57k_collected.json \
+    --eval_data data/math500.json --run_dir out/orz_1p5b_24gb --estimator grpo --zero_stage 2 --offload optimizer \
+    --rollout_batch_size 16 --n_samples_per_prompt 16 --generate_max_len 3072 --max_len 4096 --packing_max_len 16384 \
+    --prompt_max_len 1024 --micro_rollout_batch_size 128 --gpu_memory_utilization 0.5 "$@"
