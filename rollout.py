@@ -202,11 +202,12 @@ class Sampler:
         from vllm.sampling_params import RequestOutputKind
 
         room = self.cfg.max_len - len(request.problem.prompt_ids)
+        most = min(request.max_tokens, room)
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
-            max_tokens=min(request.max_tokens, room),
+            max_tokens=most,
             stop=self.cfg.stop,
             stop_token_ids=self.stop_ids,
             include_stop_str_in_output=True,
@@ -259,8 +260,11 @@ def special_ids(tokenizer, texts):
 
     vLLM strips them before it looks for stop strings, and so needs their ids.
     """
-    added = tokenizer.added_tokens_decoder.items()
-    return [id for id, token in added if token.special and token.content in texts]
+    ids = []
+    for id, token in tokenizer.added_tokens_decoder.items():
+        if token.special and token.content in texts:
+            ids.append(id)
+    return ids
 
 
 class Rollout:

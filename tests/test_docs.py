@@ -108,8 +108,9 @@ def check_training(words: list[str]) -> None:
 def check_recipe(words: list[str]) -> None:
     scripts = [word for word in words if word.startswith("runs/")]
     assert scripts and all((ROOT / script).is_file() for script in scripts)
-    allowed = {"--dry_run", "--run_dir", "/shared/runs/7b", "--nodes=2"}
-    assert set(words[1:]) - set(scripts) <= allowed
+    allowed = {f"--{name}" for name in vars(train.Config())}
+    allowed |= {"--dry_run", "--card", "--price", "--nodes=2"}
+    assert {word for word in words[1:] if word.startswith("--")} <= allowed
 
 
 def check_script(words: list[str]) -> None:

@@ -300,7 +300,7 @@ def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
 def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log, tmp_path, capsys):
     """At the first step, where a wrong --answer, --template or --stop shows. Rewards stay 0 for
     ever then, and nothing else says why."""
-    log = make_log(tmp_path, reward="math", answer="hashes")
+    log = make_log(tmp_path, reward="math", answer="hashes", n_samples_per_prompt=1)
     for step, reward, answered in ((1, 0, False), (2, 0, False), (1, 0, True), (1, 1, False)):
         samples = [sample(k, reward=reward) for k in range(4)]
         for k, drawn in enumerate(samples):
