@@ -339,25 +339,34 @@ def sleep_and_sync(sampler: rollout.Sampler, policy) -> dict:
 
 
 def bench_step(folder: str, device: torch.device, flags: dict, **changes) -> dict:
-    """The median of all steps but the first, and what they held against the plan."""
+    """Steps of a run of train.py, and what they held against the plan."""
     model = make_model(f"{folder}/trained", SMALL, **changes)
     data = Path(folder, "data.jsonl")
     problems = [{"question": f"{k} + {k} = ?", "answer": f"#### {2 * k}"} for k in range(256)]
     data.write_text("\n".join(map(json.dumps, problems)))
-    words = ["--model", model, "--data", str(data), "--run_dir", f"{folder}/run"]
+    task = ROOT / "tools" / "bench_task.py"
+    words = [str(ROOT / "train.py"), "--model", model, "--data", str(data), "--reward", str(task)]
+    words += ["--run_dir", f"{folder}/run"]
     for name, value in flags.items():
         words += [f"--{name}", str(value)]
-    # There every second answer counts as right: nothing is learnt from a flat group.
-    script = str(ROOT / "tools" / "bench_trl.py")
-    subprocess.run([sys.executable, script, "ours", *words], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, *words], check=True, stdout=sys.stderr)
     lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][1:]
-    seconds = statistics.median(step["seconds"] for step in steps)
+    figures = step_figures([json.loads(line) for line in lines])
+    return figures | against_plan(train.parse_flags(words[1:]), figures)
+
+
+def step_figures(steps: list[dict]) -> dict:
+    """Medians and peaks of all steps but the first, from the lines of metrics.jsonl."""
+    for step in steps:
+        assert step["policy_tokens"] > 0, f"a step without a policy update: {step}"
+    counted = steps[1:]
+    seconds = statistics.median(step["seconds"] for step in counted)
     figures = {"step_s": seconds, "step_vs_verl": seconds / VERL_SECONDS}
     for phase in ("rollout", "policy", "sync"):
-        figures[f"seconds_{phase}"] = statistics.median(step[f"seconds_{phase}"] for step in steps)
-        figures[f"memory_{phase}_gib"] = max(step[f"memory_{phase}"] for step in steps)
-    return figures | against_plan(train.parse_flags(words), figures)
+        of_phase = [step[f"seconds_{phase}"] for step in counted]
+        figures[f"seconds_{phase}"] = statistics.median(of_phase)
+        figures[f"memory_{phase}_gib"] = max(step[f"memory_{phase}"] for step in counted)
+    return figures
 
 
 def against_plan(cfg, figures: dict) -> dict:
