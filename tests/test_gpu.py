@@ -258,7 +258,6 @@ def test_packed_logprobs_are_those_of_single_rows(
     # Then no row has room for a second sample.
     single.packing_max_len = 8
     expected = ppo.logprobs(policy, batch, single)  # (T,)
-    cfg.attention = attention
     model.set_attn_implementation(attention)
     apart = (ppo.logprobs(policy, batch, cfg) - expected).abs()  # (T,)
     assert len(ppo.micro_batches(batch, batch.everyone(), cfg)) < len(batch.size)

@@ -192,11 +192,9 @@ def bench_attention(folder: str, device: torch.device, case: Learning) -> dict:
     )
     seconds = {}
     for name in attentions():
-        cfg.attention = name
         body.set_attn_implementation(name)
         seconds[name] = median_seconds(update)
     best = attentions()[0]
-    cfg.attention = best
     body.set_attn_implementation(best)
     body.gradient_checkpointing_disable()
     kept = median_seconds(update)
