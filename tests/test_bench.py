@@ -3,6 +3,7 @@
 What needs no model is tried in milliseconds. The whole runs of train.py are `slow`.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, clean_environment
+from transformers import Qwen2ForCausalLM
 
 import train
 from lib import memory
@@ -64,6 +66,30 @@ def test_the_bench_of_a_gpu_is_a_part_of_the_bench():
     assert done.stderr.endswith("error: torch finds no GPU, and this bench needs one\n")
 
 
+def test_nothing_of_a_model_that_was_made_stays(tmp_path, monkeypatch):
+    """The allocator kept a GiB of it, which was taken for memory of the run."""
+
+    def alive() -> int:
+        return sum(type(thing) is Qwen2ForCausalLM for thing in gc.get_objects())
+
+    found = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append(alive()))
+    before = alive()
+    bench_gpu.make_model(str(tmp_path), bench_gpu.SMALL, **TINY)
+    assert found and found[-1] <= before
+
+
+@pytest.mark.gpu
+def test_a_card_is_as_empty_as_before_a_model_was_made(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    before = bench_gpu.held_gib()
+    bench_gpu.make_model(str(tmp_path), bench_gpu.SMALL)
+    assert bench_gpu.held_gib() == pytest.approx(before, abs=1 / 16)
+
+
 def test_the_bench_of_updates_runs(tmp_path, process_group):
     """At sizes of milliseconds, where torch finds no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,9 +126,16 @@ def test_every_second_response_counts_as_right():
 
 def test_a_step_without_an_update_is_no_measurement():
     """Nothing told that every group was flat."""
-    assert bench_gpu.step_figures([STEP] * 4)["step_s"] == 9
+    assert bench_gpu.step_figures([STEP] * 4, held=0.0)["step_s"] == 9
     with pytest.raises(AssertionError, match="without a policy update"):
-        bench_gpu.step_figures([STEP, STEP, STEP | {"policy_tokens": 0}, STEP])
+        bench_gpu.step_figures([STEP, STEP, STEP | {"policy_tokens": 0}, STEP], held=0.0)
+
+
+def test_what_was_held_before_a_run_is_not_the_runs():
+    """A run's memory is read off the whole card, where the process that starts it has a part."""
+    figures = bench_gpu.step_figures([STEP] * 4, held=2.0)
+    assert figures["memory_rollout_gib"] == 38
+    assert figures["memory_policy_gib"] == 28
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ where torch finds no GPU.
 """
 
 import functools
+import gc
 import json
 import os
 import statistics
@@ -107,10 +108,23 @@ def make_model(folder: str, shape: str, **changes) -> str:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM(config)
     torch.set_default_dtype(default)
-    # Weights on the CPU, so that nothing of this model stays on the card.
-    model.cpu().save_pretrained(folder)
+    model.save_pretrained(folder)
+    # Nothing stays on the card, whose whole memory is compared with the plan: neither the model
+    # nor what the allocator keeps of it.
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def held_gib() -> float:
+    """What is held on the card, by whomever; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / memory.GIB
 
 
 def make_config(model: str, **changes) -> train.Config:
@@ -347,14 +361,20 @@ def bench_step(folder: str, device: torch.device, flags: dict, **changes) -> dic
     words += ["--run_dir", f"{folder}/run"]
     for name, value in flags.items():
         words += [f"--{name}", str(value)]
+    # The run reads what is held on the whole card. What others hold, this process with its CUDA
+    # context among them, is not the run's.
+    held = held_gib()
     subprocess.run([sys.executable, *words], check=True, stdout=sys.stderr)
     lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    figures = step_figures([json.loads(line) for line in lines])
+    figures = step_figures([json.loads(line) for line in lines], held)
     return figures | against_plan(train.parse_flags(words[1:]), figures)
 
 
-def step_figures(steps: list[dict]) -> dict:
-    """Medians and peaks of all steps but the first, from the lines of metrics.jsonl."""
+def step_figures(steps: list[dict], held: float) -> dict:
+    """Medians and peaks of all steps but the first, from the lines of metrics.jsonl.
+
+    held: GiB on the card before the run.
+    """
     for step in steps:
         assert step["policy_tokens"] > 0, f"a step without a policy update: {step}"
     counted = steps[1:]
@@ -363,7 +383,8 @@ def step_figures(steps: list[dict]) -> dict:
     for phase in ("rollout", "policy", "sync"):
         of_phase = [step[f"seconds_{phase}"] for step in counted]
         figures[f"seconds_{phase}"] = statistics.median(of_phase)
-        figures[f"memory_{phase}_gib"] = max(step[f"memory_{phase}"] for step in counted)
+        peak = max(step[f"memory_{phase}"] for step in counted)
+        figures[f"memory_{phase}_gib"] = peak - held
     return figures
 
 
