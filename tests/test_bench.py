@@ -66,6 +66,18 @@ def test_the_bench_of_a_gpu_is_a_part_of_the_bench():
     assert done.stderr.endswith("error: torch finds no GPU, and this bench needs one\n")
 
 
+def test_every_token_has_a_text():
+    """Of 151,936 numbers that a model samples 257 had one, and so hardly any text was searched for
+    stop strings."""
+    size = memory.model_config(bench_gpu.SMALL).vocab_size
+    tokenizer = bench_gpu.make_tokenizer(size)
+    assert len(tokenizer) == size
+    texts = tokenizer.batch_decode([[number] for number in range(1, size)])
+    assert all(texts) and sum(map(len, texts)) > 3.9 * size
+    for text in ("12 + 30 = ?", "User:", "</answer>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_nothing_of_a_model_that_was_made_stays(tmp_path, monkeypatch):
     """The allocator kept a GiB of it, which was taken for memory of the run."""
 
@@ -77,17 +89,6 @@ def test_nothing_of_a_model_that_was_made_stays(tmp_path, monkeypatch):
     before = alive()
     bench_gpu.make_model(str(tmp_path), bench_gpu.SMALL, **TINY)
     assert found and found[-1] <= before
-
-
-@pytest.mark.gpu
-def test_a_card_is_as_empty_as_before_a_model_was_made(tmp_path):
-    if not torch.cuda.is_available():
-        pytest.skip("torch finds no GPU")
-    torch.zeros(1, device="cuda")
-    torch.cuda.empty_cache()
-    before = bench_gpu.held_gib()
-    bench_gpu.make_model(str(tmp_path), bench_gpu.SMALL)
-    assert bench_gpu.held_gib() == pytest.approx(before, abs=1 / 16)
 
 
 def test_the_bench_of_updates_runs(tmp_path, process_group):

@@ -127,6 +127,17 @@ def test_a_card_that_torch_does_not_find_is_one_line():
     assert "finds no GPU" in done.stderr and "580" in done.stderr
 
 
+@pytest.mark.gpu
+def test_a_card_is_as_empty_as_before_a_model_was_made(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    before = bench_gpu.held_gib()
+    bench_gpu.make_model(str(tmp_path), SHAPE)
+    assert bench_gpu.held_gib() == pytest.approx(before, abs=1 / 16)
+
+
 # ---- 2. attention --------------------------------------------------------------------------------
 
 

@@ -17,9 +17,11 @@ where torch finds no GPU.
 
 import functools
 import gc
+import itertools
 import json
 import os
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -92,9 +94,14 @@ COLUMNS = {
 # ---- models ----------------------------------------------------------------------------------
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """A token for each byte, so that any text goes in."""
+def make_tokenizer(size: int) -> Qwen2Tokenizer:
+    """A token for each byte, so that any text goes in, and words of four letters up to that size.
+
+    Whatever a random model samples has a text then, in which stop strings are looked for.
+    """
     tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    words = map("".join, itertools.product(string.ascii_lowercase, repeat=4))
+    tokens += itertools.islice(words, size - len(tokens))
     return Qwen2Tokenizer({token: number for number, token in enumerate(tokens)}, [])
 
 
@@ -114,7 +121,7 @@ def make_model(folder: str, shape: str, **changes) -> str:
     del model
     gc.collect()
     torch.cuda.empty_cache()
-    make_tokenizer().save_pretrained(folder)
+    make_tokenizer(config.vocab_size).save_pretrained(folder)
     return folder
 
 
