@@ -5,6 +5,8 @@ What needs no model is tried in milliseconds. The whole runs of train.py are `sl
 
 import gc
 import json
+import os
+import select
 import subprocess
 import sys
 
@@ -64,6 +66,37 @@ def test_the_bench_of_a_gpu_is_a_part_of_the_bench():
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("error: torch finds no GPU, and this bench needs one\n")
+
+
+def test_the_parts_take_five_minutes_at_most():
+    """Each had 200 s, and there are five."""
+    assert set(bench_gpu.LIMITS) == set(bench_gpu.PARTS)
+    assert sum(bench_gpu.LIMITS.values()) <= 300
+
+
+def test_what_a_part_started_ends_with_it(tmp_path):
+    """A train.py went on when the time of its part was up, and held the card."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    # It says something, so the pipe has had a writer, and holds it open until it ends.
+    child = f"sh -c 'echo begun; exec sleep 1000' > {pipe} 2>&1"
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench_gpu.figures_of(["sh", "-c", f"{child} & wait"], seconds=2)
+    said = b""
+    while select.select([reader], [], [], 60)[0]:
+        said = os.read(reader, 100)
+        if not said:
+            break
+    os.close(reader)
+    assert said == b"", "it still runs"
+
+
+def test_a_part_that_fails_says_why():
+    """The others go on."""
+    assert bench_gpu.figures_of(["sh", "-c", "echo 1; echo '{\"a\": 2}'"], 60) == {"a": 2}
+    with pytest.raises(ValueError, match="^the last word$"):
+        bench_gpu.figures_of(["sh", "-c", "echo first >&2; echo the last word >&2; exit 3"], 60)
 
 
 def test_every_token_has_a_text():
