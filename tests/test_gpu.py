@@ -127,6 +127,17 @@ def test_a_card_that_torch_does_not_find_is_one_line():
     assert "finds no GPU" in done.stderr and "580" in done.stderr
 
 
+@pytest.mark.gpu
+def test_a_card_is_as_empty_as_before_a_model_was_made(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    before = bench_gpu.held_gib()
+    bench_gpu.make_model(str(tmp_path), SHAPE)
+    assert bench_gpu.held_gib() == pytest.approx(before, abs=1 / 16)
+
+
 # ---- 2. attention --------------------------------------------------------------------------------
 
 
@@ -258,7 +269,6 @@ def test_packed_logprobs_are_those_of_single_rows(
     # Then no row has room for a second sample.
     single.packing_max_len = 8
     expected = ppo.logprobs(policy, batch, single)  # (T,)
-    cfg.attention = attention
     model.set_attn_implementation(attention)
     apart = (ppo.logprobs(policy, batch, cfg) - expected).abs()  # (T,)
     assert len(ppo.micro_batches(batch, batch.everyone(), cfg)) < len(batch.size)
@@ -625,66 +635,3 @@ def test_two_cards_do_what_one_does(changes, two_cards, folder_of, tmp_path):
         assert ours["response_length"] == pytest.approx(theirs["response_length"], rel=0.1)
         assert ours["policy_grad_norm"] == pytest.approx(theirs["policy_grad_norm"], rel=0.5)
     assert two[0]["critic_loss"] == pytest.approx(one[0]["critic_loss"], rel=0.05)
-
-
-# ---- the bench -----------------------------------------------------------------------------------
-
-
-def test_a_bench_fills_a_row_of_the_table_of_runs():
-    """docs/scaling.md's table of runs on GPUs is filled by what the bench prints."""
-    text = (ROOT / "docs" / "scaling.md").read_text()
-    heads = f"| {' | '.join(bench_gpu.COLUMNS)} |"
-    assert heads in text
-    row = bench_gpu.row({"card": "NVIDIA H100", "driver": "580.65", "step_s": 6.394})
-    assert row.count("|") == heads.count("|")
-    assert row.startswith("| NVIDIA H100, 580.65, failed |") and row.endswith("| 6.39 |")
-
-
-def test_without_a_card_the_bench_ends_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit:
-        bench_gpu.main()
-    assert exit.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == "error: torch finds no GPU, and this bench needs one\n"
-
-
-@pytest.mark.slow
-def test_the_bench_of_a_gpu_is_a_part_of_the_bench():
-    command = [sys.executable, str(ROOT / "tools" / "bench.py"), "gpu"]
-    env = clean_environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("error: torch finds no GPU, and this bench needs one\n")
-
-
-TINY = {
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-}
-KNOWN = {name for names in bench_gpu.COLUMNS.values() for name in names}
-
-
-def test_the_bench_of_updates_runs(tmp_path, process_group):
-    """At sizes of milliseconds, where torch finds no GPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = bench_gpu.Learning(SHAPE, "_7b", TINY, row=64, sample=32, prompt=8)
-    found = bench_gpu.bench_attention(str(tmp_path), device, case)
-    assert set(found) & KNOWN == {"varlen_vs_sdpa_7b", "mfu_7b", "head_share_7b"}
-    assert all(value > 0 for value in found.values())
-    # 4 samples of 32 tokens, of which 24 each pass through the head.
-    body = 2 * 64 * (64 + 32) + 3 * 64 * 128
-    flops = 6 * 4 * (32 * body + 24 * 512 * 64) + 12 * 4 * 32 * 16 * 64
-    config = memory.model_config(SHAPE, **TINY)
-    assert bench_gpu.model_flops(config, case) == pytest.approx(flops, rel=0.01)
-
-
-def test_the_bench_of_advantages_runs(tmp_path, process_group):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = bench_gpu.bench_advantages(str(tmp_path), device, 64, 50)
-    assert set(found) & KNOWN == {"advantages_s"}

@@ -512,12 +512,13 @@ def write_problems(path: str, numbers: range) -> None:
     Path(path).write_text("\n".join(lines))
 
 
-def train_steps(script: list[str], run_dir: str, flags: dict) -> tuple[list[dict], list[float]]:
-    """The lines of metrics.jsonl of a run, and the times at which it reported its steps.
+def train_steps(run_dir: str, flags: dict) -> tuple[list[dict], list[float]]:
+    """The lines of metrics.jsonl of a run of train.py, and the times at which it reported them.
 
-    script: train.py, or what stands for it.
+    Every second response counts as right there.
     """
-    command = [sys.executable, *script, "--run_dir", run_dir]
+    command = [sys.executable, str(ROOT / "train.py"), "--run_dir", run_dir]
+    command += ["--reward", str(ROOT / "tools" / "bench_task.py")]
     for name, value in (RUN_FLAGS | flags).items():
         command += [f"--{name}", str(value)]
     process = start_process(command, outer_environment())
@@ -527,8 +528,11 @@ def train_steps(script: list[str], run_dir: str, flags: dict) -> tuple[list[dict
             times.append(time.perf_counter())
     if process.wait() != 0:
         sys.exit(f"error: {command} failed with exit code {process.returncode}")
-    lines = Path(f"{run_dir}/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], times
+    lines = []
+    for line in Path(f"{run_dir}/metrics.jsonl").read_text().splitlines():
+        lines.append(json.loads(line))
+        assert lines[-1]["policy_tokens"] > 0, f"a step without a policy update: {line}"
+    return lines, times
 
 
 def bench_step(folder: str) -> dict:
@@ -536,7 +540,7 @@ def bench_step(folder: str) -> dict:
     data = f"{folder}/data.jsonl"
     write_problems(data, range(10, 18))
     flags = STEP_FLAGS | {"model": make_model(folder, "small"), "data": data}
-    lines, times = train_steps([str(ROOT / "train.py")], f"{folder}/run", flags)
+    lines, times = train_steps(f"{folder}/run", flags)
     line = lines[-1]
     whole = times[-1] - times[-2]
     work = sum(line[f"seconds_{phase}"] for phase in ("rollout", "values", "critic", "policy"))
@@ -590,7 +594,7 @@ def compare_with_trl(folder: str, case: TrlCase) -> dict:
 
 
 def our_steps(case: TrlCase, data: str, run_dir: str) -> list[dict]:
-    """Lines of metrics.jsonl of four GRPO steps, with the rewards of bench_trl.py."""
+    """Lines of metrics.jsonl of four GRPO steps."""
     flags = {
         "model": case.model,
         "data": data,
@@ -608,7 +612,7 @@ def our_steps(case: TrlCase, data: str, run_dir: str) -> list[dict]:
         "log_with": "none",
         "eval_interval": 0,
     }
-    lines, _ = train_steps([str(ROOT / "tools" / "bench_trl.py"), "ours"], run_dir, flags)
+    lines, _ = train_steps(run_dir, flags)
     return lines
 
 
@@ -616,7 +620,7 @@ def trl_seconds(case: TrlCase, data: str, parts: int) -> float:
     """Of a step of TRL, whose samples go through the model in `parts` micro-batches."""
     script = str(ROOT / "tools" / "bench_trl.py")
     sizes = map(str, (case.prompts, case.samples, case.longest, parts))
-    steps = last_line([str(TRL_PYTHON), script, "trl", case.model, data, *sizes])
+    steps = last_line([str(TRL_PYTHON), script, case.model, data, *sizes])
     return statistics.median(steps[1:])
 
 

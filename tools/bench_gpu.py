@@ -15,10 +15,15 @@ It prints a table, a row for docs/scaling.md, and one JSON line at the end. It e
 where torch finds no GPU.
 """
 
+import contextlib
 import functools
+import gc
+import itertools
 import json
 import os
+import signal
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -44,7 +49,6 @@ from lib.common import start_distributed
 from lib.head import ChunkedHead
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = 200  # s of a part
 SMALL = "Qwen/Qwen2.5-0.5B"
 LARGE = "Qwen/Qwen2.5-7B"
 STOPS = ["User:", "Human:", "Assistant:", "</answer>"]
@@ -91,9 +95,14 @@ COLUMNS = {
 # ---- models ----------------------------------------------------------------------------------
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """A token for each byte, so that any text goes in."""
+def make_tokenizer(size: int) -> Qwen2Tokenizer:
+    """A token for each byte, so that any text goes in, and words of four letters up to that size.
+
+    Whatever a random model samples has a text then, in which stop strings are looked for.
+    """
     tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    words = map("".join, itertools.product(string.ascii_lowercase, repeat=4))
+    tokens += itertools.islice(words, size - len(tokens))
     return Qwen2Tokenizer({token: number for number, token in enumerate(tokens)}, [])
 
 
@@ -107,10 +116,23 @@ def make_model(folder: str, shape: str, **changes) -> str:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM(config)
     torch.set_default_dtype(default)
-    # Weights on the CPU, so that nothing of this model stays on the card.
-    model.cpu().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)
+    # Nothing stays on the card, whose whole memory is compared with the plan: neither the model
+    # nor what the allocator keeps of it.
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    make_tokenizer(config.vocab_size).save_pretrained(folder)
     return folder
+
+
+def held_gib() -> float:
+    """What is held on the card, by whomever; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / memory.GIB
 
 
 def make_config(model: str, **changes) -> train.Config:
@@ -192,11 +214,9 @@ def bench_attention(folder: str, device: torch.device, case: Learning) -> dict:
     )
     seconds = {}
     for name in attentions():
-        cfg.attention = name
         body.set_attn_implementation(name)
         seconds[name] = median_seconds(update)
     best = attentions()[0]
-    cfg.attention = best
     body.set_attn_implementation(best)
     body.gradient_checkpointing_disable()
     kept = median_seconds(update)
@@ -339,25 +359,41 @@ def sleep_and_sync(sampler: rollout.Sampler, policy) -> dict:
 
 
 def bench_step(folder: str, device: torch.device, flags: dict, **changes) -> dict:
-    """The median of all steps but the first, and what they held against the plan."""
+    """Steps of a run of train.py, and what they held against the plan."""
     model = make_model(f"{folder}/trained", SMALL, **changes)
     data = Path(folder, "data.jsonl")
     problems = [{"question": f"{k} + {k} = ?", "answer": f"#### {2 * k}"} for k in range(256)]
     data.write_text("\n".join(map(json.dumps, problems)))
-    words = ["--model", model, "--data", str(data), "--run_dir", f"{folder}/run"]
+    task = ROOT / "tools" / "bench_task.py"
+    words = [str(ROOT / "train.py"), "--model", model, "--data", str(data), "--reward", str(task)]
+    words += ["--run_dir", f"{folder}/run"]
     for name, value in flags.items():
         words += [f"--{name}", str(value)]
-    # There every second answer counts as right: nothing is learnt from a flat group.
-    script = str(ROOT / "tools" / "bench_trl.py")
-    subprocess.run([sys.executable, script, "ours", *words], check=True, stdout=sys.stderr)
+    # The run reads what is held on the whole card. What others hold, this process with its CUDA
+    # context among them, is not the run's.
+    held = held_gib()
+    subprocess.run([sys.executable, *words], check=True, stdout=sys.stderr)
     lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][1:]
-    seconds = statistics.median(step["seconds"] for step in steps)
+    figures = step_figures([json.loads(line) for line in lines], held)
+    return figures | against_plan(train.parse_flags(words[1:]), figures)
+
+
+def step_figures(steps: list[dict], held: float) -> dict:
+    """Medians and peaks of all steps but the first, from the lines of metrics.jsonl.
+
+    held: GiB on the card before the run.
+    """
+    for step in steps:
+        assert step["policy_tokens"] > 0, f"a step without a policy update: {step}"
+    counted = steps[1:]
+    seconds = statistics.median(step["seconds"] for step in counted)
     figures = {"step_s": seconds, "step_vs_verl": seconds / VERL_SECONDS}
     for phase in ("rollout", "policy", "sync"):
-        figures[f"seconds_{phase}"] = statistics.median(step[f"seconds_{phase}"] for step in steps)
-        figures[f"memory_{phase}_gib"] = max(step[f"memory_{phase}"] for step in steps)
-    return figures | against_plan(train.parse_flags(words), figures)
+        of_phase = [step[f"seconds_{phase}"] for step in counted]
+        figures[f"seconds_{phase}"] = statistics.median(of_phase)
+        peak = max(step[f"memory_{phase}"] for step in counted)
+        figures[f"memory_{phase}_gib"] = peak - held
+    return figures
 
 
 def against_plan(cfg, figures: dict) -> dict:
@@ -385,17 +421,37 @@ PARTS = {
 }
 
 
-def run_part(name: str, folder: str) -> dict:
+# Seconds. Together they are the five minutes that the bench may take. No card has tried them yet.
+LIMITS = {"attention": 50, "attention7b": 45, "advantages": 35, "sampling": 80, "step": 90}
+
+
+def run_part(name: str, folder: str, seconds: float) -> dict:
     """The figures that a process of its own prints, or why there are none."""
-    command = [sys.executable, __file__, name, folder]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        return {f"failed_{name}": f"it took more than {PATIENCE} s"}
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no word"]
-        return {f"failed_{name}": lines[-1]}
-    return json.loads(done.stdout.splitlines()[-1])
+        return figures_of([sys.executable, __file__, name, folder], seconds)
+    except subprocess.TimeoutExpired as error:
+        return {f"failed_{name}": f"it took more than {error.timeout:.0f} s"}
+    except ValueError as error:
+        return {f"failed_{name}": str(error)}
+
+
+def figures_of(command: list[str], seconds: float) -> dict:
+    """The JSON object on the last line that a process prints; all that it started ends with it.
+
+    Raises TimeoutExpired, or ValueError with the last line of what went wrong.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        finally:
+            # A train.py that it started would go on, and hold the card that the next part measures.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        lines = errors.strip().splitlines() or ["no word"]
+        raise ValueError(lines[-1])
+    return json.loads(output.splitlines()[-1])
 
 
 def machine() -> dict:
@@ -431,8 +487,11 @@ def main() -> None:
     about = machine()
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
+        deadline = begin
         for part in PARTS:
-            found = run_part(part, folder)
+            # What a part leaves of its time the next one may use.
+            deadline += LIMITS[part]
+            found = run_part(part, folder, deadline - time.perf_counter())
             for name, value in found.items():
                 print(f"{name:28} {shown(value):>12}  target {TARGETS.get(name, '-')}", flush=True)
             figures |= found

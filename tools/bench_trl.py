@@ -1,23 +1,20 @@
-"""What bench.py's part `trl` starts: GRPO steps of TRL's GRPOTrainer, or of train.py.
+"""What bench.py's part `trl` starts for the other side: GRPO steps of TRL's GRPOTrainer.
 
-    .venv/trl/bin/python tools/bench_trl.py trl MODEL DATA PROMPTS SAMPLES LONGEST PARTS
-    python tools/bench_trl.py ours [FLAGS of train.py]
+    .venv/trl/bin/python tools/bench_trl.py MODEL DATA PROMPTS SAMPLES LONGEST PARTS
 
-Both have the same model, prompts, number of samples and lengths, and no KL. Every second sample
-counts as right, so that no group is flat and neither side has less to train on. `make bench` puts
-TRL into .venv/trl, on top of .venv's torch and transformers. TRL samples by transformers, because
-its vLLM in the same process fails on a CPU.
+It has the model, prompts, number of samples and lengths of train.py's steps, and no KL. Every
+second sample counts as right, as in bench_task.py, so that no group is flat and neither side has
+less to train on. `make bench` puts TRL into .venv/trl, on top of .venv's torch and transformers.
+TRL samples by transformers, because its vLLM in the same process fails on a CPU.
 """
 
 import json
 import os
-import runpy
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = {
     "max_steps": 4,
     "learning_rate": 1e-9,
@@ -75,25 +72,6 @@ def every_second(completions: list, **_) -> list[float]:
     return [k % 2.0 for k in range(len(completions))]
 
 
-def ours(flags: list[str]) -> None:
-    """train.py, whose answers are graded and then every second one counts as right."""
-    sys.path.insert(0, str(ROOT))
-    import reward
-
-    graded = reward.Grader.results
-
-    def results(grader) -> dict:
-        return {key: key % 2.0 for key in graded(grader)}
-
-    reward.Grader.results = results
-    sys.argv = ["train.py", *flags]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-
-
 if __name__ == "__main__":
-    side, *words = sys.argv[1:]
-    if side == "ours":
-        ours(words)
-    else:
-        model, data, *sizes = words
-        print(json.dumps(trl(model, data, *map(int, sizes))))
+    model, data, *sizes = sys.argv[1:]
+    print(json.dumps(trl(model, data, *map(int, sizes))))
