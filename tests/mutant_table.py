@@ -430,9 +430,37 @@ MUTANTS = [
     Mutant(
         "a request's own limit is not heard",
         "rollout.py",
-        "max_tokens=min(request.max_tokens, room)",
-        "max_tokens=room",
+        "most = min(request.max_tokens, room)",
+        "most = room",
         of("rollout", "test_a_response_ends_at_its_own_limit_and_at_max_len"),
+    ),
+    Mutant(
+        "a special token is no stop",
+        "rollout.py",
+        "            stop_token_ids=self.stop_ids,\n",
+        "",
+        of("rollout", "test_a_special_token_ends_a_response_and_stays_in_it"),
+    ),
+    Mutant(
+        "a word that is no special token is given by its id",
+        "rollout.py",
+        "if token.special and token.content in texts:",
+        "if token.content in texts:",
+        of("rollout", "test_stops_that_are_special_tokens_are_known"),
+    ),
+    Mutant(
+        "weights that a folder lacks are drawn",
+        "lib/models.py",
+        "    if missing:\n",
+        "    if False:\n",
+        of("models", "test_a_folder_whose_weights_have_other_names_is_refused"),
+    ),
+    Mutant(
+        "a checkpoint from before a flag is another run's",
+        "ckpt.py",
+        "saved.config.get(name, fixed.get(name, value))",
+        "saved.config.get(name)",
+        of("ckpt", "test_a_checkpoint_from_before_a_flag_has_its_default"),
     ),
     Mutant(
         "the stop string is left out of the text",
@@ -1300,8 +1328,8 @@ MUTANTS = [
     Mutant(
         "an operation is a sign",
         "reward.py",
-        r"(?<![\w)\]}])[-−]",
-        "[-−]",
+        r"(?<![\w)\]}])[-−–]",
+        "[-−–]",
         of("reward", "test_a_form_finds_the_answer_in_what_such_models_write"),
     ),
     Mutant(
