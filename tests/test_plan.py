@@ -554,7 +554,7 @@ def test_all_recipes_of_the_list_are_there():
 @pytest.mark.parametrize(
     "flags, phases, advice",
     [
-        (["--gpus", "1"], "rollout critic policy sync", "use more GPUs"),
+        (["--gpus", "1"], "rollout critic policy sync", "use more GPUs; --offload optimizer"),
         (["--gpus", "8", "--gpu_memory_utilization", "0.6"], "rollout sync", "lower --gpu_memory_"),
         (["--gpus", "8", "--micro_train_batch_size", "8"], "critic policy", "--packing_max_len"),
         (["--gpus", "4", "--estimator", "grpo", "--zero_stage", "2"], "rollout sync", "more GPUs"),
@@ -566,6 +566,13 @@ def test_a_plan_that_does_not_fit_names_the_phase_in_one_line(flags, phases, adv
     line = str(error.value)
     assert re.findall(r"(rollout|critic|policy|sync) [0-9.]+", line) == phases.split()
     assert advice in line and "\n" not in line
+
+
+@pytest.mark.parametrize("name, value", [("rollout_quantization", "fp8"), ("attention", "varlen")])
+def test_a_plan_is_of_another_machine_than_this_one(name, value, capsys):
+    """It was refused for want of a GPU here."""
+    plan.main([*LARGE, "--gpus", "8", f"--{name}", value])
+    assert "memory per rank" in capsys.readouterr().out
 
 
 def test_a_cache_without_room_for_one_sequence_names_the_phase():

@@ -18,6 +18,7 @@ are, where neither --max_steps nor data that lie here do. None of it was measure
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -93,6 +94,8 @@ def check_memory(memory: Memory, cfg) -> None:
     """Raises UserError with the phase that does not fit, and what to change."""
     too_large = memory.too_large()
     advice = ["use more GPUs"]
+    if cfg.offload == "none":
+        advice.append("--offload optimizer")
     if not too_large.keys().isdisjoint(("critic", "policy")):
         advice.append("--zero_stage 3, --gradient_checkpointing true, a lower --packing_max_len")
     if not too_large.keys().isdisjoint(("rollout", "sync")):
@@ -177,7 +180,12 @@ def main(argv: list[str]) -> None:
         print("no --model: this is the demo; tools/demo.py makes its model and its other flags")
         return
     world = args.machines * args.gpus
-    check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
+    # These ask this machine for a GPU, and the plan is for others.
+    elsewhere = {"rollout_quantization": None}
+    if cfg.attention in ("varlen", "flash_attention_2"):
+        elsewhere["attention"] = "sdpa"
+    flags = dataclasses.replace(cfg, **elsewhere)
+    check.check_config(flags, world, {"estimator": ppo.ESTIMATORS})
     print("\n".join(arithmetic(cfg, args.machines, args.gpus)))
     try:
         config = model_config(cfg.model)
