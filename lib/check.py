@@ -1,6 +1,6 @@
 """Flags that cannot work, refused in one line before a model is read."""
 
-import importlib.util
+from importlib.util import find_spec
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -123,6 +123,11 @@ def check_sampling(cfg):
 
 
 def check_engines(cfg, world):
+    # Are these installed? sdpa and eager are in any PyTorch.
+    kernels = {
+        "varlen": find_spec("torch.nn.attention.varlen"),
+        "flash_attention_2": is_flash_attn_2_available(),
+    }
     table = {
         "bf16": (
             not cfg.bf16 or cfg.zero_stage >= 2,
@@ -130,8 +135,10 @@ def check_engines(cfg, world):
             "--zero_stage 2 or --bf16 false",
         ),
         "attention": (
-            cfg.attention in ("sdpa", "eager") or (cfg.bf16 and torch.cuda.is_available()),
-            "needs a GPU and --bf16 true; choose sdpa",
+            cfg.attention not in kernels
+            or (cfg.bf16 and torch.cuda.is_available() and kernels[cfg.attention]),
+            "needs a GPU, --bf16 true and its kernel (varlen: a newer PyTorch; flash_attention_2: "
+            "`pip install flash-attn`); or choose sdpa",
         ),
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
         "offload": (
@@ -142,16 +149,9 @@ def check_engines(cfg, world):
             not cfg.rollout_quantization or torch.cuda.is_available(),
             "needs a GPU that vLLM can quantize on (fp8: compute capability 8.9 or more)",
         ),
-        "log_with": (
-            cfg.log_with != "wandb" or importlib.util.find_spec("wandb"),
-            "`pip install wandb` first",
-        ),
+        "log_with": (cfg.log_with != "wandb" or find_spec("wandb"), "`pip install wandb` first"),
     }
     require_all(cfg, table)
-    has_package = cfg.attention != "flash_attention_2" or is_flash_attn_2_available()
-    require(
-        has_package, "--attention flash_attention_2: `pip install flash-attn`, or choose varlen"
-    )
     require(all([*cfg.data, *cfg.eval_data]), "--data, --eval_data: a name is empty")
     require(cfg.data, "--data: name at least one file of training problems")
 

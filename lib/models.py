@@ -20,7 +20,6 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -94,6 +93,9 @@ def packed_attention(module, query, key, value, mask, **options):
 
     query: (R, heads, L, D); key and value may have fewer heads. Returns (R, L, heads, D), None.
     """
+    # Older versions have none of it, and sdpa needs none.
+    from torch.nn.attention.varlen import varlen_attn
+
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
     borders = options["cu_seq_lens_q"]  # (parts + 1,)
     longest = options["max_length_q"]  # tokens

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -110,7 +111,7 @@ REFUSED = [
     ({"log_ratio": "true", "top_p": 0.9}, ["--top_p 0.9", "--log_ratio", "choose 1"]),
     # engines
     ({"bf16": "true", "zero_stage": 1}, ["--bf16", "stage 2"]),
-    ({"attention": "varlen"}, ["--attention varlen", "GPU and --bf16 true; choose sdpa"]),
+    ({"attention": "varlen"}, ["--attention varlen", "GPU, --bf16 true", "or choose sdpa"]),
     ({"tensor_parallel": 3}, ["--tensor_parallel 3", "2 ranks"]),
     ({"offload": "optimizer", "zero_stage": 0}, ["--offload optimizer", "--zero_stage 1"]),
     pytest.param(
@@ -125,12 +126,23 @@ REFUSED = [
 ]
 
 
+def test_a_torch_without_varlen_is_refused(tiny, monkeypatch):
+    """It died with a traceback, and with --attention sdpa too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    flags = {"bf16": "true", "zero_stage": 2}
+    varlen = config(tiny, attention="varlen", **flags)
+    check.check_config(varlen, 2, CHOICES)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    with pytest.raises(UserError, match="^--attention varlen: .* a newer PyTorch.*choose sdpa$"):
+        check.check_config(varlen, 2, CHOICES)
+    check.check_config(config(tiny, attention="sdpa", **flags), 2, CHOICES)
+
+
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="here it is installed")
 def test_flash_attention_needs_its_package(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flags = {"bf16": "true", "zero_stage": 2}
-    check.check_config(config(tiny, attention="varlen", **flags), 2, CHOICES)
-    with pytest.raises(UserError, match="flash_attention_2: `pip install flash-attn`, or"):
+    with pytest.raises(UserError, match="^--attention flash_attention_2: .*`pip install flash"):
         check.check_config(config(tiny, attention="flash_attention_2", **flags), 2, CHOICES)
 
 

@@ -9,6 +9,8 @@ import functools
 import inspect
 import itertools
 import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 
 import naive
@@ -23,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
+    AttentionInterface,
     AutoModel,
     AutoModelForCausalLM,
     GPT2Config,
@@ -316,7 +319,7 @@ def flash_stand_in(
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """On a CPU both kernels are a loop. All between them and the rows is what runs on a GPU."""
-    monkeypatch.setattr(lib.models, "varlen_attn", varlen_stand_in)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_stand_in)
     reader = flash_utils._lazy_define_process_function(flash_stand_in)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", "flash_attention_2")
     monkeypatch.setattr(flash_utils, "_flash_varlen_fn", flash_stand_in)
@@ -367,6 +370,24 @@ def test_gradients_do_not_depend_on_the_attention(attention, models, alone):
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
     ours, expected = gradients
     assert (ours - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_an_older_torch_has_no_varlen_and_does_without(monkeypatch):
+    """Every run died at the import of lib/models.py, with --attention sdpa too."""
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    spec = spec_from_file_location("older", lib.models.__file__)
+    spec.loader.exec_module(module_from_spec(spec))
+    # That made the attention of the name varlen one of its own.
+    AttentionInterface.register("varlen", lib.models.packed_attention)
+    with pytest.raises(ImportError, match="varlen"):
+        lib.models.packed_attention(
+            None,
+            *torch.zeros(3, 1, 1, 1, 1),
+            None,
+            cu_seq_lens_q=torch.tensor([0, 1]),
+            max_length_q=1,
+            scaling=1.0,
+        )
 
 
 def test_a_model_with_its_own_attention_is_one_line(tmp_path):
