@@ -1,19 +1,27 @@
-"""Real vLLM and DeepSpeed on one device, for test_gpu.py: `gpu_worker.py OUT FLAGS of train.py`.
+"""Real vLLM and DeepSpeed on one device, for test_gpu.py.
+
+    gpu_worker.py sampler OUT FLAGS of train.py    sampling, sleep and sync
+    gpu_worker.py step OUT MODEL STAGE ROW_LEN     one optimizer step in bf16
 
 In a process of its own, so that the card is empty before it and after it. It writes what it found
 to the JSON file OUT. On a CPU it does the same, without what is known of a GPU's memory.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 from deepspeed.runtime.zero import GatheredParameters  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+from ppo_worker import config  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 import ppo  # noqa: E402
 import reward  # noqa: E402
@@ -139,7 +147,7 @@ def scales(model) -> float:
     return sum(p.double().sum().item() for name, p in model.named_parameters() if "scale" in name)
 
 
-def main(out: str, *argv: str) -> None:
+def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
     before = free_gib()
     start_distributed()
@@ -161,7 +169,108 @@ def main(out: str, *argv: str) -> None:
     sampler.sleep()
     sampler.sync(models.named_weights(policy))
     found["scales"] += sampler.llm.apply_model(scales)
-    Path(out).write_text(json.dumps(found))
+    return found
+
+
+# ---- an optimizer step ---------------------------------------------------------------------------
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over the norm."""
+    difference = found.double() - expected.double()
+    return (difference.norm() / expected.double().norm()).item()
+
+
+def make_batch(device, count: int, longest: int, vocab: int, alone: bool = False) -> ppo.Batch:
+    """Random samples of 8 to `longest` tokens, of which 4 are the prompt."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(8, longest, count).int().tolist()
+    ids = [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
+    prompts = [sample[:4] for sample in ids]
+    responses = [sample[4:] for sample in ids]
+    groups = torch.arange(count) // 2  # (N,)
+    rewards = (torch.arange(count) % 2).double()  # (N,)
+    return ppo.Batch(prompts, responses, groups, rewards, device, {})
+
+
+def with_estimator(cfg, name: str) -> SimpleNamespace:
+    return SimpleNamespace(**vars(cfg) | {"estimator": name})
+
+
+def masters(engine) -> torch.Tensor:
+    """All fp32 master weights as one vector."""
+    parts = [safe_get_full_fp32_param(p).flatten() for p in engine.module.parameters()]
+    return torch.cat(parts).clone()
+
+
+def gradients_by_hand(policy, batch, cfg) -> list[torch.Tensor]:
+    """fp32 sums of the bf16 gradients of the micro-batches."""
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in policy.parameters()]
+    tokens = int(batch.length.sum())
+    for micro in ppo.micro_batches(batch, batch.everyone(), cfg):
+        loss, _ = ppo.policy_loss(policy, batch, micro, cfg)
+        (loss / tokens).backward()
+        for total, parameter in zip(sums, policy.parameters()):
+            total += parameter.grad.float()
+            parameter.grad = None
+    return sums
+
+
+def adam_by_hand(start, gradient, cfg, eps: float) -> torch.Tensor:
+    """The first step of AdamW with betas 0.9 and 0.95, after clipping at cfg.max_norm."""
+    gradient = gradient * min(1.0, cfg.max_norm / gradient.norm().item())
+    first = 0.1 * gradient / (1 - 0.9)
+    second = 0.05 * gradient**2 / (1 - 0.95)
+    return start - cfg.actor_learning_rate * first / (second.sqrt() + eps)
+
+
+def find_of_step(model: str, stage: str, row_len: str) -> dict:
+    """A step of the engine and one by hand, and then a step whose gradient is NaN."""
+    _, _, device, _ = start_distributed()
+    cfg = config(model, bf16=True, zero_stage=int(stage), temperature=1.0)
+    cfg.actor_learning_rate = 1e-3
+    cfg.max_norm = 0.5
+    cfg.micro_train_batch_size = 1
+    cfg.packing_max_len = int(row_len)
+    batch = make_batch(device, 8, cfg.packing_max_len, 60)
+    cfg = with_estimator(cfg, "grpo")
+    ppo.compute_advantages(batch, cfg)
+    found = {"device": device.type}
+    found["rows"] = len(ppo.micro_batches(batch, batch.everyone(), cfg))
+
+    plain = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.bfloat16)
+    policy = models.Policy(plain.to(device).train())
+    sums = gradients_by_hand(policy, batch, cfg)
+    gradient = torch.cat([total.flatten() for total in sums])
+    start = torch.cat([p.detach().float().flatten() for p in policy.parameters()])
+    # Without it the first step of Adam is the gradient's sign, which rounding can turn.
+    eps = gradient.abs().mean().item()
+    expected = adam_by_hand(start, gradient, cfg, eps)
+    found["norm by hand"] = gradient.norm().item()
+    del policy, plain, sums
+
+    engine = models.make_policy(cfg, optimizer_class=functools.partial(models.ADAMW, eps=eps))
+    found["starts equal"] = torch.equal(masters(engine), start)
+    stats = ppo.train_policy(engine, batch, cfg, step=0, total_steps=1)
+    found |= {name: stats[name] for name in ("policy_micro_batches", "policy_grad_norm")}
+    after = masters(engine)
+    found["distance"] = distance(after - start, expected - start)
+    found["skipped"] = engine.deepspeed.skipped_steps
+    found["sums"] = str(engine.deepspeed.optimizer.gradient_accumulation_dtype)
+
+    batch.tokens["advantages"][3] = float("nan")
+    found["NaN is refused"] = False
+    try:
+        ppo.update(engine, ppo.policy_loss, batch, batch.everyone(), 1e-3, cfg)
+    except FloatingPointError:
+        found["NaN is refused"] = True
+    found["unchanged by NaN"] = torch.equal(masters(engine), after)
+    return found
+
+
+def main(kind: str, out: str, *words: str) -> None:
+    find = {"sampler": find_of_sampler, "step": find_of_step}[kind]
+    Path(out).write_text(json.dumps(find(*words)))
     os._exit(0)
 
 
