@@ -127,7 +127,7 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
             torch.set_num_threads(1)
 
         def get_tokenizer(self):
-            pass
+            return maker.char_tokenizer()
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
@@ -135,7 +135,7 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        rollout.Sampler(CFG)
+        rollout.Sampler(SimpleNamespace(**vars(CFG), stop=["User:"]))
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)

@@ -40,6 +40,7 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {})
     batch.tokens["advantages"] = advantages
     cfg = SimpleNamespace(actor_learning_rate=0.1, num_warmup_steps=1, lr_end=None)
+    cfg.critic_warmup_steps = 0
     cfg.micro_train_batch_size = 1
     cfg.packing_max_len = 64
     cfg.attention = "sdpa"
