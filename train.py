@@ -315,7 +315,14 @@ def find_task(cfg):
 
 def count_steps(cfg, problems):
     steps = max(1, cfg.num_episodes * problems // cfg.rollout_batch_size)
-    return steps if cfg.max_steps is None else min(steps, cfg.max_steps)
+    if cfg.max_steps is not None:
+        steps = min(steps, cfg.max_steps)
+    alone = cfg.critic_warmup_steps
+    check.require(
+        alone == 0 or alone < steps,
+        f"--critic_warmup_steps {alone}: the policy would learn in none of {steps} steps",
+    )
+    return steps
 
 
 def check_sampler(sampler, policy, problems, cfg):

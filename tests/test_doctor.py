@@ -115,6 +115,12 @@ def test_a_run_that_has_learnt_to_end_is_not_ill():
     assert "truncated answers" in doctor.examine(lines)
 
 
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    lines = "".join(json.dumps(line) + "\n" for line in well())
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 21, "rew')
+    assert len(doctor.read_lines(tmp_path / "metrics.jsonl")) == 20
+
+
 def test_each_sign_is_said_with_its_number():
     changes = {
         "stale sampler": ({"approx_kl": 0.05}, "0.050 nats"),

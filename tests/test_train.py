@@ -361,6 +361,10 @@ def test_steps_are_counted_from_the_passes():
     cfg = train.Config(num_episodes=3, rollout_batch_size=8)
     assert train.count_steps(cfg, 20) == 7
     assert train.count_steps(cfg, 1) == 1, "at least one"
+    alone = dataclasses.replace(cfg, critic_warmup_steps=6)
+    assert train.count_steps(alone, 20) == 7
+    with pytest.raises(UserError, match="^--critic_warmup_steps 6: .* in none of 1 steps$"):
+        train.count_steps(alone, 1)
     assert train.count_steps(dataclasses.replace(cfg, max_steps=5), 20) == 5
     assert train.count_steps(dataclasses.replace(cfg, max_steps=0), 20) == 0
 

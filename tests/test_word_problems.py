@@ -55,6 +55,25 @@ def test_the_files_are_a_function_of_the_seed(tmp_path):
     assert json.loads(texts["a"].splitlines()[0]).keys() == {"question", "answer"}
 
 
+@pytest.mark.parametrize("flags", [["--train", "0"], ["--held_out", "-1"], ["--train", "1000000"]])
+def test_sizes_that_cannot_be_made_are_refused_and_nothing_is_overwritten(flags, tmp_path):
+    """The last one never came to an end."""
+    command = [sys.executable, ROOT / "tools/word_problems.py", tmp_path / "words", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --train, --held_out: ")
+    assert not (tmp_path / "words").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["nowhere"]])
+def test_the_recipe_without_a_folder_starts_nothing(words, tmp_path):
+    """torchrun's forty lines stood around the error."""
+    command = ["bash", ROOT / "runs/smollm2_cpu.sh", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     command = [sys.executable, ROOT / "tools/word_problems.py", tmp_path / "file" / "words"]

@@ -119,7 +119,7 @@ def truncated(run: Run) -> str | None:
     if run.last > SOLVED:
         return None
     learnt = run.last - run.first > 0.1
-    if share < TRUNCATED and (learnt or not (shorter and share > 0.1)):
+    if not share >= TRUNCATED and (learnt or not (shorter and share > 0.1)):
         return None
     return (
         f"{run.start('truncated'):.0%} of the responses are cut off at first and "
@@ -276,11 +276,14 @@ def examine(lines: list[dict]) -> dict[str, str]:
 
 def read_lines(path: Path) -> list[dict]:
     """Raises OSError, and ValueError for what is no table of numbers by name."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    whole, _, _ = path.read_text().rpartition("\n")
+    # A run that goes on may be writing the last line.
+    lines = [json.loads(text) for text in whole.splitlines()]
     if not lines:
         raise ValueError("no step is in it yet")
-    if not all(isinstance(line, dict) and "reward" in line for line in lines):
-        raise ValueError("a line is not that of a step")
+    for line in lines:
+        if not isinstance(line, dict) or not isinstance(line.get("reward"), int | float):
+            raise ValueError("a line is not that of a step")
     return lines
 
 

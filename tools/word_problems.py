@@ -65,6 +65,9 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=4000)
     parser.add_argument("--held_out", type=int, default=200)
     args = parser.parse_args()
+    # There are some hundred thousand questions, so more are looked for in vain.
+    if not (args.train > 0 and args.held_out > 0 and args.train + args.held_out <= 50_000):
+        parser.exit(2, "error: --train, --held_out: at least 1 each, at most 50000 together\n")
     train, held_out = draw_problems(args.seed, args.train, args.held_out)
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
