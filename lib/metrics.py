@@ -71,7 +71,7 @@ def of_samples(samples, batch, longest):
         "reward": batch.rewards.mean().item(),
         "pass_at_n": len(batch.groups[right].unique()) / len(batch.groups.unique()),
         "truncated": share_truncated(samples),
-        "answered": statistics.mean(sample.answered for sample in samples),
+        "answered": statistics.mean(bool(sample.answered) for sample in samples),
         "response_length": length.mean().item(),
         "total_length": statistics.mean(batch.size),
     }
