@@ -9,4 +9,4 @@ $'4 eggs and loses 2. How many eggs are there now?\nA: 3*4=12 12-2=10\nQ: {quest
     --data out/words/train.jsonl --eval_data out/words/eval.jsonl --eval_interval 10 --max_steps 50 --stop $'\n' \
     --rollout_batch_size 16 --n_samples_per_prompt 8 --generate_max_len 24 --prompt_max_len 128 --max_len 160 \
     --packing_max_len 160 --micro_train_batch_size 4 --gradient_checkpointing false --zero_stage 2 \
-    --actor_learning_rate 2e-5 --num_warmup_steps 3 "${@:2}"
+    --actor_learning_rate 2e-5 --num_warmup_steps 3 --kv_cache_gb 0.5 "${@:2}"
