@@ -386,8 +386,8 @@ def read_state(path) -> RunState:
 def find_start(run_dir, resume, new: RunState, fixed):
     """Returns the checkpoint to start from, or None, and the state to go on from.
 
-    new: this run at its step 0. fixed: the flags that decide what is learnt. Raises UserError where
-    another run would come of it.
+    new: this run at its step 0. fixed: {name: default} of the flags that decide what is learnt.
+    Raises UserError where another run would come of it.
     """
     path = pick_checkpoint(run_dir, resume)
     if path is None:

@@ -110,8 +110,6 @@ def check_sampling(cfg):
             cfg.eval_temperature == 0 or 0.01 <= cfg.eval_temperature <= 2,
             f"{limits}, or 0 for greedy answers",
         ),
-        "gamma": (cfg.gamma <= 1, "choose at most 1"),
-        "lambd": (cfg.lambd <= 1, "choose at most 1"),
         "tis_cap": (cfg.tis_cap is None or cfg.tis_cap >= 1, "choose at least 1"),
         "system": (cfg.system is None or cfg.template == "chat", "needs --template chat"),
         "top_p": (

@@ -106,8 +106,6 @@ REFUSED = [
     ({"eval_top_p": 1.5}, ["--eval_top_p 1.5", "up to 1"]),
     ({"gpu_memory_utilization": 1.5}, ["--gpu_memory_utilization 1.5", "up to 1"]),
     ({"system": "Be brief."}, ["--system Be brief.", "--template chat"]),
-    ({"gamma": 1.5}, ["--gamma 1.5", "at most 1"]),
-    ({"lambd": 2.0}, ["--lambd 2.0", "at most 1"]),
     ({"tis_cap": 0.5}, ["--tis_cap 0.5", "at least 1"]),
     ({"tis_cap": 2.0, "top_p": 0.9}, ["--top_p 0.9", "--tis_cap", "choose 1"]),
     ({"log_ratio": "true", "top_p": 0.9}, ["--top_p 0.9", "--log_ratio", "choose 1"]),
