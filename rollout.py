@@ -30,6 +30,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # It tells nobody that it runs, and its attention in fp32 multiplies exactly on a GPU too.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+# With a seed for each sample vLLM never uses flashinfer's sampler, but would import it.
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 import numpy as np
 import torch

@@ -37,6 +37,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import ckpt
 import ppo
 from lib import check, metrics, models
+from lib.attention import has_varlen
 from lib.common import (
     Signals,
     Stopped,
@@ -130,7 +131,7 @@ class Config(Learning):
     packing_max_len: int = 16384  # tokens a row, at least max_len; with sdpa short rows win
     micro_train_batch_size: int = 1  # rows a forward pass
     gradient_checkpointing: bool = True  # a third more compute, far less memory
-    attention: str = "auto"  # varlen, PyTorch's FlashAttention, in bf16 on a GPU; else sdpa
+    attention: str = "auto"  # varlen (PyTorch's FlashAttention) in bf16 on a GPU; else sdpa
     micro_rollout_batch_size: int = 256  # sequences in flight: speed against KV cache
     tensor_parallel: int = 1  # ranks that share a sampler, for large models
     gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake
@@ -154,7 +155,8 @@ def parse_flags(argv):
     if cfg.eval_top_p is None:
         cfg.eval_top_p = cfg.top_p
     if cfg.attention == "auto":
-        cfg.attention = "varlen" if cfg.bf16 and torch.cuda.is_available() else "sdpa"
+        has_kernel = cfg.bf16 and torch.cuda.is_available() and has_varlen()
+        cfg.attention = "varlen" if has_kernel else "sdpa"
     return cfg
 
 

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
+from lib.attention import has_varlen
 from lib.common import UserError, gather, here, one_line
 
 CHOICES = {
@@ -126,7 +127,7 @@ def check_sampling(cfg):
 def check_engines(cfg, world):
     # Are these installed? sdpa and eager are in any PyTorch.
     kernels = {
-        "varlen": find_spec("torch.nn.attention.varlen"),
+        "varlen": has_varlen(),
         "flash_attention_2": is_flash_attn_2_available(),
     }
     table = {
@@ -138,8 +139,8 @@ def check_engines(cfg, world):
         "attention": (
             cfg.attention not in kernels
             or (cfg.bf16 and torch.cuda.is_available() and kernels[cfg.attention]),
-            "needs a GPU, --bf16 true and its kernel (varlen: a newer PyTorch; flash_attention_2: "
-            "`pip install flash-attn`); or choose sdpa",
+            "needs a GPU, --bf16 true and its kernel (varlen: PyTorch 2.11 or newer; "
+            "flash_attention_2: `pip install flash-attn`); or choose sdpa",
         ),
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
         "offload": (

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+from lib.attention import packed_attention
 from lib.common import UserError, one_line
 from lib.head import ChunkedHead
 
@@ -86,22 +87,6 @@ def last_hidden_state(body, micro) -> Tensor:
         max_length_k=micro.longest,
     )
     return output.last_hidden_state[micro.predict]
-
-
-def packed_attention(module, query, key, value, mask, **options):
-    """PyTorch's own FlashAttention, causal within each sample; needs no package and no mask.
-
-    query: (R, heads, L, D); key and value may have fewer heads. Returns (R, L, heads, D), None.
-    """
-    # Older versions have none of it, and sdpa needs none.
-    from torch.nn.attention.varlen import varlen_attn
-
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
-    borders = options["cu_seq_lens_q"]  # (parts + 1,)
-    longest = options["max_length_q"]  # tokens
-    causal = {"window_size": (-1, 0), "scale": options["scaling"], "enable_gqa": True}
-    out = varlen_attn(*flat, borders, borders, longest, longest, **causal)  # (R * L, heads, D)
-    return out.unflatten(0, (len(query), -1)), None
 
 
 # transformers makes no mask for a name that it does not know.

@@ -748,7 +748,7 @@ MUTANTS = [
     ),
     Mutant(
         "PyTorch's attention looks ahead",
-        "lib/models.py",
+        "lib/attention.py",
         '"window_size": (-1, 0)',
         '"window_size": (-1, -1)',
         of("models", "test_packed_equals_unpacked"),

@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-import sys
 from importlib.util import find_spec
 
+import kernels
 import pytest
 import tiny as maker
 import torch
@@ -126,15 +126,19 @@ REFUSED = [
 ]
 
 
-def test_a_torch_without_varlen_is_refused(tiny, monkeypatch):
-    """It died with a traceback, and with --attention sdpa too."""
+@pytest.mark.parametrize("version", kernels.VARLEN)
+def test_varlen_of_another_version_is_refused_or_works(version, tiny, monkeypatch):
+    """It died with a traceback: PyTorch 2.9 has no such function, 2.10 not the arguments."""
+    kernels.use_varlen(monkeypatch, version)
+    _, is_usable = kernels.VARLEN[version]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flags = {"bf16": "true", "zero_stage": 2}
     varlen = config(tiny, attention="varlen", **flags)
-    check.check_config(varlen, 2, CHOICES)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    with pytest.raises(UserError, match="^--attention varlen: .* a newer PyTorch.*choose sdpa$"):
+    if is_usable:
         check.check_config(varlen, 2, CHOICES)
+    else:
+        with pytest.raises(UserError, match="^--attention varlen: .* PyTorch 2.11 .*choose sdpa$"):
+            check.check_config(varlen, 2, CHOICES)
     check.check_config(config(tiny, attention="sdpa", **flags), 2, CHOICES)
 
 

@@ -6,13 +6,10 @@ What needs engines runs in ppo_worker.py on real DeepSpeed (cells.py).
 
 import copy
 import functools
-import inspect
-import itertools
 import json
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
-from types import SimpleNamespace
 
+import kernels
 import naive
 import numpy as np
 import pytest
@@ -25,10 +22,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ppo_worker import CPU, config, make_batch
 from safetensors.torch import load_file, save_file
 from test_resume import resume_cell
-from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from transformers import (
-    AttentionInterface,
     AutoModel,
     AutoModelForCausalLM,
     GPT2Config,
@@ -45,6 +39,7 @@ import ckpt
 import lib.models
 import ppo
 from lib import memory
+from lib.attention import has_varlen, packed_attention
 from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
 from lib.models import Critic, Policy, engine_config, load_body, named_weights
@@ -270,63 +265,13 @@ def test_policy_swaps_the_head_but_not_its_parameter(tied, models):
     assert isinstance(policy.model.get_output_embeddings(), ChunkedHead)
 
 
-def attend_in_parts(query, key, value, borders, causal, scale):
-    """Of rows laid end to end, (tokens, heads, D): each part by itself, on any device."""
-    parts = []
-    for start, end in itertools.pairwise(borders.tolist()):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
-        options = {"is_causal": causal, "scale": scale, "enable_gqa": True}
-        parts.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(0, 1))
-    return torch.cat(parts)
-
-
-def check_borders(q, borders, longest) -> None:
-    """What the kernels rely on, and cannot check."""
-    assert borders.dtype == torch.int32 and borders.is_contiguous()
-    assert borders[0] == 0 and borders[-1] == len(q)
-    assert type(longest) is int and longest == borders.diff().max() > 0
-
-
-def varlen_stand_in(*arguments, **options):
-    """PyTorch's varlen_attn without its kernel, which needs a GPU. It takes what that one takes."""
-    call = inspect.signature(varlen_attn).bind(*arguments, **options)
-    call.apply_defaults()
-    given = SimpleNamespace(**call.arguments)
-    check_borders(given.query, given.cu_seq_q, given.max_q)
-    assert given.cu_seq_q is given.cu_seq_k and given.max_q == given.max_k
-    assert given.enable_gqa or given.query.shape == given.key.shape
-    assert given.window_size in ((-1, -1), (-1, 0))
-    qkv = (given.query, given.key, given.value)
-    return attend_in_parts(*qkv, given.cu_seq_q, given.window_size[1] == 0, given.scale)
-
-
-def flash_stand_in(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-):
-    """The package flash-attn's flash_attn_varlen_func, likewise."""
-    check_borders(q, cu_seqlens_q, max_seqlen_q)
-    assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-    assert dropout_p == 0 and window_size == (-1, -1)
-    return attend_in_parts(q, k, v, cu_seqlens_q, causal, softmax_scale)
-
-
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch):
+def loops(monkeypatch):
     """On a CPU both kernels are a loop. All between them and the rows is what runs on a GPU."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_stand_in)
-    reader = flash_utils._lazy_define_process_function(flash_stand_in)
+    kernels.use_varlen(monkeypatch, "2.13")
+    reader = flash_utils._lazy_define_process_function(kernels.flash_attn)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", "flash_attention_2")
-    monkeypatch.setattr(flash_utils, "_flash_varlen_fn", flash_stand_in)
+    monkeypatch.setattr(flash_utils, "_flash_varlen_fn", kernels.flash_attn)
     monkeypatch.setattr(flash_utils, "_process_flash_kwargs_fn", reader)
 
 
@@ -376,22 +321,33 @@ def test_gradients_do_not_depend_on_the_attention(attention, models, alone):
     assert (ours - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_an_older_torch_has_no_varlen_and_does_without(monkeypatch):
-    """Every run died at the import of lib/models.py, with --attention sdpa too."""
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+@pytest.mark.parametrize("version", ["2.11", "2.13"])
+def test_varlen_is_called_with_what_its_version_takes(version, monkeypatch):
+    """PyTorch 2.11 has no enable_gqa, which every bf16 run on a GPU gave to it."""
+    kernels.use_varlen(monkeypatch, version)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn((2, 4, 16, 8), generator=generator)  # (R, heads, L, D)
+    key, value = torch.randn((2, 2, 2, 16, 8), generator=generator)
+    borders = torch.tensor([0, 5, 16, 32], dtype=torch.int32)
+    options = {"cu_seq_lens_q": borders, "max_length_q": 16, "scaling": 0.3}
+    found, _ = packed_attention(None, query, key, value, None, **options)
+    position = torch.arange(16)
+    sample = torch.stack([(position >= 5).int(), torch.full((16,), 2)])  # (R, L)
+    mask = (sample[:, :, None] == sample[:, None]).tril()[:, None]  # (R, 1, L, L)
+    wide = (key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))
+    scores = (query @ wide[0].transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
+    expected = scores.softmax(-1) @ wide[1]  # (R, heads, L, D)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("version", kernels.VARLEN)
+def test_models_load_with_any_version_of_varlen(version, models, monkeypatch):
+    """With PyTorch 2.9 every run died at the import of lib/models.py, with sdpa too."""
+    kernels.use_varlen(monkeypatch, version)
+    _, is_usable = kernels.VARLEN[version]
+    assert has_varlen() == is_usable
     spec = spec_from_file_location("older", lib.models.__file__)
     spec.loader.exec_module(module_from_spec(spec))
-    # That made the attention of the name varlen one of its own.
-    AttentionInterface.register("varlen", lib.models.packed_attention)
-    with pytest.raises(ImportError, match="varlen"):
-        lib.models.packed_attention(
-            None,
-            *torch.zeros(3, 1, 1, 1, 1),
-            None,
-            cu_seq_lens_q=torch.tensor([0, 1]),
-            max_length_q=1,
-            scaling=1.0,
-        )
 
 
 def test_a_model_with_its_own_attention_is_one_line(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from measure import ROOT, STAGES, Source
 
 # Budgets in tokens. A raise is a commit of its own that says why.
-RUN_BUDGET = 22_100  # the five stages and what they import
+RUN_BUDGET = 22_500  # the five stages and what they import
 STAGE_BUDGET = 3_400
 PPO_BUDGET = 3_800
 LIB_BUDGET = 2_000  # each file

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import kernels
 import pytest
 import tiny as maker
 import torch
@@ -54,6 +55,15 @@ def test_attention_is_pytorch_s_own_in_bf16_on_a_gpu(monkeypatch):
     assert train.parse_flags([]).attention == "varlen"
     assert train.parse_flags(["--bf16", "false"]).attention == "sdpa"
     assert train.parse_flags(["--attention", "sdpa"]).attention == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "version, expected", [("2.9", "sdpa"), ("2.10", "sdpa"), ("2.11", "varlen")]
+)
+def test_attention_is_sdpa_where_pytorch_s_own_takes_too_little(version, expected, monkeypatch):
+    kernels.use_varlen(monkeypatch, version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train.parse_flags([]).attention == expected
 
 
 def test_an_empty_stop_is_no_stop_string():
