@@ -1,4 +1,4 @@
-# make demo | make lab | make test | make test-gpu | make bench | make install | make lint
+# make demo | make lab | make test | make test-gpu | make card | make bench | make install | make lint
 # STACK=cuda or STACK=cpu says what is installed, in the same versions; unsaid, it is cuda where nvidia-smi answers.
 # .venv has this stack. The tests are the CPU's: beside a CUDA stack they have an environment of their own, .venv-cpu.
 PYTHON ?= python3.11
@@ -35,12 +35,18 @@ lab: $(INSTALLED)
 test: $(CPU_VENV)/.installed
 	$(CPU_VENV)/bin/python -m pytest
 
-# A card that does not answer is told before anything is installed.
-test-gpu: card $(INSTALLED)
-	$(BIN)/python -m pytest -m gpu -n 0
+# The parts of the tests on a GPU, with a line each; PARTS="kernels runs" runs some of them. A card that does not answer
+# is told before anything is installed.
+test-gpu: find-gpu $(INSTALLED)
+	$(BIN)/python tools/card.py $(or $(PARTS),cycle kernels sampler runs two_cards) --out out/card
 
-card:
+find-gpu:
 	@[ $(STACK) = cuda ] || { echo "error: nvidia-smi finds no GPU here, and the tests of make test-gpu need one"; exit 2; }
+
+# These tests and all that is measured on a card, as a page of docs/cards; PARTS="..." as above. Without a GPU the shapes
+# are tiny.
+card: $(INSTALLED)
+	$(BIN)/python tools/card.py $(PARTS)
 
 bench: $(VENV)/trl/.installed
 	$(BIN)/python tools/bench.py
@@ -64,11 +70,16 @@ install: $(INSTALLED)
 # by a normal exit: gloo's threads can abort a finalising interpreter.
 COMPILE = $(@D)/bin/python -c "import os; from lib import common, models; common.start_distributed(); \
 	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
+# On a GPU Triton compiles C files that include Python.h.
+CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} not found; Triton compiles with it (Debian: \
+	apt install gcc)"; exit 2; }; $(PYTHON) -c "import os, sysconfig as s; os.stat(s.get_path('include') + '/Python.h')" \
+	2>/dev/null || { echo "error: Python.h not found; Triton includes it (Debian: apt install python3.11-dev)"; exit 2; }
 .venv/.installed .venv-cpu/.installed: requirements-cpu.txt
 .venv/.installed-cuda: requirements.txt
 .venv/.installed .venv-cpu/.installed .venv/.installed-cuda:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or set PYTHON="; exit 2; }
 	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
+	$(if $(findstring cpu,$<),,$(CAN_COMPILE))
 	$(PYTHON) -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet $(if $(findstring cpu,$<),--no-deps) -r $< || { echo "error: install failed; \
@@ -77,4 +88,4 @@ COMPILE = $(@D)/bin/python -c "import os; from lib import common, models; common
 	$(if $(findstring cpu,$<),$(COMPILE))
 	touch $@
 
-.PHONY: demo lab test test-gpu card bench lint install
+.PHONY: demo lab test test-gpu find-gpu card bench lint install

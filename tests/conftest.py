@@ -1,6 +1,8 @@
 """Shared by the tests: a tiny model, problems, and one way to launch the real train.py."""
 
 import contextlib
+import functools
+import importlib.util
 import json
 import os
 import random
@@ -124,6 +126,55 @@ def same_metrics(line: dict) -> dict:
     """A metrics line without what may differ between equal runs: times, rates and memory."""
     differ = ("seconds", "tokens_per_second", "memory")
     return {key: value for key, value in line.items() if not key.startswith(differ)}
+
+
+def is_on_gpu(request) -> bool:
+    """Skips what is meant for a GPU where torch finds none."""
+    if request.param == "cpu":
+        return False
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    return True
+
+
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=[ON_GPU, pytest.param("cpu", marks=pytest.mark.slow)])
+def device(request):
+    """For bodies of one process. What they left on the card goes when they end."""
+    if not is_on_gpu(request):
+        yield torch.device("cpu")
+        return
+    yield torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(params=[ON_GPU, pytest.param("cpu", marks=pytest.mark.long)], scope="module")
+def place(request) -> str:
+    """For bodies that start vLLM in a process of its own."""
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is not installed")
+    is_on_gpu(request)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """folder_of(device, shape, ...): a model with random weights, made once; tiny on a CPU."""
+    import tiny as maker
+
+    from tools import bench_gpu
+
+    @functools.cache
+    def make(kind: str, shape: str = bench_gpu.SMALL, **changes) -> str:
+        folder = tmp_path_factory.mktemp("model")
+        if kind == "cpu":
+            tied = shape == bench_gpu.SMALL
+            return str(maker.make_model(folder, tied=tied, max_position_embeddings=1024))
+        return bench_gpu.make_model(str(folder), shape, **changes)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Real vLLM and DeepSpeed on one device, for test_gpu.py.
+"""Real vLLM and DeepSpeed on one device, for test_gpu_kernels.py and test_gpu_sampler.py.
 
     gpu_worker.py sampler OUT FLAGS of train.py    sampling, sleep and sync
     gpu_worker.py step OUT MODEL STAGE ROW_LEN     one optimizer step in bf16
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
+from conftest import ROOT, clean_environment  # noqa: E402
 from deepspeed.runtime.zero import GatheredParameters  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 from ppo_worker import config  # noqa: E402
@@ -29,6 +31,15 @@ import train  # noqa: E402
 from lib import memory, models  # noqa: E402
 from lib.common import start_distributed  # noqa: E402
 from rollout import Sampler, make_requests  # noqa: E402
+
+
+def worker(kind: str, out: Path, *words) -> dict:
+    """What this file finds, in a process of its own. For the tests."""
+    command = [sys.executable, __file__, kind, str(out), *map(str, words)]
+    env = clean_environment()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
 
 
 def free_gib() -> float:
@@ -120,7 +131,9 @@ def syncs(sampler, policy, problems, cfg) -> dict:
     def disturb(name, tensor) -> None:
         old[name] = tensor.clone()
         noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
-        tensor.add_((0.5 * (tensor.float().std() + 0.05) * noise).to(tensor.dtype))
+        # Biases and norms are constant in a random model, and change too.
+        std = tensor.float().std().item() or 0.5
+        tensor.add_((0.1 * std * noise).to(tensor.dtype))
 
     def restore(name, tensor) -> None:
         tensor.copy_(old[name])

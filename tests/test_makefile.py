@@ -1,11 +1,13 @@
 """Which stack `make` installs, and into which environment, told by what `make -n` would do."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, stand_in
+from packaging.requirements import Requirement
 
 ANSWERS = "echo 'GPU 0: NVIDIA H100 80GB HBM3'"
 FAILS = "echo 'NVIDIA-SMI has failed'\nexit 9"
@@ -55,7 +57,7 @@ def test_what_is_installed_is_not_installed_again(tmp_path):
     "words, expected",
     [
         (["install"], ".venv requirements.txt"),
-        (["test-gpu"], ".venv requirements.txt"),
+        (["test-gpu", "PARTS=kernels"], ".venv requirements.txt"),
         (["test"], ".venv-cpu requirements-cpu.txt"),
         (["install", "STACK=cpu"], ".venv requirements-cpu.txt"),
         (["test", "STACK=cpu"], ".venv requirements-cpu.txt"),
@@ -65,9 +67,11 @@ def test_beside_a_card_the_tests_have_an_environment_of_their_own(words, expecte
     """With the CUDA stack `make test` could not pass: two ranks, one GPU, and no vLLM for CPUs."""
     lines = steps(tmp_path, *words, card=ANSWERS)
     assert installs(lines) == [expected]
-    if words[0] != "install":
-        assert lines[-1].startswith(f"{expected.split()[0]}/bin/python -m pytest")
-    assert ("-m gpu -n 0" in lines[-1]) == (words[0] == "test-gpu")
+    python = f"{expected.split()[0]}/bin/python"
+    if words[0] == "test":
+        assert lines[-1] == f"{python} -m pytest"
+    if words[0] == "test-gpu":
+        assert lines[-1] == f"{python} tools/card.py kernels --out out/card"
 
 
 def test_the_gpu_stack_can_be_installed_on_a_machine_without_a_card(tmp_path):
@@ -94,3 +98,42 @@ def test_an_unknown_stack_is_refused(tmp_path):
 def test_the_gpu_tests_without_a_card_end_before_anything_is_installed(tmp_path):
     lines = steps(tmp_path, "test-gpu", card=FAILS)
     assert "nvidia-smi finds no GPU here" in lines[0]
+
+
+@pytest.mark.parametrize("words", [["card"], ["card", "PARTS=lab zero2"]])
+@pytest.mark.parametrize("card", [ANSWERS, FAILS])
+def test_a_page_is_made_with_and_without_a_card(words, card, tmp_path):
+    line = steps(tmp_path, *words, card=card)[-1]
+    assert line.split() == [".venv/bin/python", "tools/card.py", *" ".join(words[1:])[6:].split()]
+
+
+# ---- the GPU stack -------------------------------------------------------------------------------
+
+
+def test_the_gpu_stack_cannot_be_a_torch_for_cpus():
+    """pip took 2.13.0+cpu where it also saw an index of CPU builds."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    [torch] = [Requirement(line) for line in lines if line.startswith("torch")]
+    assert list(torch.specifier.filter(["2.13.0+cpu", "2.13.0", "2.13.0+cu130"])) == [
+        "2.13.0",
+        "2.13.0+cu130",
+    ]
+
+
+@pytest.mark.parametrize(
+    "programs, lacks",
+    [({"g++": "exit 0"}, "gcc"), ({"g++": "exit 0", "gcc": "exit 0"}, "Python.h")],
+)
+def test_what_triton_compiles_with_is_looked_for_first(programs, lacks, tmp_path):
+    """The first kernel on a rented card would have died of it."""
+    programs |= {"nvidia-smi": ANSWERS, "python3.11": "exit 1"}
+    for name, script in programs.items():
+        stand_in(tmp_path / "bin", name, script)
+    (tmp_path / "requirements.txt").touch()
+    env = {"PATH": str(tmp_path / "bin")}
+    command = [shutil.which("make"), "-f", str(ROOT / "Makefile"), "install"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    [line] = done.stdout.splitlines()
+    assert line.startswith(f"error: {lacks} not found; Triton ") and "apt install" in line
+    assert not (tmp_path / ".venv").exists()

@@ -12,7 +12,7 @@ Each figure is a ratio of A and B, which are measured in turn in one run. The pa
     step       whole steps of train.py: the share that is neither generation nor learning
     trl        whole GRPO steps of TRL against ours (`make bench` installs TRL into .venv/trl)
 
-`python tools/bench.py gpu` measures a machine with an NVIDIA GPU instead, by bench_gpu.py.
+`make card` measures a machine with an NVIDIA GPU instead (tools/card.py).
 
 It prints a table with medians, spreads and targets, and one JSON line at the end. Models are
 random. `tiny` has the demo's shape. `small` has 30 M parameters and a vocabulary of 32,768, and
@@ -659,7 +659,5 @@ if __name__ == "__main__":
         rank_worker(sys.argv[2])
     elif sys.argv[1:2] == ["--head"]:
         head_worker(sys.argv[2])
-    elif sys.argv[1:] == ["gpu"]:
-        sys.exit(subprocess.call([sys.executable, str(ROOT / "tools" / "bench_gpu.py")]))
     else:
         main(sys.argv[1:])

@@ -1,32 +1,31 @@
-"""What bench.py's part `gpu` starts, on a machine with an NVIDIA GPU: `python tools/bench.py gpu`.
+"""The measuring parts of `make card`, each a process: `python tools/bench_gpu.py PART FOLDER`.
 
 Models have the shapes of Qwen2.5 and random weights, which are made on the spot: 0.5B whole, and
-four layers of 7B with its embedding and head. Each part is a process of its own, so that the card
-is empty before it, and what fails does not take the others with it:
+four layers of 7B with its embedding and head. On a machine without a GPU all sizes are tiny.
 
     attention   updates of 0.5B, rows of 16,384 tokens in samples of 4,096: varlen, sdpa, and
                 FlashAttention 2 where it is installed; model flops against a large product
     attention7b the same with four layers of 7B
     advantages  GAE of 8,192 samples of up to 8,000 tokens, on the GPU and on the CPU
     sampling    0.5B in vLLM: tokens/s, the seconds of sleep, wake and sync
-    step        GRPO steps of 16 x 16 samples of 512 tokens of 0.5B by train.py; memory / plan
+    step        GRPO steps of 16 x 16 samples of 512 tokens of 0.5B by train.py
+    zero2       steps of PPO with a critic, 16 x 8 samples of 1,024 tokens of 0.5B, at ZeRO 2
+    zero3       the same at ZeRO 3
+    lab         the laboratory: a base model, 40 steps of PPO, accuracy before and after
 
-It prints a table, a row for docs/scaling.md, and one JSON line at the end. It ends with exit code 2
-where torch finds no GPU.
+A part writes its figures to FOLDER/figures.json.
 """
 
-import contextlib
 import functools
 import gc
 import itertools
 import json
 import os
-import signal
+import shlex
 import statistics
 import string
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,8 @@ from transformers.utils import is_flash_attn_2_available
 import ppo
 import rollout
 import train
-from lib import memory, models
+from lib import cost, memory, models
+from lib.attention import has_varlen
 from lib.common import start_distributed
 from lib.head import ChunkedHead
 
@@ -73,22 +73,37 @@ STEP_FLAGS = {
     "save_interval": 0,
     "log_with": "none",
 }
-TARGETS = {"varlen_vs_sdpa": ">= 3", "varlen_vs_sdpa_7b": ">= 1", "mfu_7b": ">= 0.35"}
-TARGETS |= {"advantages_s": "<= 1", "sync_s": "<= 3", "step_vs_verl": "<= 1"}
-TARGETS |= dict.fromkeys(("memory_vs_plan_rollout", "memory_vs_plan_policy"), "0.9 to 1.1")
-SHARES = ("mfu", "mfu_7b", "head_share", "head_share_7b", "stops_256", "stops_1024")
-# The columns of the table in docs/scaling.md, and the figures in each.
-COLUMNS = {
-    "card, driver, torch": ("card", "driver", "torch"),
-    "varlen / sdpa: 0.5B, 7B": ("varlen_vs_sdpa", "varlen_vs_sdpa_7b"),
-    "MFU: 0.5B, 7B": ("mfu", "mfu_7b"),
-    "head's share: 0.5B, 7B": ("head_share", "head_share_7b"),
-    "advantages, s": ("advantages_s",),
-    "tokens/s: 256, 1,024 in flight": ("tokens_per_s_256", "tokens_per_s_1024"),
-    "with / without stop strings": ("stops_256", "stops_1024"),
-    "sleep, wake, sync, s": ("sleep_s", "wake_s", "sync_s"),
-    "memory / plan: rollout, policy": ("memory_vs_plan_rollout", "memory_vs_plan_policy"),
-    "GRPO step, s": ("step_s",),
+# PPO with a critic, for cards from 24 GB on.
+CRITIC_FLAGS = STEP_FLAGS | {
+    "estimator": "gae",
+    "n_samples_per_prompt": 8,
+    "critic_update_steps": 4,
+    "generate_max_len": 1024,
+    "max_len": 2048,
+    "packing_max_len": 4096,
+    "gradient_checkpointing": "true",
+    "gpu_memory_utilization": 0.3,
+    "log_ratio": "true",
+    "max_steps": 3,
+}
+# The sizes on a machine without a GPU. They show that the parts work, and nothing else.
+TINY = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+}
+TINY_FLAGS = {
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 4,
+    "prompt_max_len": 64,
+    "generate_max_len": 16,
+    "max_len": 128,
+    "packing_max_len": 128,
+    "kv_cache_gb": 0.25,
+    "micro_rollout_batch_size": 8,
 }
 
 
@@ -195,7 +210,7 @@ def make_batch(case: Learning, vocab: int, device: torch.device) -> ppo.Batch:
 def attentions() -> list[str]:
     """What this machine can attend with in bf16."""
     names = ["sdpa"]
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and has_varlen():
         names.insert(0, "varlen")
     if torch.cuda.is_available() and is_flash_attn_2_available():
         names.append("flash_attention_2")
@@ -223,7 +238,7 @@ def bench_attention(folder: str, device: torch.device, case: Learning) -> dict:
     tokens = case.rows * case.row
     work = model_flops(body.config, case)
     figures = {
-        "varlen_vs_sdpa": seconds["sdpa"] / seconds[best],
+        f"{best}_vs_sdpa": seconds["sdpa"] / seconds[best],
         "mfu": work / seconds[best] / peak_flops(device),
         "head_share": head_seconds(body, case.responses, device) / seconds[best],
         "without_checkpointing": seconds[best] / kept,
@@ -303,13 +318,14 @@ class Sampling:
     changes: dict = field(default_factory=dict)
     in_flight: tuple[int, ...] = (256, 1024)
     tokens: int = 256  # of each response
+    cache: float | None = None  # GiB; absent: what vLLM's share leaves
 
 
 def bench_sampling(folder: str, device: torch.device, case: Sampling) -> dict:
     """Tokens/s with a full batch; a model of random weights hardly ever ends a response."""
     model = make_model(f"{folder}/sampled", SMALL, **case.changes)
     most = max(case.in_flight)
-    cfg = make_config(model, max_len=1024, micro_rollout_batch_size=most)
+    cfg = make_config(model, max_len=1024, micro_rollout_batch_size=most, kv_cache_gb=case.cache)
     begin = time.perf_counter()
     sampler = rollout.Sampler(cfg)
     figures = {"sampler_start_s": time.perf_counter() - begin}
@@ -349,164 +365,170 @@ def sleep_and_sync(sampler: rollout.Sampler, policy) -> dict:
         waking.append(settled_seconds(functools.partial(wake_up, **options)))
 
     sampler.llm.wake_up = timed
+    awake = held_gib()
     sleep = settled_seconds(sampler.sleep)
+    freed = awake - held_gib()
     sync = settled_seconds(functools.partial(sampler.sync, models.named_weights(policy)))
     sampler.llm.wake_up = wake_up
-    return {"sleep_s": sleep, "wake_s": sum(waking), "sync_s": sync}
+    return {"sleep_s": sleep, "freed_gib": freed, "wake_s": sum(waking), "sync_s": sync}
 
 
 # ---- whole steps -----------------------------------------------------------------------------
 
 
 def bench_step(folder: str, device: torch.device, flags: dict, **changes) -> dict:
-    """Steps of a run of train.py, and what they held against the plan."""
+    """Steps of a run of train.py: the seconds and the memory of each phase beside the plan."""
     model = make_model(f"{folder}/trained", SMALL, **changes)
     data = Path(folder, "data.jsonl")
     problems = [{"question": f"{k} + {k} = ?", "answer": f"#### {2 * k}"} for k in range(256)]
     data.write_text("\n".join(map(json.dumps, problems)))
     task = ROOT / "tools" / "bench_task.py"
-    words = [str(ROOT / "train.py"), "--model", model, "--data", str(data), "--reward", str(task)]
-    words += ["--run_dir", f"{folder}/run"]
+    words = ["--model", model, "--data", str(data), "--reward", str(task)]
     for name, value in flags.items():
         words += [f"--{name}", str(value)]
     # The run reads what is held on the whole card. What others hold, this process with its CUDA
     # context among them, is not the run's.
     held = held_gib()
-    subprocess.run([sys.executable, *words], check=True, stdout=sys.stderr)
-    lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    figures = step_figures([json.loads(line) for line in lines], held)
-    return figures | against_plan(train.parse_flags(words[1:]), figures)
+    steps = train_steps(words, f"{folder}/run")
+    return step_figures(steps) | {"phases": phases(steps, held, planned(words))}
 
 
-def step_figures(steps: list[dict], held: float) -> dict:
-    """Medians and peaks of all steps but the first, from the lines of metrics.jsonl.
+def train_steps(words: list[str], run_dir: str) -> list[dict]:
+    """The lines of metrics.jsonl of a run of train.py with these flags."""
+    command = [sys.executable, str(ROOT / "train.py"), *words, "--run_dir", run_dir]
+    subprocess.run(command, check=True)
+    return read_lines(Path(run_dir, "metrics.jsonl"))
 
-    held: GiB on the card before the run.
-    """
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def step_figures(steps: list[dict]) -> dict:
+    """Medians of all steps but the first, and how far the sampler is from the trainer."""
     for step in steps:
         assert step["policy_tokens"] > 0, f"a step without a policy update: {step}"
     counted = steps[1:]
-    seconds = statistics.median(step["seconds"] for step in counted)
-    figures = {"step_s": seconds, "step_vs_verl": seconds / VERL_SECONDS}
-    for phase in ("rollout", "policy", "sync"):
-        of_phase = [step[f"seconds_{phase}"] for step in counted]
-        figures[f"seconds_{phase}"] = statistics.median(of_phase)
-        peak = max(step[f"memory_{phase}"] for step in counted)
-        figures[f"memory_{phase}_gib"] = peak - held
+    figures = {"step_s": statistics.median(step["seconds"] for step in counted)}
+    figures["tokens_per_s"] = statistics.median(step["tokens_per_second"] for step in counted)
+    for name, expected in (("ratio", 1), ("approx_kl", 0)):
+        if name in steps[0]:
+            far = max(abs(step[name] - expected) for step in steps)
+            figures[f"{name}_off_by"] = far
     return figures
 
 
-def against_plan(cfg, figures: dict) -> dict:
-    """What a phase held at its end over what is planned for it."""
+def phases(steps: list[dict], held: float, plan: dict[str, dict]) -> dict[str, dict]:
+    """{phase: its median seconds and its peak in GiB in all steps but the first, and the plan's}.
+
+    held: GiB on the card before the run. The critic's seconds are those of its values too.
+    """
+    found = {}
+    for phase in plan:
+        seconds = [step[f"seconds_{phase}"] for step in steps[1:]]
+        if phase == "critic":
+            seconds = [x + step["seconds_values"] for x, step in zip(seconds, steps[1:])]
+        peak = max(step[f"memory_{phase}"] for step in steps[1:])
+        found[phase] = {"seconds": statistics.median(seconds), "gib": peak - held} | plan[phase]
+    return found
+
+
+def planned(words: list[str]) -> dict[str, dict]:
+    """{phase: planned_gib, planned_seconds} of a run with these flags on this card.
+
+    The plan of a machine without a GPU is an H100's.
+    """
+    cfg = train.parse_flags(words)
+    config = memory.model_config(cfg.model)
+    name = "H100"
     card_gb = 80.0
     if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
         card_gb = torch.cuda.mem_get_info()[1] / memory.GIB / memory.VISIBLE
-    plan = memory.estimate(cfg, memory.model_config(cfg.model), 1, card_gb)
-    ratios = {}
-    for phase in ("rollout", "policy"):
-        ratios[f"memory_vs_plan_{phase}"] = figures[f"memory_{phase}_gib"] / plan.peak(phase)
-    return ratios
+    plan = memory.estimate(cfg, config, 1, card_gb)
+    found = {phase: {"planned_gib": plan.peak(phase)} for phase in plan.phases}
+    card = data_sheet(name, card_gb)
+    if card:
+        times = cost.Times(cfg, config, 1, card, length_share=1.0)
+        for phase, seconds in times.of_step(plan.kv_tokens).items():
+            found[phase]["planned_seconds"] = seconds
+    return found
+
+
+def data_sheet(name: str, card_gb: float) -> cost.Card | None:
+    """The card of lib/cost.py whose name is a word of this name, or None: of several the nearest
+    in memory."""
+    words = name.upper().replace("-", " ").split()
+    known = [key for key in cost.CARDS if set(key.split("-")[:1]) <= set(words)]
+
+    def distance(key: str) -> tuple:
+        return ("PCIE" in words) != ("PCIE" in key), abs(cost.CARDS[key][0] - card_gb)
+
+    if not known:
+        return None
+    return cost.find_card(min(known, key=distance))
+
+
+# ---- the laboratory --------------------------------------------------------------------------
+
+
+def bench_lab(folder: str, device: torch.device) -> dict:
+    """Held-out accuracy before and after the laboratory's run of PPO, as `make lab` makes it."""
+    begin = time.perf_counter()
+    tool = str(ROOT / "tools" / "countdown.py")
+    subprocess.run([sys.executable, tool, f"{folder}/base"], check=True)
+    words = shlex.split(Path(folder, "base", "flags.txt").read_text())
+    steps = train_steps([*words, "--seed", "1"], f"{folder}/run")
+    accuracies = [line["accuracy"] for line in read_lines(Path(folder, "run", "eval.jsonl"))]
+    return {
+        "lab_s": time.perf_counter() - begin,
+        "lab_step_s": statistics.median(step["seconds"] for step in steps),
+        "accuracy_before": accuracies[0],
+        "accuracy_after": accuracies[-1],
+    }
 
 
 # ---- the table -------------------------------------------------------------------------------
 
-PARTS = {
+
+PPO_FLAGS = CRITIC_FLAGS | TINY_FLAGS
+FOUR_LAYERS = Learning(LARGE, "_7b", {"num_hidden_layers": 4})
+TINY_LEARNING = functools.partial(Learning, changes=TINY, row=64, sample=32, prompt=8)
+
+# A part is a function of a folder and a device.
+PARTS_ON_GPU = {
     "attention": functools.partial(bench_attention, case=Learning(SMALL, "")),
-    "attention7b": functools.partial(
-        bench_attention, case=Learning(LARGE, "_7b", {"num_hidden_layers": 4})
-    ),
+    "attention7b": functools.partial(bench_attention, case=FOUR_LAYERS),
     "advantages": bench_advantages,
     "sampling": functools.partial(bench_sampling, case=Sampling()),
     "step": functools.partial(bench_step, flags=STEP_FLAGS),
+    "zero2": functools.partial(bench_step, flags=CRITIC_FLAGS | {"zero_stage": 2}),
+    "zero3": functools.partial(bench_step, flags=CRITIC_FLAGS | {"zero_stage": 3}),
+    "lab": bench_lab,
+}
+# The laboratory is made for a CPU, and has its own sizes here too.
+PARTS_ON_CPU = {
+    "attention": functools.partial(bench_attention, case=TINY_LEARNING(SMALL, "")),
+    "attention7b": functools.partial(bench_attention, case=TINY_LEARNING(LARGE, "_7b")),
+    "advantages": functools.partial(bench_advantages, samples=64, longest=50),
+    "sampling": functools.partial(bench_sampling, case=Sampling(TINY, (4, 8), 16, 0.25)),
+    "step": functools.partial(bench_step, flags=STEP_FLAGS | TINY_FLAGS, **TINY),
+    "zero2": functools.partial(bench_step, flags=PPO_FLAGS | {"zero_stage": 2}, **TINY),
+    "zero3": functools.partial(bench_step, flags=PPO_FLAGS | {"zero_stage": 3}, **TINY),
+    "lab": bench_lab,
 }
 
 
-# Seconds. Together they are the five minutes that the bench may take. No card has tried them yet.
-LIMITS = {"attention": 50, "attention7b": 45, "advantages": 35, "sampling": 80, "step": 90}
-
-
-def run_part(name: str, folder: str, seconds: float) -> dict:
-    """The figures that a process of its own prints, or why there are none."""
-    try:
-        return figures_of([sys.executable, __file__, name, folder], seconds)
-    except subprocess.TimeoutExpired as error:
-        return {f"failed_{name}": f"it took more than {error.timeout:.0f} s"}
-    except ValueError as error:
-        return {f"failed_{name}": str(error)}
-
-
-def figures_of(command: list[str], seconds: float) -> dict:
-    """The JSON object on the last line that a process prints; all that it started ends with it.
-
-    Raises TimeoutExpired, or ValueError with the last line of what went wrong.
-    """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        finally:
-            # A train.py that it started would go on, and hold the card that the next part measures.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode != 0:
-        lines = errors.strip().splitlines() or ["no word"]
-        raise ValueError(lines[-1])
-    return json.loads(output.splitlines()[-1])
-
-
-def machine() -> dict:
-    driver = subprocess.check_output(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True
-    )
-    name = torch.cuda.get_device_name()
-    return {"card": name, "driver": driver.splitlines()[0], "torch": torch.__version__}
-
-
-def row(figures: dict) -> str:
-    """A row of the table in docs/scaling.md."""
-    cells = []
-    for names in COLUMNS.values():
-        cells.append(", ".join(shown(figures.get(name, "failed")) for name in names))
-    return f"| {' | '.join(cells)} |"
-
-
-def shown(figure) -> str:
-    """Three digits, and all of a large number."""
-    if isinstance(figure, str):
-        return figure
-    if abs(figure) >= 100:
-        return f"{figure:,.0f}"
-    return f"{figure:.3g}"
-
-
-def main() -> None:
-    if not torch.cuda.is_available():
-        print("error: torch finds no GPU, and this bench needs one", file=sys.stderr)
-        sys.exit(2)
-    begin = time.perf_counter()
-    about = machine()
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        deadline = begin
-        for part in PARTS:
-            # What a part leaves of its time the next one may use.
-            deadline += LIMITS[part]
-            found = run_part(part, folder, deadline - time.perf_counter())
-            for name, value in found.items():
-                print(f"{name:28} {shown(value):>12}  target {TARGETS.get(name, '-')}", flush=True)
-            figures |= found
-    figures["bench_s"] = time.perf_counter() - begin
-    # Ratios come first: they mean something on another card too.
-    ratios = {name: figures[name] for name in figures if "_vs_" in name or name in SHARES}
-    line = ratios | figures | about
-    print(row(line))
-    print(json.dumps(line))
+def main(part: str, folder: str) -> None:
+    device = start_distributed()[2]
+    parts = PARTS_ON_CPU
+    if device.type == "cuda":
+        parts = PARTS_ON_GPU
+    figures = parts[part](folder, device)
+    Path(folder, "figures.json").write_text(json.dumps(figures))
+    # gloo's threads can abort a finalising interpreter.
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        part, place = sys.argv[1:]
-        print(json.dumps(PARTS[part](place, start_distributed()[2])), flush=True)
-        # gloo's threads can abort a finalising interpreter.
-        os._exit(0)
-    main()
+    main(*sys.argv[1:])

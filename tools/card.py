@@ -1,0 +1,431 @@
+"""What this project does on a machine with a GPU, as a page: `make card`, or with PARTS="...".
+
+    python tools/card.py [PART ...] [--out FOLDER] [--limit SECONDS]
+
+It runs the parts in turn. A part is a process of its own: one that fails, or that takes longer than
+its limit, does not end the others. After each part the page FOLDER/NAME.md and its figures
+FOLDER/NAME.json are written, where NAME is the card's. A later call adds its parts to the page, as
+long as the versions are the same. The folder is docs/cards if none is given; then the table in
+docs/scaling.md is made anew from all the pages.
+
+Without a GPU the same parts run with tiny shapes on the CPU. What a part prints is in out/card. The
+exit code is 1 if a part has failed, and 2 for a wrong command.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lib.common import UserError  # noqa: E402
+from lib.report import versions  # noqa: E402
+
+CARDS = ROOT / "docs" / "cards"
+LOGS = ROOT / "out" / "card"
+MARKS = ("<!-- cards: made by tools/card.py -->\n", "<!-- end of cards -->\n")
+
+NO_GPU = """\
+**No GPU is among these machines yet.** On a CPU the shapes are tiny. The GPU parts were written
+from the libraries' documentation and sources. These have run nowhere: the varlen and FlashAttention
+kernels, NCCL, CUDA graphs, fp8, and the sampler's sleep. No card has confirmed the limits of the
+tests, the seconds that a part may take, or the plan of memory and time. Until a card has calibrated
+the plan, its test allows 25 %.""".splitlines()
+# The lines of pytest's summary that say what failed or was skipped, and why.
+NOTES = ("FAILED ", "ERROR ", "SKIPPED ")
+LONGEST = 300  # characters of a line
+NOTHING_TRIED = r"(\d+ (skipped|deselected),? ?)*in .*|no tests ran.*"
+
+
+@dataclass
+class Part:
+    """What a part shows, and the most seconds that it may take."""
+
+    shows: str
+    limit: int
+    # A file of tests/, and what selects some of its tests. Absent: a part of bench_gpu.py.
+    tests: str = ""
+
+
+# No card has tried the limits yet. Each leaves room in a lease of ten minutes.
+PARTS = {
+    "cycle": Part(
+        "the sampler: seeds, log-probs against the trainer, sleep, sync; without CUDA graphs",
+        480,
+        "test_gpu_sampler.py -k eager",
+    ),
+    "kernels": Part(
+        "attention, head, advantages and one bf16 step against slow references",
+        480,
+        "test_gpu_kernels.py",
+    ),
+    "sampler": Part(
+        "the sampler with CUDA graphs, beside ZeRO 3, and in fp8",
+        480,
+        "test_gpu_sampler.py -k 'not eager'",
+    ),
+    "runs": Part(
+        "runs of two layers at ZeRO 2 and 3 that resume; a signal; the demo in fp32",
+        480,
+        "test_gpu_runs.py -k 'not two_cards'",
+    ),
+    "two_cards": Part(
+        "two cards do what one does: NCCL, ZeRO 3, a shared sampler",
+        480,
+        "test_gpu_runs.py -k two_cards",
+    ),
+    "zero2": Part("three steps of 0.5B with a critic at ZeRO 2", 300),
+    "zero3": Part("three steps of 0.5B with a critic at ZeRO 3", 300),
+    "step": Part("four GRPO steps of 0.5B, to be held against verl's 6.39 s on one H100", 180),
+    "attention": Part("an update of 0.5B with each kind of attention", 100),
+    "attention7b": Part("an update of four layers of 7B with each kind of attention", 90),
+    "advantages": Part("GAE of 8,192 samples", 70),
+    "sampling": Part("vLLM's tokens/s, and the seconds of sleep, wake and sync", 160),
+    "lab": Part("the laboratory: 40 steps of PPO with a critic from a small base model", 480),
+}
+
+# The figures that have a target: it, and what the figure is.
+FIGURES = {
+    "varlen_vs_sdpa": (">= 3", "0.5B: seconds of an update with sdpa / with varlen"),
+    "varlen_vs_sdpa_7b": (">= 1", "7B: the same"),
+    "mfu": ("", "0.5B: flops of an update / of a large product"),
+    "mfu_7b": (">= 0.35", "7B: the same"),
+    "head_share": ("", "0.5B: share of the head in an update"),
+    "head_share_7b": ("", "7B: the same"),
+    "train_tokens_per_s": ("", "0.5B: tokens/s of an update"),
+    "train_tokens_per_s_7b": ("", "four layers of 7B: tokens/s of an update"),
+    "advantages_s": ("<= 1", "seconds of GAE"),
+    "tokens_per_s_256": ("", "tokens/s of the sampler, 256 sequences in flight"),
+    "tokens_per_s_1024": ("", "tokens/s of the sampler, 1,024 sequences in flight"),
+    "stops_256": ("", "the sampler's tokens/s with / without stop strings"),
+    "sampler_start_s": ("", "seconds in which the sampler starts"),
+    "sleep_s": ("", "seconds in which it falls asleep"),
+    "freed_gib": ("", "GiB that its sleep gives back"),
+    "wake_s": ("", "seconds in which it wakes up"),
+    "sync_s": ("<= 3", "seconds of a whole sync"),
+    "step_s": ("", "seconds of a step"),
+    "tokens_per_s": ("", "tokens/s of a step, prompts and all phases included"),
+    "ratio_off_by": ("<= 0.02", "mean probability of trainer / sampler, its distance from 1"),
+    "approx_kl_off_by": ("<= 0.01", "KL between sampler and trainer, its distance from 0"),
+    "accuracy_before": ("", "held-out accuracy of the laboratory's base model"),
+    "accuracy_after": ("", "the same after 40 steps of PPO"),
+    "lab_s": ("", "seconds of the laboratory, with its base model"),
+    "lab_step_s": ("", "seconds of one of its steps"),
+}
+
+
+# ---- the machine -----------------------------------------------------------------------------
+
+
+def machine() -> dict:
+    """What the page says of this machine. The process must not hold memory of the card."""
+    about = {"card": None, "name": f"{cpu_name()} (CPU)"}
+    cards = list_cards()
+    if cards:
+        name, driver, memory = cards[0].split(", ")
+        about = {"card": name, "name": name, "cards": len(cards)}
+        about |= {"driver": driver, "memory": memory}
+    about["cores"] = len(os.sched_getaffinity(0))
+    about["ram_gib"] = round(psutil.virtual_memory().total / 2**30)
+    about["python"] = platform.python_version()
+    about["versions"] = versions()
+    # Parts name the commit for themselves.
+    about["versions"].pop("git_commit", None)
+    return about
+
+
+def list_cards() -> list[str]:
+    """A line for each card: name, driver, memory."""
+    query = "--query-gpu=name,driver_version,memory.total"
+    try:
+        lines = subprocess.check_output(["nvidia-smi", query, "--format=csv,noheader"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return lines.splitlines()
+
+
+def cpu_name() -> str:
+    names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return (names or [platform.machine()])[0].strip()
+
+
+def file_name(about: dict) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", about["name"].lower()).strip("-")
+
+
+# ---- a part ----------------------------------------------------------------------------------
+
+
+def command_of(name: str, folder: str, has_gpu: bool) -> list[str]:
+    """All that the command writes goes into the folder, which does not outlive it."""
+    tests = shlex.split(PARTS[name].tests)
+    if not tests:
+        return [sys.executable, f"{ROOT}/tools/bench_gpu.py", name, folder]
+    marked = "not gpu"
+    if has_gpu:
+        marked = "gpu"
+    tests[0] = f"{ROOT}/tests/{tests[0]}"
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "-rfEs", "-m", marked]
+    return [sys.executable, "-m", "pytest", *options, "--basetemp", f"{folder}/tests", *tests]
+
+
+def run_part(name: str, limit: int, has_gpu: bool) -> dict:
+    """How a part ended, its seconds, its last line and its figures.
+
+    result: passed, failed, timed out, or skipped where no test had anything to try.
+    """
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{name}.log"
+    figures = {}
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        result = run_process(command_of(name, folder, has_gpu), log, limit)
+        if result == "passed" and not PARTS[name].tests:
+            figures = json.loads(Path(folder, "figures.json").read_text())
+    part = {"result": result, "seconds": time.monotonic() - begin, "figures": figures}
+    part["date"] = datetime.date.today().isoformat()
+    part["commit"] = commit()
+    lines = [line.strip("= ") for line in log.read_text(errors="replace").splitlines()]
+    part["last"] = last_line(lines, figures)
+    part["notes"] = [line[:LONGEST] for line in lines if line.startswith(NOTES)]
+    # pytest fails where it has selected no test.
+    if PARTS[name].tests and re.fullmatch(NOTHING_TRIED, part["last"]):
+        part["result"] = "skipped"
+    return part
+
+
+def last_line(lines: list[str], figures: dict) -> str:
+    """The figures, where there are some; the last line of the output, where there are none."""
+    if figures:
+        return ", ".join(f"{key} {shown(figures[key])}" for key in FIGURES if key in figures)
+    said = [line for line in lines if line] or ["no word"]
+    return said[-1][:LONGEST]
+
+
+def commit() -> str:
+    """Ten digits of it, and whether a file was edited."""
+    found = versions().get("git_commit") or "unknown"
+    return re.sub(r"^(\w{10})\w*", r"\1", found)
+
+
+def run_process(command: list[str], log: Path, limit: float) -> str:
+    """How it ended. All that it started ends with it, and lets go of the card."""
+    env = {"HF_HUB_OFFLINE": "1"} | os.environ
+    options = {"stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT, "env": env}
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, **options) as process,
+    ):
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return "timed out"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if code == 0:
+        return "passed"
+    return "failed"
+
+
+# ---- the page --------------------------------------------------------------------------------
+
+
+def page(found: dict) -> str:
+    """The page of a card, from its figures."""
+    about = found["machine"]
+    lines = [f"# {about['name']}", "", "Made by `make card`. No line of it is written by hand.", ""]
+    lines += [described(about), ""]
+    if not about["card"]:
+        lines += [
+            "**This machine has no GPU.** The parts ran with tiny shapes on the CPU, which shows "
+            "that they work and nothing of a card. The plan's figures are an H100's.",
+            "",
+        ]
+    lines += table_of_parts(found["parts"]) + table_of_phases(found["parts"])
+    lines += table_of_figures(found["parts"])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def described(about: dict) -> str:
+    words = []
+    if about["card"]:
+        words = [f"{about['cards']} card(s) of {about['memory']}", f"driver {about['driver']}"]
+    words += [f"{about['cores']} cores", f"{about['ram_gib']} GiB of memory"]
+    words += [f"Python {about['python']}"]
+    words += [f"{name} {version}" for name, version in sorted(about["versions"].items())]
+    return f"{', '.join(words)}."
+
+
+def table_of_parts(parts: dict) -> list[str]:
+    lines = ["| part | what it shows | result | seconds | last line | date, commit |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for name in ordered(parts):
+        part = parts[name]
+        last = part["last"].replace("|", "\\|")
+        if part["figures"]:
+            last = "see below"
+        cells = [name, PARTS[name].shows, part["result"], f"{part['seconds']:.0f}"]
+        cells += [last, f"{part['date']}, {part['commit']}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = [line for name in ordered(parts) for line in parts[name]["notes"]]
+    return [*lines, "", *(f"    {line}" for line in notes), ""]
+
+
+def table_of_phases(parts: dict) -> list[str]:
+    """The seconds and the memory of each phase of a step, beside the plan."""
+    lines = ["| part | phase | seconds | planned | GiB | planned |", "|---|---|---|---|---|---|"]
+    columns = ("seconds", "planned_seconds", "gib", "planned_gib")
+    for name in ordered(parts):
+        for phase, figures in parts[name]["figures"].get("phases", {}).items():
+            cells = [shown(figures.get(column)) for column in columns]
+            lines.append(f"| {name} | {phase} | {' | '.join(cells)} |")
+    if len(lines) == 2:
+        return []
+    return [
+        "The plan's seconds and GiB are estimates of lib/cost.py and lib/memory.py.",
+        "",
+        *lines,
+        "",
+    ]
+
+
+def table_of_figures(parts: dict) -> list[str]:
+    lines = ["| part | figure | value | target | what it is |", "|---|---|---|---|---|"]
+    for name in ordered(parts):
+        for figure, value in parts[name]["figures"].items():
+            if figure in FIGURES:
+                target, text = FIGURES[figure]
+                lines.append(f"| {name} | {figure} | {shown(value)} | {target or '-'} | {text} |")
+    if len(lines) == 2:
+        return []
+    return [*lines, ""]
+
+
+def ordered(parts: dict) -> list[str]:
+    return [name for name in PARTS if name in parts]
+
+
+def shown(figure: float | None) -> str:
+    """Three digits, and all of a large number."""
+    if figure is None:
+        return "-"
+    if 0 < abs(figure) < 0.001:
+        return "< 0.001"
+    if abs(figure) >= 100:
+        return f"{figure:,.0f}"
+    return f"{figure:.3g}"
+
+
+def table_of_runs(pages: list[dict]) -> str:
+    """What has been run where: a row for each part, a column for each page."""
+    names = [f"[{page['machine']['name']}](cards/{page['file']}.md)" for page in pages]
+    lines = [f"| part | what it shows | {' | '.join(names)} |", f"|---|---|{'---|' * len(pages)}"]
+    for name, part in PARTS.items():
+        cells = [cell(page["parts"].get(name)) for page in pages]
+        lines.append(f"| {name} | {part.shows} | {' | '.join(cells)} |")
+    if not any(page["machine"]["card"] for page in pages):
+        lines += ["", *NO_GPU]
+    return "\n".join(lines) + "\n"
+
+
+def cell(part: dict | None) -> str:
+    if part is None:
+        return "not run"
+    return f"{part['result']}, {part['seconds']:.0f} s, {part['date']}"
+
+
+def read_pages(folder: Path) -> list[dict]:
+    pages = []
+    for path in sorted(folder.glob("*.json")):
+        pages.append(json.loads(path.read_text()) | {"file": path.stem})
+    # Cards come before CPUs.
+    return sorted(pages, key=lambda page: not page["machine"]["card"])
+
+
+def with_table(text: str, table: str) -> str:
+    """The text of a page with another table between the marks."""
+    before, rest = text.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    return f"{before}{MARKS[0]}{table}{MARKS[1]}{after}"
+
+
+def write(found: dict, folder: Path) -> None:
+    name = file_name(found["machine"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(page(found))
+    if folder.resolve() == CARDS:
+        path = ROOT / "docs" / "scaling.md"
+        path.write_text(with_table(path.read_text(), table_of_runs(read_pages(CARDS))))
+
+
+def earlier(about: dict, folder: Path) -> dict:
+    """The parts that an earlier call with the same versions has run on this card."""
+    path = folder / f"{file_name(about)}.json"
+    if path.exists():
+        found = json.loads(path.read_text())
+        if found["machine"]["versions"] == about["versions"]:
+            return found["parts"]
+    return {}
+
+
+# ---- the command -----------------------------------------------------------------------------
+
+
+def read_arguments(argv: list[str]):
+    """Raises UserError for a part that does not exist."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=CARDS, help="the folder of the page")
+    parser.add_argument("--limit", type=int, help="the most seconds of each part")
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.parts if name not in PARTS]
+    if unknown:
+        raise UserError(f"no such part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = read_arguments(argv)
+    about = machine()
+    found = {"machine": about, "parts": earlier(about, args.out)}
+    print(f"{about['name']}: {described(about)}", flush=True)
+    has_failed = False
+    for name in args.parts or PARTS:
+        print(f"{name:12}", end=" ", flush=True)
+        part = run_part(name, args.limit or PARTS[name].limit, about["card"] is not None)
+        found["parts"][name] = part
+        write(found, args.out)
+        print(f"{part['result']} in {part['seconds']:.0f} s: {part['last']}", flush=True)
+        if part["result"] in ("failed", "timed out"):
+            has_failed = True
+            print(f"{'':12} its output is in {LOGS.relative_to(ROOT)}/{name}.log", flush=True)
+    print(f"the page is {args.out / file_name(about)}.md")
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the page has the parts that had ended", file=sys.stderr)
+        sys.exit(130)
