@@ -35,16 +35,16 @@ lab: $(INSTALLED)
 test: $(CPU_VENV)/.installed
 	$(CPU_VENV)/bin/python -m pytest
 
-# The parts of the tests on a GPU, with a line each; PARTS="kernels runs" runs some of them. A card that does not answer
-# is told before anything is installed.
+# The tests on a GPU, in parts, with a line for each part; PARTS="kernels runs" runs some of them. Where nvidia-smi finds
+# no GPU this ends before anything is installed.
 test-gpu: find-gpu $(INSTALLED)
 	$(BIN)/python tools/card.py $(or $(PARTS),cycle kernels sampler runs two_cards) --out out/card
 
 find-gpu:
 	@[ $(STACK) = cuda ] || { echo "error: nvidia-smi finds no GPU here, and the tests of make test-gpu need one"; exit 2; }
 
-# These tests and all that is measured on a card, as a page of docs/cards; PARTS="..." as above. Without a GPU the shapes
-# are tiny.
+# These tests and all that is measured on a GPU, as a page of docs/cards; PARTS="zero2 lab" runs some of it. Without a GPU
+# the shapes are tiny.
 card: $(INSTALLED)
 	$(BIN)/python tools/card.py $(PARTS)
 

@@ -131,7 +131,7 @@ class Config(Learning):
     packing_max_len: int = 16384  # tokens a row, at least max_len; with sdpa short rows win
     micro_train_batch_size: int = 1  # rows a forward pass
     gradient_checkpointing: bool = True  # a third more compute, far less memory
-    attention: str = "auto"  # varlen (PyTorch's FlashAttention) in bf16 on a GPU; else sdpa
+    attention: str = "auto"  # auto: varlen for bf16 on a GPU whose PyTorch has it, otherwise sdpa
     micro_rollout_batch_size: int = 256  # sequences in flight: speed against KV cache
     tensor_parallel: int = 1  # ranks that share a sampler, for large models
     gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake

@@ -1,24 +1,24 @@
-"""Attention within each sample of packed rows, by PyTorch's own FlashAttention (varlen_attn)."""
+"""Attention within each sample of packed rows, by varlen_attn, PyTorch's own FlashAttention."""
 
+import functools
 import inspect
 
-# PyTorch 2.10 has a varlen_attn without these, which cannot do what the models ask for.
+# PyTorch 2.10 has a varlen_attn without these arguments. It cannot scale as a model asks.
 NEEDED = {"scale", "window_size"}
 
 
-def varlen_arguments():
-    """Returns the names of the arguments that this PyTorch's varlen_attn takes."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        # PyTorch 2.9 and older versions have no such function.
-        return set()
-    return set(inspect.signature(varlen_attn).parameters)
+@functools.cache
+def arguments_of(function):
+    return set(inspect.signature(function).parameters)
 
 
 def has_varlen():
-    """Can packed_attention work with this PyTorch? If not, --attention sdpa can."""
-    return varlen_arguments() >= NEEDED
+    """Can this PyTorch compute packed_attention? PyTorch 2.10 and older versions cannot."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return arguments_of(varlen_attn) >= NEEDED
 
 
 def packed_attention(module, query, key, value, mask, **options):
@@ -26,15 +26,16 @@ def packed_attention(module, query, key, value, mask, **options):
 
     query: (R, heads, L, D); key and value may have fewer heads. Returns (R, L, heads, D), None.
     """
-    # Older versions of PyTorch lack it, and a run with sdpa does not need it.
+    # A run with --attention sdpa must also work where PyTorch has no varlen_attn.
     from torch.nn.attention.varlen import varlen_attn
 
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
     borders = options["cu_seq_lens_q"]  # (parts + 1,)
     longest = options["max_length_q"]  # tokens
     causal = {"window_size": (-1, 0), "scale": options["scaling"]}
-    # PyTorch 2.11 has no such argument: its kernel takes fewer keys than queries unasked.
-    if "enable_gqa" in varlen_arguments():
+    # PyTorch 2.11 has no such argument. By its source, its kernel takes fewer heads of keys than of
+    # queries without being told; no card has shown that yet.
+    if "enable_gqa" in arguments_of(varlen_attn):
         causal["enable_gqa"] = True
     out = varlen_attn(*flat, borders, borders, longest, longest, **causal)  # (R * L, heads, D)
     return out.unflatten(0, (len(query), -1)), None

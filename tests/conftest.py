@@ -142,7 +142,7 @@ ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.fixture(params=[ON_GPU, pytest.param("cpu", marks=pytest.mark.slow)])
 def device(request):
-    """For bodies of one process. What they left on the card goes when they end."""
+    """For tests in this process. The memory that a test left on the GPU is freed behind it."""
     if not is_on_gpu(request):
         yield torch.device("cpu")
         return
@@ -152,7 +152,7 @@ def device(request):
 
 @pytest.fixture(params=[ON_GPU, pytest.param("cpu", marks=pytest.mark.long)], scope="module")
 def place(request) -> str:
-    """For bodies that start vLLM in a process of its own."""
+    """For tests that start vLLM in a process of its own."""
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed")
     is_on_gpu(request)
@@ -170,7 +170,7 @@ def folder_of(tmp_path_factory):
     def make(kind: str, shape: str = bench_gpu.SMALL, **changes) -> str:
         folder = tmp_path_factory.mktemp("model")
         if kind == "cpu":
-            tied = shape == bench_gpu.SMALL
+            tied = changes.get("tie_word_embeddings", True)
             return str(maker.make_model(folder, tied=tied, max_position_embeddings=1024))
         return bench_gpu.make_model(str(folder), shape, **changes)
 

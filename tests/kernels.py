@@ -1,6 +1,7 @@
-"""Loops that stand in for the kernels of packed rows, which need a GPU. They take what those take.
+"""Loops in the place of the kernels for packed rows, which need a GPU.
 
-The signatures of PyTorch's varlen_attn are those of its versions' sources.
+Each loop has the signature of its kernel. Those of varlen_attn are copied from the sources of three
+versions of PyTorch.
 """
 
 import itertools
@@ -30,7 +31,7 @@ def check_borders(q, borders, longest) -> None:
 def varlen_2_10(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
 ):
-    raise AssertionError("it cannot scale as a model asks, so nobody may call it")
+    raise AssertionError("it has no argument for the scale, so nobody may call it")
 
 
 def varlen_2_11(
@@ -74,7 +75,7 @@ def varlen_2_13(
     return varlen_2_11(query, key, value, *borders, scale=scale, window_size=window_size)
 
 
-# Of each: the function, and whether packed_attention can work with it.
+# {version: (its varlen_attn, can packed_attention use it?)}
 VARLEN = {
     "2.9": (None, False),
     "2.10": (varlen_2_10, False),

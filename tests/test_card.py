@@ -41,11 +41,6 @@ def test_every_file_of_gpu_tests_is_a_part():
     assert named == {path.name for path in (ROOT / "tests").glob("test_gpu_*.py")}
 
 
-def test_a_part_fits_into_a_lease_of_ten_minutes():
-    """All GPU tests were one command of about twenty minutes, which ended without a summary."""
-    assert all(part.limit <= 480 for part in card.PARTS.values())
-
-
 def test_an_unknown_part_is_refused_in_one_line():
     with pytest.raises(UserError, match="^no such part: kernel; choose from cycle, kernels, "):
         card.main(["cycle", "kernel"])
@@ -55,12 +50,13 @@ def test_an_unknown_part_is_refused_in_one_line():
 
 
 def test_what_a_part_started_ends_with_it(tmp_path):
-    """A train.py went on when the time of its part was up, and held the card."""
+    """A train.py went on when the time of its part was up, and held the GPU. A launcher gives its
+    ranks sessions of their own."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     # It says something, so the pipe has had a writer, and holds it open until it ends.
-    child = f"sh -c 'echo begun; exec sleep 1000' > {pipe} 2>&1"
+    child = f"setsid sh -c 'echo begun; exec sleep 1000' > {pipe} 2>&1"
     assert card.run_process(["sh", "-c", f"{child} & wait"], tmp_path / "log", 2) == "timed out"
     said = b""
     while select.select([reader], [], [], 60)[0]:
@@ -86,6 +82,7 @@ def test_a_part_is_judged_by_its_exit_code(code, result, tmp_path):
         ("1 error in 3.10s", False),
         ("2 skipped, 10 deselected in 3.10s", True),
         ("12 deselected in 3.10s", True),
+        ("2 skipped, 10 deselected, 3 warnings in 3.10s", True),
         ("no tests ran in 0.10s", True),
     ],
 )
@@ -119,6 +116,7 @@ def test_a_page_keeps_its_parts_while_the_versions_are_the_same(tmp_path):
     assert card.earlier(MACHINE, tmp_path) == {"zero2": PART}
     assert card.earlier(MACHINE | {"versions": {"torch": "2.14.0"}}, tmp_path) == {}
     assert card.earlier(MACHINE | {"name": "NVIDIA L4"}, tmp_path) == {}
+    assert card.earlier(MACHINE | {"driver": "590.1"}, tmp_path) == {}
 
 
 def test_the_table_of_runs_has_a_column_for_each_page(tmp_path):
@@ -139,7 +137,8 @@ def test_the_table_of_runs_has_a_column_for_each_page(tmp_path):
 def test_what_has_been_run_where_is_what_the_pages_say():
     """The table was written by hand."""
     text = (ROOT / "docs" / "scaling.md").read_text()
-    assert card.with_table(text, card.table_of_runs(card.read_pages(card.CARDS))) == text
+    table = card.table_of_runs(card.read_pages(card.CARDS))
+    assert card.with_table(text, table) == text, "`make card PARTS=advantages` makes it anew"
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import ppo
 from lib import memory, models
 from lib.attention import has_varlen, packed_attention
 from lib.head import ChunkedLogprob
-from tools import bench_gpu
+from tools import bench_gpu, card
 
 SHAPE = bench_gpu.SMALL
 
@@ -35,7 +35,7 @@ def test_the_machine_is_one_that_the_readme_asks_for():
         pytest.skip("torch finds no GPU")
     assert torch.version.cuda
     assert torch.cuda.get_device_capability() >= (8, 0)
-    driver = bench_gpu.machine()["driver"]
+    driver = card.machine()["driver"]
     assert int(driver.split(".")[0]) >= 580
     free, total = torch.cuda.mem_get_info()
     assert free > 0.85 * total, "somebody else is on this card"

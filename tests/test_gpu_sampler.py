@@ -4,8 +4,6 @@
 `long` there, since they start vLLM.
 """
 
-import functools
-
 import pytest
 import torch
 from conftest import arguments
@@ -13,10 +11,6 @@ from gpu_worker import worker
 
 from lib import memory
 from tools import bench_gpu
-
-SHAPE = bench_gpu.SMALL
-# Two layers as wide as those of 7B, whose head is not tied.
-WIDE = {"shape": bench_gpu.LARGE, "num_hidden_layers": 2}
 
 WORKER = {
     "data": "-",
@@ -32,42 +26,42 @@ WORKER = {
 }
 SETTINGS = {
     "tied, graphs": {},
-    "untied, eager": {"wide": True, "enforce_eager": "true"},
+    "untied, eager": {"enforce_eager": "true"},
     "tied, ZeRO 3": {"zero_stage": 3},
     "fp8": {"rollout_quantization": "fp8_per_channel"},
 }
+# The model of all other settings is the whole 0.5B, whose head is tied.
+UNTIED = {"num_hidden_layers": 2, "tie_word_embeddings": False}
 
 
 @pytest.fixture(scope="module")
-def found_with(place, folder_of, tmp_path_factory):
-    """found_with(name of a setting): what gpu_worker.py found; it is run once."""
-
-    @functools.cache
-    def run(name: str) -> dict:
-        flags = WORKER | SETTINGS[name]
-        shape = WIDE if flags.pop("wide", False) else {}
-        if "rollout_quantization" in flags:
-            if place == "cpu":
-                pytest.skip("vLLM does not quantize on a CPU")
-            if torch.cuda.get_device_capability() < (8, 9):
-                pytest.skip("fp8 needs compute capability 8.9")
+def found(request, place, folder_of, tmp_path_factory) -> dict:
+    """What gpu_worker.py found with a setting; it is run once, also where it fails."""
+    flags = WORKER | SETTINGS[request.param]
+    if "rollout_quantization" in flags:
         if place == "cpu":
-            flags["kv_cache_gb"] = 0.25
-        flags["model"] = folder_of(place, **shape)
-        out = tmp_path_factory.mktemp("found") / "found.json"
-        found = worker("sampler", out, *arguments(flags))
-        assert found["device"] == place
-        return found
+            pytest.skip("vLLM does not quantize on a CPU")
+        if torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("fp8 needs compute capability 8.9")
+    if place == "cpu":
+        flags["kv_cache_gb"] = 0.25
+    changes = {}
+    if request.param == "untied, eager":
+        changes = UNTIED
+    flags["model"] = folder_of(place, **changes)
+    out = tmp_path_factory.mktemp("found") / "found.json"
+    found = worker("sampler", out, *arguments(flags))
+    assert found["device"] == place
+    return found
 
-    return run
+
+in_bf16 = pytest.mark.parametrize(
+    "found", ["tied, graphs", "untied, eager", "tied, ZeRO 3"], indirect=True
+)
 
 
-BF16 = ["tied, graphs", "untied, eager", "tied, ZeRO 3"]
-
-
-@pytest.mark.parametrize("setting", BF16)
-def test_a_sleeping_sampler_gives_the_card_back(setting, found_with, place):
-    found = found_with(setting)
+@in_bf16
+def test_a_sleeping_sampler_gives_the_card_back(found, place):
     if place == "cpu":
         pytest.skip("no sampler sleeps on a CPU")
     assert found["asleep"] > -3, "GiB that were free before it started are not"
@@ -75,14 +69,14 @@ def test_a_sleeping_sampler_gives_the_card_back(setting, found_with, place):
     assert max(free) - min(free) < 1 / 16, "each cycle takes something along"
 
 
-@pytest.mark.parametrize("setting", BF16)
-def test_a_sync_replaces_every_weight(setting, found_with):
+@in_bf16
+def test_a_sync_replaces_every_weight(found):
     """Without it the sampler is one step behind, and the check of a run's start says so.
 
     Two implementations in bf16 differ by 0.005 to 0.014 without noise, and with it by 3 % of the
     stale gap (2 to 24 layers of two shapes, as measured on a CPU).
     """
-    sync = found_with(setting)["sync"]
+    sync = found["sync"]
     assert sync["before"]["mean"] < 0.03 and sync["before"]["worst"] < 0.15
     assert sync["stale"]["mean"] > 0.1
     assert sync["synced"]["mean"] < 0.1 * sync["stale"]["mean"]
@@ -90,18 +84,18 @@ def test_a_sync_replaces_every_weight(setting, found_with):
     assert sync["same ids without"] >= 0.95
 
 
-@pytest.mark.parametrize("setting", BF16)
-def test_a_sample_is_a_function_of_its_seed(setting, found_with):
+@in_bf16
+def test_a_sample_is_a_function_of_its_seed(found):
     """In another batch another kernel may round a close call the other way."""
-    seeds = found_with(setting)["seeds"]
+    seeds = found["seeds"]
     assert seeds["again"]
     assert seeds["reversed"] >= 0.9 * seeds["count"]
     assert seeds["other seeds"] <= 0.1 * seeds["count"]
 
 
-def test_quantized_weights_are_smaller_and_follow_a_sync(found_with):
-    found = found_with("fp8")
-    sizes = memory.Sizes(memory.model_config(SHAPE))
+@pytest.mark.parametrize("found", ["fp8"], indirect=True)
+def test_quantized_weights_are_smaller_and_follow_a_sync(found):
+    sizes = memory.Sizes(memory.model_config(bench_gpu.SMALL))
     assert found["bytes"] < 0.6 * 2 * (sizes.policy - sizes.embeddings) + 2 * sizes.embeddings
     assert found["gap"]["mean"] < 0.2
     before, after = found["scales"]

@@ -1,12 +1,12 @@
 """What this project does on a machine with a GPU, as a page: `make card`, or with PARTS="...".
 
-    python tools/card.py [PART ...] [--out FOLDER] [--limit SECONDS]
+    python tools/card.py [PART ...] [--out FOLDER] [--timeout SECONDS]
 
-It runs the parts in turn. A part is a process of its own: one that fails, or that takes longer than
-its limit, does not end the others. After each part the page FOLDER/NAME.md and its figures
-FOLDER/NAME.json are written, where NAME is the card's. A later call adds its parts to the page, as
-long as the versions are the same. The folder is docs/cards if none is given; then the table in
-docs/scaling.md is made anew from all the pages.
+It runs the parts in turn. Each part is a process of its own. If a part fails or takes too long, the
+next one starts. After each part the page FOLDER/NAME.md and its figures FOLDER/NAME.json are
+written, where NAME is the GPU's. A later call adds its parts to the page, if machine and versions
+are the same; otherwise it begins a new page. The folder is docs/cards if none is given; then the
+table in docs/scaling.md is made anew from all the pages.
 
 Without a GPU the same parts run with tiny shapes on the CPU. What a part prints is in out/card. The
 exit code is 1 if a part has failed, and 2 for a wrong command.
@@ -20,6 +20,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lib.common import UserError  # noqa: E402
@@ -47,85 +49,79 @@ kernels, NCCL, CUDA graphs, fp8, and the sampler's sleep. No card has confirmed 
 tests, the seconds that a part may take, or the plan of memory and time. Until a card has calibrated
 the plan, its test allows 25 %.""".splitlines()
 # The lines of pytest's summary that say what failed or was skipped, and why.
-NOTES = ("FAILED ", "ERROR ", "SKIPPED ")
-LONGEST = 300  # characters of a line
-NOTHING_TRIED = r"(\d+ (skipped|deselected),? ?)*in .*|no tests ran.*"
+NOTES = ("FAILED tests/", "ERROR tests/", "SKIPPED [")
+NOTHING_TRIED = r"(\d+ (skipped|deselected|warnings?),? ?)+in .*|no tests ran.*"
+CHARACTERS = 300  # of a line that a page quotes, at most
+# A part must end within a lease of ten minutes. No GPU has shown yet how long each takes.
+TIMEOUT = 480  # seconds
 
 
 @dataclass
 class Part:
-    """What a part shows, and the most seconds that it may take."""
-
     shows: str
-    limit: int
     # A file of tests/, and what selects some of its tests. Absent: a part of bench_gpu.py.
     tests: str = ""
 
 
-# No card has tried the limits yet. Each leaves room in a lease of ten minutes.
 PARTS = {
     "cycle": Part(
         "the sampler: seeds, log-probs against the trainer, sleep, sync; without CUDA graphs",
-        480,
         "test_gpu_sampler.py -k eager",
     ),
     "kernels": Part(
-        "attention, head, advantages and one bf16 step against slow references",
-        480,
+        "attention, head, advantages and an update in bf16 against slow references",
         "test_gpu_kernels.py",
     ),
     "sampler": Part(
         "the sampler with CUDA graphs, beside ZeRO 3, and in fp8",
-        480,
         "test_gpu_sampler.py -k 'not eager'",
     ),
     "runs": Part(
         "runs of two layers at ZeRO 2 and 3 that resume; a signal; the demo in fp32",
-        480,
         "test_gpu_runs.py -k 'not two_cards'",
     ),
     "two_cards": Part(
-        "two cards do what one does: NCCL, ZeRO 3, a shared sampler",
-        480,
+        "two GPUs compute what one GPU computes: NCCL, ZeRO 3, a shared sampler",
         "test_gpu_runs.py -k two_cards",
     ),
-    "zero2": Part("three steps of 0.5B with a critic at ZeRO 2", 300),
-    "zero3": Part("three steps of 0.5B with a critic at ZeRO 3", 300),
-    "step": Part("four GRPO steps of 0.5B, to be held against verl's 6.39 s on one H100", 180),
-    "attention": Part("an update of 0.5B with each kind of attention", 100),
-    "attention7b": Part("an update of four layers of 7B with each kind of attention", 90),
-    "advantages": Part("GAE of 8,192 samples", 70),
-    "sampling": Part("vLLM's tokens/s, and the seconds of sleep, wake and sync", 160),
-    "lab": Part("the laboratory: 40 steps of PPO with a critic from a small base model", 480),
+    "zero2": Part("three steps of 0.5B with a critic at ZeRO 2"),
+    "zero3": Part("three steps of 0.5B with a critic at ZeRO 3"),
+    "step": Part("four GRPO steps of 0.5B; a published run of verl takes 6.39 s on one H100"),
+    "attention": Part("an update of 0.5B with each kind of attention"),
+    "attention7b": Part("an update of four layers of 7B with each kind of attention"),
+    "advantages": Part("GAE of 8,192 samples"),
+    "sampling": Part("vLLM's tokens/s, and the seconds of sleep, wake and sync"),
+    "lab": Part("the laboratory: 40 steps of PPO with a critic from a small base model"),
 }
 
-# The figures that have a target: it, and what the figure is.
+# {name: (target, meaning)}
 FIGURES = {
     "varlen_vs_sdpa": (">= 3", "0.5B: seconds of an update with sdpa / with varlen"),
-    "varlen_vs_sdpa_7b": (">= 1", "7B: the same"),
+    "varlen_vs_sdpa_7b": (">= 1", "four layers of 7B: the same ratio"),
     "mfu": ("", "0.5B: flops of an update / of a large product"),
-    "mfu_7b": (">= 0.35", "7B: the same"),
+    "mfu_7b": (">= 0.35", "four layers of 7B: flops of an update / of a large product"),
     "head_share": ("", "0.5B: share of the head in an update"),
-    "head_share_7b": ("", "7B: the same"),
+    "head_share_7b": ("", "four layers of 7B: share of the head in an update"),
     "train_tokens_per_s": ("", "0.5B: tokens/s of an update"),
     "train_tokens_per_s_7b": ("", "four layers of 7B: tokens/s of an update"),
     "advantages_s": ("<= 1", "seconds of GAE"),
     "tokens_per_s_256": ("", "tokens/s of the sampler, 256 sequences in flight"),
     "tokens_per_s_1024": ("", "tokens/s of the sampler, 1,024 sequences in flight"),
-    "stops_256": ("", "the sampler's tokens/s with / without stop strings"),
-    "sampler_start_s": ("", "seconds in which the sampler starts"),
-    "sleep_s": ("", "seconds in which it falls asleep"),
-    "freed_gib": ("", "GiB that its sleep gives back"),
-    "wake_s": ("", "seconds in which it wakes up"),
+    "stops_256": ("", "tokens/s of the sampler with / without stop strings, 256 in flight"),
+    "stops_1024": ("", "tokens/s of the sampler with / without stop strings, 1,024 in flight"),
+    "sampler_start_s": ("", "seconds until the sampler is ready"),
+    "sleep_s": ("", "seconds until the sampler sleeps"),
+    "freed_gib": ("", "GiB that a sleeping sampler frees"),
+    "wake_s": ("", "seconds until the sampler is awake"),
     "sync_s": ("<= 3", "seconds of a whole sync"),
     "step_s": ("", "seconds of a step"),
     "tokens_per_s": ("", "tokens/s of a step, prompts and all phases included"),
-    "ratio_off_by": ("<= 0.02", "mean probability of trainer / sampler, its distance from 1"),
-    "approx_kl_off_by": ("<= 0.01", "KL between sampler and trainer, its distance from 0"),
+    "ratio_off_by": ("<= 0.02", "mean probability of trainer / sampler: distance from 1"),
+    "approx_kl_off_by": ("<= 0.01", "KL between sampler and trainer: distance from 0"),
     "accuracy_before": ("", "held-out accuracy of the laboratory's base model"),
-    "accuracy_after": ("", "the same after 40 steps of PPO"),
-    "lab_s": ("", "seconds of the laboratory, with its base model"),
-    "lab_step_s": ("", "seconds of one of its steps"),
+    "accuracy_after": ("", "held-out accuracy after 40 steps of PPO"),
+    "lab_s": ("", "seconds of the laboratory, base model included"),
+    "lab_step_s": ("", "seconds of a step of the laboratory"),
 }
 
 
@@ -150,12 +146,17 @@ def machine() -> dict:
 
 
 def list_cards() -> list[str]:
-    """A line for each card: name, driver, memory."""
+    """A line for each GPU: name, driver, memory. Raises UserError where nvidia-smi fails.
+
+    With a torch for CPUs there is none, since the parts run on the CPU then.
+    """
+    if not torch.cuda.is_available():
+        return []
     query = "--query-gpu=name,driver_version,memory.total"
     try:
         lines = subprocess.check_output(["nvidia-smi", query, "--format=csv,noheader"], text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return []
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"nvidia-smi does not name the GPU: {error}") from error
     return lines.splitlines()
 
 
@@ -180,12 +181,12 @@ def command_of(name: str, folder: str, has_gpu: bool) -> list[str]:
     if has_gpu:
         marked = "gpu"
     tests[0] = f"{ROOT}/tests/{tests[0]}"
-    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "-rfEs", "-m", marked]
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-v", "-rfEs", "-m", marked]
     return [sys.executable, "-m", "pytest", *options, "--basetemp", f"{folder}/tests", *tests]
 
 
-def run_part(name: str, limit: int, has_gpu: bool) -> dict:
-    """How a part ended, its seconds, its last line and its figures.
+def run_part(name: str, timeout: int, has_gpu: bool) -> dict:
+    """The part's result, seconds, last line and figures.
 
     result: passed, failed, timed out, or skipped where no test had anything to try.
     """
@@ -194,15 +195,18 @@ def run_part(name: str, limit: int, has_gpu: bool) -> dict:
     figures = {}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        result = run_process(command_of(name, folder, has_gpu), log, limit)
+        result = run_process(command_of(name, folder, has_gpu), log, timeout)
         if result == "passed" and not PARTS[name].tests:
             figures = json.loads(Path(folder, "figures.json").read_text())
+        for number, path in enumerate(sorted(Path(folder).rglob("run.log"))):
+            # What libraries printed in a run. Passed tests have removed theirs.
+            shutil.copy(path, LOGS / f"{name}.run{number}.log")
     part = {"result": result, "seconds": time.monotonic() - begin, "figures": figures}
     part["date"] = datetime.date.today().isoformat()
     part["commit"] = commit()
     lines = [line.strip("= ") for line in log.read_text(errors="replace").splitlines()]
     part["last"] = last_line(lines, figures)
-    part["notes"] = [line[:LONGEST] for line in lines if line.startswith(NOTES)]
+    part["notes"] = [line[:CHARACTERS] for line in lines if line.startswith(NOTES)]
     # pytest fails where it has selected no test.
     if PARTS[name].tests and re.fullmatch(NOTHING_TRIED, part["last"]):
         part["result"] = "skipped"
@@ -214,33 +218,49 @@ def last_line(lines: list[str], figures: dict) -> str:
     if figures:
         return ", ".join(f"{key} {shown(figures[key])}" for key in FIGURES if key in figures)
     said = [line for line in lines if line] or ["no word"]
-    return said[-1][:LONGEST]
+    return said[-1][:CHARACTERS]
 
 
 def commit() -> str:
-    """Ten digits of it, and whether a file was edited."""
-    found = versions().get("git_commit") or "unknown"
-    return re.sub(r"^(\w{10})\w*", r"\1", found)
+    """Ten digits, and -dirty where a file outside docs/ was edited; the pages lie in there."""
+    git = ["git", "-C", str(ROOT)]
+    edits = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"]
+    try:
+        found = subprocess.check_output([*git, "rev-parse", "--short=10", "HEAD"], text=True)
+        is_edited = subprocess.check_output(edits, text=True) != ""
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    if is_edited:
+        return f"{found.strip()}-dirty"
+    return found.strip()
 
 
-def run_process(command: list[str], log: Path, limit: float) -> str:
-    """How it ended. All that it started ends with it, and lets go of the card."""
-    env = {"HF_HUB_OFFLINE": "1"} | os.environ
+def run_process(command: list[str], log: Path, timeout: float) -> str:
+    """Returns passed, failed or timed out. All processes of the command have ended then."""
+    # Without the width pytest cuts off why a test failed.
+    env = {"HF_HUB_OFFLINE": "1", **os.environ, "COLUMNS": str(CHARACTERS)}
     options = {"stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT, "env": env}
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, stdout=output, **options) as process,
-    ):
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, **options) as process:
         try:
-            code = process.wait(limit)
+            code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             return "timed out"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_all(process.pid)
     if code == 0:
         return "passed"
     return "failed"
+
+
+def kill_all(pid: int) -> None:
+    """Ends a process, all that it started, and the session that it leads, if it leads one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # Launchers give their ranks sessions of their own.
+        for process in psutil.Process(pid).children(recursive=True):
+            process.kill()
+        psutil.Process(pid).kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 # ---- the page --------------------------------------------------------------------------------
@@ -322,7 +342,7 @@ def ordered(parts: dict) -> list[str]:
 
 
 def shown(figure: float | None) -> str:
-    """Three digits, and all of a large number."""
+    """With three digits, or all digits of a number from 100 on."""
     if figure is None:
         return "-"
     if 0 < abs(figure) < 0.001:
@@ -368,7 +388,10 @@ def with_table(text: str, table: str) -> str:
 def write(found: dict, folder: Path) -> None:
     name = file_name(found["machine"])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    # Half a file would end the next call.
+    unfinished = folder / f"{name}.part"
+    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.replace(folder / f"{name}.json")
     (folder / f"{name}.md").write_text(page(found))
     if folder.resolve() == CARDS:
         path = ROOT / "docs" / "scaling.md"
@@ -376,12 +399,14 @@ def write(found: dict, folder: Path) -> None:
 
 
 def earlier(about: dict, folder: Path) -> dict:
-    """The parts that an earlier call with the same versions has run on this card."""
+    """The parts that an earlier call has run on the same machine with the same versions."""
     path = folder / f"{file_name(about)}.json"
-    if path.exists():
-        found = json.loads(path.read_text())
-        if found["machine"]["versions"] == about["versions"]:
-            return found["parts"]
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    if found["machine"] == about:
+        return found["parts"]
+    print(f"{path.name} is of another machine or of other versions, and is replaced")
     return {}
 
 
@@ -393,7 +418,7 @@ def read_arguments(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--out", type=Path, default=CARDS, help="the folder of the page")
-    parser.add_argument("--limit", type=int, help="the most seconds of each part")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="of each part, in seconds")
     args = parser.parse_args(argv)
     unknown = [name for name in args.parts if name not in PARTS]
     if unknown:
@@ -409,12 +434,14 @@ def main(argv: list[str]) -> int:
     has_failed = False
     for name in args.parts or PARTS:
         print(f"{name:12}", end=" ", flush=True)
-        part = run_part(name, args.limit or PARTS[name].limit, about["card"] is not None)
+        part = run_part(name, args.timeout, about["card"] is not None)
         found["parts"][name] = part
         write(found, args.out)
         print(f"{part['result']} in {part['seconds']:.0f} s: {part['last']}", flush=True)
         if part["result"] in ("failed", "timed out"):
             has_failed = True
+            for line in part["notes"]:
+                print(f"{'':12} {line}")
             print(f"{'':12} its output is in {LOGS.relative_to(ROOT)}/{name}.log", flush=True)
     print(f"the page is {args.out / file_name(about)}.md")
     return int(has_failed)
