@@ -204,7 +204,8 @@ def run_part(name: str, timeout: int, has_gpu: bool) -> dict:
     part = {"result": result, "seconds": time.monotonic() - begin, "figures": figures}
     part["date"] = datetime.date.today().isoformat()
     part["commit"] = commit()
-    lines = [line.strip("= ") for line in log.read_text(errors="replace").splitlines()]
+    text = log.read_text(errors="replace").replace(folder, "FOLDER")
+    lines = [line.strip("= ") for line in text.splitlines()]
     part["last"] = last_line(lines, figures)
     part["notes"] = [line[:CHARACTERS] for line in lines if line.startswith(NOTES)]
     # pytest fails where it has selected no test.
@@ -304,7 +305,9 @@ def table_of_parts(parts: dict) -> list[str]:
         cells += [last, f"{part['date']}, {part['commit']}"]
         lines.append(f"| {' | '.join(cells)} |")
     notes = [line for name in ordered(parts) for line in parts[name]["notes"]]
-    return [*lines, "", *(f"    {line}" for line in notes), ""]
+    if notes:
+        lines += ["", *(f"    {line}" for line in notes)]
+    return [*lines, ""]
 
 
 def table_of_phases(parts: dict) -> list[str]:
