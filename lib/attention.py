@@ -3,7 +3,7 @@
 import functools
 import inspect
 
-# PyTorch 2.10 has a varlen_attn without these arguments. It cannot scale as a model asks.
+# The arguments that packed_attention needs. The varlen_attn of PyTorch 2.10 has neither.
 NEEDED = {"scale", "window_size"}
 
 
@@ -22,7 +22,7 @@ def has_varlen():
 
 
 def packed_attention(module, query, key, value, mask, **options):
-    """Causal attention within each sample. It needs no mask, and no package beside PyTorch.
+    """Causal attention within each sample. It needs no mask, and no package besides PyTorch.
 
     query: (R, heads, L, D); key and value may have fewer heads. Returns (R, L, heads, D), None.
     """
@@ -32,10 +32,11 @@ def packed_attention(module, query, key, value, mask, **options):
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
     borders = options["cu_seq_lens_q"]  # (parts + 1,)
     longest = options["max_length_q"]  # tokens
-    causal = {"window_size": (-1, 0), "scale": options["scaling"]}
-    # PyTorch 2.11 has no such argument. By its source, its kernel takes fewer heads of keys than of
-    # queries without being told; no card has shown that yet.
+    # A window without end to the left and of 0 tokens to the right: a token sees no later one.
+    settings = {"window_size": (-1, 0), "scale": options["scaling"]}
+    # The queries may have more heads than the keys. PyTorch 2.11 has no argument to say so, and its
+    # source does not ask for one. No GPU has shown yet that this works.
     if "enable_gqa" in arguments_of(varlen_attn):
-        causal["enable_gqa"] = True
-    out = varlen_attn(*flat, borders, borders, longest, longest, **causal)  # (R * L, heads, D)
+        settings["enable_gqa"] = True
+    out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)
     return out.unflatten(0, (len(query), -1)), None

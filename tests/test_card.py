@@ -41,9 +41,17 @@ def test_every_file_of_gpu_tests_is_a_part():
     assert named == {path.name for path in (ROOT / "tests").glob("test_gpu_*.py")}
 
 
-def test_an_unknown_part_is_refused_in_one_line():
-    with pytest.raises(UserError, match="^no such part: kernel; choose from cycle, kernels, "):
-        card.main(["cycle", "kernel"])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["cycle", "kernel"], "^no such part: kernel; choose from cycle, kernels, "),
+        (["--timeout", "0"], "^--timeout 0.0: give a number of seconds above 0$"),
+        (["--timeout", "nan"], "^--timeout nan: "),
+    ],
+)
+def test_a_wrong_command_is_refused_in_one_line(words, message):
+    with pytest.raises(UserError, match=message):
+        card.main(words)
 
 
 # ---- a part --------------------------------------------------------------------------------------
@@ -107,16 +115,26 @@ def test_the_page_has_each_phase_beside_its_plan():
     assert "\n    FAILED x - y\n" in text
     assert text.index("| kernels |") < text.index("| zero2 |")
     assert "no GPU" not in text
-    assert "no GPU" in card.page({"machine": MACHINE | {"card": None}, "parts": parts})
+    text = card.page({"machine": MACHINE | {"card": None}, "parts": parts})
+    assert "no GPU" in text and "| failed (tiny) |" in text
 
 
 def test_a_page_keeps_its_parts_while_the_versions_are_the_same(tmp_path):
     """A lease of ten minutes has room for some of the parts."""
     card.write({"machine": MACHINE, "parts": {"zero2": PART}}, tmp_path)
     assert card.earlier(MACHINE, tmp_path) == {"zero2": PART}
-    assert card.earlier(MACHINE | {"versions": {"torch": "2.14.0"}}, tmp_path) == {}
+    assert card.earlier(MACHINE | {"cores": 8}, tmp_path) == {"zero2": PART}
     assert card.earlier(MACHINE | {"name": "NVIDIA L4"}, tmp_path) == {}
-    assert card.earlier(MACHINE | {"driver": "590.1"}, tmp_path) == {}
+    for change in ({"versions": {"torch": "2.14.0"}}, {"driver": "590.1"}):
+        with pytest.raises(UserError, match="h100-80gb-hbm3.json is of .*: rename that page"):
+            card.earlier(MACHINE | change, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_damaged_page_is_one_line(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match="x.json is not a page of make card: remove it"):
+        card.read_pages(tmp_path)
 
 
 def test_the_table_of_runs_has_a_column_for_each_page(tmp_path):
@@ -128,7 +146,7 @@ def test_the_table_of_runs_has_a_column_for_each_page(tmp_path):
     table = card.table_of_runs(card.read_pages(tmp_path))
     assert "No GPU is among these machines" not in table
     assert "[NVIDIA H100 80GB HBM3](cards/nvidia-h100-80gb-hbm3.md) | [AMD EPYC (CPU)]" in table
-    row = "| passed, 61 s, 2026-11-23 | failed, 61 s, 2026-11-23 |\n"
+    row = "| passed, 61 s, 2026-11-23 | failed (tiny), 61 s, 2026-11-23 |\n"
     assert f"| zero2 | {card.PARTS['zero2'].shows} {row}" in table
     page = f"before\n{card.MARKS[0]}old\n{card.MARKS[1]}after\n"
     assert card.with_table(page, "new\n") == page.replace("old", "new")

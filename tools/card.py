@@ -4,9 +4,9 @@
 
 It runs the parts in turn. Each part is a process of its own. If a part fails or takes too long, the
 next one starts. After each part the page FOLDER/NAME.md and its figures FOLDER/NAME.json are
-written, where NAME is the GPU's. A later call adds its parts to the page, if machine and versions
-are the same; otherwise it begins a new page. The folder is docs/cards if none is given; then the
-table in docs/scaling.md is made anew from all the pages.
+written, where NAME is the GPU's. A later call adds its parts to the page. A page of other versions
+is refused. The folder is docs/cards if none is given; then the table in docs/scaling.md is made
+anew from all the pages.
 
 Without a GPU the same parts run with tiny shapes on the CPU. What a part prints is in out/card. The
 exit code is 1 if a part has failed, and 2 for a wrong command.
@@ -35,7 +35,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lib.common import UserError  # noqa: E402
+from lib.common import UserError, check_stack, one_line  # noqa: E402
 from lib.report import versions  # noqa: E402
 
 CARDS = ROOT / "docs" / "cards"
@@ -43,11 +43,11 @@ LOGS = ROOT / "out" / "card"
 MARKS = ("<!-- cards: made by tools/card.py -->\n", "<!-- end of cards -->\n")
 
 NO_GPU = """\
-**No GPU is among these machines yet.** On a CPU the shapes are tiny. The GPU parts were written
-from the libraries' documentation and sources. These have run nowhere: the varlen and FlashAttention
-kernels, NCCL, CUDA graphs, fp8, and the sampler's sleep. No card has confirmed the limits of the
-tests, the seconds that a part may take, or the plan of memory and time. Until a card has calibrated
-the plan, its test allows 25 %.""".splitlines()
+**No GPU is among these machines yet.** On a CPU the shapes are tiny, and what needs a GPU is left
+out. These have run nowhere: the varlen and FlashAttention kernels, NCCL, CUDA graphs, fp8, and the
+sampler's sleep. The limits of the GPU tests and the eight minutes for a part are predictions. So is
+the plan of memory and time: until a GPU has calibrated it, the GPU test accepts memory that is 25 %
+above or below the plan.""".splitlines()
 # The lines of pytest's summary that say what failed or was skipped, and why.
 NOTES = ("FAILED tests/", "ERROR tests/", "SKIPPED [")
 NOTHING_TRIED = r"(\d+ (skipped|deselected|warnings?),? ?)+in .*|no tests ran.*"
@@ -77,11 +77,11 @@ PARTS = {
         "test_gpu_sampler.py -k 'not eager'",
     ),
     "runs": Part(
-        "runs of two layers at ZeRO 2 and 3 that resume; a signal; the demo in fp32",
+        "whole runs of a two-layer model: ZeRO 2 and 3, a resume, a signal; the demo in fp32",
         "test_gpu_runs.py -k 'not two_cards'",
     ),
     "two_cards": Part(
-        "two GPUs compute what one GPU computes: NCCL, ZeRO 3, a shared sampler",
+        "runs on two GPUs against runs on one GPU: NCCL, ZeRO 3, a shared sampler",
         "test_gpu_runs.py -k two_cards",
     ),
     "zero2": Part("three steps of 0.5B with a critic at ZeRO 2"),
@@ -150,11 +150,15 @@ def list_cards() -> list[str]:
 
     With a torch for CPUs there is none, since the parts run on the CPU then.
     """
+    check_stack(torch.version.cuda, torch.cuda.is_available())
     if not torch.cuda.is_available():
         return []
-    query = "--query-gpu=name,driver_version,memory.total"
+    query = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        query += ["-i", visible]
     try:
-        lines = subprocess.check_output(["nvidia-smi", query, "--format=csv,noheader"], text=True)
+        lines = subprocess.check_output(["nvidia-smi", *query], text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"nvidia-smi does not name the GPU: {error}") from error
     return lines.splitlines()
@@ -190,9 +194,11 @@ def run_part(name: str, timeout: int, has_gpu: bool) -> dict:
 
     result: passed, failed, timed out, or skipped where no test had anything to try.
     """
-    LOGS.mkdir(parents=True, exist_ok=True)
+    for old in LOGS.glob(f"{name}.*"):
+        old.unlink()
     log = LOGS / f"{name}.log"
     figures = {}
+    part = {"date": datetime.date.today().isoformat(), "commit": commit()}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         result = run_process(command_of(name, folder, has_gpu), log, timeout)
@@ -201,11 +207,10 @@ def run_part(name: str, timeout: int, has_gpu: bool) -> dict:
         for number, path in enumerate(sorted(Path(folder).rglob("run.log"))):
             # What libraries printed in a run. Passed tests have removed theirs.
             shutil.copy(path, LOGS / f"{name}.run{number}.log")
-    part = {"result": result, "seconds": time.monotonic() - begin, "figures": figures}
-    part["date"] = datetime.date.today().isoformat()
-    part["commit"] = commit()
-    text = log.read_text(errors="replace").replace(folder, "FOLDER")
-    lines = [line.strip("= ") for line in text.splitlines()]
+    part |= {"result": result, "seconds": time.monotonic() - begin, "figures": figures}
+    text = log.read_text("utf-8", "replace").replace(folder, "FOLDER")
+    # Bars of progress are no lines.
+    lines = [line.strip("= ") for line in re.split(r"[\r\n]", text) if "%|" not in line]
     part["last"] = last_line(lines, figures)
     part["notes"] = [line[:CHARACTERS] for line in lines if line.startswith(NOTES)]
     # pytest fails where it has selected no test.
@@ -225,10 +230,11 @@ def last_line(lines: list[str], figures: dict) -> str:
 def commit() -> str:
     """Ten digits, and -dirty where a file outside docs/ was edited; the pages lie in there."""
     git = ["git", "-C", str(ROOT)]
-    edits = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"]
+    options = {"text": True, "stderr": subprocess.DEVNULL}
+    edits = [*git, "status", "--porcelain", "--", ".", ":!docs"]
     try:
-        found = subprocess.check_output([*git, "rev-parse", "--short=10", "HEAD"], text=True)
-        is_edited = subprocess.check_output(edits, text=True) != ""
+        found = subprocess.check_output([*git, "rev-parse", "--short=10", "HEAD"], **options)
+        is_edited = subprocess.check_output(edits, **options) != ""
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     if is_edited:
@@ -274,12 +280,13 @@ def page(found: dict) -> str:
     lines += [described(about), ""]
     if not about["card"]:
         lines += [
-            "**This machine has no GPU.** The parts ran with tiny shapes on the CPU, which shows "
-            "that they work and nothing of a card. The plan's figures are an H100's.",
+            "**This machine has no GPU.** The parts ran on the CPU with tiny shapes, and left out "
+            "what needs a GPU. This shows that the parts work. It says nothing about a GPU. The "
+            "planned figures are those of an H100.",
             "",
         ]
-    lines += table_of_parts(found["parts"]) + table_of_phases(found["parts"])
-    lines += table_of_figures(found["parts"])
+    lines += table_of_parts(found) + table_of_phases(found["parts"])
+    lines += table_of_figures(found["parts"], has_targets=about["card"] is not None)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -293,7 +300,8 @@ def described(about: dict) -> str:
     return f"{', '.join(words)}."
 
 
-def table_of_parts(parts: dict) -> list[str]:
+def table_of_parts(found: dict) -> list[str]:
+    parts = found["parts"]
     lines = ["| part | what it shows | result | seconds | last line | date, commit |"]
     lines += ["|---|---|---|---|---|---|"]
     for name in ordered(parts):
@@ -301,7 +309,7 @@ def table_of_parts(parts: dict) -> list[str]:
         last = part["last"].replace("|", "\\|")
         if part["figures"]:
             last = "see below"
-        cells = [name, PARTS[name].shows, part["result"], f"{part['seconds']:.0f}"]
+        cells = [name, PARTS[name].shows, result(found, name), f"{part['seconds']:.0f}"]
         cells += [last, f"{part['date']}, {part['commit']}"]
         lines.append(f"| {' | '.join(cells)} |")
     notes = [line for name in ordered(parts) for line in parts[name]["notes"]]
@@ -312,7 +320,8 @@ def table_of_parts(parts: dict) -> list[str]:
 
 def table_of_phases(parts: dict) -> list[str]:
     """The seconds and the memory of each phase of a step, beside the plan."""
-    lines = ["| part | phase | seconds | planned | GiB | planned |", "|---|---|---|---|---|---|"]
+    lines = ["| part | phase | seconds | planned seconds | GiB | planned GiB |"]
+    lines += ["|---|---|---|---|---|---|"]
     columns = ("seconds", "planned_seconds", "gib", "planned_gib")
     for name in ordered(parts):
         for phase, figures in parts[name]["figures"].get("phases", {}).items():
@@ -328,16 +337,26 @@ def table_of_phases(parts: dict) -> list[str]:
     ]
 
 
-def table_of_figures(parts: dict) -> list[str]:
+def table_of_figures(parts: dict, has_targets: bool) -> list[str]:
     lines = ["| part | figure | value | target | what it is |", "|---|---|---|---|---|"]
     for name in ordered(parts):
-        for figure, value in parts[name]["figures"].items():
-            if figure in FIGURES:
-                target, text = FIGURES[figure]
-                lines.append(f"| {name} | {figure} | {shown(value)} | {target or '-'} | {text} |")
+        figures = parts[name]["figures"]
+        for figure in filter(figures.__contains__, FIGURES):
+            target, text = FIGURES[figure]
+            if not has_targets:
+                target = ""
+            value = shown(figures[figure])
+            lines.append(f"| {name} | {figure} | {value} | {target or '-'} | {text} |")
     if len(lines) == 2:
         return []
     return [*lines, ""]
+
+
+def result(found: dict, name: str) -> str:
+    result = found["parts"][name]["result"]
+    if found["machine"]["card"]:
+        return result
+    return f"{result} (tiny)"
 
 
 def ordered(parts: dict) -> list[str]:
@@ -360,29 +379,41 @@ def table_of_runs(pages: list[dict]) -> str:
     names = [f"[{page['machine']['name']}](cards/{page['file']}.md)" for page in pages]
     lines = [f"| part | what it shows | {' | '.join(names)} |", f"|---|---|{'---|' * len(pages)}"]
     for name, part in PARTS.items():
-        cells = [cell(page["parts"].get(name)) for page in pages]
+        cells = [cell(page, name) for page in pages]
         lines.append(f"| {name} | {part.shows} | {' | '.join(cells)} |")
     if not any(page["machine"]["card"] for page in pages):
         lines += ["", *NO_GPU]
     return "\n".join(lines) + "\n"
 
 
-def cell(part: dict | None) -> str:
+def cell(found: dict, name: str) -> str:
+    part = found["parts"].get(name)
     if part is None:
         return "not run"
-    return f"{part['result']}, {part['seconds']:.0f} s, {part['date']}"
+    return f"{result(found, name)}, {part['seconds']:.0f} s, {part['date']}"
 
 
 def read_pages(folder: Path) -> list[dict]:
     pages = []
     for path in sorted(folder.glob("*.json")):
-        pages.append(json.loads(path.read_text()) | {"file": path.stem})
+        pages.append(read_page(path) | {"file": path.stem})
     # Cards come before CPUs.
     return sorted(pages, key=lambda page: not page["machine"]["card"])
 
 
+def read_page(path: Path) -> dict:
+    """Raises UserError for a file that this tool has not written."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(path.read_text("utf-8"))
+        if isinstance(found, dict) and found.keys() >= {"machine", "parts"}:
+            return found
+    raise UserError(f"{path} is not a page of make card: remove it")
+
+
 def with_table(text: str, table: str) -> str:
-    """The text of a page with another table between the marks."""
+    """The text of a page with another table between the marks. Raises UserError without them."""
+    if not all(mark in text for mark in MARKS):
+        raise UserError(f"docs/scaling.md has lost its line {MARKS[0].strip()} or its end")
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
     return f"{before}{MARKS[0]}{table}{MARKS[1]}{after}"
@@ -393,24 +424,30 @@ def write(found: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Half a file would end the next call.
     unfinished = folder / f"{name}.part"
-    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     unfinished.replace(folder / f"{name}.json")
-    (folder / f"{name}.md").write_text(page(found))
+    (folder / f"{name}.md").write_text(page(found), "utf-8")
     if folder.resolve() == CARDS:
         path = ROOT / "docs" / "scaling.md"
-        path.write_text(with_table(path.read_text(), table_of_runs(read_pages(CARDS))))
+        text = with_table(path.read_text("utf-8"), table_of_runs(read_pages(CARDS)))
+        path.write_text(text, "utf-8")
 
 
 def earlier(about: dict, folder: Path) -> dict:
-    """The parts that an earlier call has run on the same machine with the same versions."""
+    """The parts that earlier calls have run on this GPU. Raises UserError for other versions."""
     path = folder / f"{file_name(about)}.json"
     if not path.exists():
         return {}
-    found = json.loads(path.read_text())
-    if found["machine"] == about:
-        return found["parts"]
-    print(f"{path.name} is of another machine or of other versions, and is replaced")
-    return {}
+    found = read_page(path)
+    for name in ("name", "driver", "versions"):
+        ours = about.get(name)
+        theirs = found["machine"].get(name)
+        if ours != theirs:
+            raise UserError(
+                f"{path} is of {name} {theirs}, and here it is {ours}: rename that page, or give "
+                "another folder by --out"
+            )
+    return found["parts"]
 
 
 # ---- the command -----------------------------------------------------------------------------
@@ -420,26 +457,33 @@ def read_arguments(argv: list[str]):
     """Raises UserError for a part that does not exist."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--out", type=Path, default=CARDS, help="the folder of the page")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="of each part, in seconds")
+    parser.add_argument("--out", type=Path, default=CARDS, help="folder of the page (docs/cards)")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT, help=f"of each part, in seconds ({TIMEOUT})"
+    )
     args = parser.parse_args(argv)
     unknown = [name for name in args.parts if name not in PARTS]
     if unknown:
         raise UserError(f"no such part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    if not 0 < args.timeout < 1e6:
+        raise UserError(f"--timeout {args.timeout}: give a number of seconds above 0")
     return args
 
 
 def main(argv: list[str]) -> int:
     args = read_arguments(argv)
     about = machine()
-    found = {"machine": about, "parts": earlier(about, args.out)}
     print(f"{about['name']}: {described(about)}", flush=True)
+    # A folder that cannot be written is told before the first part.
+    LOGS.mkdir(parents=True, exist_ok=True)
+    write({"machine": about, "parts": earlier(about, args.out)}, args.out)
     has_failed = False
     for name in args.parts or PARTS:
         print(f"{name:12}", end=" ", flush=True)
         part = run_part(name, args.timeout, about["card"] is not None)
-        found["parts"][name] = part
-        write(found, args.out)
+        # Another call may have written in the meantime.
+        parts = earlier(about, args.out) | {name: part}
+        write({"machine": about, "parts": parts}, args.out)
         print(f"{part['result']} in {part['seconds']:.0f} s: {part['last']}", flush=True)
         if part["result"] in ("failed", "timed out"):
             has_failed = True
@@ -451,11 +495,14 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # The end of a session or of a job must end the part too.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped; the page has the parts that had ended", file=sys.stderr)
+        print("stopped; the results of the parts that have ended are kept", file=sys.stderr)
         sys.exit(130)
