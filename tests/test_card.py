@@ -120,7 +120,7 @@ def test_the_page_has_each_phase_beside_its_plan():
 
 
 def test_a_page_keeps_its_parts_while_the_versions_are_the_same(tmp_path):
-    """A lease of ten minutes has room for some of the parts."""
+    """Ten minutes of a rented GPU have room for some of the parts."""
     card.write({"machine": MACHINE, "parts": {"zero2": PART}}, tmp_path)
     assert card.earlier(MACHINE, tmp_path) == {"zero2": PART}
     assert card.earlier(MACHINE | {"cores": 8}, tmp_path) == {"zero2": PART}

@@ -52,7 +52,7 @@ above or below the plan.""".splitlines()
 NOTES = ("FAILED tests/", "ERROR tests/", "SKIPPED [")
 NOTHING_TRIED = r"(\d+ (skipped|deselected|warnings?),? ?)+in .*|no tests ran.*"
 CHARACTERS = 300  # of a line that a page quotes, at most
-# A part must end within a lease of ten minutes. No GPU has shown yet how long each takes.
+# Then a part fits into ten minutes of a rented GPU. No GPU has shown yet how long each takes.
 TIMEOUT = 480  # seconds
 
 
