@@ -1,12 +1,16 @@
 """tools/card.py, which makes the page of a machine with a GPU; its parts run on a CPU here."""
 
+import contextlib
 import json
 import os
 import select
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from conftest import ROOT, clean_environment
 
@@ -116,7 +120,7 @@ def test_the_page_has_each_phase_beside_its_plan():
     assert text.index("| kernels |") < text.index("| zero2 |")
     assert "no GPU" not in text
     text = card.page({"machine": MACHINE | {"card": None}, "parts": parts})
-    assert "no GPU" in text and "| failed (tiny) |" in text
+    assert "no GPU" in text and "| failed (CPU) |" in text
 
 
 def test_a_page_keeps_its_parts_while_the_versions_are_the_same(tmp_path):
@@ -146,7 +150,7 @@ def test_the_table_of_runs_has_a_column_for_each_page(tmp_path):
     table = card.table_of_runs(card.read_pages(tmp_path))
     assert "No GPU is among these machines" not in table
     assert "[NVIDIA H100 80GB HBM3](cards/nvidia-h100-80gb-hbm3.md) | [AMD EPYC (CPU)]" in table
-    row = "| passed, 61 s, 2026-11-23 | failed (tiny), 61 s, 2026-11-23 |\n"
+    row = "| passed, 61 s, 2026-11-23 | failed (CPU), 61 s, 2026-11-23 |\n"
     assert f"| zero2 | {card.PARTS['zero2'].shows} {row}" in table
     page = f"before\n{card.MARKS[0]}old\n{card.MARKS[1]}after\n"
     assert card.with_table(page, "new\n") == page.replace("old", "new")
@@ -157,6 +161,25 @@ def test_what_has_been_run_where_is_what_the_pages_say():
     text = (ROOT / "docs" / "scaling.md").read_text()
     table = card.table_of_runs(card.read_pages(card.CARDS))
     assert card.with_table(text, table) == text, "`make card PARTS=advantages` makes it anew"
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_part_too(tmp_path):
+    """The part lived on, and would have held the GPU."""
+    command = [sys.executable, str(ROOT / "tools" / "card.py"), "zero2", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    started = []
+    while process.poll() is None and not started:
+        time.sleep(0.1)
+        # git is a child too, and ends by itself.
+        for child in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started += [child] * ("zero2" in child.cmdline())
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors.endswith("stopped; the results of the parts that have ended are kept\n")
+    assert not psutil.wait_procs(started, timeout=60)[1]
 
 
 @pytest.mark.slow

@@ -43,16 +43,16 @@ LOGS = ROOT / "out" / "card"
 MARKS = ("<!-- cards: made by tools/card.py -->\n", "<!-- end of cards -->\n")
 
 NO_GPU = """\
-**No GPU is among these machines yet.** On a CPU the shapes are tiny, and what needs a GPU is left
-out. These have run nowhere: the varlen and FlashAttention kernels, NCCL, CUDA graphs, fp8, and the
-sampler's sleep. The limits of the GPU tests and the eight minutes for a part are predictions. So is
-the plan of memory and time: until a GPU has calibrated it, the GPU test accepts memory that is 25 %
-above or below the plan.""".splitlines()
+**No GPU is among these machines yet.** On a CPU all shapes but the laboratory's are tiny, and what
+needs a GPU is left out. These have run nowhere: the varlen and FlashAttention kernels, NCCL, CUDA
+graphs, fp8, and the sampler's sleep. The limits of the GPU tests and the eight minutes for a part
+are predictions. So is the plan of memory and time: until a GPU has calibrated it, the GPU test
+accepts memory that is 25 % above or below the plan.""".splitlines()
 # The lines of pytest's summary that say what failed or was skipped, and why.
 NOTES = ("FAILED tests/", "ERROR tests/", "SKIPPED [")
 NOTHING_TRIED = r"(\d+ (skipped|deselected|warnings?),? ?)+in .*|no tests ran.*"
 CHARACTERS = 300  # of a line that a page quotes, at most
-# Then a part fits into ten minutes of a rented GPU. No GPU has shown yet how long each takes.
+# A part fits into ten minutes of a rented GPU then. No GPU has shown yet how long a part takes.
 TIMEOUT = 480  # seconds
 
 
@@ -281,8 +281,8 @@ def page(found: dict) -> str:
     if not about["card"]:
         lines += [
             "**This machine has no GPU.** The parts ran on the CPU with tiny shapes, and left out "
-            "what needs a GPU. This shows that the parts work. It says nothing about a GPU. The "
-            "planned figures are those of an H100.",
+            "what needs a GPU. Only the laboratory has its whole size. This shows that the parts "
+            "work. It says nothing about a GPU. The planned figures are those of an H100.",
             "",
         ]
     lines += table_of_parts(found) + table_of_phases(found["parts"])
@@ -353,10 +353,10 @@ def table_of_figures(parts: dict, has_targets: bool) -> list[str]:
 
 
 def result(found: dict, name: str) -> str:
-    result = found["parts"][name]["result"]
+    word = found["parts"][name]["result"]
     if found["machine"]["card"]:
-        return result
-    return f"{result} (tiny)"
+        return word
+    return f"{word} (CPU)"
 
 
 def ordered(parts: dict) -> list[str]:
@@ -495,9 +495,10 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # The end of a session or of a job must end the part too.
+    # The end of a login or of a job must end the part too. nohup ignores SIGHUP, and so do we then.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
     except (UserError, OSError) as error:
