@@ -53,9 +53,18 @@ LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "models", "ppo", "ev
 LONGEST_FIRST += ["reward", "levers", "demo", "copies", "rollout"]
 
 
+# A test of these files, or with one of these fixtures, starts engines.
+ENGINE_FILES = {"test_resume", "test_two_machines", "test_evaluate", "test_soak"}
+ENGINE_FIXTURES = {"results", "wide", "one_rank", "two_ranks", "whole", "found", "found_in_bf16"}
+ENGINE_FIXTURES |= {"runs", "run", "base", "trained", "place"}
+
+
 def pytest_collection_modifyitems(items):
     rank = {f"test_{name}": k for k, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    for item in items:
+        if item.path.stem in ENGINE_FILES or ENGINE_FIXTURES & set(item.fixturenames):
+            item.add_marker("engine")
 
 
 def arguments(flags: dict) -> list[str]:

@@ -15,7 +15,6 @@ from ablation_forks import run_checks
 from conftest import ROOT, held_port, jsonl, launch, same_metrics
 
 PATCHES = sorted(path.stem for path in (ROOT / "ablations").glob("*.patch"))
-PAGE = (ROOT / "ablations" / "README.md").read_text()
 # These change what another patch has written, which is applied before them.
 BUILDS_ON = {"clip_higher": "updates_8", "cispo": "updates_8", "gspo": "updates_8"}
 PRODUCT = ("train.py", "rollout.py", "reward.py", "ppo.py", "ckpt.py", "lib", "tasks", "tools")
@@ -57,24 +56,6 @@ def apply(name: str, copy: Path):
 def skip_without_extras(name: str):
     if name == "lora":
         pytest.importorskip("peft", reason="pip install -r requirements-extras.txt")
-
-
-def test_there_are_four_and_the_page_has_a_line_for_each():
-    assert {"kl_loss", "updates_8", "overlong_drop", "fuse_values"} <= set(PATCHES)
-    for name in PATCHES:
-        assert f"]({name}.patch)" in PAGE, f"ablations/README.md says nothing of {name}"
-    for name, base in BUILDS_ON.items():
-        (line,) = [line for line in PAGE.splitlines() if f"]({name}.patch)" in line]
-        assert f"builds on `{base}`" in line, (
-            f"ablations/README.md does not say what {name} builds on"
-        )
-
-
-@pytest.mark.parametrize("name", PATCHES)
-def test_a_patch_is_at_most_40_changed_lines(name):
-    lines = (ROOT / "ablations" / f"{name}.patch").read_text().splitlines()
-    changed = [x for x in lines if x[:1] in ("+", "-") and x[:3] not in ("+++", "---")]
-    assert 0 < len(changed) <= 40
 
 
 @pytest.mark.parametrize("name", PATCHES)

@@ -156,13 +156,6 @@ def test_the_table_of_runs_has_a_column_for_each_page(tmp_path):
     assert card.with_table(page, "new\n") == page.replace("old", "new")
 
 
-def test_what_has_been_run_where_is_what_the_pages_say():
-    """The table was written by hand."""
-    text = (ROOT / "docs" / "scaling.md").read_text()
-    table = card.table_of_runs(card.read_pages(card.CARDS))
-    assert card.with_table(text, table) == text, "`make card PARTS=advantages` makes it anew"
-
-
 @pytest.mark.slow
 def test_a_signal_ends_the_part_too(tmp_path):
     """The part lived on, and would have held the GPU."""

@@ -676,6 +676,7 @@ def in_own_mounts(mount: str) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
 
 
+@pytest.mark.engine
 def test_folder_that_machines_do_not_share_is_refused(tiny, tmp_path):
     """Rank 1 sees another disk under the same path."""
     run = tmp_path / "run"
@@ -685,12 +686,14 @@ def test_folder_that_machines_do_not_share_is_refused(tiny, tmp_path):
     assert re.search(rf"machine .*, rank \d, {run}: not shared", line)
 
 
+@pytest.mark.engine
 def test_ranks_with_other_flags_are_refused(tiny, tmp_path):
     """They would wait for each other."""
     line = refusal(SMALL | tiny | {"run_dir": tmp_path / "run"}, seed=7)
     assert "rank 1: --seed: 7, of rank 0: 42; give all the same" in line
 
 
+@pytest.mark.engine
 def test_ranks_with_other_problems_are_refused(tiny, tmp_path):
     """They would train on each other's samples behind the wrong prompts, silently."""
     here = tmp_path / "data.json"
@@ -728,6 +731,7 @@ def start(run: Path, flags: dict, *launcher) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=out, stderr=out, env=clean_environment())
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "number",
     [

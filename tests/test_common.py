@@ -229,6 +229,7 @@ print("death of the parent sends", number.value)
 """
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "parent, number",
     [

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import naive
 import pytest
 import torch
 from conftest import jsonl, launch
@@ -14,7 +13,6 @@ from conftest import jsonl, launch
 import ppo
 import reward
 import train
-from lib import check, common
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -22,11 +20,6 @@ EXAMPLES = {}
 for block in re.findall(r"^```python\n# (.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
     title, code = block.split("\n", 1)
     EXAMPLES[title] = code
-
-
-@pytest.mark.parametrize("name, most", [("estimator", 9), ("task", 15), ("dataset", 9)])
-def test_examples_are_short(name, most):
-    assert len(EXAMPLES[name].splitlines()) - EXAMPLES[name].count("\n\n") <= most
 
 
 def test_estimator(monkeypatch):
@@ -86,34 +79,3 @@ def test_dataset(tmp_path, monkeypatch):
     problems = reward.load_problems("squares.jsonl", "Q: {question} A:")
     assert len(problems) == 98
     assert (problems[0].prompt, problems[0].label) == ("Q: What is 2 * 2? A:", "4")
-
-
-def test_names_on_the_page_exist():
-    """The lists that name estimators, and what a run uses of a task."""
-    owners = {
-        "WHITENED": ppo,
-        "GROUPED": check,
-        "scores": naive,
-        "load_problems": reward,
-        "text_metrics": reward,
-        "Grader": reward,
-        "ANSWERS": reward,
-        "submit": reward.Grader,
-        "pending": reward.Grader,
-        "results": reward.Grader,
-        "close": reward.Grader,
-        "UserError": common,
-    }
-    for name, owner in owners.items():
-        assert f"`{name}`" in PAGE
-        assert hasattr(owner, name)
-
-
-def test_stripped_names_tests_that_exist():
-    """docs/stripped.md: the proofs are tests, which may be renamed."""
-    named = set(re.findall(r"\btest_\w+", (ROOT / "docs" / "stripped.md").read_text()))
-    defined = {path.stem for path in ROOT.glob("tests/*.py")}
-    for path in ROOT.glob("tests/*.py"):
-        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
-    assert len(named) > 20
-    assert not named - defined

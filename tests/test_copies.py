@@ -186,6 +186,7 @@ def use(tmp_path):
     return run
 
 
+@pytest.mark.engine
 def test_rollout_alone_prints_four_samples(use, tiny):
     files = ["rollout.py", "lib/common.py"]
     printed = use(files, "rollout.py", tiny["model"], "12+34")
@@ -205,6 +206,7 @@ def test_ppo_alone_updates_a_torch_module(use):
     assert "the naive gradient" in use(["ppo.py", "lib/common.py"], "-c", USE_PPO)
 
 
+@pytest.mark.engine
 def test_ckpt_alone_saves_and_loads_a_deepspeed_engine(use):
     assert "the same step again" in use(["ckpt.py", "lib/common.py"], "-c", USE_CKPT)
 

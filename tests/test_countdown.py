@@ -239,6 +239,7 @@ def test_the_baseline_trains(tmp_path):
     assert len(jsonl(tmp_path / "run" / "eval.jsonl")) == 2
 
 
+@pytest.mark.engine
 def test_a_folder_of_something_else_is_refused_in_one_line(tmp_path):
     (tmp_path / "mine.txt").write_text("")
     command = [sys.executable, "tools/countdown.py", str(tmp_path)]

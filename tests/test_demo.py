@@ -155,6 +155,7 @@ def test_a_base_is_a_function_of_the_seed(quick, tmp_path):
         assert (tmp_path / "other" / name).read_bytes() != data
 
 
+@pytest.mark.engine
 def test_killed_in_the_middle_leaves_nothing_under_the_name(quick, tmp_path):
     """It is killed when the model is written and the problems are not; the next call makes both."""
     kill = "demo.write_problems = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"

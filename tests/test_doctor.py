@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import sick_runs
-from conftest import ROOT, jsonl
+from conftest import jsonl
 
 from tools import doctor
 
@@ -187,9 +187,3 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(monkeypatch, capsys, tmp
         assert left.value.code == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1, name
-
-
-def test_every_cause_has_its_place_on_the_page():
-    page = (ROOT / "docs" / "doctor.md").read_text()
-    for cause in (*doctor.CAUSES, "too slow"):
-        assert f"\n## {cause[0].upper()}{cause[1:]}\n" in page, cause

@@ -1006,7 +1006,7 @@ def test_numbers_are_equal_in_every_spelling_and_only_then():
 
 def test_integers_of_any_size_are_exact():
     big = "9" * 2_400
-    assert equal.quick_verdict(big, f"{int(big):,}"[:0] + big) is True
+    assert equal.quick_verdict(big[:900], f"{int(big[:900]):,}") is True
     assert equal.quick_verdict("0" + big, big) is True
     assert equal.quick_verdict(big[:-1] + "8", big) is False
     assert equal.quick_verdict(f"{10**1_500:,}", f"1{'0' * 1_500}") is True

@@ -543,14 +543,6 @@ def test_recipe_can_be_planned(recipe, tiny, tmp_path, capsys, monkeypatch):
     assert len(text.splitlines()) <= 12, "a recipe holds only what differs"
 
 
-def test_all_recipes_of_the_list_are_there():
-    names = """demo orz_0p5b_1gpu orz_0p5b_8gpu orz_1p5b_2x8 orz_7b_4x8 orz_32b_16x8 orz_32b_anneal
-        grpo_7b_4x8 debug_7b_1x8 orz_0p5b_16gb orz_0p5b_24gb orz_1p5b_24gb orz_1p5b_80gb
-        lora_3b_80gb gsm8k_0p5b_1gpu"""
-    assert set(names.split()) <= {path.stem for path in RECIPES}
-    assert (ROOT / "runs" / "slurm.sbatch").exists()
-
-
 @pytest.mark.parametrize(
     "flags, phases, advice",
     [
@@ -581,12 +573,6 @@ def test_a_cache_without_room_for_one_sequence_names_the_phase():
         UserError, match="phase rollout: the KV cache holds .* --max_len 8192: raise"
     ):
         plan.main([*LARGE, *flags])
-
-
-def test_the_smoke_test_fits_with_its_share():
-    """With DeepSpeed's own buckets, and the half of the card, it needed 78 of 79 GiB."""
-    text = (ROOT / "runs" / "debug_7b_1x8.sh").read_text()
-    assert "--gpu_memory_utilization 0.35 " in text
 
 
 def test_a_plan_checks_the_flags():
@@ -661,25 +647,3 @@ def test_a_dry_run_is_for_the_cards_of_the_recipe(tmp_path):
 
 
 # ---- the recipe of GSM8K -------------------------------------------------------------------------
-
-
-def test_the_gsm8k_recipe_is_the_published_run(tmp_path):
-    """467 rounds of 16 x 16 with verl's prompt, as Qwen's chat template would make it."""
-    done = run_recipe("gsm8k_0p5b_1gpu.sh", tmp_path, "--dry_run")
-    [planned] = calls(done)
-    cfg = train.parse_flags([word for word in planned[7:] if word != "--dry_run"])
-    assert train.count_steps(cfg, 7473) == 467
-    sizes = (cfg.rollout_batch_size, cfg.n_samples_per_prompt, cfg.generate_max_len)
-    assert sizes == (16, 16, 512)
-    assert (cfg.actor_learning_rate, cfg.num_warmup_steps, cfg.lr_end) == (1e-6, 1, None)
-    assert (cfg.estimator, cfg.loss_mean, cfg.log_kl) == ("grpo", "token", False)
-    assert (cfg.temperature, cfg.top_p, cfg.stop) == (1.0, 1.0, [])
-    assert (cfg.eval_n, cfg.answer, cfg.model) == (8, "hashes", "Qwen/Qwen2.5-0.5B-Instruct")
-    assert train.parse_path(cfg.data[0], "") == ("openai/gsm8k:main", {"split": "train"})
-    assert cfg.template == (
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-        "<|im_end|>\n<|im_start|>user\n{question} Let's think step by step and output the final "
-        'answer after "####".<|im_end|>\n<|im_start|>assistant\n'
-    )
-    text = (ROOT / "runs" / "gsm8k_0p5b_1gpu.sh").read_text()
-    assert "Not run yet." in text and "30.2 -> 54.8" in text and "77 minutes" in text

@@ -141,34 +141,8 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
         torch.set_num_threads(threads)
 
 
-def test_other_threads_do_not_invalidate_what_vllm_compiled():
-    """What torch compiles ahead of time refuses to run with another number of threads, unless its
-    guards are dropped, as vLLM does (`TorchCompileWithNoGuardsWrapper`)."""
-    threads = torch.get_num_threads()
-    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    x = torch.ones(2)
-
-    def double(x):
-        return 2 * x
-
-    try:
-        torch.set_num_threads(1)
-        with torch._dynamo.config.patch(enable_aot_compile=True):
-            function = torch.compile(double, fullgraph=True, backend="eager", options=options)
-            compiled = function.aot_compile(((x,), {}))
-        torch.set_num_threads(2)
-        assert torch.equal(compiled(x), 2 * x)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_vllm_tells_nobody_that_it_runs(found):
     assert found["reports usage"] is False
-
-
-def test_products_in_fp32_are_exact_on_a_gpu_too():
-    """Triton's default is TF32: the sampler would be 1e-3 from the trainer at the first token."""
-    assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_one_line(found):
