@@ -1,4 +1,4 @@
-# make demo | make lab | make test | make test-gpu | make card | make bench | make install | make lint
+# make demo | make lab | make check | make test | make test-gpu | make card | make bench | make install | make lint
 # STACK=cuda or STACK=cpu says what is installed, in the same versions; unsaid, it is cuda where nvidia-smi answers.
 # .venv has this stack. The tests are the CPU's: beside a CUDA stack they have an environment of their own, .venv-cpu.
 PYTHON ?= python3.11
@@ -31,6 +31,12 @@ lab: $(INSTALLED)
 	--seed 1 --run_dir out/lab/run < out/lab/base/flags.txt
 	$(BIN)/python tools/plot.py out/lab/run
 	$(BIN)/python tools/compare.py out/lab/run
+
+# What to run after an edit: ruff, and all tests that start no engine.
+check: $(CPU_VENV)/.installed
+	$(CPU_VENV)/bin/ruff check .
+	$(CPU_VENV)/bin/ruff format --check .
+	$(CPU_VENV)/bin/python -m pytest -m "not engine and not slow and not long and not gpu"
 
 test: $(CPU_VENV)/.installed
 	$(CPU_VENV)/bin/python -m pytest
@@ -88,4 +94,4 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 	$(if $(findstring cpu,$<),$(COMPILE))
 	touch $@
 
-.PHONY: demo lab test test-gpu find-gpu card bench lint install
+.PHONY: demo lab check test test-gpu find-gpu card bench lint install

@@ -33,6 +33,8 @@ from safetensors.torch import save_file
 
 from lib.common import UserError, gather, here, one_line, print0
 
+# The last commit before flags and state.json got the names that they have now.
+LAST_WITH_OLD_NAMES = "a2fefd0"
 # Only these are cut back on resume. They are nobody else's files.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
 
@@ -345,18 +347,21 @@ def pick_checkpoint(run_dir, resume):
     if resume != "auto":
         candidates = [Path(resume).absolute()]
     candidates = gather(candidates)[0]
+    if not candidates:
+        return None
+    damaged = {}
     for path in candidates:
         damage = find_damage(path)
         if not damage:
+            for newer, why in damaged.items():
+                print0(f"WARNING: {newer} is damaged ({why}); going back to the one before")
             return path
-        if path == candidates[-1]:
-            # It never starts over by itself: a disk may be sick for a minute only.
-            raise UserError(
-                f"--resume {resume}: {path}: {damage}; repair it, choose another of "
-                "`tools/convert.py list RUN`, or start over with --resume none"
-            )
-        print0(f"WARNING: {path} is damaged ({damage}); going back to the one before")
-    return None
+        damaged[path] = damage
+    # A run never starts over by itself: a disk may be sick for a minute only.
+    raise UserError(
+        f"--resume {resume}: {path}: {damage}; repair it, choose another of "
+        "`tools/convert.py list RUN`, or start over with --resume none"
+    )
 
 
 def find_damage(path):
@@ -375,7 +380,7 @@ def find_damage(path):
     return None
 
 
-def read_state(path) -> RunState:
+def load_state(path) -> RunState:
     """Raises UserError where the fields are not those of this version."""
     try:
         return RunState(**json.loads((path / "state.json").read_text()))
@@ -392,7 +397,12 @@ def find_start(run_dir, resume, new: RunState, fixed):
     path = pick_checkpoint(run_dir, resume)
     if path is None:
         return None, new
-    saved = read_state(path)
+    saved = load_state(path)
+    if "reward" in saved.config:
+        raise UserError(
+            f"{path} was saved before --reward was called --task; commit {LAST_WITH_OLD_NAMES} is "
+            "the last that can resume it; or use --resume none"
+        )
     sizes = saved.log_sizes
     if path.parent.resolve() != run_dir.resolve():
         # They are of the other folder's logs.
@@ -447,7 +457,7 @@ def restore(run_dir, source, engines, state: RunState):
 
 
 def load(path, engines, new: RunState):
-    if read_state(path).layout != new.layout:
+    if load_state(path).layout != new.layout:
         from lib import reshard
 
         damage = find_damage(path / "universal")

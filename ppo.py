@@ -1,23 +1,24 @@
 """PPO without what it does not need: batch, packing, advantages, the two losses and their updates.
 
-Never sees text, and needs torch and numpy alone. An engine is any object with `name` and `device`
-that is called like the model, and has `backward(loss, is_last)` and `step(lr) -> gradient norm`;
-lib/models.py makes them of DeepSpeed's.
+Never sees text, and needs torch and numpy alone. A learner is any object with `name` and `device`
+that is called like the model, and has `backward(loss, is_last)` and `apply_update(lr) -> gradient
+norm`. lib/models.py makes learners of DeepSpeed engines. An update is one optimizer step.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - There is one denominator. A loss is a sum over response tokens divided by the *global* number of
-  them in the optimizer step, so packing, micro-batches and ranks do not change the gradient. ORZ
-  takes a mean of per-pack means.
+  response tokens in the update, so packing, micro-batches and ranks do not change the gradient.
+  ORZ takes a mean of per-pack means.
 - There are no old log-probs, no reference, no ratio and no clip. With one update per rollout the
   ratio is 1 and the clip does nothing.
 - Group scores are divided by their standard deviation and not whitened again. ORZ's GRPO did
   neither.
 
-Shapes: N samples, T response tokens, R packed rows, L row length. In an estimator T is the longest
-response, to which the others are padded.
+Shapes: N samples, S tokens of the longest response, T response tokens of the batch, t response
+tokens of a micro-batch, R packed rows, L row length.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -33,7 +34,7 @@ from lib.common import hash64
 class Batch:
     """A whole rollout, the same on every rank.
 
-    In flat token tensors sample i owns start[i] to start[i] + length[i].
+    In flat token tensors sample i owns start[i] to start[i] + response_lengths[i].
     """
 
     prompt_ids: list[list[int]]
@@ -41,19 +42,21 @@ class Batch:
     groups: Tensor  # (N,) which problem a sample answers
     rewards: Tensor  # (N,) float64
     device: torch.device  # of the token tensors
-    # (T,) each: values, advantages, returns, logprobs (the sampler's), ref_logprobs
-    tokens: dict[str, Tensor]
+    # (T,) each: values, advantages, returns, logprobs (of the sampler), ref_logprobs
+    per_token: dict[str, Tensor]
 
     def __post_init__(self):
-        self.length = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
-        self.start = self.length.cumsum(0) - self.length  # (N,)
+        self.response_lengths = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
+        self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
         # (N,) tokens of each sample, with its prompt
-        self.size = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
+        self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
         # The mask comes from the lengths alone: a padding id may be an answer's token too.
-        self.mask = torch.arange(int(self.length.max())) < self.length[:, None]  # (N, longest)
+        self.mask = (
+            torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
+        )  # (N, S)
 
-    def everyone(self) -> list[int]:
-        return list(range(len(self.size)))
+    def all_samples(self) -> list[int]:
+        return list(range(len(self.sample_lengths)))
 
     @classmethod
     def of(cls, samples, device) -> "Batch":
@@ -65,17 +68,12 @@ class Batch:
         batch = cls(prompt_ids, response_ids, groups, rewards, device, {})
         if samples[0].logprobs is not None:
             logprobs = [x for sample in samples for x in sample.logprobs]
-            batch.tokens["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
+            batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
         return batch
-
-    def with_signal(self) -> list[int]:
-        """Returns the samples with an advantage that is not 0. The others have no gradient."""
-        parts = self.split(self.tokens["advantages"].cpu())
-        return [i for i, part in enumerate(parts) if part.any()]
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Cuts (T,) into one tensor a sample."""
-        return numbers.split(self.length.tolist())
+        return numbers.split(self.response_lengths.tolist())
 
 
 @dataclass
@@ -87,10 +85,10 @@ class MicroBatch:
     position_ids: Tensor  # (R, L)
     # Is the next token a response token?
     predict: Tensor  # (R, L) bool
-    token_ids: Tensor  # (T,) those next tokens
-    # Where those tokens live in the batch's flat token tensors.
-    index: Tensor  # (T,)
-    mask: Tensor  # (T,) 1.0; 0.0 for a filler
+    token_ids: Tensor  # (t,) those next tokens
+    # Where those tokens lie in the batch's flat token tensors.
+    flat_index: Tensor  # (t,)
+    mask: Tensor  # (t,) 1.0; 0.0 for a filler
     # With the rows laid end to end: where each sample and each padding starts, and the end.
     borders: Tensor  # (samples and paddings + 1,) int32
     longest: int  # tokens of the longest of them
@@ -136,9 +134,15 @@ def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
 
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
     """Makes the tensors of some packed rows of samples."""
-    row_len = max(sum(batch.size[i] for i in row) for row in rows)
+    row_len = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     parts = []  # tokens of each sample and each padding
-    columns = {"input_ids": [], "position_ids": [], "predict": [], "token_ids": [], "index": []}
+    columns = {
+        "input_ids": [],
+        "position_ids": [],
+        "predict": [],
+        "token_ids": [],
+        "flat_index": [],
+    }
     for row in rows:
         ids = []
         positions = []
@@ -147,13 +151,13 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             prompt = batch.prompt_ids[i]
             response = batch.response_ids[i]
             ids += prompt + response
-            parts.append(batch.size[i])
-            positions += range(batch.size[i])
+            parts.append(batch.sample_lengths[i])
+            positions += range(batch.sample_lengths[i])
             # Position t predicts token t + 1: the prompt's last to the response's last but one.
             predict += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
             start = int(batch.start[i])
             columns["token_ids"] += response
-            columns["index"] += range(start, start + len(response))
+            columns["flat_index"] += range(start, start + len(response))
         # The padding is one more sample, of which nothing is predicted.
         padding = row_len - len(ids)
         if padding > 0:
@@ -169,9 +173,17 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
 
 def filler(device) -> MicroBatch:
     """Makes one token of mask 0, which keeps a rank without samples in step with the others."""
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=device)  # (1, 1)
-    borders = torch.arange(2, dtype=torch.int32, device=device)  # (2,)
-    return MicroBatch(zero, zero, zero == 0, zero[0], zero[0], zero[0].float(), borders, 1)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)  # (1,)
+    return MicroBatch(
+        input_ids=zero[None],  # (1, 1)
+        position_ids=zero[None],  # (1, 1)
+        predict=zero[None] == 0,  # (1, 1)
+        token_ids=zero,
+        flat_index=zero,
+        mask=zero.float(),
+        borders=torch.arange(2, dtype=torch.int32, device=device),  # (2,)
+        longest=1,
+    )
 
 
 def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
@@ -179,9 +191,9 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
 
     Every rank gets the same number of micro-batches, since ZeRO's collectives must match.
     """
-    mine = deal(batch.size, samples, dist.get_world_size())[dist.get_rank()]
+    mine = deal(batch.sample_lengths, samples, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
-    rows = pack(batch.size, mine, cfg.packing_max_len)
+    rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
     micros = []
     for start in range(0, len(rows), rows_per_micro):
         micros.append(build_rows(batch, rows[start : start + rows_per_micro]))
@@ -195,8 +207,8 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
 # ---- advantages ------------------------------------------------------------------------------
 
 
-# HACK HERE: an estimator maps rewards (N,), values (N, T), mask (N, T) and groups (N,) to
-# advantages (N, T), or to one score (N,) for all tokens of a sample, in float64 on the device.
+# HACK HERE: an estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
+# advantages (N, S), or to one score (N,) for all tokens of a sample, in float64 on the device.
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lambd=None) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16). Lambda is the policy's if none is given."""
@@ -207,7 +219,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lamb
         return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
     # V is 0 behind a response, so all delta are 0 there. The reward is on the last token.
-    sums = -values  # (N, T)
+    sums = -values  # (N, S)
     sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
     sums.scatter_add_(1, last, rewards[:, None])
     for t in reversed(range(values.shape[1] - 1)):
@@ -278,22 +290,44 @@ def pass_at_k(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg
     return torch.where(std > 0, scores, 0.0)
 
 
-# By the names of --estimator. Only `gae` has a critic, which `main` in train.py makes. Those that
-# compare a problem's samples, and so need two of them, are GROUPED in lib/check.py.
+def one_sample(cfg) -> int:
+    return 1
+
+
+def two_samples(cfg) -> int:
+    return 2
+
+
+def more_than_one_set(cfg) -> int:
+    """k samples are one set of k, which has no other set to be compared with."""
+    return cfg.pass_k + 1
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A function, and what a run must have for it."""
+
+    function: Callable
+    needs_critic: bool = False
+    # Are its advantages whitened? The others have their scale already.
+    is_whitened: bool = False
+    # From cfg: the least number of samples of a problem. One that compares samples needs two.
+    least_samples: Callable = one_sample
+
+
+# By the names of --estimator. This is the only place that knows an estimator.
 ESTIMATORS = {
-    "gae": gae,
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce": reinforce,
-    "dr_grpo": dr_grpo,
-    "reinforce_pp": dr_grpo,
-    "maxrl": maxrl,
-    "positive": positive,
-    "negative": negative,
-    "pass_at_k": pass_at_k,
+    "gae": Estimator(gae, needs_critic=True, is_whitened=True),
+    "grpo": Estimator(grpo, least_samples=two_samples),
+    "rloo": Estimator(rloo, least_samples=two_samples),
+    "reinforce": Estimator(reinforce, is_whitened=True),
+    "dr_grpo": Estimator(dr_grpo, least_samples=two_samples),
+    "reinforce_pp": Estimator(dr_grpo, is_whitened=True, least_samples=two_samples),
+    "maxrl": Estimator(maxrl, least_samples=two_samples),
+    "positive": Estimator(positive),
+    "negative": Estimator(negative),
+    "pass_at_k": Estimator(pass_at_k, least_samples=more_than_one_set),
 }
-# The others have their scale already.
-WHITENED = ("gae", "reinforce", "reinforce_pp")
 
 
 def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -313,61 +347,88 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
     return tuple(numbers.to(rewards.device) for numbers in (mean, std, count[inverse]))
 
 
-def compute_advantages(batch: Batch, cfg):
+def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
     """Adds `advantages` and `returns`, (T,), to the batch; returns what to log about them."""
-    # They are large, and the sampler sleeps: on a GPU they are computed there.
-    device = batch.device
-    mask = batch.mask.to(device)  # (N, longest)
-    values = torch.zeros(int(batch.length.sum()), dtype=torch.float64, device=device)  # (T,)
-    if "values" in batch.tokens:
-        values = batch.tokens["values"].double()
-    padded = torch.zeros_like(mask, dtype=torch.float64)  # (N, longest)
+    advantages, returns = raw_advantages(batch, cfg)  # (T,), (T,)
+    if cfg.advantage_normalization and ESTIMATORS[cfg.estimator].is_whitened:
+        advantages = whiten(advantages)
+    stats = advantage_stats(batch, advantages, returns)
+    batch.per_token["advantages"] = (advantages * token_weights(batch, cfg)).float()
+    batch.per_token["returns"] = returns.float()
+    return stats
+
+
+def raw_advantages(batch: Batch, cfg) -> tuple[Tensor, Tensor]:
+    """Returns the estimator's advantages before whitening, and the critic's targets: (T,), (T,)."""
+    # These tensors are large, and the sampler sleeps: on a GPU they are computed there.
+    mask = batch.mask.to(batch.device)  # (N, S)
+    values = flat_values(batch)  # (T,)
+    padded = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
     padded[mask] = values
-    inputs = (batch.rewards.to(device), padded, mask, batch.groups.to(device), cfg)
-    scores = ESTIMATORS[cfg.estimator](*inputs).reshape(len(padded), -1)  # (N, 1 or longest)
-    advantages = scores.expand_as(padded)[mask]  # (T,)
-    # The critic's target is taken before whitening.
+    inputs = (batch.rewards.to(batch.device), padded, mask, batch.groups.to(batch.device), cfg)
+    scores = ESTIMATORS[cfg.estimator].function(*inputs)  # (N,) or (N, S)
+    advantages = scores.reshape(len(mask), -1).expand_as(padded)[mask]  # (T,)
     returns = advantages + values  # (T,)
     if cfg.critic_lambd is not None:
         # This decouples the critic's lambda from the policy's (VAPO, arXiv 2504.05118, section 4).
         returns = gae(*inputs, cfg.critic_lambd)[mask] + values  # (T,)
-    if cfg.advantage_normalization and cfg.estimator in WHITENED:
-        spread = advantages.var(correction=0).sqrt().clamp(min=1e-8)
-        advantages = (advantages - advantages.mean()) / spread
+    return advantages, returns
+
+
+def flat_values(batch: Batch) -> Tensor:
+    """The critic's values in float64, (T,); 0 without a critic."""
+    if "values" in batch.per_token:
+        return batch.per_token["values"].double()
+    count = int(batch.response_lengths.sum())
+    return torch.zeros(count, dtype=torch.float64, device=batch.device)
+
+
+def whiten(advantages: Tensor) -> Tensor:
+    """Mean 0 and population std 1 over all response tokens of the step, (T,)."""
+    spread = advantages.var(correction=0).sqrt().clamp(min=1e-8)
+    return (advantages - advantages.mean()) / spread
+
+
+def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[str, float]:
     stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
     stats["return"] = returns.mean()
     variance = returns.var(correction=0)
-    if "values" in batch.tokens and variance > 0:
-        stats["explained_variance"] = 1 - (returns - values).var(correction=0) / variance
+    if "values" in batch.per_token and variance > 0:
+        unexplained = (returns - flat_values(batch)).var(correction=0)
+        stats["explained_variance"] = 1 - unexplained / variance
+    return {key: value.item() for key, value in stats.items()}
 
-    # `update` divides by all tokens, which is N times the mean length. To divide by another length
-    # the advantages are weighted here, where packing, micro-batches and ranks do not matter.
-    mean_length = batch.length.double().mean()  # ()
+
+def token_weights(batch: Batch, cfg) -> Tensor:
+    """--loss_mean as a weight of each token's advantage: (T,), or one number for all.
+
+    `update` divides a loss by all tokens, which is N times the mean length. To divide by another
+    length, the advantages are weighted; packing, micro-batches and ranks do not matter then.
+    """
+    mean_length = batch.response_lengths.double().mean()  # ()
     if cfg.loss_mean == "sequence":
         # Each sample is divided by its own length (GRPO, arXiv 2402.03300, eq. 3).
-        length = batch.length.repeat_interleave(batch.length).to(device)  # (T,)
-        advantages = advantages * mean_length / length
-    elif cfg.loss_mean == "constant":
+        lengths = batch.response_lengths.repeat_interleave(batch.response_lengths)  # (T,)
+        return mean_length / lengths.to(batch.device)
+    if cfg.loss_mean == "constant":
         # All samples are divided by the same length (Dr. GRPO, arXiv 2503.20783).
-        advantages = advantages * mean_length / cfg.generate_max_len
-    batch.tokens["advantages"] = advantages.float()
-    batch.tokens["returns"] = returns.float()
-    return {key: value.item() for key, value in stats.items()}
+        return mean_length / cfg.generate_max_len
+    return torch.ones(())
 
 
 # ---- passes and losses -----------------------------------------------------------------------
 
 
-def values(critic, batch: Batch, cfg) -> Tensor:
+def compute_values(critic, batch: Batch, cfg) -> Tensor:
     """Computes V(s_t) of every response token, (T,), the same on every rank."""
     return token_pass(batch, cfg, critic)
 
 
-def logprobs(policy, batch: Batch, cfg) -> Tensor:
+def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
     """Computes log p of every response token, (T,), the same on every rank."""
 
     def forward(micro):
-        return policy(micro, cfg.temperature)[0]  # (T,)
+        return policy(micro, cfg.temperature)[0]  # (t,)
 
     return token_pass(batch, cfg, forward)
 
@@ -375,30 +436,36 @@ def logprobs(policy, batch: Batch, cfg) -> Tensor:
 @torch.no_grad()
 def token_pass(batch: Batch, cfg, forward) -> Tensor:
     """Computes one number per response token, (T,), by `forward(micro)`."""
-    numbers = torch.zeros(int(batch.length.sum()), device=batch.device)  # (T,)
-    for micro in micro_batches(batch, batch.everyone(), cfg):
-        numbers.index_add_(0, micro.index, forward(micro) * micro.mask)
+    numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
+    for micro in micro_batches(batch, batch.all_samples(), cfg):
+        numbers.index_add_(0, micro.flat_index, forward(micro) * micro.mask)
     # Exactly one rank has computed each token; the others add 0.
     dist.all_reduce(numbers)
     return numbers
 
 
+def samples_to_learn_from(batch: Batch) -> list[int]:
+    """The samples with an advantage that is not 0. The others have no gradient."""
+    parts = batch.split(batch.per_token["advantages"].cpu())
+    return [i for i, part in enumerate(parts) if part.any()]
+
+
 def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """-sum_t A_t log p(a_t), which has the clipped objective's gradient at ratio 1
     (arXiv 1707.06347, eq. 7). Returns it with what to log: sums over tokens."""
-    logprobs, entropy = policy(micro, cfg.temperature)  # (T,), (T,)
-    advantages = batch.tokens["advantages"][micro.index] * micro.mask  # (T,)
+    logprobs, entropy = policy(micro, cfg.temperature)  # (t,), (t,)
+    advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (t,)
     stats = {"entropy": (entropy.detach() * micro.mask).sum()}
-    if "logprobs" in batch.tokens:
+    if "logprobs" in batch.per_token:
         # --log_ratio and --tis_cap compare the trainer with the sampler.
-        sampled = batch.tokens["logprobs"][micro.index]  # (T,)
-        log_ratio = (logprobs.detach() - sampled) * micro.mask  # (T,)
+        sampled = batch.per_token["logprobs"][micro.flat_index]  # (t,)
+        log_ratio = (logprobs.detach() - sampled) * micro.mask  # (t,)
         stats |= ratio_stats(log_ratio, micro.mask)
         if cfg.tis_cap is not None:
             advantages = advantages * log_ratio.exp().clamp(max=cfg.tis_cap)
-    if "ref_logprobs" in batch.tokens:
+    if "ref_logprobs" in batch.per_token:
         # --log_kl is a number to watch and never part of the loss.
-        reference = batch.tokens["ref_logprobs"][micro.index]  # (T,)
+        reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (t,)
         stats["kl"] = k3((reference - logprobs.detach()) * micro.mask).sum()
     loss = -(advantages * logprobs).sum()
     stats["policy_loss"] = loss.detach()
@@ -406,8 +473,8 @@ def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 
 def ratio_stats(log_ratio: Tensor, mask: Tensor):
-    """Trainer against sampler, both (T,): the ratio is 1 up to rounding, or something is wrong."""
-    ratio = log_ratio.exp()  # (T,)
+    """Trainer against sampler, both (t,): the ratio is 1 up to rounding, or something is wrong."""
+    ratio = log_ratio.exp()  # (t,)
     stats = {"ratio": (ratio * mask).sum(), "ratio_max": ratio.max()}
     stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
     stats["approx_kl"] = k3(log_ratio).sum()
@@ -421,11 +488,11 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """0.5 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), summed (ORZ's ValueLoss)."""
-    values = critic(micro)  # (T,)
-    old = batch.tokens["values"][micro.index]  # (T,)
-    returns = batch.tokens["returns"][micro.index]  # (T,)
-    clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (T,)
-    worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (T,)
+    values = critic(micro)  # (t,)
+    old = batch.per_token["values"][micro.flat_index]  # (t,)
+    returns = batch.per_token["returns"][micro.flat_index]  # (t,)
+    clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (t,)
+    worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (t,)
     loss = 0.5 * (worse * micro.mask).sum()
     stats = {"critic_loss": loss.detach(), "critic_values": (values.detach() * micro.mask).sum()}
     return loss, stats
@@ -435,84 +502,85 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 
 def train_critic(critic, batch: Batch, cfg, step):
-    """Takes critic_update_steps optimizer steps, each over its part of one shuffle of the samples.
+    """Takes critic_updates updates, each over its part of one shuffle of the samples.
 
-    There are never more steps than samples.
+    There are never more updates than samples.
     """
     rng = np.random.default_rng(hash64(cfg.seed, step, "critic"))
-    count = min(cfg.critic_update_steps, len(batch.size))
-    parts = np.array_split(rng.permutation(len(batch.size)), count)
+    count = min(cfg.critic_updates, len(batch.sample_lengths))
+    parts = np.array_split(rng.permutation(len(batch.sample_lengths)), count)
     history = []
     for k, part in enumerate(parts):
-        optimizer_step = step * cfg.critic_update_steps + k
-        lr = learning_rate(cfg.critic_learning_rate, cfg.num_warmup_steps, optimizer_step)
+        past_updates = step * cfg.critic_updates + k
+        lr = learning_rate(cfg.critic_learning_rate, cfg.warmup_updates, past_updates)
         history.append(update(critic, critic_loss, batch, part.tolist(), lr, cfg))
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
-    """Takes one optimizer step over all samples, so the ratio is 1 and a clip would do nothing."""
+    """Takes one update over all samples, so the ratio is 1 and a clip would do nothing."""
     # At the start the critic learns alone (ORZ's freezing_actor_steps). The rate and its end are
     # counted from the policy's own first step.
-    step -= cfg.critic_warmup_steps
-    total_steps -= cfg.critic_warmup_steps
+    step -= cfg.critic_only_steps
+    total_steps -= cfg.critic_only_steps
     if step < 0:
         return {}
-    lr = learning_rate(cfg.actor_learning_rate, cfg.num_warmup_steps, step, cfg.lr_end, total_steps)
+    lr = learning_rate(cfg.actor_learning_rate, cfg.warmup_updates, step, cfg.lr_end, total_steps)
     # A sample without a gradient does not pass through the model, but its tokens still count.
-    denominator = int(batch.length.sum())
-    return update(policy, policy_loss, batch, batch.with_signal(), lr, cfg, denominator)
+    denominator = int(batch.response_lengths.sum())
+    return update(policy, policy_loss, batch, samples_to_learn_from(batch), lr, cfg, denominator)
 
 
-def learning_rate(peak, warmup, step, end=None, total=0):
-    """Returns the rate of an optimizer step, counted from 0.
+def learning_rate(peak, warmup, past_updates, end=None, total=0):
+    """Returns the rate of the update that comes after so many `past_updates`.
 
     It rises linearly from peak / warmup, and then stays, or falls linearly to `end`, which it
-    reaches at the last of `total` steps.
+    reaches at the last of `total` updates.
     """
-    if step < warmup:
-        return peak * (step + 1) / warmup
+    if past_updates < warmup:
+        return peak * (past_updates + 1) / warmup
     if end is None:
         return peak
-    progress = (step + 1 - warmup) / max(1, total - warmup)
+    progress = (past_updates + 1 - warmup) / max(1, total - warmup)
     return peak + (end - peak) * min(1.0, progress)
 
 
-def update(engine, loss_fn, batch: Batch, samples: list[int], lr, cfg, denominator=None):
-    """Takes one optimizer step over `samples`, dealt to all ranks. Returns global means.
+def update(learner, loss_fn, batch: Batch, samples: list[int], lr, cfg, denominator=None):
+    """Takes one update over `samples`, dealt to all ranks. Returns global means.
 
-    The loss is a sum over response tokens, divided by `denominator`: how many tokens there are on
-    all ranks together (those of `samples` if it is not given). That is known beforehand, so
-    packing, micro-batches and ranks do not change the gradient. Without samples there is no step.
-    Raises FloatingPointError on all ranks, with the weights unchanged, if a number is not finite.
+    The loss is a sum over response tokens, divided by `denominator`: the response tokens on all
+    ranks together (those of `samples` if no denominator is given). That number is known beforehand,
+    so packing, micro-batches and ranks do not change the gradient. Without samples nothing is
+    updated. Raises FloatingPointError on all ranks, with the weights unchanged, if a number is not
+    finite.
     """
-    passed = int(batch.length[samples].sum())
+    passed = int(batch.response_lengths[samples].sum())
     if denominator is None:
         denominator = passed
     micros = micro_batches(batch, samples, cfg)
     history = []
     for micro in micros:
-        loss, stats = loss_fn(engine, batch, micro, cfg)
-        # The engine averages gradients over ranks; times their number that is a sum.
+        loss, stats = loss_fn(learner, batch, micro, cfg)
+        # The learner averages gradients over ranks. The number of ranks makes the mean a sum.
         scaled = loss * (dist.get_world_size() / denominator)
-        engine.backward(scaled, is_last=micro is micros[-1])
+        learner.backward(scaled, is_last=micro is micros[-1])
         history.append(stats)
     stats = {}
     grad_norm = 0.0
     if micros:
         stats = reduce_stats(history, denominator, passed)
         if not np.isfinite(list(stats.values())).all():
-            raise FloatingPointError(f"{engine.name}: the loss is not finite: {stats}")
-        grad_norm = engine.step(lr)
+            raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
+        grad_norm = learner.apply_update(lr)
     own = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
-    own["tokens"] = sum(batch.size[i] for i in samples)
-    return stats | {f"{engine.name}_{key}": value for key, value in own.items()}
+    own["tokens"] = sum(batch.sample_lengths[i] for i in samples)
+    return stats | {f"{learner.name}_{key}": value for key, value in own.items()}
 
 
 def reduce_stats(history, denominator, passed):
     """Joins the statistics of all micro-batches and ranks.
 
-    A loss is divided by the step's denominator, another sum by the tokens that passed through the
+    A loss is divided by the update's denominator, another sum by the tokens that passed through the
     model, and what ends in _max is a maximum.
     """
     totals = {}

@@ -40,14 +40,14 @@ TEMPLATES: dict[str, str] = {
 }
 
 # The ways in which a worker is lost.
-LOSSES = ("cpu_timeouts", "wall_timeouts", "crashes")
+LOST_WAYS = ("cpu_timeouts", "wall_timeouts", "crashes")
 
 
 @dataclass(frozen=True)
 class Problem:
     index: int  # position among all problems
     question: str
-    # The answer as text. Another task may put its tests here.
+    # The right answer as text. Another task may put its tests here.
     label: object
     prompt: str  # the template with the question in it
     # train.py fills in what its tokenizer makes of the prompt.
@@ -72,14 +72,14 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
     problems = []
     place = path
     try:
-        for number, row in enumerate(read_rows(path, split), start=1):
+        for number, row in enumerate(load_rows(path, split), start=1):
             place = f"{path}: {unit} {number}"
             if is_jsonl and not row.strip():
                 continue
             record = json.loads(row) if is_jsonl else row
-            question, answer = parse_record(record, columns)
+            question, label = parse_record(record, columns)
             prompt = template.replace("{question}", question)
-            problems.append(Problem(len(problems), question, answer, prompt))
+            problems.append(Problem(len(problems), question, label, prompt))
     # The datasets library alone has a dozen classes of errors for "not found".
     except Exception as error:
         raise UserError(
@@ -91,7 +91,7 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
     return problems
 
 
-def read_rows(path, split):
+def load_rows(path, split):
     """The lines of a .jsonl file, the items of another file's JSON list, or a dataset's rows."""
     if path.endswith((".json", ".jsonl")) or os.path.isfile(path):
         # Only \n ends a line, because a question may hold other ends of line.
@@ -110,25 +110,25 @@ def read_rows(path, split):
 
 
 def parse_record(record, columns):
-    """The question and the answer of a record. A wrong form raises whatever it runs into."""
+    """The question and the label of a record. A wrong form raises whatever it runs into."""
     if isinstance(record, list):  # ORZ, training
         question = record[0]["value"]
-        label = record[1]["ground_truth"]["value"]
+        value = record[1]["ground_truth"]["value"]
     elif "final_answer" in record:  # ORZ, evaluation
         question = record["prompt"][0]["value"]
-        label = record["final_answer"]
+        value = record["final_answer"]
     else:
         question = record[columns[0]]
-        label = record[columns[1]]
+        value = record[columns[1]]
     # The encoding raises where a surrogate has lost its partner.
     if not isinstance(question, str) or not question.encode().strip():
         raise ValueError(f"its question is no text: {question!r:.99}")
     # GSM8K puts the worked solution before the answer.
-    answer = str(label).rpartition("####")[2].strip()
-    is_plain = isinstance(label, (str, int, float)) and not isinstance(label, bool)
-    if not is_plain or not answer or "\n" in answer:
-        raise ValueError(f"lacks an answer of one line (GSM8K: after '#### '): {label!r:.99}")
-    return question, answer
+    label = str(value).rpartition("####")[2].strip()
+    is_plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    if not is_plain or not label or "\n" in label:
+        raise ValueError(f"lacks an answer of one line (GSM8K: after '#### '): {value!r:.99}")
+    return question, label
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -189,8 +189,9 @@ def after_hashes(text):
         return rest.partition("\n")[0].strip("#* ")
 
 
-# By the names of --answer. A form is a function from a response to its answer, or to None or "".
-ANSWERS = {
+# By the names of --answer_form. A form is a function from a response to its answer; None and ""
+# mean that there is no answer.
+ANSWER_FORMS = {
     "orz": extract_answer,
     "boxed_anywhere": last_box,
     "last_number": last_number,
@@ -219,13 +220,13 @@ class Grader:
     `wall_seconds` in case it hangs idle. Workers start by need, and lost ones are replaced. Equal
     pairs share a check until `results`, and for ever if it used up its CPU time. `counts` never go
     back to 0. `broken` is None, or says why no worker starts, and then `results` raises UserError.
-    `answer` is a key of ANSWERS.
+    `answer_form` is a key of ANSWER_FORMS.
     """
 
-    def __init__(self, workers=1, answer="orz", cpu_seconds=5.0, wall_seconds=120.0):
-        self.find_answer = ANSWERS[answer]
+    def __init__(self, workers=1, answer_form="orz", cpu_seconds=5.0, wall_seconds=120.0):
+        self.find_answer = ANSWER_FORMS[answer_form]
         self.wall_seconds = wall_seconds
-        self.counts = dict.fromkeys(("symbolic", *LOSSES), 0)
+        self.counts = dict.fromkeys(("symbolic", *LOST_WAYS), 0)
         self.broken = None
         self.hopeless = {}  # pair that used up its CPU time -> False
         self.pairs = {}  # key -> (predicted, label)
@@ -255,11 +256,11 @@ class Grader:
         verdict = quick_verdict(predicted, label)
         if verdict is None:
             self.counts["symbolic"] += 1
-            self.running[pair] = self.threads.submit(self.check, predicted, label)
+            self.running[pair] = self.threads.submit(self.ask_worker, predicted, label)
         else:
             self.verdicts[pair] = verdict
 
-    def check(self, predicted, label):
+    def ask_worker(self, predicted, label):
         """Asks an idle worker; it runs in a thread. Returns what `Worker.ask` returns."""
         worker = self.idle_workers.pop()
         try:
@@ -274,7 +275,7 @@ class Grader:
     @property
     def lost(self):
         """Checks that ended without a verdict."""
-        return sum(self.counts[way] for way in LOSSES)
+        return sum(self.counts[way] for way in LOST_WAYS)
 
     def pending(self, seconds):
         """Waits for at most so long. Returns how many verdicts are still to come."""
@@ -282,11 +283,11 @@ class Grader:
 
     def results(self):
         """{key: reward} of all samples since the last call. It waits for pending checks."""
-        for pair, check in self.running.items():
-            reply = check.result()
+        for pair, future in self.running.items():
+            reply = future.result()
             self.verdicts[pair] = reply == "equal"
             # A lost worker is counted under the way in which it was lost.
-            if reply in LOSSES:
+            if reply in LOST_WAYS:
                 self.counts[reply] += 1
             # It would use up as much at each step. What was lost otherwise is tried again.
             if reply == "cpu_timeouts":

@@ -1,10 +1,10 @@
-"""The sampler: vLLM inside the training process, an engine per rank, weights synced in memory.
+"""The sampler: vLLM inside the training process, a sampler per rank, weights synced in memory.
 
 Owns requests and samples, generation, weight sync, sleep and wake. Never sees a loss.
 
 Deviations from Open-Reasoner-Zero (ORZ):
-- There is no Ray and there are no sampler processes. The engine lives in the trainer's process and
-  takes turns with it on the same device.
+- There is no Ray and there are no sampler processes. The sampler lives in the trainer's process and
+  takes turns with the trainer on the same device.
 - The sampled ids are what is returned and trained on. ORZ decodes and encodes again, and the last
   action is often another one then.
 - A sample's randomness is a hash of the seed, the step, the purpose, the problem's place in the
@@ -75,21 +75,24 @@ def requests_of_step(problems, cfg, step) -> list[Request]:
     start = step * cfg.rollout_batch_size
     order = problem_order(cfg.seed, len(problems), start, cfg.rollout_batch_size)
     chosen = [problems[i] for i in order]
-    distribution = (cfg.generate_max_len, cfg.temperature, cfg.top_p)
-    return make_requests(chosen, cfg.n_samples_per_prompt, (cfg.seed, step, "train"), distribution)
+    seeds = problem_seeds(cfg.seed, step, "train", len(chosen))
+    return make_requests(
+        chosen, seeds, cfg.n_samples_per_prompt, cfg.generate_max_len, cfg.temperature, cfg.top_p
+    )
 
 
-def make_requests(problems, count, purpose, distribution) -> list[Request]:
-    """Asks for `count` samples of every problem.
+def problem_seeds(seed, step, purpose, count) -> list[int]:
+    """A seed for each of `count` problems. Two purposes in one step share no randomness."""
+    return [hash64(seed, step, purpose, group) for group in range(count)]
 
-    purpose: (seed, step, name), on which alone their randomness depends. distribution:
-    (max_tokens, temperature, top_p).
-    """
+
+def make_requests(problems, seeds, count, max_tokens, temperature, top_p) -> list[Request]:
+    """Asks for `count` samples of every problem. The randomness depends on `seeds` alone."""
     requests = []
     for group, problem in enumerate(problems):
-        seed = hash64(*purpose, group)
         for index in range(count):
-            requests.append(Request(problem, group, index, hash64(seed, index), *distribution))
+            seed = hash64(seeds[group], index)
+            requests.append(Request(problem, group, index, seed, max_tokens, temperature, top_p))
     return requests
 
 
@@ -114,11 +117,11 @@ def never():
 
 
 class Sampler:
-    """A vLLM engine on this rank, or one that `tensor_parallel` consecutive ranks share.
+    """vLLM on this rank. With `tensor_parallel` above 1, so many consecutive ranks share a sampler.
 
-    Ranks that share an engine must make the same calls. On a GPU the engine sleeps, without weights
-    and KV cache, while the trainer works. The fields of cfg that it reads are those of the last
-    lines of this file.
+    Ranks that share a sampler must make the same calls. On a GPU the sampler sleeps, without
+    weights and KV cache, while the trainer works. The last lines of this file list the fields of
+    cfg that the sampler reads.
     """
 
     def __init__(self, cfg):
@@ -133,7 +136,7 @@ class Sampler:
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
         try:
-            self.llm = LLM(**self.engine_settings())
+            self.llm = LLM(**self.vllm_settings())
         # What vLLM raises is not one class.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
             raise UserError(
@@ -146,7 +149,7 @@ class Sampler:
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
 
-    def engine_settings(self):
+    def vllm_settings(self):
         cfg = self.cfg
         settings = {
             "model": cfg.model,
@@ -177,27 +180,28 @@ class Sampler:
     def generate(self, requests: list[Request], stopped=never, logprobs=False):
         """Yields (position in `requests`, sample) as samples end, in any order.
 
-        `stopped` is asked before each of the engine's steps. If it says yes, or the generator is
-        closed, the samples that have not ended are dropped. A response is cut where prompt and
-        response together fill max_len.
+        `stopped` is asked before each decode. If it says yes, or the generator is closed, the
+        samples that have not ended are dropped. A response is cut where prompt and response
+        together fill max_len.
         """
         from vllm.inputs import tokens_input
 
         # A block that is still warm has keys of old weights, or would change the schedule.
         is_cold = self.llm.reset_prefix_cache()
         assert is_cold, "requests are still running: blocks would be reused"
-        engine = self.llm.llm_engine
+        llm_engine = self.llm.llm_engine
         waiting = {str(position) for position in range(len(requests))}
         try:
             for position, request in enumerate(requests):
                 prompt = tokens_input(request.problem.prompt_ids)
-                engine.add_request(str(position), prompt, self.sampling_params(request, logprobs))
-            for output in finished_outputs(engine, stopped):
+                params = self.sampling_params(request, logprobs)
+                llm_engine.add_request(str(position), prompt, params)
+            for output in finished_outputs(llm_engine, stopped):
                 waiting.remove(output.request_id)
                 position = int(output.request_id)
-                yield position, self.read_output(requests[position], output.outputs[0])
+                yield position, self.make_sample(requests[position], output.outputs[0])
         finally:
-            engine.abort_request(list(waiting))
+            llm_engine.abort_request(list(waiting))
 
     def sampling_params(self, request, logprobs):
         from vllm import SamplingParams
@@ -221,18 +225,18 @@ class Sampler:
             params.logprobs = 0
         return params
 
-    def read_output(self, request, completion) -> Sample:
+    def make_sample(self, request, completion) -> Sample:
         ids = list(completion.token_ids)
         text = completion.text
         if not self.cfg.stop:
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
         logprobs = None
         if completion.logprobs:
-            logprobs = [step[token].logprob for step, token in zip(completion.logprobs, ids)]
+            logprobs = [found[token].logprob for found, token in zip(completion.logprobs, ids)]
         return Sample(request, ids, logprobs, text, completion.finish_reason)
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]):
-        """Replaces the weights by (Hugging Face name, tensor) pairs, and wakes the engine.
+        """Replaces the weights by (Hugging Face name, tensor) pairs, and wakes the sampler.
 
         All ranks call it. On a GPU the order bounds the peak: the weights wake up, are replaced,
         and only then the KV cache wakes up.
@@ -249,10 +253,10 @@ class Sampler:
             self.llm.sleep(level=2)
 
 
-def finished_outputs(engine, stopped):
-    """Steps the engine until nothing is left to do or `stopped` says so."""
-    while engine.has_unfinished_requests() and not stopped():
-        for output in engine.step():
+def finished_outputs(llm_engine, stopped):
+    """Decodes until nothing is left to do or `stopped` says so."""
+    while llm_engine.has_unfinished_requests() and not stopped():
+        for output in llm_engine.step():
             if output.finished:
                 yield output
 
@@ -277,19 +281,21 @@ class Rollout:
         # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted first.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
-        self.grader = task.Grader(max(1, len(os.sched_getaffinity(0)) // ranks_here), cfg.answer)
+        workers = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+        self.grader = task.Grader(workers, cfg.answer_form)
         self.task = task
         self.signals = signals
         self.cfg = cfg
 
-    def sample(self, requests: list[Request], clock) -> list[Sample]:
+    def draw(self, requests: list[Request], clock) -> list[Sample]:
         """Draws and scores every request, in this order. A collective; raises Stopped.
 
         A sample is handed to the grader as soon as it ends, while the others are still sampled.
         """
         self.signals.agree()
+        lost_before = self.grader.lost
         with clock("rollout"):
-            mine = self.sample_my_share(requests)
+            mine = self.draw_my_share(requests)
         with clock("reward"):
             while self.grader.pending(0.5) and not self.signals.poll():
                 pass
@@ -298,21 +304,22 @@ class Rollout:
             self.signals.agree(self.grader.broken)
             for position, reward in self.grader.results().items():
                 mine[position].reward = reward
-            # These are the checks of this process that ended without a verdict.
-            clock.numbers["reward_lost"] = sum(gather(self.grader.lost))
+            # Of this step: the checks of all ranks that ended without a verdict.
+            lost = sum(gather(self.grader.lost - lost_before))
+            clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
             seconds = gather(clock.seconds["rollout"])
             clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
             return exchange(requests, mine)
 
-    def sample_my_share(self, requests: list[Request]) -> dict[int, Sample]:
-        """Returns {position: sample} of this rank's engine.
+    def draw_my_share(self, requests: list[Request]) -> dict[int, Sample]:
+        """Returns {position: sample} of this rank's sampler.
 
-        Single samples are dealt to the engines in turn, so that no engine is left with all the long
-        samples of one hard problem.
+        Single samples are dealt to the samplers in turn, so that no sampler is left with all the
+        long samples of one hard problem.
         """
-        engine, rank_in_engine = divmod(dist.get_rank(), self.cfg.tensor_parallel)
-        engines = dist.get_world_size() // self.cfg.tensor_parallel
-        positions = range(engine, len(requests), engines)
+        sampler, rank_in_sampler = divmod(dist.get_rank(), self.cfg.tensor_parallel)
+        samplers = dist.get_world_size() // self.cfg.tensor_parallel
+        positions = range(sampler, len(requests), samplers)
         share = [requests[position] for position in positions]
         logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
         mine = {}
@@ -320,8 +327,8 @@ class Rollout:
             # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
             hidden = dist.get_rank() > 0 or None
             for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
-                # All ranks of an engine get its samples; only its first rank hands them on.
-                if rank_in_engine == 0:
+                # All ranks of a sampler get its samples; only its first rank hands them on.
+                if rank_in_sampler == 0:
                     mine[positions[k]] = sample
                     sample.text_metrics = self.task.text_metrics(sample.text)
                     label = share[k].problem.label
@@ -331,8 +338,8 @@ class Rollout:
         return mine
 
     def stopped(self):
-        """Asked between the engine's steps. Ranks that share an engine must leave it at the same
-        step, so they finish their rollout before they stop."""
+        """Asked before each decode. Ranks that share a sampler must leave it at the same decode, so
+        they finish their rollout before they stop."""
         if self.cfg.tensor_parallel > 1:
             return False
         return self.signals.poll()
@@ -366,6 +373,6 @@ if __name__ == "__main__":
     )
     sampler = Sampler(cfg)
     problem = SimpleNamespace(prompt_ids=sampler.tokenizer.encode(sys.argv[2]))
-    four = make_requests([problem], 4, purpose=(0,), distribution=(128, 1.0, 1.0))
+    four = make_requests([problem], seeds=[0], count=4, max_tokens=128, temperature=1.0, top_p=1.0)
     for _, sample in sampler.generate(four):
         print(f"[{sample.request.index}, {sample.finish_reason}] {sample.text}", flush=True)

@@ -7,10 +7,13 @@ Owns the flags, the set-up, the loop and evaluation. A process per GPU (a rank) 
 policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the device.
 """
 
+import argparse
 import dataclasses
 import difflib
 import importlib.util
+import inspect
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -50,53 +53,54 @@ from lib.common import (
     tell_once,
 )
 from lib.report import RunLog, redirect_libraries
-from rollout import Rollout, make_requests, requests_of_step
+from rollout import Rollout, make_requests, problem_seeds, requests_of_step
 
 # The base model would go on with the conversation behind its answer.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
+# The comments behind the fields are what --help prints.
 @dataclass
 class Learning:
     """The flags that decide what is learnt: a resumed run must keep them. Defaults are ORZ's."""
 
-    model: str | None = None  # a causal LM of Hugging Face, folder or name; absent: the demo
-    template: str = "orz"  # orz, demo, plain, chat (the tokenizer's own), or a text with {question}
-    system: str | None = None  # what a chat begins with; absent: what its template says
-    answer: str = "orz"  # orz (boxed in <answer>), boxed_anywhere, last_number, hashes (GSM8K)
-    reward: str = "math"  # reward.py; another name is tasks/NAME.py, or give a file: my_task.py
-    seed: int = 42  # all randomness is a hash of it and of what it is for
+    model: str | None = None  # A causal LM: a folder or a hub's name. Without it the demo runs.
+    template: str = "orz"  # The prompt: orz, demo, plain, chat, or a text with {question}.
+    system: str | None = None  # The system message of --template chat.
+    answer_form: str = "orz"  # What counts as answer: orz, boxed_anywhere, last_number, hashes.
+    task: str = "math"  # Problems and grader: math, a file's name in tasks/, or a path to a file.
+    seed: int = 42  # Every random choice is a hash of the seed and of the choice's purpose.
     # ---- sampling
-    rollout_batch_size: int = 128  # problems a step; a multiple of the ranks
-    n_samples_per_prompt: int = 64  # responses to each; 2 or more if they are compared
-    temperature: float = 1.0  # log-probs and losses are taken at it too
-    top_p: float = 1.0  # below 1 the trainer's log-probs are not the sampler's
-    stop: list[str] = field(default_factory=ORZ_STOP.copy)  # they stay in the text
-    prompt_max_len: int = 2048  # tokens; longer prompts are left out, aloud
-    generate_max_len: int = 8000  # tokens; a response gets min(this, max_len - prompt)
-    max_len: int = 8192  # tokens of prompt and response
-    first_stage: int = 0  # samples before a problem is judged worth the others; 0 is off
-    adaptive_len: bool = False  # a problem's cap follows what its finished responses needed
-    rollout_quantization: str | None = None  # fp8_per_channel: the sampler's weights are smaller
+    rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
+    n_samples_per_prompt: int = 64  # Responses to a problem. Raise it if all of them are wrong.
+    temperature: float = 1.0  # The sampling temperature. Losses use log-probs at it too.
+    top_p: float = 1.0  # Below 1 the trainer's log-probs are not the sampler's.
+    stop: list[str] = field(default_factory=ORZ_STOP.copy)  # A response ends with one of these.
+    prompt_max_len: int = 2048  # Tokens. A problem with a longer prompt is left out, with a line.
+    generate_max_len: int = 8000  # Tokens of a response, where max_len leaves room for them.
+    max_len: int = 8192  # Tokens of prompt and response together.
+    first_stage: int = 0  # Draw so many samples first, others only if rewards differ. 0: off.
+    adaptive_len: bool = False  # Limit a problem to 1.5 x its longest finished response.
+    rollout_quantization: str | None = None  # fp8_per_channel: smaller weights in the sampler.
     # ---- learning
-    estimator: str = "gae"  # gae (PPO with critic) or one of ppo.ESTIMATORS without, as grpo
-    pass_k: int = 4  # of pass_at_k: the responses of which one should be right
-    critic: str | None = None  # a folder of body and value head to start from; absent: the model
-    critic_warmup_steps: int = 0  # steps at the start in which the critic learns alone
-    loss_mean: str = "token"  # which weigh alike; sequence: samples; constant: / generate_max_len
-    gamma: float = 1.0  # with lambd 1 the advantage is R - V; a gamma below 1 favours short answers
-    lambd: float = 1.0  # GAE's lambda; below 1 advantages are calmer, and biased
-    critic_lambd: float | None = None  # of the critic's target; absent: lambd; VAPO: 1, lambd 0.95
-    advantage_normalization: bool = True  # over all tokens; gae, reinforce, reinforce_pp
-    critic_update_steps: int = 12  # optimizer steps over one shuffled pass
-    actor_learning_rate: float = 1e-6  # the policy's; 1e-6 suits 0.5B to 32B
-    critic_learning_rate: float = 5e-6  # the critic can learn faster than the policy
-    num_warmup_steps: int = 50  # optimizer steps in which the rate rises from lr / n
-    lr_end: float | None = None  # the policy's rate falls linearly to it; absent: it is constant
-    value_clip: float = 0.2  # around the value before the update
-    tis_cap: float | None = None  # weigh a token by its trainer/sampler ratio, at most this; try 2
-    max_norm: float = 1.0  # gradient clip
-    bf16: bool = True  # with fp32 masters and gradient sums; needs ZeRO 2 or 3
+    estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
+    pass_k: int = 4  # For pass_at_k: of so many responses one should be right.
+    critic: str | None = None  # The folder that the critic starts from, if not --model.
+    critic_only_steps: int = 0  # In so many steps at the start only the critic learns.
+    loss_mean: str = "token"  # Which weigh alike: tokens, sequences, or all at a constant length.
+    gamma: float = 1.0  # The discount of a reward, per token. Below 1 it favours short answers.
+    lambd: float = 1.0  # GAE's lambda. Below 1 advantages vary less, and are biased.
+    critic_lambd: float | None = None  # GAE's lambda for the critic's targets, if not --lambd.
+    advantage_normalization: bool = True  # Whiten the advantages of gae, reinforce, reinforce_pp.
+    critic_updates: int = 12  # Updates of the critic in a step, in one shuffled pass.
+    actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
+    critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
+    warmup_updates: int = 50  # Both rates rise linearly over so many updates.
+    lr_end: float | None = None  # The policy's rate falls linearly to it. Without it: no fall.
+    value_clip: float = 0.2  # In the critic's loss a value moves at most so far in a step.
+    tis_cap: float | None = None  # Weigh a token by its trainer/sampler ratio, at most this. Try 2.
+    max_norm: float = 1.0  # A gradient with a larger norm is scaled down to this norm.
+    bf16: bool = True  # Train in bf16 with fp32 masters. It needs --zero_stage 2 or 3.
 
 
 @dataclass
@@ -106,46 +110,88 @@ class Config(Learning):
     The files of --data may move, but must hold the same problems then.
     """
 
-    data: list[str] = field(default_factory=list)  # JSON, JSONL (ORZ, GSM8K) or names of data sets
-    run_dir: str = "out/run"  # all that the run writes; on several machines a shared folder
-    resume: str = "auto"  # auto: newest checkpoint of run_dir; none; or a checkpoint's path
+    data: list[str] = field(default_factory=list)  # Files or data sets of training problems.
+    run_dir: str = "out/run"  # The run writes everything here. All machines must share it.
+    resume: str = "auto"  # auto: from the newest checkpoint in run_dir. none. Or a path.
     # ---- when
-    num_episodes: int = 20  # passes over the problems
-    max_steps: int | None = None  # stop earlier than num_episodes say
-    save_interval: int = 50  # steps between checkpoints; one more at the end and on a signal
-    keep_last: int = 2  # newest checkpoints that are kept; 0: all
-    eval_data: list[str] = field(default_factory=list)  # problems held out, any number of files
-    eval_interval: int = 10  # steps between evaluations; 0: only before and after
-    eval_n: int = 1  # responses to a problem; ORZ's paper averages 16
-    eval_temperature: float | None = None  # absent: the training's; 0 is greedy
-    eval_top_p: float | None = None  # absent: the training's
+    num_episodes: int = 20  # Passes over the problems.
+    max_steps: int | None = None  # Stop after so many steps, if the passes would take more.
+    save_interval: int = 50  # Steps between checkpoints. One more is saved at the end.
+    keep_last: int = 2  # Keep so many checkpoints, the newest ones. 0: keep all.
+    eval_data: list[str] = field(default_factory=list)  # Files or data sets that are held out.
+    eval_interval: int = 10  # Steps between evaluations. 0: evaluate only before and after.
+    eval_n: int = 1  # Responses to a problem in an evaluation. ORZ's paper averages 16.
+    eval_temperature: float | None = None  # For evaluations, if not --temperature. 0: greedy.
+    eval_top_p: float | None = None  # For evaluations, if not --top_p.
     # ---- what is written down
-    log_with: str = "tensorboard"  # tensorboard, wandb (installed, logged in), none
-    log_samples: int = 256  # training samples of a step in samples.jsonl; 0: all
-    log_tokens: int = 16  # of those, samples written token by token
-    log_kl: bool = False  # KL to the base model: a third model and a forward pass
-    log_ratio: bool = False  # trainer against sampler, token by token
+    log_with: str = "tensorboard"  # wandb must be installed and logged in.
+    log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
+    log_tokens: int = 16  # Of --log_samples, so many are written token by token.
+    log_kl: bool = False  # Log the KL to the base model. It costs a third model and a pass.
+    log_ratio: bool = False  # Compare trainer and sampler token by token.
     # ---- where and how fast
-    zero_stage: int = 3  # what is sharded: 1 optimizer, 2 gradients, 3 parameters too
-    offload: str = "none"  # optimizer: DeepSpeed keeps its states in CPU memory
-    packing_max_len: int = 16384  # tokens a row, at least max_len; with sdpa short rows win
-    micro_train_batch_size: int = 1  # rows a forward pass
-    gradient_checkpointing: bool = True  # a third more compute, far less memory
-    attention: str = "auto"  # auto: varlen for bf16 on a GPU whose PyTorch has it, otherwise sdpa
-    micro_rollout_batch_size: int = 256  # sequences in flight: speed against KV cache
-    tensor_parallel: int = 1  # ranks that share a sampler, for large models
-    gpu_memory_utilization: float = 0.5  # vLLM's share of a GPU while it is awake
-    kv_cache_gb: float | None = None  # absent: the rest of vLLM's share; 1 on a CPU
-    enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory
+    zero_stage: int = 3  # Shard over ranks: 1 the optimizer, 2 gradients too, 3 weights too.
+    offload: str = "none"  # optimizer: its states stay in CPU memory, and updates are slower.
+    packing_max_len: int = 16384  # Tokens in a row, at least max_len. With sdpa short rows win.
+    micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
+    gradient_checkpointing: bool = True  # Far less memory for a third more compute.
+    attention: str = "auto"  # auto: varlen for bf16 on a GPU whose PyTorch has it, else sdpa.
+    micro_rollout_batch_size: int = 256  # Sequences that are sampled at once. More: more KV cache.
+    tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
+    gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
+    kv_cache_gb: float | None = None  # GB of the KV cache, if not the rest of that share.
+    enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
+
+
+# Old flags, and what they are called now.
+RENAMED = {
+    "reward": "task",
+    "answer": "answer_form",
+    "num_warmup_steps": "warmup_updates",
+    "critic_update_steps": "critic_updates",
+    "critic_warmup_steps": "critic_only_steps",
+}
+
+
+def advice(config) -> dict[str, str]:
+    """The comment behind each field of a dataclass."""
+    found = {}
+    for owner in reversed(config.__mro__[:-1]):
+        text = inspect.getsource(owner)
+        found |= re.findall(r"^    (\w+): .*?  # (.+)$", text, re.MULTILINE)
+    return found
+
+
+def make_parser():
+    """--help prints each flag's advice, its choices and its default."""
+    usage = "accelerate launch train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
+    parser = HfArgumentParser(Config, allow_abbrev=False, usage=usage)
+    parser.error = refuse_flag
+    texts = advice(Config)
+    choices = {**check.CHOICES, "estimator": ppo.ESTIMATORS}
+    for action in parser._actions:
+        name = action.dest
+        if name in texts:
+            action.metavar = "VALUE"
+            action.help = texts[name].replace("%", "%%")
+            if name in choices:
+                action.help += f" Choose {', '.join(map(str, choices[name]))}."
+        # Other spellings are taken too: --max-len for --max_len, --no_bf16 for --bf16 false.
+        action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
+        if action.option_strings[0].startswith("--no_"):
+            action.help = argparse.SUPPRESS
+    return parser
 
 
 def parse_flags(argv):
     """Raises UserError for an unknown flag, or a value of the wrong kind."""
-    parser = HfArgumentParser(Config, allow_abbrev=False)
-    parser.error = refuse_flag
-    cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    cfg, unknown = make_parser().parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0].lstrip("-"), vars(cfg), n=1, cutoff=0)
+        name = unknown[0].lstrip("-").partition("=")[0]
+        check.require(name not in RENAMED, f"--{name} is called --{RENAMED.get(name)} now")
+        nearest = difflib.get_close_matches(name, vars(cfg), n=1, cutoff=0)
         raise UserError(f"unknown flag {unknown[0]}: did you mean --{nearest[0]}?")
     # An empty list is written as --stop "".
     cfg.stop = [text for text in cfg.stop if text]
@@ -161,7 +207,7 @@ def parse_flags(argv):
 
 
 def refuse_flag(message):
-    raise UserError(f"{message}; the fields of Config in train.py are the flags")
+    raise UserError(f"{message}; `python train.py --help` explains each flag")
 
 
 def demo_flags(cfg, argv):
@@ -181,10 +227,10 @@ def find_inputs(cfg):
     task = tokenizer = wrong = None
     try:
         task = find_task(cfg)
-        tokenizer = read_tokenizer(cfg, "model", cfg.model)
+        tokenizer = load_tokenizer(cfg, "model", cfg.model)
         if cfg.critic:
             check.require(
-                read_tokenizer(cfg, "critic", cfg.critic).get_vocab() == tokenizer.get_vocab(),
+                load_tokenizer(cfg, "critic", cfg.critic).get_vocab() == tokenizer.get_vocab(),
                 f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}",
             )
     except UserError as error:
@@ -194,9 +240,9 @@ def find_inputs(cfg):
     return task, tokenizer
 
 
-def read_tokenizer(cfg, flag, folder):
+def load_tokenizer(cfg, flag, folder):
     """The tokenizer of a folder, once its config has passed. Raises UserError."""
-    config = check.read_config(folder)
+    config = check.load_config(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -206,15 +252,15 @@ def read_tokenizer(cfg, flag, folder):
             f"--{flag} {folder}: its tokenizer has no eos token, so no response could end; set "
             "eos_token in tokenizer_config.json"
         )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and cfg.max_len > longest:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and cfg.max_len > limit:
         raise UserError(
-            f"--max_len {cfg.max_len}: prompt and response exceed the {flag}'s {longest} positions"
+            f"--max_len {cfg.max_len}: prompt and response exceed the {flag}'s {limit} positions"
         )
     return tokenizer
 
 
-def read_problems(task, paths, cfg, tokenizer, split="train"):
+def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     """Problems with the token ids of their prompts; too long ones are left out aloud.
 
     A path may end in ?split=test&columns=problem,answer: part and columns of a data set. Raises
@@ -224,7 +270,8 @@ def read_problems(task, paths, cfg, tokenizer, split="train"):
     wrong = None
     try:
         for path in paths:
-            name, options = parse_path(path, split)
+            name, options = parse_path(path)
+            options = {"split": split} | options
             problems += task.load_problems(name, cfg.template, tokenizer.bos_token or "", **options)
     except UserError as error:
         # Perhaps it is in this machine's file alone, and the other ranks must hear of it.
@@ -262,36 +309,36 @@ def as_chat(text, tokenizer, cfg):
         ) from error
 
 
-def parse_path(path, split):
-    """The name before a `?`, and the options of load_problems behind it."""
+def parse_path(path):
+    """The name before a `?`, and the options of load_problems that stand behind it."""
     name, _, query = path.partition("?")
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     unknown = set(options) - {"split", "columns"}
     check.require(not unknown, f"{path}: {', '.join(unknown)} is neither split nor columns")
     if "columns" in options:
         options["columns"] = tuple(options["columns"].split(","))
-    return name, {"split": split, **options}
+    return name, options
 
 
 def problems_hash(problems):
     return hash64([(problem.prompt, problem.label) for problem in problems])
 
 
-def read_eval_sets(task, cfg, tokenizer):
+def prepare_eval_sets(task, cfg, tokenizer):
     """Returns {name: problems}. A set is called like its file, and its split if one is named."""
     sets = {}
     for path in cfg.eval_data:
-        file, options = parse_path(path, split="")
-        name = "-".join(filter(None, (Path(file).stem, options["split"])))
+        file, options = parse_path(path)
+        name = "-".join([Path(file).stem, *filter(None, [options.get("split")])])
         is_free = name not in ("train", *sets)
         check.require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
-        sets[name] = read_problems(task, [path], cfg, tokenizer, "test")
+        sets[name] = prepare_problems(task, [path], cfg, tokenizer, "test")
     return sets
 
 
 def find_task(cfg):
-    """The module of --reward: load_problems, Grader and text_metrics. Raises UserError."""
-    path = cfg.reward
+    """The module of --task: load_problems, Grader and text_metrics. Raises UserError."""
+    path = cfg.task
     if path == "math":
         path = f"{Path(__file__).parent}/reward.py"
     elif not path.endswith(".py"):
@@ -305,13 +352,15 @@ def find_task(cfg):
     # A script may end itself.
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"--reward {cfg.reward}: {path} cannot be used: {type(error).__name__}: "
+            f"--task {cfg.task}: {path} cannot be used: {type(error).__name__}: "
             f"{one_line(error)}; give math, the name of a file in tasks/ or a file of your own"
         ) from error
     for name in ("load_problems", "Grader", "text_metrics"):
-        check.require(hasattr(task, name), f"--reward {cfg.reward}: {path} has no {name}")
-    forms = getattr(task, "ANSWERS", ["orz"])
-    check.require(cfg.answer in forms, f"--answer {cfg.answer}: choose {' or '.join(forms)}")
+        check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
+    forms = getattr(task, "ANSWER_FORMS", ["orz"])
+    check.require(
+        cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: choose {' or '.join(forms)}"
+    )
     return task
 
 
@@ -319,10 +368,10 @@ def count_steps(cfg, problems):
     steps = max(1, cfg.num_episodes * problems // cfg.rollout_batch_size)
     if cfg.max_steps is not None:
         steps = min(steps, cfg.max_steps)
-    alone = cfg.critic_warmup_steps
+    alone = cfg.critic_only_steps
     check.require(
         alone == 0 or alone < steps,
-        f"--critic_warmup_steps {alone}: the policy would learn in none of {steps} steps",
+        f"--critic_only_steps {alone}: the policy would learn in none of {steps} steps",
     )
     return steps
 
@@ -333,10 +382,11 @@ def check_sampler(sampler, policy, problems, cfg):
     A stale or wrong model shows in the log-probs of a few responses: in their mean |difference|
     over all tokens, and over the tokens of the worst response.
     """
-    requests = make_requests(problems[:8], 4, (cfg.seed, 0, "check"), (32, cfg.temperature, 1.0))
+    seeds = problem_seeds(cfg.seed, 0, "check", 8)
+    requests = make_requests(problems[:8], seeds, 4, 32, cfg.temperature, top_p=1.0)
     mine = [sample for _, sample in sampler.generate(requests, logprobs=True)]
     batch = ppo.Batch.of(sum(gather(mine), []), policy.device)
-    apart = (ppo.logprobs(policy, batch, cfg) - batch.tokens["logprobs"]).abs()  # (T,)
+    apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
     means = torch.stack([part.mean() for part in batch.split(apart)])  # (N,)
     mean = apart.mean().item()
     # torch's max, unlike Python's, lets NaN win.
@@ -367,12 +417,12 @@ def allowed_gap(cfg, is_gpu):
 def evaluate(rollout, eval_sets, step, log):
     """eval_n samples of every problem of every set. A collective; raises Stopped."""
     cfg = rollout.cfg
-    distribution = (cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p)
     for name, problems in eval_sets.items():
+        seeds = problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
         requests = make_requests(
-            problems, cfg.eval_n, (cfg.seed, step, f"eval {name}"), distribution
+            problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
-        log.evaluation(name, rollout.sample(requests, metrics.Clock(step)), step)
+        log.evaluation(name, rollout.draw(requests, metrics.Clock(step)), step)
 
 
 def is_due(step, interval):
@@ -380,13 +430,13 @@ def is_due(step, interval):
     return interval > 0 and step % interval == 0
 
 
-def choose_sampling(rollout, cfg, state: ckpt.RunState):
-    """Returns Rollout.sample, or the levers' if --first_stage or --adaptive_len is pulled."""
+def choose_drawing(rollout, cfg, state: ckpt.RunState):
+    """Returns Rollout.draw; with --first_stage or --adaptive_len, what stands for it."""
     if not (cfg.first_stage or cfg.adaptive_len):
-        return rollout.sample
+        return rollout.draw
     from lib.levers import Levers
 
-    return Levers(rollout, cfg, state.levers).sample
+    return Levers(rollout, cfg, state.levers).draw
 
 
 def open_run_dir(cfg):
@@ -395,16 +445,18 @@ def open_run_dir(cfg):
     The lock holds as long as the object that is returned beside the path lives.
     """
     run_dir = Path(cfg.run_dir).absolute()
-    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, len(ckpt.checkpoints(run_dir))))
+    has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
+    present = len(ckpt.checkpoints(run_dir))
+    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, present))
     redirect_libraries(run_dir / "run.log")
     return run_dir, lock
 
 
-def export(trained, run_dir, tokenizer):
+def export(learners, run_dir, tokenizer):
     """Writes the Hugging Face folders of policy and critic."""
-    for engine in trained:
-        folder = run_dir / engine.name
-        ckpt.export(folder, engine.module.model, models.named_weights(engine), tokenizer)
+    for learner in learners:
+        folder = run_dir / learner.name
+        ckpt.export(folder, learner.module.model, models.named_weights(learner), tokenizer)
 
 
 def main(cfg, world, device, store):
@@ -413,8 +465,8 @@ def main(cfg, world, device, store):
     run_dir, lock = open_run_dir(cfg)
 
     # ---- data: a problem carries the token ids of its prompt
-    problems = read_problems(task, cfg.data, cfg, tokenizer)
-    eval_sets = read_eval_sets(task, cfg, tokenizer)
+    problems = prepare_problems(task, cfg.data, cfg, tokenizer)
+    eval_sets = prepare_eval_sets(task, cfg, tokenizer)
     total_steps = count_steps(cfg, len(problems))
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
@@ -427,14 +479,14 @@ def main(cfg, world, device, store):
     rollout = Rollout(task, Signals(store), cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
-    critic = models.make_critic(cfg) if cfg.estimator == "gae" else None
+    critic = models.make_critic(cfg) if ppo.ESTIMATORS[cfg.estimator].needs_critic else None
     reference = models.make_reference(cfg) if cfg.log_kl else None
-    trained = [engine for engine in (policy, critic) if engine]
-    engines = {engine.name: engine.deepspeed for engine in trained}
+    learners = [learner for learner in (policy, critic) if learner]
+    engines = {learner.name: learner.deepspeed for learner in learners}
     hf = [tokenizer, policy.module.model.config]
     ckpt.restore(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
-    sample = choose_sampling(rollout, cfg, state)
+    draw = choose_drawing(rollout, cfg, state)
     log = RunLog(run_dir, cfg, tokenizer)
     log.start(state, check_sampler(rollout.sampler, policy, problems, cfg))
 
@@ -449,7 +501,7 @@ def main(cfg, world, device, store):
             requests = requests_of_step(problems, cfg, step)
 
             # 2. Rollout, 3. reward: a response is scored while the others are still sampled.
-            samples = sample(requests, clock)
+            samples = draw(requests, clock)
 
             # 4. Pack: one flat batch, the same on every rank. The GPU is the trainer's from here.
             rollout.sampler.sleep()
@@ -458,15 +510,15 @@ def main(cfg, world, device, store):
             # 5. Values V(s_t), from the critic before its update.
             with clock("values"):
                 if critic:
-                    batch.tokens["values"] = ppo.values(critic, batch, cfg)
+                    batch.per_token["values"] = ppo.compute_values(critic, batch, cfg)
                 if reference:  # it is only logged
-                    batch.tokens["ref_logprobs"] = ppo.logprobs(reference, batch, cfg)
+                    batch.per_token["ref_logprobs"] = ppo.compute_logprobs(reference, batch, cfg)
 
             # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
             with clock("advantage"):
                 stats = ppo.compute_advantages(batch, cfg)
 
-            # 7. Learn: the critic in several optimizer steps, then the policy in one.
+            # 7. Learn: the critic in several updates, then the policy in one.
             with clock("critic"):
                 if critic:
                     stats |= ppo.train_critic(critic, batch, cfg, step)
@@ -486,14 +538,15 @@ def main(cfg, world, device, store):
     except Stopped as stop:
         if state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        check.require(not save_error, f"step {state.step} is NOT saved: {save_error} {stop}")
-        check.require(not str(stop), f"{stop}; --resume auto goes on from step {state.step}")
+        why = stop.fault or "stopped"
+        check.require(not save_error, f"{why}; step {state.step} is NOT saved: {save_error}")
+        check.require(not stop.fault, f"{why}; --resume auto goes on from step {state.step}")
         return print0(f"stopped at step {state.step}; --resume auto goes on from there")
     finally:
         rollout.grader.close()
         log.close()
 
-    export(trained, run_dir, tokenizer)
+    export(learners, run_dir, tokenizer)
     check.require(not save_error, f"step {total_steps} is NOT saved; the same command tries again")
     return log.result(total_steps)
 
@@ -508,7 +561,7 @@ def run(argv):
             cfg = demo_flags(cfg, argv)
         # Machines may mount the folder under different names.
         check.check_same({f"--{name}": x for name, x in vars(cfg).items() if name != "run_dir"})
-        check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
+        check.check_config(cfg, world, ppo.ESTIMATORS)
         main(cfg, world, device, store)
     except UserError as error:
         tell_once(store, f"error: {error}")

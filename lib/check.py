@@ -26,13 +26,11 @@ COUNTS = (
     "prompt_max_len",
     "micro_train_batch_size",
     "micro_rollout_batch_size",
-    "num_warmup_steps",
-    "critic_update_steps",
+    "warmup_updates",
+    "critic_updates",
     "tensor_parallel",
     "pass_k",
 )
-# These estimators compare a problem's samples. One sample alone has no advantage.
-GROUPED = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "maxrl", "pass_at_k")
 
 
 def require(holds, message):
@@ -46,9 +44,9 @@ def require_all(cfg, table):
         require(holds, f"--{name} {getattr(cfg, name)}: {advice}")
 
 
-def check_config(cfg, world, choices):
-    """Raises UserError. choices: the allowed values of some flags, beside CHOICES."""
-    for name, allowed in {**CHOICES, **choices}.items():
+def check_config(cfg, world, estimators):
+    """Raises UserError. estimators: the table of ppo.py."""
+    for name, allowed in {**CHOICES, "estimator": estimators}.items():
         advice = f"choose {' or '.join(map(str, allowed))}"
         require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
     for name, value in vars(cfg).items():
@@ -58,29 +56,16 @@ def check_config(cfg, world, choices):
             advice = f"must be a number, at least {least}"
             require_all(cfg, {name: (least <= value < 2**63, advice)})
     check_batch(cfg, world)
+    check_estimator(cfg, estimators[cfg.estimator])
     check_sampling(cfg)
-    check_engines(cfg, world)
+    check_hardware(cfg, world)
 
 
 def check_batch(cfg, world):
-    samples = cfg.n_samples_per_prompt
-    least = 2 if cfg.estimator in GROUPED else 1
-    if cfg.estimator == "pass_at_k":
-        # Of k samples there is one set of k, and nothing to compare it with.
-        least = cfg.pass_k + 1
     table = {
         "rollout_batch_size": (
             cfg.rollout_batch_size % world == 0,
             f"use a multiple of {world}, the number of ranks",
-        ),
-        "n_samples_per_prompt": (
-            samples >= least,
-            f"--estimator {cfg.estimator} compares at least {least}",
-        ),
-        "first_stage": (
-            cfg.first_stage == 0 or least <= cfg.first_stage < samples,
-            f"--estimator {cfg.estimator} needs at least {least}, and less than "
-            f"--n_samples_per_prompt {samples}",
         ),
         "prompt_max_len": (
             cfg.prompt_max_len < cfg.max_len,
@@ -93,11 +78,29 @@ def check_batch(cfg, world):
         ),
     }
     require_all(cfg, table)
-    idle = {"critic": None, "critic_lambd": None, "critic_warmup_steps": 0}
+
+
+def check_estimator(cfg, estimator):
+    """estimator: an entry of ppo.ESTIMATORS."""
+    samples = cfg.n_samples_per_prompt
+    least = estimator.least_samples(cfg)
+    table = {
+        "n_samples_per_prompt": (
+            samples >= least,
+            f"--estimator {cfg.estimator} compares at least {least}",
+        ),
+        "first_stage": (
+            cfg.first_stage == 0 or least <= cfg.first_stage < samples,
+            f"--estimator {cfg.estimator} needs at least {least}, and less than "
+            f"--n_samples_per_prompt {samples}",
+        ),
+    }
+    require_all(cfg, table)
+    idle = {"critic": None, "critic_lambd": None, "critic_only_steps": 0}
     for name, default in idle.items():
         given = getattr(cfg, name)
         require(
-            cfg.estimator == "gae" or given == default,
+            estimator.needs_critic or given == default,
             f"--{name} {given}: --estimator {cfg.estimator} has no critic",
         )
 
@@ -124,7 +127,7 @@ def check_sampling(cfg):
         require_all(cfg, {name: (0 < getattr(cfg, name) <= 1, "choose above 0, up to 1")})
 
 
-def check_engines(cfg, world):
+def check_hardware(cfg, world):
     # Are these installed? sdpa and eager are in any PyTorch.
     kernels = {
         "varlen": has_varlen(),
@@ -179,7 +182,7 @@ def check_same(values, error=None):
                 )
 
 
-def read_config(model):
+def load_config(model):
     """The config of a model. Raises UserError where it is absent or ppo.py cannot train it."""
     try:
         config = AutoConfig.from_pretrained(model)
@@ -218,7 +221,7 @@ def count_parameters(config):
     return sum(p.numel() for p in skeleton(config).parameters())
 
 
-def needed_bytes(cfg, present):
+def needed_bytes(cfg, has_critic, present):
     """Returns what the checkpoints to come need on disk; `present` of them are there already.
 
     A checkpoint takes 16 bytes for each parameter of policy and critic: weight, fp32 master, two
@@ -231,7 +234,7 @@ def needed_bytes(cfg, present):
     count = 1
     if cfg.keep_last > 0:
         count = max(1, cfg.keep_last + 1 - present)
-    parameters = count_parameters(read_config(cfg.model))
-    if cfg.estimator == "gae":
-        parameters += count_parameters(read_config(cfg.critic or cfg.model))
+    parameters = count_parameters(load_config(cfg.model))
+    if has_critic:
+        parameters += count_parameters(load_config(cfg.critic or cfg.model))
     return count * 16 * parameters

@@ -25,7 +25,14 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """All ranks have agreed to save and leave. Its text says what is broken, and none if asked."""
+    """All ranks have agreed to save and leave: on request, or because of a fault.
+
+    fault: says what is broken; None on request.
+    """
+
+    def __init__(self, fault: str | None = None):
+        super().__init__(fault)
+        self.fault = fault
 
 
 def hash64(*parts):
@@ -204,6 +211,6 @@ class Signals:
 
     def agree(self, fault=None):
         """A collective: raises Stopped on every rank if any was asked, or has a fault to tell."""
-        for is_asked, text in gather((self.poll(), fault)):
-            if is_asked or text:
-                raise Stopped(text or "")
+        for is_asked, its_fault in gather((self.poll(), fault)):
+            if is_asked or its_fault:
+                raise Stopped(its_fault)

@@ -9,7 +9,7 @@ import statistics
 
 
 class Levers:
-    """Stands between the loop and `Rollout.sample`, with the same signature.
+    """Stands between the loop and `Rollout.draw`, with the same signature.
 
     memory is a JSON object that a checkpoint keeps: {"solved": {problem: was any sample of its last
     visit right}, "caps": {problem: response tokens}}.
@@ -22,25 +22,25 @@ class Levers:
         caps = memory.setdefault("caps", {})
         self.budget = LengthBudget(cfg.generate_max_len, caps)
 
-    def sample(self, requests, clock):
+    def draw(self, requests, clock):
         """The samples of a step, in the order of problem and index. Raises Stopped."""
         if self.cfg.adaptive_len:
             requests = [self.budget.limit(request) for request in requests]
         if self.cfg.first_stage:
-            samples = self.sample_in_two_stages(requests, clock)
+            samples = self.draw_in_two_stages(requests, clock)
         else:
-            samples = self.rollout.sample(requests, clock)
+            samples = self.rollout.draw(requests, clock)
         if self.cfg.adaptive_len:
             self.budget.update(samples)
         return samples
 
-    def sample_in_two_stages(self, requests, clock):
+    def draw_in_two_stages(self, requests, clock):
         """A few samples of every problem, the others only where they can teach something.
 
         An estimator takes the samples that there are: groups may have two sizes.
         """
         few = [request for request in requests if request.index < self.cfg.first_stage]
-        samples = self.rollout.sample(few, clock)
+        samples = self.rollout.draw(few, clock)
         teaching = set()
         for group, tried in by_group(samples).items():
             if self.can_teach(tried):
@@ -49,7 +49,7 @@ class Levers:
         for request in requests:
             if request.index >= self.cfg.first_stage and request.group in teaching:
                 rest.append(request)
-        samples = samples + self.rollout.sample(rest, clock)
+        samples = samples + self.rollout.draw(rest, clock)
         samples.sort(key=lambda sample: (sample.request.group, sample.request.index))
         self.remember_solved(samples)
         clock.numbers |= savings(samples, self.cfg.n_samples_per_prompt)
@@ -64,7 +64,7 @@ class Levers:
         rewards = {sample.reward for sample in tried}
         if len(rewards) > 1:
             return True
-        if max(rewards) > 0 or self.cfg.reward == "code":
+        if max(rewards) > 0 or self.cfg.task == "code":
             return False
         return self.solved.get(problem_key(tried[0]), True)
 

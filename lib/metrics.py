@@ -34,16 +34,16 @@ class Clock:
                 f"in phase {phase} of step {self.step}; if memory ran out, lower --packing_max_len "
                 "or --gpu_memory_utilization"
             )
-            error.add_note(f"{read_memory():.1f} GiB are in use")
+            error.add_note(f"{memory_in_use():.1f} GiB are in use")
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
         before = self.memory.get(phase, 0.0)
-        self.memory[phase] = max(before, read_memory())
+        self.memory[phase] = max(before, memory_in_use())
 
 
-def read_memory():
+def memory_in_use():
     """GiB that are in use on this rank's GPU, by whomever; on a CPU what the process holds.
 
     torch's allocator gives nothing back before the sampler wakes up, so the peak of a phase shows
@@ -60,12 +60,12 @@ def since_start():
     return time.time() - psutil.Process().create_time()
 
 
-def of_samples(samples, batch, longest):
+def of_samples(samples, batch, limit):
     """What ORZ's users watch, from the samples alone.
 
-    Histograms are counts in 16 equal bins of 0 to `longest` tokens.
+    limit: the most tokens of a response. Histograms are counts in 16 equal bins of 0 to `limit`.
     """
-    length = batch.length.double()  # (N,)
+    length = batch.response_lengths.double()  # (N,)
     right = batch.rewards > 0  # (N,) bool
     line = {
         "reward": batch.rewards.mean().item(),
@@ -73,7 +73,7 @@ def of_samples(samples, batch, longest):
         "truncated": share_truncated(samples),
         "answered": statistics.mean(bool(sample.answered) for sample in samples),
         "response_length": length.mean().item(),
-        "total_length": statistics.mean(batch.size),
+        "total_length": statistics.mean(batch.sample_lengths),
     }
     for key in samples[0].text_metrics:
         line[key] = statistics.mean(sample.text_metrics[key] for sample in samples)
@@ -81,7 +81,7 @@ def of_samples(samples, batch, longest):
         if len(lengths) > 0:
             line[f"length_{name}_mean"] = lengths.mean().item()
             line[f"length_{name}_std"] = lengths.std(correction=0).item()
-        line[f"length_{name}_histogram"] = lengths.histc(16, 0, longest).int().tolist()
+        line[f"length_{name}_histogram"] = lengths.histc(16, 0, limit).int().tolist()
     return line
 
 
@@ -108,14 +108,14 @@ def of_evaluation(samples, n):
         "length_std": statistics.pstdev(lengths),
         "truncated": share_truncated(samples),
     }
-    return line | pass_at_k((rewards > 0).sum(1), n)
+    return line | pass_rates((rewards > 0).sum(1), n)
 
 
 def share_truncated(samples):
     return statistics.mean(sample.finish_reason != "stop" for sample in samples)
 
 
-def pass_at_k(right, n):
+def pass_rates(right, n):
     """{"pass@k": ...} for k = 1, 2, 4, ... and n, from the counts c of right samples, (problems,).
 
     Unbiased: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).

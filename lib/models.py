@@ -153,8 +153,8 @@ def load_body(cfg, auto_class, folder=None):
     return model.train()
 
 
-class Engine:
-    """A DeepSpeed engine as ppo.py uses it: it is called, and has backward, step, device, name."""
+class Learner:
+    """A DeepSpeed engine as a learner of ppo.py, which says what a learner is."""
 
     def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
         """A reference has no lr. It gets no optimizer, and only ZeRO-3 shards it."""
@@ -185,8 +185,8 @@ class Engine:
             # This only counts the micro-batch.
             self.deepspeed.step()
 
-    def step(self, lr):
-        """One optimizer step; returns the gradient's norm before clipping.
+    def apply_update(self, lr):
+        """Lets the optimizer step; returns the gradient's norm before clipping.
 
         Raises FloatingPointError on all ranks, with the weights unchanged, if it is not finite.
         """
@@ -207,17 +207,17 @@ class Engine:
         return norm
 
 
-def make_policy(cfg, **options) -> Engine:
+def make_policy(cfg, **options) -> Learner:
     body = load_body(cfg, AutoModelForCausalLM)
-    return Engine("policy", Policy(body), cfg, cfg.actor_learning_rate, **options)
+    return Learner("policy", Policy(body), cfg, cfg.actor_learning_rate, **options)
 
 
-def make_critic(cfg, **options) -> Engine:
+def make_critic(cfg, **options) -> Learner:
     """The critic starts from the base model's body and a new head, or whole from --critic.
 
     Raises UserError where no head in that folder fits its body.
     """
-    head = read_head(cfg.critic)
+    head = load_head(cfg.critic)
     critic = Critic(load_body(cfg, AutoModel, cfg.critic), cfg.seed, "bias" in head)
     if cfg.critic:
         try:
@@ -227,10 +227,10 @@ def make_critic(cfg, **options) -> Engine:
                 f"--critic {cfg.critic} has no value head of one number that fits its body, in "
                 f"value_head.safetensors or beside the body: {one_line(error)}"
             ) from error
-    return Engine("critic", critic, cfg, cfg.critic_learning_rate, **options)
+    return Learner("critic", critic, cfg, cfg.critic_learning_rate, **options)
 
 
-def read_head(folder):
+def load_head(folder):
     """The tensors of a critic's value head: `weight`, and perhaps `bias`.
 
     They have a file of their own (ours), or lie beside the body (those that others published).
@@ -243,20 +243,20 @@ def read_head(folder):
     return head
 
 
-def make_reference(cfg) -> Engine:
+def make_reference(cfg) -> Learner:
     """The base model, for --log_kl."""
-    return Engine("reference", Policy(load_body(cfg, AutoModelForCausalLM)), cfg, lr=None)
+    return Learner("reference", Policy(load_body(cfg, AutoModelForCausalLM)), cfg, lr=None)
 
 
-def named_weights(engine):
+def named_weights(learner):
     """Yields (Hugging Face name, full tensor) on every rank, one parameter gathered at a time.
 
     The tensors must not be kept. A tied head is named too: vLLM on a CPU would silently keep the
     old one.
     """
-    named = list(engine.module.named_parameters())
-    model = engine.module.model
-    if isinstance(engine.module, Policy) and model.config.tie_word_embeddings:
+    named = list(learner.module.named_parameters())
+    model = learner.module.model
+    if isinstance(learner.module, Policy) and model.config.tie_word_embeddings:
         named.append(("lm_head.weight", model.get_input_embeddings().weight))
     for name, parameter in named:
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):

@@ -74,8 +74,8 @@ def no_answers(samples, cfg):
     """Says that no sample holds an answer; shows three."""
     ends = [sample.text[-300:] for sample in samples[:3]]
     return (
-        f"no response has an answer in the form of --reward {cfg.reward} and --answer "
-        f"{cfg.answer}; three of them end so: {ends}"
+        f"no response has an answer in the form of --task {cfg.task} and --answer_form "
+        f"{cfg.answer_form}; three of them end so: {ends}"
     )
 
 
@@ -149,7 +149,7 @@ class RunLog:
             return
         line = {"step": step, **metrics.of_samples(samples, batch, self.cfg.generate_max_len)}
         line |= learned | clock.numbers
-        line |= metrics.of_time(clock, sum(batch.size))
+        line |= metrics.of_time(clock, sum(batch.sample_lengths))
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step)
@@ -164,7 +164,7 @@ class RunLog:
         """Returns --log_samples of the samples, the first --log_tokens of them token by token."""
         count = self.cfg.log_samples or len(samples)
         lines = [describe(sample, step, "train") for sample in samples[:count]]
-        parts = {key: batch.split(numbers) for key, numbers in batch.tokens.items()}
+        parts = {key: batch.split(numbers) for key, numbers in batch.per_token.items()}
         for k, line in enumerate(lines[: self.cfg.log_tokens]):
             line["tokens"] = [self.tokenizer.decode([token]) for token in batch.response_ids[k]]
             for key in parts:

@@ -4,5 +4,5 @@
 # Time (planned, never run): 112.6 s a step, 0.1 h for 3 steps on 8 x H100.
 # Expect: three steps, a checkpoint each, exit code 0; rewards near 0.
 exec "$(dirname "$0")/launch.sh" 1 8 --model Qwen/Qwen2.5-7B --data data/orz_math_57k_collected.json \
-    --run_dir out/debug_7b_1x8 --rollout_batch_size 16 --n_samples_per_prompt 2 --critic_update_steps 1 \
+    --run_dir out/debug_7b_1x8 --rollout_batch_size 16 --n_samples_per_prompt 2 --critic_updates 1 \
     --max_steps 3 --save_interval 1 --gpu_memory_utilization 0.35 "$@"

@@ -5,7 +5,7 @@
 # Time (planned, never run): 6.7 s a step, 0.9 h for 467 steps on 1 x H100.
 # Expect (that run): test accuracy, mean of 8, 30.2 -> 54.8 %, best of 8 60.4 -> 75.2 %; 77 minutes, 6.39 s a round.
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B-Instruct --data "openai/gsm8k:main?split=train" \
-    --eval_data "openai/gsm8k:main?split=test" --eval_n 8 --eval_interval 0 --run_dir out/gsm8k_0p5b --answer hashes \
+    --eval_data "openai/gsm8k:main?split=test" --eval_n 8 --eval_interval 0 --run_dir out/gsm8k_0p5b --answer_form hashes \
     --template $'<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n<|im_start|>user\n{question} Let\'s think step by step and output the final answer after "####".<|im_end|>\n<|im_start|>assistant\n' \
     --stop "" --estimator grpo --num_episodes 1 --max_steps 467 --rollout_batch_size 16 --n_samples_per_prompt 16 \
-    --generate_max_len 512 --prompt_max_len 512 --max_len 1024 --num_warmup_steps 1 --zero_stage 2 "$@"
+    --generate_max_len 512 --prompt_max_len 512 --max_len 1024 --warmup_updates 1 --zero_stage 2 "$@"

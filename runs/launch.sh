@@ -3,7 +3,7 @@
 # Which machine this is, and where the first one is, come from Slurm's variables, or else from
 # torchrun's: NODE_RANK or GROUP_RANK, MASTER_ADDR and MASTER_PORT.
 # The plan is printed first, and a run that does not fit this machine's smallest card is refused.
-# With --dry_run among the flags nothing else happens. The cards are $CARD (H100) then, a name in lib/cost.py, which also
+# With --dry_run among the flags nothing else happens. The cards are $CARD (H100) then, a name in tools/cost.py, which also
 # gives an estimate of the time; --card NAME takes others, and --price DOLLARS, of an hour of one GPU, adds the money.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -6,5 +6,5 @@
 export CARD=H100
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-1.5B --data data/orz_math_57k_collected.json \
     --eval_data data/math500.json --run_dir out/orz_1p5b_80gb --zero_stage 2 \
-    --rollout_batch_size 32 --n_samples_per_prompt 16 --critic_update_steps 4 --generate_max_len 3072 --max_len 4096 \
+    --rollout_batch_size 32 --n_samples_per_prompt 16 --critic_updates 4 --generate_max_len 3072 --max_len 4096 \
     --prompt_max_len 1024 --gpu_memory_utilization 0.3 "$@"

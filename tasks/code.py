@@ -1,6 +1,6 @@
 """The task "code": programs graded by tests, in processes that they cannot leave.
 
-It has the interface of reward.py and is chosen by `--reward code`; ORZ has no such task. Expected
+It has the interface of reward.py and is chosen by `--task code`; ORZ has no such task. Expected
 values never enter a program's process. A process is given an input, or the expression that an
 assert compares with a literal. What it writes is compared here, where ast.literal_eval reads it, so
 nothing can be faked but the right answer. tasks/jail.py says what contains a program and what is
@@ -32,7 +32,7 @@ __all__ = ["Grader", "Problem", "load_problems", "text_metrics"]
 
 MODES = ("namespaces landlock", "landlock", "plain")  # of the jail, best first
 # The ways in which a check ends without a verdict.
-LOSSES = ("cpu_timeouts", "wall_timeouts", "crashes")
+LOST_WAYS = ("cpu_timeouts", "wall_timeouts", "crashes")
 JAIL = str(Path(__file__).resolve().with_name("jail.py"))
 
 
@@ -111,7 +111,7 @@ class Grader:
         self,
         workers: int = 1,
         # There is one form only, which train.find_task checks.
-        answer: str = "orz",
+        answer_form: str = "orz",
         cpu_seconds: int = 6,
         wall_seconds: int = 60,
         # The reward is 1.0 if all tests pass, else 0.0. Write True here to have the share of the
@@ -128,7 +128,7 @@ class Grader:
         }
         self.wall_seconds = wall_seconds
         self.partial = partial
-        self.counts = dict.fromkeys(("checks", *LOSSES), 0)
+        self.counts = dict.fromkeys(("checks", *LOST_WAYS), 0)
         self.broken = None
         self.checks = {}  # key -> Future of (reward, loss)
         self.processes = set()
@@ -166,7 +166,7 @@ class Grader:
     @property
     def lost(self) -> int:
         """Checks that ended without a verdict."""
-        return sum(self.counts[way] for way in LOSSES)
+        return sum(self.counts[way] for way in LOST_WAYS)
 
     def pending(self, seconds: float) -> int:
         """How many verdicts are still to come after at most so long."""

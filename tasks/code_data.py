@@ -64,7 +64,7 @@ def load_problems(
     item = 0
     lost_tests = 0
     try:
-        for record in read_rows(path, split):
+        for record in load_rows(path, split):
             item += 1
             question, label, test_count = parse_record(record, columns)
             lost_tests += test_count - len(label["tests"])
@@ -86,7 +86,7 @@ def load_problems(
     return problems
 
 
-def read_rows(path: str, split: str):
+def load_rows(path: str, split: str):
     """The records of a .jsonl file, of another file's JSON list, or of a dataset."""
     if os.path.isfile(path):
         # Only \n ends a line, because a text may hold other ends of line.

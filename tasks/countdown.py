@@ -9,7 +9,7 @@ tools/countdown.py: exactly so many of the numbers are used, and the last line i
               9+8=17!      the model decides where to stop
 
 A claimed value behind the expression must be right. An answer is parsed and walked through, never
-evaluated as code. ORZ has no such task. Use it by `--reward countdown`.
+evaluated as code. ORZ has no such task. Use it by `--task countdown`.
 """
 
 import ast
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from lib.common import UserError
-from tasks.code_data import read_rows
+from tasks.code_data import load_rows
 
 TEMPLATES: dict[str, str] = {
     "mini": "{question}:",
@@ -75,7 +75,7 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
         columns = ("nums", "target")
     problems = []
     try:
-        for record in read_rows(path, split):
+        for record in load_rows(path, split):
             question, label = parse_record(record, columns)
             prompt = template.replace("{question}", question)
             problems.append(Problem(len(problems), question, label, prompt))
@@ -167,7 +167,7 @@ class Grader:
     lost = 0
     broken = None
 
-    def __init__(self, workers=1, answer="orz"):
+    def __init__(self, workers=1, answer_form="orz"):
         # There is one form of answers only, which train.find_task checks.
         self.rewards = {}
 

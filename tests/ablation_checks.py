@@ -27,7 +27,7 @@ from lib.head import ChunkedLogprob
 from tasks import countdown
 
 cfg = SimpleNamespace(
-    critic_warmup_steps=0,
+    critic_only_steps=0,
     seed=1,
     packing_max_len=64,
     micro_train_batch_size=1,
@@ -43,7 +43,7 @@ cfg = SimpleNamespace(
     value_clip=0.2,
     actor_learning_rate=0.1,
     critic_learning_rate=0.1,
-    num_warmup_steps=1,
+    warmup_updates=1,
     lr_end=None,
 )
 
@@ -76,12 +76,12 @@ class Recorder:
 
     def __call__(self, micro, temperature=None):
         self.note(micro)
-        numbers = self.numbers[micro.index]
+        numbers = self.numbers[micro.flat_index]
         return numbers if self.name == "critic" else (numbers, torch.zeros_like(numbers))
 
     def note(self, micro):
         """Which tokens this rank has seen, and how often it had none of its own."""
-        self.here += micro.index[micro.mask > 0].tolist()
+        self.here += micro.flat_index[micro.mask > 0].tolist()
         self.fillers += not micro.mask.any()
 
     @property
@@ -92,7 +92,7 @@ class Recorder:
     def backward(self, loss, is_last):
         loss.backward()
 
-    def step(self, lr):
+    def apply_update(self, lr):
         # The real engines average over the ranks too.
         dist.all_reduce(self.numbers.grad)
         self.numbers.grad /= dist.get_world_size()
@@ -112,7 +112,7 @@ def check_kl_loss():
     p = policy.numbers.detach().clone()
     reference = p + torch.linspace(-0.5, 0.5, 14)
     advantages = torch.tensor([1.0, -2.0, 0.5, 0.25, -1.0] + [0.0] * 9)
-    batch.tokens = {"advantages": advantages, "ref_logprobs": reference}
+    batch.per_token = {"advantages": advantages, "ref_logprobs": reference}
     stats = ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     delta = reference - p
     expected = (-advantages + 0.3 * (1 - delta.exp())) / 14
@@ -123,7 +123,7 @@ def check_kl_loss():
 
 def check_updates_8():
     """Eight steps over one shuffle; each is the clipped objective's gradient at its own ratio."""
-    cfg.policy_update_steps = 8
+    cfg.policy_updates = 8
     cfg.policy_clip = 0.2
     # Two samples a step, so that each of two ranks has one: they must have shuffled alike.
     samples = [sample(i, 2, 1.0) for i in range(16)]
@@ -132,7 +132,7 @@ def check_updates_8():
     advantages = torch.tensor([1.0, -1.0] * 16)
     # Some ratios are outside of the clip, on both sides.
     old = policy.numbers.detach() + torch.linspace(-0.5, 0.5, 32)
-    batch.tokens = {"advantages": advantages, "old_logprobs": old}
+    batch.per_token = {"advantages": advantages, "old_logprobs": old}
     before = policy.numbers.detach().clone().requires_grad_()
     ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     assert len(policy.gradients) == 8
@@ -150,18 +150,18 @@ def check_overlong_drop():
     truncated there is no step: an empty list of kept samples once meant all of them."""
     batch = make_batch()
     ppo.compute_advantages(batch, cfg)
-    used = batch.tokens["advantages"][:5].double()
+    used = batch.per_token["advantages"][:5].double()
     assert abs(used.mean()) < 1e-6 and abs(used.square().mean() - 1) < 1e-5
     raw = torch.tensor([1 - 1 / 3] * 2 + [-1 / 3] * 3, dtype=torch.float64)
     torch.testing.assert_close(used, (raw - raw.mean()) / raw.std(correction=0), atol=1e-6, rtol=0)
-    batch.tokens["values"] = torch.zeros(14)
+    batch.per_token["values"] = torch.zeros(14)
     policy, critic = Recorder("policy", 14), Recorder("critic", 14)
-    cfg.critic_update_steps = 3
+    cfg.critic_updates = 3
     stats = ppo.train_critic(critic, batch, cfg, step=0) | ppo.train_policy(
         policy, batch, cfg, 0, 9
     )
     assert set(policy.seen) == set(critic.seen) == set(range(5))
-    torch.testing.assert_close(policy.gradients[0][:5], -batch.tokens["advantages"][:5] / 5)
+    torch.testing.assert_close(policy.gradients[0][:5], -batch.per_token["advantages"][:5] / 5)
     # Three critic steps for two samples: the one without a sample is in no mean.
     values = torch.linspace(-2, -0.1, 14)
     means = [values[:2].mean().item(), values[2:5].mean().item()]
@@ -171,8 +171,8 @@ def check_overlong_drop():
     batch = ppo.Batch.of(cut, torch.device("cpu"))
     told = ppo.compute_advantages(batch, cfg)
     assert all(map(math.isfinite, told.values()))
-    assert batch.tokens["advantages"].isfinite().all()
-    batch.tokens["values"] = torch.zeros(5)
+    assert batch.per_token["advantages"].isfinite().all()
+    batch.per_token["values"] = torch.zeros(5)
     policy, critic = Recorder("policy", 5), Recorder("critic", 5)
     stats = ppo.train_critic(critic, batch, cfg, step=0) | ppo.train_policy(
         policy, batch, cfg, 0, 9
@@ -184,18 +184,18 @@ def check_overlong_drop():
 def check_fuse_values():
     """The values are the critic's from before the step that learns from them: with one step, those
     of a pass of their own. Returns that depend on values are refused."""
-    cfg.critic_update_steps = 1
+    cfg.critic_updates = 1
     batch = make_batch()
     critic = Recorder("critic", 14)
     before = critic.numbers.detach().clone()
     ppo.train_critic(critic, batch, cfg, step=0)
-    torch.testing.assert_close(batch.tokens["values"], before)
+    torch.testing.assert_close(batch.per_token["values"], before)
     returns = torch.tensor([1.0] * 2 + [0.0] * 12)
-    torch.testing.assert_close(batch.tokens["returns"], returns)
+    torch.testing.assert_close(batch.per_token["returns"], returns)
     torch.testing.assert_close(critic.gradients[0], (before - returns) / 14)
     cfg.estimator = "gae"
     ppo.compute_advantages(batch, cfg)
-    torch.testing.assert_close(batch.tokens["returns"], returns)
+    torch.testing.assert_close(batch.per_token["returns"], returns)
     for name in ("gamma", "lambd", "critic_lambd"):
         try:
             ppo.train_critic(critic, batch, SimpleNamespace(**vars(cfg) | {name: 0.95}), step=0)
@@ -207,7 +207,7 @@ def check_fuse_values():
 def check_fuse_values_on_two_ranks():
     """Every rank has all values. Five samples are dealt in three steps, so that the last step has
     none for one rank, whose filler must add nothing to the first token's value."""
-    cfg.critic_update_steps = 3
+    cfg.critic_updates = 3
     samples = [sample(i, 3, 1.0) for i in range(5)]
     batch = ppo.Batch.of(samples, torch.device("cpu"))
     critic = Recorder("critic", 15)
@@ -215,7 +215,7 @@ def check_fuse_values_on_two_ranks():
     stats = ppo.train_critic(critic, batch, cfg, step=0)
     assert len(critic.gradients) == 3 and stats["critic_micro_batches"] == 1
     assert sorted(critic.seen) == list(range(15)) and sum(common.gather(critic.fillers)) == 1
-    torch.testing.assert_close(batch.tokens["values"], before)
+    torch.testing.assert_close(batch.per_token["values"], before)
 
 
 def check_kl_penalty():
@@ -229,7 +229,7 @@ def check_kl_penalty():
     old = torch.linspace(-2, -0.1, 14)
     reference = old + torch.linspace(-0.5, 0.7, 14)
     values = torch.linspace(1, -1, 14)
-    batch.tokens = {"values": values, "old_logprobs": old, "ref_logprobs": reference}
+    batch.per_token = {"values": values, "old_logprobs": old, "ref_logprobs": reference}
     paid = (0.3 * (reference.double() - old.double())).tolist()
     cfg.estimator = "gae"
     ppo.compute_advantages(batch, cfg)
@@ -242,13 +242,13 @@ def check_kl_penalty():
                 delta = paid[k] + (score if is_last else 0.9 * values[k + 1].item()) - values[k]
                 advantage += (0.9 * 0.8) ** (k - t) * delta.item()
             expected.append(advantage)
-    torch.testing.assert_close(batch.tokens["advantages"], torch.tensor(expected))
-    del batch.tokens["values"]
+    torch.testing.assert_close(batch.per_token["advantages"], torch.tensor(expected))
+    del batch.per_token["values"]
     cfg.estimator = "reinforce"
     ppo.compute_advantages(batch, cfg)
     scores = [1 + sum(paid[:2]), sum(paid[2:5]), sum(paid[5:])]
-    expected = torch.tensor(scores).repeat_interleave(batch.length)
-    torch.testing.assert_close(batch.tokens["advantages"], expected - sum(scores) / 3)
+    expected = torch.tensor(scores).repeat_interleave(batch.response_lengths)
+    torch.testing.assert_close(batch.per_token["advantages"], expected - sum(scores) / 3)
     assert batch.rewards.tolist() == [1, 0, 0]
 
 
@@ -260,7 +260,7 @@ def check_entropy_bonus():
     policy = HeadRecorder("policy", 14)
     scores = policy.numbers.detach().double().requires_grad_()  # (T, V)
     advantages = torch.tensor([1.0, -2.0, 0.5, 0.25, -1.0] + [0.0] * 9)
-    batch.tokens = {"advantages": advantages}
+    batch.per_token = {"advantages": advantages}
     ids = torch.tensor(sum(batch.response_ids, []))
     ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     loss = 0.0
@@ -290,7 +290,7 @@ class HeadRecorder(Recorder):
 
     def __call__(self, micro, temperature):
         self.note(micro)
-        rows = self.numbers[micro.index]  # (T, V)
+        rows = self.numbers[micro.flat_index]  # (T, V)
         return ChunkedLogprob.apply(rows, torch.eye(10), micro.token_ids, temperature, 4)
 
 
@@ -320,7 +320,7 @@ def check_cispo():
 def hold_against(loss, ratios):
     """The gradient of one step over samples of one token, with both signs at each ratio, is that
     of the loss of (ratio, advantages, log-probs), divided by the number of tokens."""
-    cfg.policy_update_steps = 1
+    cfg.policy_updates = 1
     ratios = ratios.repeat(2)
     count = len(ratios)
     advantages = torch.tensor([1.0] * (count // 2) + [-2.0] * (count // 2))
@@ -329,7 +329,7 @@ def hold_against(loss, ratios):
     policy = Recorder("policy", count)
     p = policy.numbers.detach().clone().requires_grad_()
     old = p.detach() - ratios.log()
-    batch.tokens = {"advantages": advantages, "old_logprobs": old}
+    batch.per_token = {"advantages": advantages, "old_logprobs": old}
     ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     (loss((p - old).exp(), advantages, p) / count).backward()
     torch.testing.assert_close(policy.gradients[0], p.grad)
@@ -339,7 +339,7 @@ def hold_against(loss, ratios):
 def check_gspo():
     """All tokens of a sample have one ratio, the geometric mean. With one advantage for a sample
     the gradient is that of the paper's own objective, times the sample's length."""
-    cfg.policy_update_steps = 1
+    cfg.policy_updates = 1
     cfg.packing_max_len = 12  # two micro-batches
     cfg.policy_clip = 0.03
     cfg.policy_clip_high = 0.04
@@ -353,8 +353,8 @@ def check_gspo():
     old[2:5] += torch.tensor([0.3, 0.1, -0.34])
     old[5:] -= 0.05
     scores = [1.5, -0.5, 0.7]
-    advantages = torch.tensor(scores).repeat_interleave(batch.length)
-    batch.tokens = {"advantages": advantages, "old_logprobs": old}
+    advantages = torch.tensor(scores).repeat_interleave(batch.response_lengths)
+    batch.per_token = {"advantages": advantages, "old_logprobs": old}
     stats = ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
     loss = 0.0
     for own, before, score in zip(batch.split(p), batch.split(old), scores):
@@ -368,10 +368,10 @@ def check_gspo():
     assert abs(stats["clipped"] - 9 / 14) < 1e-6
     # Tokens with advantages of their own have gradients of their own.
     advantages = torch.linspace(-1, 1, 14)
-    batch.tokens["advantages"] = advantages
+    batch.per_token["advantages"] = advantages
     policy = Recorder("policy", 14)
     ppo.train_policy(policy, batch, cfg, step=0, total_steps=9)
-    means = torch.tensor([0.01, -0.02]).exp().repeat_interleave(batch.length[:2])
+    means = torch.tensor([0.01, -0.02]).exp().repeat_interleave(batch.response_lengths[:2])
     torch.testing.assert_close(policy.gradients[0][:5], -advantages[:5] * means / 14)
 
 
@@ -472,14 +472,16 @@ def graded(task, labels, responses, step=0):
     """The samples of a rollout with these responses, the same number to each label."""
     problems = [SimpleNamespace(prompt_ids=[7, 7], label=label) for label in labels]
     count = len(responses) // len(labels)
-    requests = rollout.make_requests(problems, count, (1, step, "train"), (9, 1.0, 1.0))
+    requests = rollout.make_requests(
+        problems, rollout.problem_seeds(1, step, "train", len(problems)), count, 9, 1.0, 1.0
+    )
     stage = object.__new__(rollout.Rollout)
     stage.cfg = SimpleNamespace(tensor_parallel=1, log_ratio=False, tis_cap=None)
     stage.sampler = Scripted(responses, count)
     stage.signals = common.Signals(dist.HashStore())
     stage.task = task
     with task.Grader(1) as stage.grader:
-        return stage.sample(requests, metrics.Clock(1))
+        return stage.draw(requests, metrics.Clock(1))
 
 
 def check_what_is_paid(samples, right, paid):
@@ -490,9 +492,9 @@ def check_what_is_paid(samples, right, paid):
     ppo.compute_advantages(batch, cfg)
     scores = torch.tensor(paid, dtype=torch.float64).repeat_interleave(3)
     scores = scores - scores.mean()
-    torch.testing.assert_close(batch.tokens["returns"].double(), scores, atol=1e-6, rtol=0)
+    torch.testing.assert_close(batch.per_token["returns"].double(), scores, atol=1e-6, rtol=0)
     scores = scores / scores.std(correction=0).clamp(min=1e-8)
-    torch.testing.assert_close(batch.tokens["advantages"].double(), scores, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.per_token["advantages"].double(), scores, atol=1e-5, rtol=0)
     line = metrics.of_samples(samples, batch, 9)
     assert line["reward"] == sum(right) / len(right)
     assert line["paid"] == sum(paid) / len(paid)
@@ -655,7 +657,7 @@ def check_lora_at(stage, folder):
     assert all(first[name].equal(base[name]) for name in base)
 
     batch = make_batch()
-    batch.tokens["advantages"] = torch.linspace(-1, 1, 14)
+    batch.per_token["advantages"] = torch.linspace(-1, 1, 14)
     ppo.train_policy(policy, batch, settings, step=0, total_steps=9)
     run = folder / f"zero{stage}"
     state = ckpt.RunState(1, 9, 1, {"zero_stage": stage, "lora_rank": 4})
@@ -681,7 +683,7 @@ def check_lora_at(stage, folder):
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
         logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         expected.append(logits.log_softmax(-1)[range(len(response)), response])
-    found = ppo.logprobs(policy, batch, settings)
+    found = ppo.compute_logprobs(policy, batch, settings)
     torch.testing.assert_close(found, torch.cat(expected).detach(), atol=1e-4, rtol=1e-4)
 
     again = models.make_policy(settings)
@@ -719,16 +721,16 @@ def check_fp16_at(stage, folder):
     half = SimpleNamespace(**settings | {"bf16": True, "zero_stage": stage})
     batch = make_batch()
     exact = models.make_policy(full)
-    expected = ppo.logprobs(exact, batch, full)
+    expected = ppo.compute_logprobs(exact, batch, full)
     bf16 = AutoModelForCausalLM.from_pretrained(half.model, dtype=torch.bfloat16)
-    bf16_error = (ppo.logprobs(models.Policy(bf16), batch, half) - expected).abs().mean()
+    bf16_error = (ppo.compute_logprobs(models.Policy(bf16), batch, half) - expected).abs().mean()
     policy = models.make_policy(half)
-    error = (ppo.logprobs(policy, batch, half) - expected).abs().mean()
+    error = (ppo.compute_logprobs(policy, batch, half) - expected).abs().mean()
     assert 0 < error < bf16_error / 3, (error, bf16_error)
 
     before = weights_of(policy)
     assert {tensor.dtype for tensor in before.values()} == {torch.float16}
-    batch.tokens["advantages"] = torch.linspace(-1, 1, 14) * 1e3
+    batch.per_token["advantages"] = torch.linspace(-1, 1, 14) * 1e3
     scaler = policy.deepspeed.optimizer.loss_scaler
     assert scaler.cur_scale == 2**16
     stats = ppo.train_policy(policy, batch, half, step=0, total_steps=9)
@@ -742,7 +744,7 @@ def check_fp16_at(stage, folder):
     assert policy.deepspeed.optimizer.loss_scaler.cur_scale == 2**15
 
     # Of a tenth of the usual size, so that it does not overflow.
-    batch.tokens["advantages"] = torch.linspace(-0.1, 0.1, 14)
+    batch.per_token["advantages"] = torch.linspace(-0.1, 0.1, 14)
     exact_before = weights_of(exact)
     want = ppo.train_policy(exact, batch, full, step=0, total_steps=9)
     found = ppo.train_policy(policy, batch, half, step=0, total_steps=9)
@@ -754,7 +756,7 @@ def check_fp16_at(stage, folder):
     for name in ("max_len", "micro_rollout_batch_size", "gpu_memory_utilization", "kv_cache_gb"):
         setattr(half, name, 1)
     half.rollout_quantization = half.tensor_parallel = half.enforce_eager = None
-    assert rollout.Sampler.engine_settings(sampler)["dtype"] == "float16"
+    assert rollout.Sampler.vllm_settings(sampler)["dtype"] == "float16"
 
 
 def change_of(engine, before):

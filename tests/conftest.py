@@ -25,7 +25,7 @@ SMALL = {
     "template": "demo",
     "rollout_batch_size": 4,
     "n_samples_per_prompt": 4,
-    "critic_update_steps": 2,
+    "critic_updates": 2,
     "max_steps": 3,
     "prompt_max_len": 16,
     "generate_max_len": 32,
@@ -37,7 +37,7 @@ SMALL = {
     "stop": "",
     "actor_learning_rate": 1e-3,
     "critic_learning_rate": 1e-3,
-    "num_warmup_steps": 2,
+    "warmup_updates": 2,
     "zero_stage": 0,
     "bf16": "false",
     "gradient_checkpointing": "false",
@@ -59,9 +59,11 @@ ENGINE_FIXTURES = {"results", "wide", "one_rank", "two_ranks", "whole", "found",
 ENGINE_FIXTURES |= {"runs", "run", "base", "trained", "place"}
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     rank = {f"test_{name}": k for k, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    # Who asks for the first failure alone has the quick files first.
+    wants_first = config.getoption("maxfail") == 1
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)), reverse=wants_first)
     for item in items:
         if item.path.stem in ENGINE_FILES or ENGINE_FIXTURES & set(item.fixturenames):
             item.add_marker("engine")

@@ -28,9 +28,10 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 import ppo  # noqa: E402
 import reward  # noqa: E402
 import train  # noqa: E402
-from lib import memory, models  # noqa: E402
+from lib import models  # noqa: E402
 from lib.common import start_distributed  # noqa: E402
-from rollout import Sampler, make_requests  # noqa: E402
+from rollout import Sampler, make_requests, problem_seeds  # noqa: E402
+from tools import memory
 
 
 def worker(kind: str, out: Path, *words) -> dict:
@@ -67,7 +68,10 @@ def sampled(sampler, requests) -> list[list[int]]:
 
 
 def greedy(sampler, problems) -> list[list[int]]:
-    return sampled(sampler, make_requests(problems, 2, (0, 0, "greedy"), (32, 0.0, 1.0)))
+    return sampled(
+        sampler,
+        make_requests(problems, problem_seeds(0, 0, "greedy", len(problems)), 2, 32, 0.0, 1.0),
+    )
 
 
 def share_equal(one: list[list[int]], two: list[list[int]]) -> float:
@@ -80,17 +84,19 @@ def share_equal(one: list[list[int]], two: list[list[int]]) -> float:
 
 def gap(sampler, policy, problems, cfg) -> dict:
     """As train.check_sampler: the mean difference of log-probs, and the worst response's."""
-    requests = make_requests(problems, 4, (cfg.seed, 0, "check"), (32, 1.0, 1.0))
+    requests = make_requests(
+        problems, problem_seeds(cfg.seed, 0, "check", len(problems)), 4, 32, 1.0, 1.0
+    )
     samples = [sample for _, sample in sampler.generate(requests, logprobs=True)]
     batch = ppo.Batch.of(samples, policy.device)
-    apart = (ppo.logprobs(policy, batch, cfg) - batch.tokens["logprobs"]).abs()  # (T,)
+    apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
     worst = max(part.mean().item() for part in batch.split(apart))
     return {"mean": apart.mean().item(), "worst": worst}
 
 
 def seeds(sampler, problems) -> dict:
     """What a sample depends on."""
-    requests = make_requests(problems, 4, (1, 0, "train"), (32, 1.0, 1.0))
+    requests = make_requests(problems, problem_seeds(1, 0, "train", len(problems)), 4, 32, 1.0, 1.0)
     others = [dataclasses.replace(request, seed=request.seed + 1) for request in requests]
     first = sampled(sampler, requests)
     return {
@@ -219,8 +225,8 @@ def masters(engine) -> torch.Tensor:
 def gradients_by_hand(policy, batch, cfg) -> list[torch.Tensor]:
     """fp32 sums of the bf16 gradients of the micro-batches."""
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in policy.parameters()]
-    tokens = int(batch.length.sum())
-    for micro in ppo.micro_batches(batch, batch.everyone(), cfg):
+    tokens = int(batch.response_lengths.sum())
+    for micro in ppo.micro_batches(batch, batch.all_samples(), cfg):
         loss, _ = ppo.policy_loss(policy, batch, micro, cfg)
         (loss / tokens).backward()
         for total, parameter in zip(sums, policy.parameters()):
@@ -249,7 +255,7 @@ def find_of_step(model: str, stage: str, row_len: str) -> dict:
     cfg = with_estimator(cfg, "grpo")
     ppo.compute_advantages(batch, cfg)
     found = {"device": device.type}
-    found["rows"] = len(ppo.micro_batches(batch, batch.everyone(), cfg))
+    found["rows"] = len(ppo.micro_batches(batch, batch.all_samples(), cfg))
 
     plain = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.bfloat16)
     policy = models.Policy(plain.to(device).train())
@@ -271,10 +277,10 @@ def find_of_step(model: str, stage: str, row_len: str) -> dict:
     found["skipped"] = engine.deepspeed.skipped_steps
     found["sums"] = str(engine.deepspeed.optimizer.gradient_accumulation_dtype)
 
-    batch.tokens["advantages"][3] = float("nan")
+    batch.per_token["advantages"][3] = float("nan")
     found["NaN is refused"] = False
     try:
-        ppo.update(engine, ppo.policy_loss, batch, batch.everyone(), 1e-3, cfg)
+        ppo.update(engine, ppo.policy_loss, batch, batch.all_samples(), 1e-3, cfg)
     except FloatingPointError:
         found["NaN is refused"] = True
     found["unchanged by NaN"] = torch.equal(masters(engine), after)

@@ -5,7 +5,7 @@
     python tests/mutate.py FILE [1/2]    draws 300 mutants by a seed, or tries every second of them
 
 A mutant changes one expression of the stages or of lib/. In a copy it meets the tests that run its
-line (or, for a line of imports, its file), those without engines first, until one fails."""
+line (its file, if only imports run the line), those without engines first, until one fails."""
 
 import ast
 import json
@@ -107,7 +107,9 @@ def run(path, number, of):
         vars(node).update(change(node))
         file.write_text(ast.unparse(ast.fix_missing_locations(tree)))
         lines = covered.get(mutant["file"], {})
-        tests = lines.get(mutant["line"]) or set().union(*lines.values())
+        tests = lines.get(mutant["line"])
+        if tests == set():
+            tests = tests.union(*lines.values())
         killer = tests and first_failure(tests, folder, folder.parent / "log")
         subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
         with results.open("a") as out:

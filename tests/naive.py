@@ -41,6 +41,11 @@ def std(numbers: list[float]) -> float:
     return math.sqrt(mean([(x - center) ** 2 for x in numbers]))
 
 
+# What `scores` knows, and whether it compares the samples of a problem.
+COMPARES = dict.fromkeys(["grpo", "rloo", "dr_grpo", "reinforce_pp", "maxrl", "pass_at_k"], True)
+COMPARES |= dict.fromkeys(["reinforce", "positive", "negative"], False)
+
+
 def scores(estimator: str, rewards: list[float], groups: list[int], k: int = 2) -> list[float]:
     """One number a sample, which all of its tokens get."""
     found = []
@@ -91,7 +96,7 @@ def per_sample(batch, flat: Tensor) -> list[list[float]]:
 
 def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
     """Advantages, whitened for some, and returns, (T,) each. No --loss_mean is in them."""
-    values = per_sample(batch, batch.tokens["values"].double())
+    values = per_sample(batch, batch.per_token["values"].double())
     rewards = batch.rewards.tolist()
     if cfg.estimator == "gae":
         parts = gae(rewards, values, cfg.gamma, cfg.lambd)

@@ -45,11 +45,11 @@ def config(model="", **overrides) -> SimpleNamespace:
         "max_norm": 1e9,
         "actor_learning_rate": LR,
         "critic_learning_rate": LR,
-        "num_warmup_steps": 1,
+        "warmup_updates": 1,
         "lr_end": None,
         "critic": None,
-        "critic_warmup_steps": 0,
-        "critic_update_steps": 1,
+        "critic_only_steps": 0,
+        "critic_updates": 1,
         "packing_max_len": 64,
         "micro_train_batch_size": 2,
         "temperature": 1.3,
@@ -130,8 +130,8 @@ def cell_step(cfg, spec) -> dict:
     policy = models.make_policy(cfg, **SGD)
     critic = models.make_critic(cfg, **SGD)
     result = {"critic_start": weights(critic)}
-    result["values"] = ppo.values(critic, batch, cfg)
-    result["logprobs"] = ppo.logprobs(policy, batch, cfg)
+    result["values"] = ppo.compute_values(critic, batch, cfg)
+    result["logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
     ppo.compute_advantages(batch, cfg)
     result["stats"] = ppo.train_critic(critic, batch, cfg, step=0)
     result["stats"] |= ppo.train_policy(policy, batch, cfg, step=0, total_steps=1)
@@ -151,7 +151,7 @@ def cell_splits(cfg, spec) -> dict:
         return original_update(*arguments)
 
     def critic_loss(engine, batch, micro, cfg):
-        seen[-1] += micro.index[micro.mask > 0].tolist()
+        seen[-1] += micro.flat_index[micro.mask > 0].tolist()
         return original_loss(engine, batch, micro, cfg)
 
     original_update = ppo.update
@@ -203,11 +203,11 @@ def cell_nonfinite(cfg, spec) -> dict:
     before = weights(engine)
     ppo.compute_advantages(batch, cfg)
     if spec["how"] == "nan":
-        batch.tokens["advantages"][3] = float("nan")
-        batch.tokens["returns"][3] = float("nan")
+        batch.per_token["advantages"][3] = float("nan")
+        batch.per_token["returns"][3] = float("nan")
     elif spec["how"] == "ratio":
         # As with --log_ratio. The largest ratio is no sum, and NaN is larger than nothing.
-        batch.tokens["logprobs"] = torch.full_like(batch.tokens["advantages"], float("nan"))
+        batch.per_token["logprobs"] = torch.full_like(batch.per_token["advantages"], float("nan"))
     calls = []
 
     def loss_fn(engine, batch, micro, cfg):
@@ -220,7 +220,7 @@ def cell_nonfinite(cfg, spec) -> dict:
 
     raised = ""
     try:
-        ppo.update(engine, loss_fn, batch, batch.everyone(), LR, cfg)
+        ppo.update(engine, loss_fn, batch, batch.all_samples(), LR, cfg)
     except FloatingPointError as error:
         raised = str(error)
     after = weights(engine)
@@ -233,8 +233,8 @@ def cell_logging(cfg, spec) -> dict:
     batch = make_batch("half flat")
     policy = models.make_policy(cfg)
     reference = models.make_reference(cfg)
-    batch.tokens["logprobs"] = ppo.logprobs(policy, batch, cfg) - 0.01
-    batch.tokens["ref_logprobs"] = ppo.logprobs(reference, batch, cfg) - 0.02
+    batch.per_token["logprobs"] = ppo.compute_logprobs(policy, batch, cfg) - 0.01
+    batch.per_token["ref_logprobs"] = ppo.compute_logprobs(reference, batch, cfg) - 0.02
     ppo.compute_advantages(batch, cfg)
     return ppo.train_policy(policy, batch, cfg, step=0, total_steps=1)
 
@@ -262,7 +262,7 @@ def cell_memory(cfg, spec) -> dict:
     for count in (16, 256, 2048):
         samples = count // 16
         batch = batch_of_lists([[1]] * samples, [list(range(16))] * samples)
-        (micro,) = ppo.micro_batches(batch, batch.everyone(), cfg)
+        (micro,) = ppo.micro_batches(batch, batch.all_samples(), cfg)
         logprobs, entropy = policy(micro, 1.0)
         (logprobs.sum() + entropy.sum()).backward()
         # getrusage would begin with the parent's peak.
@@ -299,10 +299,10 @@ def cell_bf16(cfg, spec) -> dict:
     result = {}
     for kind, count in (("copies", 64), ("copies", 1), ("equal sizes", 16)):
         batch = make_batch(kind)
-        advantages = torch.ones_like(batch.tokens["values"])  # (T,)
+        advantages = torch.ones_like(batch.per_token["values"])  # (T,)
         if count == 16:
             advantages = torch.linspace(-1, 1, len(advantages))  # (T,)
-        batch.tokens["advantages"] = advantages
+        batch.per_token["advantages"] = advantages
         policy = models.make_policy(cfg, **SGD)
         before = masters(policy)
         stats = ppo.update(policy, ppo.policy_loss, batch, list(range(count)), LR, cfg)

@@ -20,7 +20,7 @@ import train  # noqa: E402
 from lib import models  # noqa: E402
 from lib.common import Signals, Stopped, UserError, start_distributed  # noqa: E402
 from lib.metrics import Clock  # noqa: E402
-from rollout import Rollout, Sampler, make_requests  # noqa: E402
+from rollout import Rollout, Sampler, make_requests, problem_seeds  # noqa: E402
 
 # After rollout.py, whose settings vLLM reads.
 from vllm.usage.usage_lib import is_usage_stats_enabled  # noqa: E402 isort: skip
@@ -49,7 +49,7 @@ def cached_tokens(sampler) -> list[list[int]]:
     """Of each of two calls, the second after one that is closed early: how many tokens of each of
     two equal prompts were cached."""
     long = SimpleNamespace(prompt_ids=list(range(1, 51)) * 8)
-    requests = make_requests([long], 2, (0,), (4, 1.0, 1.0))
+    requests = make_requests([long], [0], 2, 4, 1.0, 1.0)
     engine = sampler.llm.llm_engine
     step = engine.step
     calls = []
@@ -72,7 +72,7 @@ def cached_tokens(sampler) -> list[list[int]]:
 
 def behaviour(rollout, problems) -> dict:
     sampler = rollout.sampler
-    requests = make_requests(problems, 2, (1, 2, "train"), (16, 1.0, 1.0))
+    requests = make_requests(problems, problem_seeds(1, 2, "train", len(problems)), 2, 16, 1.0, 1.0)
     found = {"workers": rollout.grader.threads._max_workers, "cached": cached_tokens(sampler)}
     found["form"] = rollout.grader.find_answer.__name__
 
@@ -103,7 +103,7 @@ def behaviour(rollout, problems) -> dict:
     sampler.stop_ids = []
 
     clock = Clock(0)
-    samples = rollout.sample(requests, clock)
+    samples = rollout.draw(requests, clock)
     found["asked"] = [[request.group, request.index] for request in requests]
     found["answered"] = [[s.request.group, s.request.index] for s in samples]
     found["sampled"] = [sample.response_ids for sample in samples]
@@ -115,7 +115,7 @@ def behaviour(rollout, problems) -> dict:
 
 
 def stop(rollout, requests, reason) -> list:
-    """[text of Stopped, number of phases that were finished]: where a signal comes before the
+    """[fault of Stopped, number of phases that were finished]: where a signal comes before the
     sampling or amid it, or where the grader of this rank breaks amid it."""
     signals = rollout.signals
     submit = rollout.grader.submit
@@ -131,9 +131,9 @@ def stop(rollout, requests, reason) -> list:
     rollout.grader.submit = submit_and_stop
     clock = Clock(0)
     try:
-        rollout.sample(requests, clock)
+        rollout.draw(requests, clock)
     except Stopped as error:
-        return [str(error), len(clock.seconds)]
+        return [error.fault, len(clock.seconds)]
     finally:
         signals.asked = False
         signals.store.delete_key("stop")

@@ -113,7 +113,7 @@ def trained(patched, tiny, tmp_path_factory):
     def train(name: str, ranks: int, steps: int) -> Path:
         flags = tiny | {"max_steps": steps}
         if "updates_8" in (name, BUILDS_ON.get(name)):
-            flags |= {"policy_update_steps": 4}
+            flags |= {"policy_updates": 4}
         if name == "overlong_penalty":
             flags |= {"overlong_cache": 8}
         if name == "fp16":

@@ -11,8 +11,7 @@ from conftest import ROOT
 from transformers import Qwen2ForCausalLM
 
 import train
-from lib import memory
-from tools import bench, bench_gpu, card
+from tools import bench, bench_gpu, card, memory
 
 TASK = str(ROOT / "tools" / "bench_task.py")
 # The lines of metrics.jsonl that the benchmarks read.
@@ -81,7 +80,7 @@ def test_the_bench_of_advantages_runs(tmp_path, process_group):
 def test_every_second_response_counts_as_right():
     """Rewards were patched into the module `reward`, and a run executes its task as another one:
     all were 0, groups were flat and no policy update was measured."""
-    task = train.find_task(train.parse_flags(["--model", "m", "--data", "d", "--reward", TASK]))
+    task = train.find_task(train.parse_flags(["--model", "m", "--data", "d", "--task", TASK]))
     with task.Grader(1, "orz") as grader:
         for position in range(4):
             grader.submit(position, "nothing", "length", "1")

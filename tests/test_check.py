@@ -16,7 +16,7 @@ import train
 from lib import check
 from lib.common import UserError
 
-CHOICES = {"estimator": ppo.ESTIMATORS}
+TABLE = ppo.ESTIMATORS
 
 
 def config(tiny, **flags) -> train.Config:
@@ -30,15 +30,15 @@ def config(tiny, **flags) -> train.Config:
 
 
 def test_a_good_config_is_accepted(tiny):
-    check.check_config(config(tiny), 2, CHOICES)
-    check.check_config(config(tiny, top_p=0.9, eval_top_p=0.5, eval_temperature=0), 2, CHOICES)
-    check.check_config(config(tiny, offload="optimizer", zero_stage=1), 1, CHOICES)
-    check.check_config(config(tiny, lambd=0.95, critic_lambd=1, loss_mean="constant"), 2, CHOICES)
-    check.check_config(config(tiny, estimator="pass_at_k", pass_k=3), 2, CHOICES)
-    check.check_config(config(tiny, estimator="negative", n_samples_per_prompt=1), 2, CHOICES)
-    check.check_config(config(tiny, critic="x", critic_warmup_steps=3), 2, CHOICES)
-    check.check_config(config(tiny, template="chat", system="Be brief."), 2, CHOICES)
-    check.check_config(config(tiny, keep_last=0, max_steps=0, log_samples=0, gamma=0), 4, CHOICES)
+    check.check_config(config(tiny), 2, TABLE)
+    check.check_config(config(tiny, top_p=0.9, eval_top_p=0.5, eval_temperature=0), 2, TABLE)
+    check.check_config(config(tiny, offload="optimizer", zero_stage=1), 1, TABLE)
+    check.check_config(config(tiny, lambd=0.95, critic_lambd=1, loss_mean="constant"), 2, TABLE)
+    check.check_config(config(tiny, estimator="pass_at_k", pass_k=3), 2, TABLE)
+    check.check_config(config(tiny, estimator="negative", n_samples_per_prompt=1), 2, TABLE)
+    check.check_config(config(tiny, critic="x", critic_only_steps=3), 2, TABLE)
+    check.check_config(config(tiny, template="chat", system="Be brief."), 2, TABLE)
+    check.check_config(config(tiny, keep_last=0, max_steps=0, log_samples=0, gamma=0), 4, TABLE)
 
 
 WITHOUT_WANDB = pytest.mark.skipif(find_spec("wandb") is not None, reason="here it is installed")
@@ -54,7 +54,7 @@ REFUSED = [
     ({"loss_mean": "batch"}, ["--loss_mean batch", "token or sequence or constant"]),
     # a number
     ({"tensor_parallel": 0}, ["--tensor_parallel 0", "at least 1"]),
-    ({"critic_update_steps": 0}, ["--critic_update_steps 0", "at least 1"]),
+    ({"critic_updates": 0}, ["--critic_updates 0", "at least 1"]),
     ({"pass_k": 0}, ["--pass_k 0", "at least 1"]),
     ({"critic_lambd": -0.5}, ["--critic_lambd -0.5", "at least 0"]),
     ({"keep_last": -1}, ["--keep_last -1", "at least 0"]),
@@ -89,10 +89,10 @@ REFUSED = [
     ({"estimator": "grpo", "critic_lambd": 1}, ["--critic_lambd 1", "grpo has no critic"]),
     ({"estimator": "grpo", "critic": "x"}, ["--critic x", "grpo has no critic"]),
     (
-        {"estimator": "rloo", "critic_warmup_steps": 2},
-        ["--critic_warmup_steps 2", "rloo has no critic"],
+        {"estimator": "rloo", "critic_only_steps": 2},
+        ["--critic_only_steps 2", "rloo has no critic"],
     ),
-    ({"critic_warmup_steps": -1}, ["--critic_warmup_steps -1", "at least 0"]),
+    ({"critic_only_steps": -1}, ["--critic_only_steps -1", "at least 0"]),
     ({"first_stage": 4}, ["--first_stage 4", "--n_samples_per_prompt 4"]),
     ({"first_stage": 1, "estimator": "grpo"}, ["--first_stage 1", "grpo", "at least 2"]),
     # lengths
@@ -135,11 +135,11 @@ def test_varlen_of_another_version_is_refused_or_works(version, tiny, monkeypatc
     flags = {"bf16": "true", "zero_stage": 2}
     varlen = config(tiny, attention="varlen", **flags)
     if is_usable:
-        check.check_config(varlen, 2, CHOICES)
+        check.check_config(varlen, 2, TABLE)
     else:
         with pytest.raises(UserError, match="^--attention varlen: .* PyTorch 2.11 .*choose sdpa$"):
-            check.check_config(varlen, 2, CHOICES)
-    check.check_config(config(tiny, attention="sdpa", **flags), 2, CHOICES)
+            check.check_config(varlen, 2, TABLE)
+    check.check_config(config(tiny, attention="sdpa", **flags), 2, TABLE)
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="here it is installed")
@@ -147,7 +147,7 @@ def test_flash_attention_needs_its_package(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flags = {"bf16": "true", "zero_stage": 2}
     with pytest.raises(UserError, match="^--attention flash_attention_2: .*`pip install flash"):
-        check.check_config(config(tiny, attention="flash_attention_2", **flags), 2, CHOICES)
+        check.check_config(config(tiny, attention="flash_attention_2", **flags), 2, TABLE)
 
 
 def name_of(value) -> str:
@@ -157,7 +157,7 @@ def name_of(value) -> str:
 @pytest.mark.parametrize("flags, words", REFUSED, ids=name_of)
 def test_flags_that_cannot_work_are_refused_in_one_line(tiny, flags, words):
     with pytest.raises(UserError) as error:
-        check.check_config(config(tiny, **flags), 2, CHOICES)
+        check.check_config(config(tiny, **flags), 2, TABLE)
     line = str(error.value)
     assert all(word in line for word in words), line
     assert "\n" not in line
@@ -219,7 +219,7 @@ def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path
     """They are no causal LM, have a head with a bias, or a window over the keys."""
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"--model, --critic: {tmp_path}.*{words}"):
-        check.read_config(str(tmp_path))
+        check.load_config(str(tmp_path))
 
 
 def test_a_layer_that_is_not_full_attention_is_refused(tmp_path):
@@ -228,17 +228,17 @@ def test_a_layer_that_is_not_full_attention_is_refused(tmp_path):
     edited["layer_types"] = ["full_attention", "sliding_attention"]
     (folder / "config.json").write_text(json.dumps(edited))
     with pytest.raises(UserError, match="kind sliding_attention cannot be packed"):
-        check.read_config(str(folder))
+        check.load_config(str(folder))
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UserError, match="--model, --critic: .*nowhere"):
-        check.read_config(str(tmp_path / "nowhere"))
+        check.load_config(str(tmp_path / "nowhere"))
 
 
 def test_full_attention_passes(tmp_path):
     GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    assert check.read_config(str(tmp_path)).model_type == "gpt2"
+    assert check.load_config(str(tmp_path)).model_type == "gpt2"
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -251,16 +251,16 @@ def test_parameters_are_counted_without_memory(tmp_path, tied):
 
 def test_room_is_for_all_checkpoints_to_come(tiny, other_critic):
     cfg = train.Config(model=tiny["model"], keep_last=1)
-    one = check.needed_bytes(dataclasses.replace(cfg, keep_last=0), 5)
-    parameters = check.count_parameters(check.read_config(tiny["model"]))
+    one = check.needed_bytes(dataclasses.replace(cfg, keep_last=0), True, 5)
+    parameters = check.count_parameters(check.load_config(tiny["model"]))
     assert one == 2 * 16 * parameters, "all are kept: there is no bound, and it is one"
-    assert check.needed_bytes(cfg, 0) == 2 * one, "one is kept and one is written"
-    assert check.needed_bytes(cfg, 1) == one, "the first of them is there"
-    assert check.needed_bytes(dataclasses.replace(cfg, keep_last=2), 1) == 2 * one
+    assert check.needed_bytes(cfg, True, 0) == 2 * one, "one is kept and one is written"
+    assert check.needed_bytes(cfg, True, 1) == one, "the first of them is there"
+    assert check.needed_bytes(dataclasses.replace(cfg, keep_last=2), True, 1) == 2 * one
     smaller = dataclasses.replace(cfg, critic=other_critic, keep_last=0)
-    theirs = check.count_parameters(check.read_config(other_critic))
+    theirs = check.count_parameters(check.load_config(other_critic))
     assert 0 < theirs < parameters
-    assert check.needed_bytes(smaller, 0) == 16 * (parameters + theirs)
+    assert check.needed_bytes(smaller, True, 0) == 16 * (parameters + theirs)
     again = dataclasses.replace(cfg, resume="none")
-    assert check.needed_bytes(again, 1) == 2 * one, "it is set aside, and stays"
-    assert check.needed_bytes(dataclasses.replace(cfg, estimator="grpo"), 1) == one / 2
+    assert check.needed_bytes(again, True, 1) == 2 * one, "it is set aside, and stays"
+    assert check.needed_bytes(cfg, False, 1) == one / 2

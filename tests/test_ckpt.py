@@ -4,7 +4,6 @@ And every way to break one that a disk or a user can think of.
 """
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -37,7 +36,6 @@ from transformers import AutoModelForCausalLM
 import ckpt
 import train
 from ckpt import RunState
-from lib import check
 from lib.common import Stopped, UserError, start_distributed
 from tools import convert, demo
 
@@ -131,16 +129,6 @@ def test_read_only_folder_is_refused(group, small_disk):
     with pytest.raises(UserError, match="not writable.*Read-only"):
         ckpt.claim(small_disk / "run", 0)
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-
-
-def test_room_for_all_checkpoints_to_come(tiny):
-    cfg = train.Config(model=str(tiny["model"]), keep_last=1)
-    one = check.needed_bytes(dataclasses.replace(cfg, keep_last=0), 0)
-    assert check.needed_bytes(cfg, 0) == 2 * one, "the one that is kept and the one that is written"
-    assert check.needed_bytes(cfg, 1) == one, "the first of them is there"
-    assert check.needed_bytes(dataclasses.replace(cfg, keep_last=2), 1) == 2 * one
-    anew = dataclasses.replace(cfg, resume="none")
-    assert check.needed_bytes(anew, 1) == 2 * one, "what is there is set aside, and stays"
 
 
 # ---- save ----------------------------------------------------------------------------------------
@@ -425,6 +413,18 @@ def test_a_state_of_any_shape_is_damage_or_of_another_version(copy, text):
         convert.verified_state(newest)
 
 
+def test_a_checkpoint_with_old_names_is_refused_with_the_commit_that_can_resume_it(group, tmp_path):
+    state = run_state(3)
+    state.config = {"reward": "math", "answer": "orz", "zero_stage": 0}
+    assert ckpt.save(tmp_path, state, {"policy": group}, [], 0) is None
+    with pytest.raises(
+        UserError, match="step_000003 was saved before .* commit [0-9a-f]{7} is"
+    ) as e:
+        find_start(tmp_path)
+    assert "\n" not in str(e.value)
+    assert find_start(tmp_path, "none")[0] is None
+
+
 def test_never_starts_over_by_itself(group, tmp_path):
     """A disk that cannot be read for a minute must not cost a run: with nothing left to go back to,
     it ends."""
@@ -484,10 +484,10 @@ def test_another_mathematics_is_refused_by_name(saved_run, name, capsys):
 def test_a_checkpoint_from_before_a_flag_has_its_default():
     """It was refused, and told to use an old value that there was not."""
     saved = run_state(3)
-    del saved.config["answer"]
+    del saved.config["answer_form"]
     assert ckpt.find_changes(saved, run_state(0), LEARNING) == []
-    now = run_state(0, config={"answer": "hashes"})
-    assert ckpt.find_changes(saved, now, LEARNING) == ["answer"]
+    now = run_state(0, config={"answer_form": "hashes"})
+    assert ckpt.find_changes(saved, now, LEARNING) == ["answer_form"]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG - {"zero_stage"}))

@@ -130,16 +130,19 @@ def test_ranks_agree_on_a_fault_of_one_of_them(handlers, process_group, monkeypa
     """Raised in that rank alone, its error left the others waiting, and nothing was saved."""
     signals = common.Signals(dist.HashStore())
     assert signals.agree() is None
-    with pytest.raises(common.Stopped, match="^it is broken$"):
+    with pytest.raises(common.Stopped) as stop:
         signals.agree("it is broken")
+    assert stop.value.fault == "it is broken"
     assert signals.agree() is None
     others = [(False, None), (False, "it is broken there"), (False, None)]
     monkeypatch.setattr(common, "gather", lambda mine: [mine, *others])
-    with pytest.raises(common.Stopped, match="^it is broken there$"):
+    with pytest.raises(common.Stopped) as stop:
         signals.agree()
+    assert stop.value.fault == "it is broken there"
     signals.asked = True
-    with pytest.raises(common.Stopped, match="^$"):
+    with pytest.raises(common.Stopped) as stop:
         signals.agree()
+    assert stop.value.fault is None
 
 
 # ---- lib/launcher.py -----------------------------------------------------------------------------

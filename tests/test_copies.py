@@ -32,7 +32,7 @@ class Bigrams(torch.nn.Module):
         return log_p.gather(1, micro.token_ids[:, None])[:, 0], entropy
 
 
-class PlainEngine:
+class PlainLearner:
     name = "policy"
     device = torch.device("cpu")
 
@@ -46,7 +46,7 @@ class PlainEngine:
     def backward(self, loss, is_last):
         loss.backward()
 
-    def step(self, lr):
+    def apply_update(self, lr):
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         return self.module.scores.weight.grad.norm().item()
@@ -70,8 +70,8 @@ cfg = SimpleNamespace(
     packing_max_len=8,
     micro_train_batch_size=1,
     actor_learning_rate=0.5,
-    num_warmup_steps=1,
-    critic_warmup_steps=0,
+    warmup_updates=1,
+    critic_only_steps=0,
     lr_end=None,
 )
 ppo.compute_advantages(batch, cfg)
@@ -86,7 +86,7 @@ for prompt, response, advantage in zip(prompts, responses, (1.0, -1.0, 0.0, 0.0)
         previous = token
 loss.backward()
 
-stats = ppo.train_policy(PlainEngine(model), batch, cfg, step=0, total_steps=1)
+stats = ppo.train_policy(PlainLearner(model), batch, cfg, step=0, total_steps=1)
 moved = (before - model.scores.weight) / 0.5
 assert torch.allclose(moved, before.grad, rtol=0, atol=1e-6)
 assert abs(stats["policy_loss"] - loss.item()) < 1e-6
@@ -150,7 +150,7 @@ learn(engine)
 
 path = ckpt.pick_checkpoint(run_dir, "auto")
 assert path.name == "step_000001"
-assert ckpt.read_state(path) == state
+assert ckpt.load_state(path) == state
 other = make_engine()
 ckpt.load(path, {"policy": other}, state)
 assert all(map(torch.equal, weights(other), saved))

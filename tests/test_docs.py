@@ -95,7 +95,7 @@ def check_training(words: list[str]) -> None:
     cfg = train.parse_flags(argv)
     if cfg.model is None:
         cfg = train.parse_flags([*shlex.split(demo.FLAGS), "--data", "of the demo", *argv])
-    check.check_config(cfg, world, {"estimator": ppo.ESTIMATORS})
+    check.check_config(cfg, world, ppo.ESTIMATORS)
     train.find_task(cfg)
 
 

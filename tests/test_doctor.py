@@ -124,7 +124,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 def test_each_sign_is_said_with_its_number():
     changes = {
         "stale sampler": ({"approx_kl": 0.05}, "0.050 nats"),
-        "lost checks": ({"reward_lost": list(range(0, 60, 3))}, "4%"),
+        "lost checks": ({"reward_lost": 3}, "4%"),
         "truncated answers": ({"truncated": 0.45}, "45%"),
         "entropy collapse": ({"entropy": [0.5] * 10 + [0.01] * 10}, "0.010"),
         "critic explains nothing": ({"explained_variance": -0.1}, "-0.10"),
@@ -143,10 +143,14 @@ def test_each_sign_is_said_with_its_number():
     assert "0.60 up to step" in doctor.examine(fallen)["steps too large"]
 
 
-def test_lost_checks_of_the_process_before_a_resume_count_too():
-    """reward_lost starts anew in a resumed process."""
-    resumed = well(reward_lost=[100] * 10 + [0] * 10)
-    assert "8%" in doctor.examine(resumed)["lost checks"]
+def test_lost_checks_are_counted_in_the_folders_of_older_runs_too(tmp_path):
+    """There reward_lost is a sum, which starts anew in a resumed process."""
+    sums = [100] * 10 + [0] * 5 + [7] * 5
+    for config, expected in (({"reward": "math"}, [100, *[0] * 14, 7, *[0] * 4]), ({}, sums)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        lines = well(reward_lost=sums)
+        doctor.count_lost_per_step(tmp_path, lines)
+        assert [line["reward_lost"] for line in lines] == expected
 
 
 def run_doctor(monkeypatch, *words: str) -> None:

@@ -139,7 +139,7 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, sets, tmp_path)
     assert result["wall_seconds"] > 0
     # A random model knows no form of answers.
     (remark,) = [text for text in result["remarks"] if text.startswith("larger: ")]
-    assert "no response has an answer in the form of --reward math and --answer orz" in remark
+    assert "no response has an answer in the form of --task math and --answer_form orz" in remark
     assert remark in screen
     table = screen.splitlines()
     assert "pass@2" in table[0]

@@ -25,18 +25,19 @@ SOLUTIONS = [
     Change(
         1,
         "ppo.py",
-        old="""ESTIMATORS = {
+        old="""# By the names of --estimator. This is the only place that knows an estimator.
+ESTIMATORS = {
 """,
-        new='''
-def opo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+        new='''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - the group's mean, weighted by length (arXiv 2505.23585)."""
     length = mask.sum(1).double()  # (N,)
     weighted = group_stats(rewards * length, groups)[0]  # (N,)
     return rewards - weighted / group_stats(length, groups)[0]
 
 
+# By the names of --estimator. This is the only place that knows an estimator.
 ESTIMATORS = {
-    "opo": opo,
+    "opo": Estimator(opo, least_samples=two_samples),
 ''',
     ),
     Change(
@@ -50,8 +51,8 @@ ESTIMATORS = {
     Change(
         3,
         "ppo.py",
-        old="batch.with_signal(), lr, cfg, denominator)",
-        new="batch.with_signal(), lr, cfg)",
+        old="samples_to_learn_from(batch), lr, cfg, denominator)",
+        new="samples_to_learn_from(batch), lr, cfg)",
     ),
     Change(
         4,

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
 import ppo
-from lib import memory, models
+from lib import models
 from lib.attention import has_varlen, packed_attention
 from lib.head import ChunkedLogprob
-from tools import bench_gpu, card
+from tools import bench_gpu, card, memory
 
 SHAPE = bench_gpu.SMALL
 
@@ -181,10 +181,10 @@ def test_packed_logprobs_are_those_of_single_rows(
     single = copy.copy(cfg)
     # Then no row has room for a second sample.
     single.packing_max_len = 8
-    expected = ppo.logprobs(policy, batch, single)  # (T,)
+    expected = ppo.compute_logprobs(policy, batch, single)  # (T,)
     model.set_attn_implementation(attention)
-    apart = (ppo.logprobs(policy, batch, cfg) - expected).abs()  # (T,)
-    assert len(ppo.micro_batches(batch, batch.everyone(), cfg)) < len(batch.size)
+    apart = (ppo.compute_logprobs(policy, batch, cfg) - expected).abs()  # (T,)
+    assert len(ppo.micro_batches(batch, batch.all_samples(), cfg)) < len(batch.sample_lengths)
     if bf16:
         # Another kernel of attention makes 0.009 in a 0.5B shape, as measured on a CPU.
         assert apart.mean() < 0.02
@@ -275,7 +275,7 @@ def test_advantages_are_those_of_the_cpu(estimator, lambd, device):
     values = torch.randn((64, 300), generator=generator, dtype=torch.float64) * mask
     rewards = torch.randint(2, (64,), generator=generator).double()
     inputs = (rewards, values, mask, torch.arange(64) // 8)
-    function = ppo.ESTIMATORS[estimator]
+    function = ppo.ESTIMATORS[estimator].function
     expected = function(*(tensor.clone() for tensor in inputs), cfg)
     found = function(*(tensor.to(device) for tensor in inputs), cfg)
     assert (found.cpu() - expected).abs().max() < 1e-12

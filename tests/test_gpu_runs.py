@@ -17,15 +17,15 @@ import torch
 from conftest import ROOT, arguments, clean_environment, jsonl
 
 import train
-from lib import check, memory
-from tools import bench_gpu, card
+from lib import check
+from tools import bench_gpu, card, memory
 
 RUN = {
     "template": "demo",
     "stop": "",
     "rollout_batch_size": 8,
     "n_samples_per_prompt": 4,
-    "critic_update_steps": 2,
+    "critic_updates": 2,
     "max_steps": 3,
     "prompt_max_len": 64,
     "generate_max_len": 512,
@@ -111,7 +111,7 @@ def test_the_runs_need_less_than_30_gb_of_disk(folder_of, tmp_path):
     # needed_bytes counts one checkpoint more than are kept.
     flags |= {"model": tmp_path / "shape", "keep_last": saves - 1}
     cfg = train.parse_flags([str(word) for word in arguments(flags)])
-    of_one_run = check.needed_bytes(cfg, present=0)
+    of_one_run = check.needed_bytes(cfg, has_critic=True, present=0)
     # If one stage fails, its checkpoints stay while the other stage writes as many.
     assert 2 * of_one_run < 0.9 * 30e9
 

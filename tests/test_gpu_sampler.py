@@ -9,8 +9,7 @@ import torch
 from conftest import arguments
 from gpu_worker import worker
 
-from lib import memory
-from tools import bench_gpu
+from tools import bench_gpu, memory
 
 WORKER = {
     "data": "-",

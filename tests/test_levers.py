@@ -23,7 +23,7 @@ class FakeRollout:
         self.length = length
         self.asked = []
 
-    def sample(self, requests: list, clock) -> list:
+    def draw(self, requests: list, clock) -> list:
         self.asked.append([(request.group, request.index) for request in requests])
         samples = []
         for request in requests:
@@ -46,7 +46,7 @@ def settings(**flags) -> SimpleNamespace:
         "first_stage": 0,
         "adaptive_len": False,
         "n_samples_per_prompt": 5,
-        "reward": "math",
+        "task": "math",
         "generate_max_len": 99,
     }
     return SimpleNamespace(**usual | flags)
@@ -65,9 +65,9 @@ def settings(**flags) -> SimpleNamespace:
 def test_two_stages_expand_where_something_can_be_learnt(task, solved, expanded):
     rollout = FakeRollout({0: [1, 1, 0, 0, 0], 1: [0, 1, 0, 0, 0], 2: [0, 0, 0, 0, 0]})
     memory = {"solved": solved}
-    levers = Levers(rollout, settings(first_stage=2, reward=task), memory)
+    levers = Levers(rollout, settings(first_stage=2, task=task), memory)
     clock = SimpleNamespace(numbers={})
-    samples = levers.sample(requests_of(3, 5), clock)
+    samples = levers.draw(requests_of(3, 5), clock)
     few = [(group, index) for group in range(3) for index in (0, 1)]
     rest = [(group, index) for group in expanded for index in (2, 3, 4)]
     assert rollout.asked == [few, rest], "the second call goes on where the first one ended"
@@ -81,8 +81,8 @@ def test_two_stages_expand_where_something_can_be_learnt(task, solved, expanded)
 def test_two_stages_expand_what_is_partly_right():
     """Shares of the tests that pass are neither all right nor all wrong."""
     rollout = FakeRollout({0: [0.2, 0.9, 0, 0, 0]})
-    levers = Levers(rollout, settings(first_stage=2, reward="code"), {})
-    assert len(levers.sample(requests_of(1, 5), SimpleNamespace(numbers={}))) == 5
+    levers = Levers(rollout, settings(first_stage=2, task="code"), {})
+    assert len(levers.draw(requests_of(1, 5), SimpleNamespace(numbers={}))) == 5
 
 
 def test_adaptive_caps_are_those_of_the_steps_before():
@@ -91,7 +91,7 @@ def test_adaptive_caps_are_those_of_the_steps_before():
     levers = Levers(rollout, settings(adaptive_len=True), memory)
     caps = []
     for _ in range(3):
-        samples = levers.sample(requests_of(2, 2), SimpleNamespace(numbers={}))
+        samples = levers.draw(requests_of(2, 2), SimpleNamespace(numbers={}))
         caps.append({sample.request.max_tokens for sample in samples})
     assert caps == [{99}, {6}, {6}], "half as much again as what was needed"
     assert memory["caps"] == {"": 6, "10": 6, "11": 6}
@@ -150,7 +150,7 @@ def runs(tiny, tmp_path_factory):
     flags = tiny | {"data": folder / "few.json", "save_interval": 1, "keep_last": 0}
     flags |= {"first_stage": 2, "adaptive_len": "true", "tis_cap": 2.0, "lr_end": 2e-4}
     # Most responses end early, so that caps are below generate_max_len and can be seen.
-    flags |= {"critic_update_steps": 12, "stop": list("0123456789abcdef")}
+    flags |= {"critic_updates": 12, "stop": list("0123456789abcdef")}
     launch(folder / "whole", script=ROOT / "tests" / "traced_train.py", **flags)
     # As a power cut in step 3 leaves it.
     shutil.copytree(folder / "whole", folder / "parts")
@@ -213,12 +213,12 @@ def test_levers_resume_exactly(runs):
 
 @pytest.mark.slow
 def test_code_in_a_whole_run(tiny, tmp_path):
-    """--reward code: the same loop, graded in the sandbox."""
+    """--task code: the same loop, graded in the sandbox."""
     item = {"text": "add", "test_list": ["assert f(1, 2) == 3"]}
     lines = [json.dumps(item), json.dumps(item | {"text": "sum"})]
     (tmp_path / "code.jsonl").write_text("\n".join(lines))
     flags = tiny | {"data": tmp_path / "code.jsonl", "eval_data": tmp_path / "code.jsonl"}
-    flags |= {"reward": "code", "template": "plain", "rollout_batch_size": 2, "max_steps": 1}
+    flags |= {"task": "code", "template": "plain", "rollout_batch_size": 2, "max_steps": 1}
     flags |= {"prompt_max_len": 120, "max_len": 200, "packing_max_len": 256}
     launch(tmp_path / "run", **flags)
     assert [s["reward"] for s in jsonl(tmp_path / "run" / "samples.jsonl")] == [0.0] * 8

@@ -38,12 +38,12 @@ from transformers import modeling_flash_attention_utils as flash_utils
 import ckpt
 import lib.models
 import ppo
-from lib import memory
 from lib.attention import has_varlen, packed_attention
 from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
 from lib.models import Critic, Policy, engine_config, load_body, named_weights
 from lib.models import make_critic as make_critic_engine
+from tools import memory
 
 TINY_ROWS = {"packing_max_len": 26, "micro_train_batch_size": 1}  # one sample each
 ONE = [  # ranks: 1
@@ -72,7 +72,7 @@ PRECISIONS = {
     "bf16 zero2": {"zero_stage": 2, "bf16": True},
     "bf16 zero3": {"zero_stage": 3, "bf16": True},
 }
-ADAM = {"actor_learning_rate": 4e-3, "num_warmup_steps": 4, "max_norm": 1.0}
+ADAM = {"actor_learning_rate": 4e-3, "warmup_updates": 4, "max_norm": 1.0}
 TWO.append(cell("adamw zero0 none", "adamw", **ADAM))
 for precision, settings in PRECISIONS.items():
     for offload in ("none", "optimizer"):
@@ -251,8 +251,8 @@ def alone(monkeypatch):
 def forward(module, batch, cfg) -> torch.Tensor:
     """Packed log-probs or values of all response tokens, (T,)."""
     if isinstance(module, Policy):
-        return ppo.logprobs(module, batch, cfg)
-    return ppo.values(module, batch, cfg)
+        return ppo.compute_logprobs(module, batch, cfg)
+    return ppo.compute_values(module, batch, cfg)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -301,7 +301,7 @@ def test_gradients_do_not_depend_on_the_attention(attention, models, alone):
     """With checkpoints, which call it again in backward; and of a filler, which is one token."""
     cfg = config(packing_max_len=100, micro_train_batch_size=2)
     batch = make_batch()
-    micros = ppo.micro_batches(batch, batch.everyone(), cfg)
+    micros = ppo.micro_batches(batch, batch.all_samples(), cfg)
     gradients = []
     for name in ("sdpa", attention):
         # Asked for flash-attn, transformers would look for the package.
@@ -373,7 +373,7 @@ def test_other_samples_of_a_row_do_not_matter(make, attention, models, alone):
         other.prompt_ids[changed] = [(t + 7) % 55 + 1 for t in batch.prompt_ids[changed]]
         other.response_ids[changed] = [(t + 9) % 55 + 1 for t in batch.response_ids[changed]]
         after = naive.per_sample(batch, forward(module, other, cfg))
-        for i in batch.everyone():
+        for i in batch.all_samples():
             change = np.abs(np.subtract(before[i], after[i])).max()
             if i == changed:
                 assert change > 1e-3
@@ -478,7 +478,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     engine = make_critic_engine(cfg)
     with torch.no_grad():
         want = naive.values(naive.load(tmp_path / "lm", AutoModel), weight.double(), batch) + bias
-    got = ppo.values(engine, batch, cfg)
+    got = ppo.compute_values(engine, batch, cfg)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
 
     out = tmp_path / "exported"
@@ -488,7 +488,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     assert load_file(out / "value_head.safetensors").keys() == names
     assert not names & load_file(out / "model.safetensors").keys()
     again = make_critic_engine(config(models[True], critic=str(out)))
-    assert torch.equal(ppo.values(again, batch, cfg), got)
+    assert torch.equal(ppo.compute_values(again, batch, cfg), got)
     assert AutoModel.from_pretrained(out).config.hidden_size == 32
 
 
@@ -587,7 +587,7 @@ def test_offloaded_sums_are_where_the_plan_says(bf16, process_group, models):
     """ZeRO-2 keeps fp32 sums of bf16 gradients on the card until its step, --offload or not."""
     cfg = config(models[True], zero_stage=2, bf16=bf16, offload="optimizer")
     batch = make_batch()
-    batch.tokens["advantages"] = torch.ones_like(batch.tokens["values"])  # (T,)
+    batch.per_token["advantages"] = torch.ones_like(batch.per_token["values"])  # (T,)
     policy = lib.models.make_policy(cfg)
     optimizer = policy.deepspeed.optimizer
     held = []
@@ -599,7 +599,7 @@ def test_offloaded_sums_are_where_the_plan_says(bf16, process_group, models):
         return take_step()
 
     optimizer.step = step
-    ppo.update(policy, ppo.policy_loss, batch, batch.everyone(), 1e-3, cfg)
+    ppo.update(policy, ppo.policy_loss, batch, batch.all_samples(), 1e-3, cfg)
     (sums,) = held
     assert (sums is not None) == memory.has_sums(cfg) == bf16
     if bf16:

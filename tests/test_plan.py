@@ -28,10 +28,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2ForCausa
 
 import ppo
 import train
-from lib import check, cost, memory, models
+from lib import check, models
 from lib.common import UserError
 from lib.head import ChunkedLogprob
-from tools import plan
+from tools import cost, memory, plan
 
 RECIPES = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "launch.sh")
 
@@ -196,7 +196,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     engines = [models.make_policy(cfg), models.make_critic(cfg)]
     # The moments are made by the first step.
     for engine, loss in zip(engines, (ppo.policy_loss, ppo.critic_loss)):
-        ppo.update(engine, loss, batch, batch.everyone(), 1e-3, cfg)
+        ppo.update(engine, loss, batch, batch.all_samples(), 1e-3, cfg)
     held = sum(size for key, size in live_storages().items() if key not in before)
     planned = memory.resident_bytes(cfg, memory.Sizes(memory.model_config(cfg.model)), world=1)
     expected = memory.total(planned) - memory.CONTEXT

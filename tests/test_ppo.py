@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 import ppo
-from lib import check
 from lib.common import hash64
 
 
@@ -92,7 +91,7 @@ TWO = [  # ranks: 2
 ]
 SPLIT_STEP = 7  # of training: another shuffle each time
 for zero_stage in (1, 3):
-    steps = {"critic_update_steps": 12, "critic_learning_rate": 0.02, "zero_stage": zero_stage}
+    steps = {"critic_updates": 12, "critic_learning_rate": 0.02, "zero_stage": zero_stage}
     TWO.append(cell(f"splits, zero{zero_stage}", "splits", spec={"step": SPLIT_STEP}, **steps))
 
 WIDE = []
@@ -158,26 +157,26 @@ def test_a_batch_holds_what_the_sampler_drew():
     assert batch.response_ids == [[0, 0, 3], [0]]
     assert batch.groups.tolist() == [1, 0]
     assert batch.rewards.tolist() == [0.5, 1.0]
-    assert batch.tokens["logprobs"].tolist() == [-1, -2, -3, -4]
-    assert batch.length.tolist() == [3, 1]
+    assert batch.per_token["logprobs"].tolist() == [-1, -2, -3, -4]
+    assert batch.response_lengths.tolist() == [3, 1]
     assert batch.start.tolist() == [0, 3]
-    assert batch.size == [5, 2]
+    assert batch.sample_lengths == [5, 2]
     assert batch.mask.tolist() == [[True, True, True], [True, False, False]]
     samples[0].logprobs = None
-    assert ppo.Batch.of(samples, CPU).tokens == {}
+    assert ppo.Batch.of(samples, CPU).per_token == {}
 
 
-def test_samples_with_signal():
+def test_samples_to_learn_from():
     """One advantage that is not 0 is enough. None at all is an empty list, and not everyone."""
     batch = make_batch("half flat")
     ppo.compute_advantages(batch, config(estimator="grpo"))
-    expected = [i for i in batch.everyone() if int(batch.groups[i]) not in (0, 4, 9)]
-    assert batch.with_signal() == expected
+    expected = [i for i in batch.all_samples() if int(batch.groups[i]) not in (0, 4, 9)]
+    assert ppo.samples_to_learn_from(batch) == expected
     assert 0 < len(expected) < 16
-    batch.tokens["advantages"].zero_()
-    assert batch.with_signal() == []
-    batch.tokens["advantages"][int(batch.start[3]) + 1] = -1e-9
-    assert batch.with_signal() == [3]
+    batch.per_token["advantages"].zero_()
+    assert ppo.samples_to_learn_from(batch) == []
+    batch.per_token["advantages"][int(batch.start[3]) + 1] = -1e-9
+    assert ppo.samples_to_learn_from(batch) == [3]
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -277,14 +276,14 @@ def predicted_tokens(micro: ppo.MicroBatch, batch: ppo.Batch) -> list[int]:
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
         sequences[prompt[0]] = prompt + response
     places = micro.predict.nonzero().tolist()
-    for (r, t), token, index in zip(places, micro.token_ids.tolist(), micro.index.tolist()):
+    for (r, t), token, index in zip(places, micro.token_ids.tolist(), micro.flat_index.tolist()):
         assert flat[index] == token
         position = int(micro.position_ids[r, t])
         context = micro.input_ids[r, t - position : t + 1].tolist()
         assert sequences[context[0]][: position + 2] == [*context, token]
         positions = micro.position_ids[r, t - position : t + 1].tolist()
         assert positions == list(range(position + 1))
-    return micro.index.tolist()
+    return micro.flat_index.tolist()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -296,7 +295,7 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
     row_len = rng.randint(8, 80)
     rows = rng.randint(1, 4)
     batch = random_batch(rng, rng.randint(1, 60), row_len)
-    samples = sorted(rng.sample(batch.everyone(), rng.randint(1, len(batch.size))))
+    samples = sorted(rng.sample(batch.all_samples(), rng.randint(1, len(batch.sample_lengths))))
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)
     ranks = micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world)
 
@@ -313,7 +312,7 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
         assert micro.borders.dtype == torch.int32
         assert micro.longest == int(micro.borders.diff().max()) and type(micro.longest) is int
         tokens = int(micro.predict.sum())
-        assert len(micro.token_ids) == len(micro.index) == len(micro.mask) == tokens > 0
+        assert len(micro.token_ids) == len(micro.flat_index) == len(micro.mask) == tokens > 0
         if micro.mask.any():
             assert (micro.mask == 1).all()
             seen += predicted_tokens(micro, batch)
@@ -334,9 +333,10 @@ def test_no_samples_are_no_micro_batch(monkeypatch):
 def estimate(name: str, batch, **settings) -> list[list[float]]:
     """The shipped estimator on a batch, as a list for each sample."""
     values = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    values[batch.mask] = batch.tokens["values"].double()
+    values[batch.mask] = batch.per_token["values"].double()
     cfg = config(estimator=name, **settings)
-    advantages = ppo.ESTIMATORS[name](batch.rewards, values, batch.mask, batch.groups, cfg)
+    inputs = (batch.rewards, values, batch.mask, batch.groups, cfg)
+    advantages = ppo.ESTIMATORS[name].function(*inputs)
     if name != "gae":
         assert advantages.shape == batch.rewards.shape
         advantages = advantages[:, None].expand_as(values)
@@ -349,7 +349,7 @@ def test_gae_is_the_double_sum(gamma, lambd):
     """The recursion could be off by one, put the reward on the wrong token, or read values of the
     padding."""
     batch = make_batch()
-    values = naive.per_sample(batch, batch.tokens["values"].double())
+    values = naive.per_sample(batch, batch.per_token["values"].double())
     expected = naive.gae(batch.rewards.tolist(), values, gamma, lambd)
     for got, want in zip(estimate("gae", batch, gamma=gamma, lambd=lambd), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
@@ -370,29 +370,29 @@ def test_the_reward_of_a_one_token_response_is_on_that_token(longest):
 def test_gae_with_gamma_lambda_1_is_reward_minus_value():
     """ORZ's setting. The last token, the stop token, gets the reward like all others."""
     batch = make_batch()
-    values = naive.per_sample(batch, batch.tokens["values"])
+    values = naive.per_sample(batch, batch.per_token["values"])
     got = estimate("gae", batch)
     for advantages, reward, of_sample in zip(got, batch.rewards.tolist(), values, strict=True):
         expected = [reward - value for value in of_sample]
         np.testing.assert_allclose(advantages, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", sorted(set(ppo.ESTIMATORS) - {"gae"}))
+@pytest.mark.parametrize("estimator", sorted(naive.COMPARES))
 @pytest.mark.parametrize("seed", range(3))
 def test_group_estimators_against_loops(estimator, seed):
     """ORZ's GRPO never divided by the std. Groups of any size and order; the population's std."""
     batch = make_batch()
     rng = random.Random(seed)
-    rewards = [rng.choice([0.0, 0.0, 1.0, 0.1, rng.random()]) for _ in batch.size]
+    rewards = [rng.choice([0.0, 0.0, 1.0, 0.1, rng.random()]) for _ in batch.sample_lengths]
     batch.rewards = torch.tensor(rewards, dtype=torch.float64)
-    batch.groups = batch.groups[rng.sample(batch.everyone(), len(batch.size))]
+    batch.groups = batch.groups[rng.sample(batch.all_samples(), len(batch.sample_lengths))]
     expected = naive.scores(estimator, rewards, batch.groups.tolist())
     assert any(expected)
     for got, want, ids in zip(estimate(estimator, batch), expected, batch.response_ids):
         np.testing.assert_allclose(got, [want] * len(ids), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", check.GROUPED)
+@pytest.mark.parametrize("estimator", [x for x in naive.COMPARES if naive.COMPARES[x]])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 1e-9, 12345.678])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 49])
 def test_a_flat_group_is_exactly_zero(estimator, reward, size):
@@ -410,19 +410,20 @@ def test_a_flat_group_is_exactly_zero(estimator, reward, size):
     # REINFORCE++ whitens over the batch, as it was published, and that moves flat groups.
     whiten = estimator != "reinforce_pp"
     ppo.compute_advantages(batch, config(estimator=estimator, advantage_normalization=whiten))
-    assert not batch.tokens["advantages"][: 2 * size].any()
+    assert not batch.per_token["advantages"][: 2 * size].any()
 
 
-@pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
-def test_the_grouped_estimators_are_those_that_compare(estimator):
-    """With one sample a problem they have no advantage at all, and lib/check.py must refuse that;
-    with a list that forgets one a run would take no step, silently."""
+@pytest.mark.parametrize("estimator", naive.COMPARES)
+def test_an_estimator_says_how_many_samples_it_needs(estimator):
+    """With one sample a problem, those that compare have no advantage at all: a run that is not
+    refused would take no step, silently."""
     batch = make_batch()
-    batch.groups = torch.arange(len(batch.size))
+    batch.groups = torch.arange(len(batch.sample_lengths))
     cfg = config(estimator=estimator, advantage_normalization=False)
     ppo.compute_advantages(batch, cfg)
-    compares = not batch.tokens["advantages"].any()
-    assert compares == (estimator in check.GROUPED)
+    compares = not batch.per_token["advantages"].any()
+    assert compares == naive.COMPARES[estimator]
+    assert compares == (ppo.ESTIMATORS[estimator].least_samples(cfg) > 1)
 
 
 @pytest.mark.parametrize("n, k", [(2, 1), (5, 1), (5, 2), (7, 3), (10, 4), (16, 4)])
@@ -433,7 +434,7 @@ def test_pass_at_k_is_the_papers_two_cases(n, k):
     for right in range(n + 1):
         wrong = n - right
         batch = batch_of_lists([[1]] * n, [[1]] * n, None, [1.0] * right + [0.0] * wrong)
-        batch.tokens["values"] = torch.zeros(n)
+        batch.per_token["values"] = torch.zeros(n)
         got = estimate("pass_at_k", batch, pass_k=k)
         mean = 1 - math.comb(wrong, k) / math.comb(n, k)
         std = math.sqrt(mean * (1 - mean))
@@ -447,7 +448,7 @@ def test_pass_at_k_is_the_papers_two_cases(n, k):
             np.testing.assert_allclose(got, estimate("grpo", batch), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
+@pytest.mark.parametrize("estimator", ["gae", *naive.COMPARES])
 @pytest.mark.parametrize("whiten", [True, False])
 def test_compute_advantages(estimator, whiten):
     """Whitening: once, over all response tokens, with the population's std, for some estimators
@@ -456,28 +457,28 @@ def test_compute_advantages(estimator, whiten):
     cfg = config(estimator=estimator, advantage_normalization=whiten)
     stats = ppo.compute_advantages(batch, cfg)
     advantages, returns = naive.advantages(batch, cfg)
-    got = batch.tokens["advantages"].double()
+    got = batch.per_token["advantages"].double()
     torch.testing.assert_close(got, advantages, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(batch.tokens["returns"].double(), returns, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(batch.per_token["returns"].double(), returns, rtol=1e-5, atol=1e-6)
     is_white = abs(got.mean()) < 1e-6 and abs(got.square().mean() - 1) < 1e-5
     assert is_white == (whiten and estimator in ("gae", "reinforce", "reinforce_pp"))
     assert stats["advantage_abs"] == pytest.approx(advantages.abs().mean().item(), rel=1e-5)
     assert stats["return"] == pytest.approx(returns.mean().item(), rel=1e-5)
     if estimator == "gae":
-        unexplained = np.var(returns.numpy() - batch.tokens["values"].numpy())
+        unexplained = np.var(returns.numpy() - batch.per_token["values"].numpy())
         explained = 1 - unexplained / np.var(returns.numpy())
         assert stats["explained_variance"] == pytest.approx(explained, abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
+@pytest.mark.parametrize("estimator", ["gae", *naive.COMPARES])
 def test_flat_rollout_has_no_explained_variance_and_no_nan(estimator):
     """All rewards equal: nothing to explain, and whitening must not divide by zero."""
     batch = make_batch("flat")
-    batch.tokens["values"].zero_()
+    batch.per_token["values"].zero_()
     stats = ppo.compute_advantages(batch, config(estimator=estimator))
     # These two compare with nothing.
     expected = {"positive": 0.1, "negative": -0.9}.get(estimator, 0.0)
-    assert (batch.tokens["advantages"] - expected).abs().max() < 1e-6
+    assert (batch.per_token["advantages"] - expected).abs().max() < 1e-6
     assert all(map(math.isfinite, stats.values()))
 
 
@@ -489,10 +490,10 @@ def test_the_critic_has_its_own_lambda(critic_lambd):
     batch = make_batch()
     cfg = config(lambd=0.5, critic_lambd=critic_lambd)
     stats = ppo.compute_advantages(batch, cfg)
-    assert torch.equal(batch.tokens["advantages"], coupled.tokens["advantages"])
+    assert torch.equal(batch.per_token["advantages"], coupled.per_token["advantages"])
     _, returns = naive.advantages(batch, cfg)
-    torch.testing.assert_close(batch.tokens["returns"].double(), returns, rtol=1e-5, atol=1e-6)
-    assert (batch.tokens["returns"] - coupled.tokens["returns"]).abs().max() > 0.1
+    torch.testing.assert_close(batch.per_token["returns"].double(), returns, rtol=1e-5, atol=1e-6)
+    assert (batch.per_token["returns"] - coupled.per_token["returns"]).abs().max() > 0.1
     assert stats["return"] == pytest.approx(returns.mean().item(), rel=1e-5)
 
 
@@ -529,7 +530,7 @@ class Card(TorchFunctionMode):
         return made
 
 
-@pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
+@pytest.mark.parametrize("estimator", ["gae", *naive.COMPARES])
 def test_advantages_are_computed_on_the_device(estimator):
     """On the CPU they took ten seconds of every step at 8,192 samples of 8,000 tokens."""
     for settings in ({}, {"loss_mean": "sequence"}, {"lambd": 0.9, "critic_lambd": 1.0}):
@@ -537,17 +538,17 @@ def test_advantages_are_computed_on_the_device(estimator):
         expected = make_batch()
         batch = make_batch()
         batch.device = CARD
-        batch.tokens["values"] = batch.tokens["values"].as_subclass(OnCard)
+        batch.per_token["values"] = batch.per_token["values"].as_subclass(OnCard)
         if estimator != "gae":
-            expected.tokens.clear()
-            batch.tokens.clear()
+            expected.per_token.clear()
+            batch.per_token.clear()
         stats = ppo.compute_advantages(expected, cfg)
         with Card():
             assert ppo.compute_advantages(batch, cfg) == stats
         for name in ("advantages", "returns"):
-            assert type(batch.tokens[name]) is OnCard
-            assert batch.tokens[name].tolist() == expected.tokens[name].tolist()
-        assert batch.with_signal() == expected.with_signal()
+            assert type(batch.per_token[name]) is OnCard
+            assert batch.per_token[name].tolist() == expected.per_token[name].tolist()
+        assert ppo.samples_to_learn_from(batch) == ppo.samples_to_learn_from(expected)
 
 
 @pytest.mark.parametrize("loss_mean", ["sequence", "constant"])
@@ -558,8 +559,8 @@ def test_loss_mean_weighs_the_advantages_alone(loss_mean):
     weighted = make_batch()
     expected = ppo.compute_advantages(plain, config())
     assert ppo.compute_advantages(weighted, config(loss_mean=loss_mean)) == expected
-    assert torch.equal(weighted.tokens["returns"], plain.tokens["returns"])
-    assert not torch.equal(weighted.tokens["advantages"], plain.tokens["advantages"])
+    assert torch.equal(weighted.per_token["returns"], plain.per_token["returns"])
+    assert not torch.equal(weighted.per_token["advantages"], plain.per_token["advantages"])
 
 
 # ---- passes, losses and updates: one step against its naive gradient -----------------------------
@@ -577,7 +578,7 @@ def naive_step(folder, batch_kind: str, learnt: tuple, head: tuple) -> tuple[dic
     body = naive.load(folder, AutoModel)
     head = torch.tensor([head], dtype=torch.float64)  # (1, H)
     _, returns = naive.advantages(batch, cfg)
-    old = batch.tokens["values"]
+    old = batch.per_token["values"]
     return policy, naive.critic_gradient(body, head, batch, old, returns, cfg.value_clip)
 
 
@@ -624,7 +625,7 @@ def check_numbers(result: dict, batch: ppo.Batch, cfg, folder) -> None:
     torch.testing.assert_close(result["logprobs"].double(), logprobs, rtol=0, atol=3e-5)
     torch.testing.assert_close(result["values"].double(), values, rtol=0, atol=3e-5)
     advantages, returns = naive.advantages(batch, cfg)
-    old = batch.tokens["values"].double()
+    old = batch.per_token["values"].double()
     losses = naive.clipped_value_loss(values, old, returns, cfg.value_clip)
     stats = result["stats"]
     passed = torch.ones_like(values, dtype=torch.bool)
@@ -693,7 +694,7 @@ def test_the_reference_itself_exercises_the_clips(models):
     body = naive.load(models[True], AutoModel)
     values = naive.values(body, head, batch).detach().requires_grad_()
     _, returns = naive.advantages(batch, config())
-    old = batch.tokens["values"]
+    old = batch.per_token["values"]
     naive.clipped_value_loss(values, old.double(), returns, 0.2).sum().backward()
     outside = (values - old).abs() > 0.2
     dead = values.grad == 0
@@ -715,7 +716,7 @@ def part_of(batch: ppo.Batch, samples) -> ppo.Batch:
 def tokens_of(batch: ppo.Batch, samples) -> list[int]:
     tokens = []
     for i in samples:
-        tokens += range(int(batch.start[i]), int(batch.start[i] + batch.length[i]))
+        tokens += range(int(batch.start[i]), int(batch.start[i] + batch.response_lengths[i]))
     return tokens
 
 
@@ -730,12 +731,12 @@ def test_twelve_critic_steps_see_each_token_once(stage, results, models):
     parts = np.array_split(rng.permutation(16), 12)
     for part, seen in zip(parts, result["seen"], strict=True):
         assert sorted(seen) == sorted(tokens_of(batch, part))
-    assert sorted(sum(result["seen"], [])) == list(range(int(batch.length.sum())))
+    assert sorted(sum(result["seen"], [])) == list(range(int(batch.response_lengths.sum())))
 
     body = naive.load(models[True], AutoModel)
     head = result["critic_start"]["value_head.weight"].double()
     _, returns = naive.advantages(batch, config())
-    old = batch.tokens["values"]
+    old = batch.per_token["values"]
     for part in parts:
         tokens = tokens_of(batch, part)
         some = part_of(batch, part)
@@ -778,12 +779,14 @@ def test_skipped_samples_count_in_the_denominator(results):
     have shown."""
     batch = make_batch("half flat")
     ppo.compute_advantages(batch, config(estimator="grpo"))
-    active = (batch.tokens["advantages"] != 0).double().mean()
+    active = (batch.per_token["advantages"] != 0).double().mean()
     assert 0.2 < active < 0.8
     stats = results(1)("grpo")["stats"]
     assert stats["policy_micro_batches"] < stats["critic_micro_batches"]
-    assert stats["policy_tokens"] == sum(batch.size[i] for i in batch.with_signal())
-    assert stats["critic_tokens"] == sum(batch.size)
+    assert stats["policy_tokens"] == sum(
+        batch.sample_lengths[i] for i in ppo.samples_to_learn_from(batch)
+    )
+    assert stats["critic_tokens"] == sum(batch.sample_lengths)
 
 
 def test_learning_rate():
@@ -810,14 +813,14 @@ class Listener:
 
     def __init__(self, name: str, batch: ppo.Batch):
         self.name = name
-        self.numbers = -torch.ones(int(batch.length.sum()))  # (T,)
+        self.numbers = -torch.ones(int(batch.response_lengths.sum()))  # (T,)
         self.numbers.requires_grad_()
         self.seen = []
         self.rates = []
 
     def __call__(self, micro, temperature=None):
-        self.seen += micro.index.tolist()
-        numbers = self.numbers[micro.index]
+        self.seen += micro.flat_index.tolist()
+        numbers = self.numbers[micro.flat_index]
         if self.name == "critic":
             return numbers
         return numbers, torch.zeros_like(numbers)
@@ -825,7 +828,7 @@ class Listener:
     def backward(self, loss, is_last):
         loss.backward()
 
-    def step(self, lr):
+    def apply_update(self, lr):
         self.rates.append(lr)
         return 1.0
 
@@ -835,9 +838,9 @@ def test_engines_get_the_rates_of_the_closed_form(samples, critic_steps, process
     """Over the steps of a run, warm-up and fall included. The critic's was one step late, or the
     same for all parts of a step. Fewer samples than critic steps do not slow the warm-up down."""
     batch = part_of(make_batch("equal sizes"), range(samples))
-    batch.tokens["values"] = torch.zeros(int(batch.length.sum()))
+    batch.per_token["values"] = torch.zeros(int(batch.response_lengths.sum()))
     batch.rewards = torch.arange(samples, dtype=torch.float64)
-    settings = {"critic_update_steps": 3, "num_warmup_steps": 4, "lr_end": 0.0}
+    settings = {"critic_updates": 3, "warmup_updates": 4, "lr_end": 0.0}
     cfg = config(actor_learning_rate=1.0, critic_learning_rate=12.0, **settings)
     ppo.compute_advantages(batch, cfg)
     policy = Listener("policy", batch)
@@ -859,9 +862,9 @@ def test_the_critic_warms_up_alone(process_group):
     of a run that begins after the warm-up. The critic's own rate is counted from step 0."""
     batch = make_batch("equal sizes")
     batch.rewards = torch.arange(16, dtype=torch.float64)
-    batch.tokens["values"] = torch.zeros(int(batch.length.sum()))
-    settings = {"actor_learning_rate": 1.0, "num_warmup_steps": 2, "lr_end": 0.0}
-    cfg = config(critic_warmup_steps=3, critic_learning_rate=4.0, **settings)
+    batch.per_token["values"] = torch.zeros(int(batch.response_lengths.sum()))
+    settings = {"actor_learning_rate": 1.0, "warmup_updates": 2, "lr_end": 0.0}
+    cfg = config(critic_only_steps=3, critic_learning_rate=4.0, **settings)
     ppo.compute_advantages(batch, cfg)
     policy = Listener("policy", batch)
     critic = Listener("critic", batch)
@@ -881,7 +884,7 @@ def test_the_critic_s_parts_are_others_in_every_step(process_group):
     halves = set()
     for step in range(4):
         critic = Listener("critic", batch)
-        ppo.train_critic(critic, batch, config(critic_update_steps=2), step)
+        ppo.train_critic(critic, batch, config(critic_updates=2), step)
         assert sorted(critic.seen) == list(range(16 * 20)), "each token once"
         halves.add(frozenset(critic.seen[: 8 * 20]))
     assert len(halves) == 4
@@ -891,11 +894,11 @@ def test_tis_cap_weighs_a_token_by_its_ratio_and_at_most_by_the_cap(process_grou
     """The gradient is that of -min(ratio, cap) A log p; the ratio itself has none."""
     ratios = torch.tensor([0.5, 1.0, 1.5, 4.0])
     batch = batch_of_lists([[1], [1]], [[5, 6], [7, 8]], [0, 0], [1.0, 0.0])
-    batch.tokens["advantages"] = torch.tensor([1.0, -2.0, 3.0, -4.0])
-    batch.tokens["logprobs"] = -1 - ratios.log()
+    batch.per_token["advantages"] = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    batch.per_token["logprobs"] = -1 - ratios.log()
     policy = Listener("policy", batch)
     stats = ppo.train_policy(policy, batch, config(tis_cap=2.0), step=0, total_steps=1)
-    weighed = batch.tokens["advantages"] * torch.tensor([0.5, 1.0, 1.5, 2.0])
+    weighed = batch.per_token["advantages"] * torch.tensor([0.5, 1.0, 1.5, 2.0])
     torch.testing.assert_close(policy.numbers.grad, -weighed / 4)
     assert stats["ratio_max"] == pytest.approx(4)
     assert stats["clipfrac"] == 3 / 4

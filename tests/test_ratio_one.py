@@ -271,9 +271,9 @@ def shipped(toy: Toy, loss_mean="token", tis_cap=None, weights=None) -> Tensor:
     )
     ppo.compute_advantages(batch, cfg)
     if tis_cap is not None:
-        batch.tokens["logprobs"] = toy.sampler
+        batch.per_token["logprobs"] = toy.sampler
     count = sum(LENGTHS)
-    micro = SimpleNamespace(mask=torch.ones(count), index=torch.arange(count))
+    micro = SimpleNamespace(mask=torch.ones(count), flat_index=torch.arange(count))
 
     def policy(micro, temperature):
         return toy.logprobs, torch.zeros(count)

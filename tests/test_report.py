@@ -40,7 +40,7 @@ def test_a_phase_that_comes_twice_adds_up(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 10.0, 15.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
     memory = iter([2.0, 1.0])
-    monkeypatch.setattr(metrics, "read_memory", lambda: next(memory))
+    monkeypatch.setattr(metrics, "memory_in_use", lambda: next(memory))
     clock = metrics.Clock(4)
     for _ in range(2):
         with clock("rollout"):
@@ -53,7 +53,7 @@ def test_memory_is_what_is_in_use_on_the_device(monkeypatch):
     """torch's allocator counts a sleeping sampler's memory, which is not there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    assert metrics.read_memory() == 50
+    assert metrics.memory_in_use() == 50
 
 
 def test_an_error_says_its_phase():
@@ -129,7 +129,7 @@ def test_numbers_of_an_evaluation():
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
     right = np.array([0, 1, 3, 6])
-    got = metrics.pass_at_k(right, 6)
+    got = metrics.pass_rates(right, 6)
     assert list(got) == ["pass@1", "pass@2", "pass@4", "pass@6"]
     for k in (1, 2, 4, 6):
         draws = []
@@ -278,7 +278,7 @@ def test_a_tracker_that_cannot_finish_does_not_spoil_the_exit_code(make_log, tin
 
 def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
     flags = {"generate_max_len": 16, "max_len": 64}
-    log = make_log(tmp_path, critic_update_steps=4, log_tokens=0, **flags)
+    log = make_log(tmp_path, critic_updates=4, log_tokens=0, **flags)
     samples = [sample(0, k, reward=float(k)) for k in range(2)]
     learned = {"policy_tokens": 30, "critic_tokens": 20}
     clock = metrics.Clock(4)
@@ -298,9 +298,10 @@ def test_a_step_is_a_line_with_all_its_numbers(make_log, tmp_path, capsys):
 
 
 def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log, tmp_path, capsys):
-    """At the first step, where a wrong --answer, --template or --stop shows. Rewards stay 0 for
-    ever then, and nothing else says why."""
-    log = make_log(tmp_path, reward="math", answer="hashes", n_samples_per_prompt=1)
+    """At the first step, where a wrong --answer_form, --template or --stop shows.
+
+    Rewards stay 0 for ever then, and nothing else says why."""
+    log = make_log(tmp_path, task="math", answer_form="hashes", n_samples_per_prompt=1)
     for step, reward, answered in ((1, 0, False), (2, 0, False), (1, 0, True), (1, 1, False)):
         samples = [sample(k, reward=reward) for k in range(4)]
         for k, drawn in enumerate(samples):
@@ -310,10 +311,8 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
         said = capsys.readouterr().err
         if (step, reward, answered) == (1, 0, False):
             (line,) = said.splitlines()
-            assert line.startswith(
-                "WARNING: no response has an answer in the form of --reward math"
-            )
-            assert "--answer hashes" in line
+            assert line.startswith("WARNING: no response has an answer in the form of --task math")
+            assert "--answer_form hashes" in line
             assert all((f"the answer is {k}." in line) == (k < 3) for k in range(4))
             assert len(line) < 1200
         else:
@@ -338,13 +337,13 @@ def test_a_sample_is_written_token_by_token(make_log, tmp_path):
     log = make_log(tmp_path)
     samples = [sample(length=2), sample(index=1, length=3)]
     batch = batch_of(samples)
-    batch.tokens["values"] = torch.tensor([9, 9, 1, 2, 3.5])
+    batch.per_token["values"] = torch.tensor([9, 9, 1, 2, 3.5])
     line = log.sample_lines(samples, 3, batch)[1]
     assert line["tokens"] == ["\x01", "\x02", "\x03"]
     assert line["values"] == [1, 2, 3.5]
     assert "logprobs" not in line
     for name in ("logprobs", "advantages"):
-        batch.tokens[name] = torch.zeros(5)
+        batch.per_token[name] = torch.zeros(5)
     line = log.sample_lines(samples, 3, batch)[0]
     assert list(line)[-3:] == ["values", "logprobs", "advantages"], "in every process alike"
 

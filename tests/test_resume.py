@@ -59,7 +59,7 @@ def test_resume_is_exact(tiny, tmp_path, other_critic, estimator, zero, ranks):
         return resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=2)
     warmup = 2 if zero == 0 else 1
     interrupt = 1 if zero == 0 else 2
-    flags = {"critic": other_critic, "critic_warmup_steps": warmup}
+    flags = {"critic": other_critic, "critic_only_steps": warmup}
     resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, **flags)
     check_warmup(tmp_path / "whole", Path(tiny["model"]), warmup, zero)
     check_critic(tmp_path / "whole", other_critic)

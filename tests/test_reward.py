@@ -358,7 +358,7 @@ def test_extract_answer_equals_the_slow_reference():
 def test_extract_answer_is_linear(middle):
     start = time.process_time()
     for text in (middle, f"<answer>{middle}</answer>", f"<answer>{middle}", f"{middle}</answer>"):
-        for form in reward.ANSWERS.values():
+        for form in reward.ANSWER_FORMS.values():
             form(text)
     assert time.process_time() - start < 16, "100,000 nested braces took seconds: quadratic?"
 
@@ -367,7 +367,7 @@ def test_extract_answer_is_linear(middle):
 def test_numbers_and_hashes_are_found_in_linear_time(middle):
     start = time.process_time()
     for form in ("last_number", "hashes"):
-        reward.ANSWERS[form](middle * (10**6 // len(middle)))
+        reward.ANSWER_FORMS[form](middle * (10**6 // len(middle)))
     assert time.process_time() - start < 8
 
 
@@ -419,7 +419,7 @@ CASES = [(form, *case) for form, cases in ENDS.items() for case in cases]
 
 @pytest.mark.parametrize(("form", "text", "answer"), CASES)
 def test_a_form_finds_the_answer_in_what_such_models_write(form, text, answer):
-    assert reward.ANSWERS[form](text) == answer
+    assert reward.ANSWER_FORMS[form](text) == answer
 
 
 def graded(form, pairs):
@@ -499,7 +499,7 @@ def test_is_equiv_works_in_threads():
 # ---- grading ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", reward.ANSWERS)
+@pytest.mark.parametrize("form", reward.ANSWER_FORMS)
 def test_submit_says_whether_the_response_holds_an_answer(form):
     """A wrong one is one too; one of a response that was cut is none."""
     with reward.Grader(1, form) as grader:

@@ -64,7 +64,9 @@ def test_steps_share_neither_a_problem_nor_a_seed_until_the_pass_ends():
 
 def test_samples_of_a_problem_have_seeds_of_their_own():
     """One seed for all of them would make them the same response, and its group flat."""
-    requests = rollout.make_requests(make_problems(1), 64, (1, 0, "train"), (9, 1.0, 1.0))
+    requests = rollout.make_requests(
+        make_problems(1), rollout.problem_seeds(1, 0, "train", 1), 64, 9, 1.0, 1.0
+    )
     assert len({request.seed for request in requests}) == 64
 
 
@@ -73,7 +75,9 @@ def test_no_two_samples_share_a_seed():
     problems = make_problems(4)
     seeds = []
     for run, step, name in [(1, 0, "train"), (1, 1, "train"), (1, 0, "eval x"), (2, 0, "train")]:
-        requests = rollout.make_requests(problems, 3, (run, step, name), (9, 1.0, 1.0))
+        requests = rollout.make_requests(
+            problems, rollout.problem_seeds(run, step, name, len(problems)), 3, 9, 1.0, 1.0
+        )
         seeds += [request.seed for request in requests]
     assert len(set(seeds)) == len(seeds) == 4 * 12
 
@@ -114,7 +118,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollout")
     model = maker.make_model(folder / "model", max_position_embeddings=512)
     flags = {"model": model, "max_len": 512, "packing_max_len": 512, "temperature": 0.7}
-    flags["answer"] = "last_number"
+    flags["answer_form"] = "last_number"
     return run_worker(folder / "found.json", env={"LOCAL_WORLD_SIZE": "2"}, **flags)
 
 
@@ -131,7 +135,7 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
-    monkeypatch.setattr(rollout.Sampler, "engine_settings", lambda self: {})
+    monkeypatch.setattr(rollout.Sampler, "vllm_settings", lambda self: {})
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -251,7 +255,7 @@ def test_stops_that_are_special_tokens_are_known():
 def test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each(found):
     """Although vLLM says LOCAL_WORLD_SIZE=1 afterwards."""
     assert found["workers"] == max(1, len(os.sched_getaffinity(0)) // 2)
-    assert found["form"] == "last_number", "--answer"
+    assert found["form"] == "last_number", "--answer_form"
 
 
 def test_a_rollout_answers_in_the_order_of_its_requests(found):
@@ -265,8 +269,8 @@ def test_a_rollout_answers_in_the_order_of_its_requests(found):
 
 def test_a_signal_ends_a_rollout(found):
     """Where it came before, nothing is sampled: ranks that share an engine would sample it all."""
-    assert found["stops"]["before"] == ["", 0]
-    assert found["stops"]["amid"] == ["", 2]
+    assert found["stops"]["before"] == [None, 0]
+    assert found["stops"]["amid"] == [None, 2]
 
 
 def test_a_grader_that_is_broken_on_one_rank_stops_all(found):
@@ -298,7 +302,7 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
         task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),
         grader=SimpleNamespace(submit=submit),
     )
-    mine = Rollout.sample_my_share(one, requests)
+    mine = Rollout.draw_my_share(one, requests)
     assert sorted(mine) == sorted(handed_on)
     for position, sample in mine.items():
         assert sample.request is requests[position]
@@ -310,7 +314,7 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_samples_are_dealt_singly(monkeypatch, world):
     """An engine with all samples of one hard problem would hold up the others."""
-    requests = rollout.make_requests(make_problems(4), 6, (0,), (9, 1.0, 1.0))
+    requests = rollout.make_requests(make_problems(4), [0, 1, 2, 3], 6, 9, 1.0, 1.0)
     everyone = []
     for rank in range(world):
         asked, handed_on = share_of(monkeypatch, rank, world, requests)
@@ -323,7 +327,7 @@ def test_samples_are_dealt_singly(monkeypatch, world):
 
 
 def test_ranks_that_share_an_engine_ask_alike_and_one_of_them_hands_on(monkeypatch):
-    requests = rollout.make_requests(make_problems(4), 6, (0,), (9, 1.0, 1.0))
+    requests = rollout.make_requests(make_problems(4), [0, 1, 2, 3], 6, 9, 1.0, 1.0)
     shares = [share_of(monkeypatch, rank, 4, requests, tensor_parallel=2) for rank in range(4)]
     asked = [share[0] for share in shares]
     assert asked[0] == asked[1] and asked[2] == asked[3]
@@ -345,7 +349,7 @@ def test_ranks_that_share_an_engine_finish_their_rollout(tensor_parallel, stops)
 
 def test_exchange_gives_all_ranks_all_samples_and_leaves_problems_at_home(monkeypatch):
     problems = make_problems(2)
-    requests = rollout.make_requests(problems, 2, (0,), (9, 1.0, 1.0))
+    requests = rollout.make_requests(problems, range(len(problems)), 2, 9, 1.0, 1.0)
     samples = [Sample(request, [k], None, str(k), "stop") for k, request in enumerate(requests)]
     other = {3: Sample(None, [3], None, "3", "stop"), 1: Sample(None, [1], None, "1", "stop")}
 

@@ -137,7 +137,7 @@ LARGE_FLAGS = {
     "rollout_batch_size": 4,
     "n_samples_per_prompt": 4,
     "max_steps": LARGE_STEPS,
-    "critic_update_steps": 2,
+    "critic_updates": 2,
     "prompt_max_len": 48,
     "generate_max_len": 400,
     "max_len": 448,

@@ -1,5 +1,6 @@
 """Flags, set-up and loop of train.py, and whole runs of it on the real engines."""
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tokenize
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +39,7 @@ TRACED = ROOT / "tests" / "traced_train.py"
 
 def test_the_defaults_are_orz_s():
     cfg = train.parse_flags([])
-    assert (cfg.rollout_batch_size, cfg.n_samples_per_prompt, cfg.critic_update_steps) == (
+    assert (cfg.rollout_batch_size, cfg.n_samples_per_prompt, cfg.critic_updates) == (
         128,
         64,
         12,
@@ -82,6 +84,35 @@ def test_evaluation_samples_like_training_unless_it_is_told():
 def test_an_unknown_flag_names_the_nearest():
     with pytest.raises(UserError, match="did you mean --actor_learning_rate"):
         train.parse_flags(["--actor_learningrate", "1"])
+
+
+@pytest.mark.parametrize("old", train.RENAMED)
+@pytest.mark.parametrize("words", [["{}", "1"], ["{}=1"]])
+def test_an_old_flag_is_refused_with_its_new_name(old, words):
+    with pytest.raises(UserError, match=f"^--{old} is called --{train.RENAMED[old]} now$"):
+        train.parse_flags([word.format(f"--{old}") for word in words])
+
+
+def test_help_has_the_advice_the_choices_and_the_default_of_each_flag():
+    """It had bare names."""
+    text = " ".join(train.make_parser().format_help().split())
+    for name, advice in train.advice(train.Config).items():
+        assert f"--{name} " in text and advice in text
+    assert "Choose token, sequence, constant. (default: token)" in text
+    assert "pass_at_k. (default: gae)" in text
+    assert "--no_" not in text and "--max-len" not in text
+
+
+def test_other_spellings_of_a_flag_are_taken():
+    assert train.parse_flags(["--max-len", "9"]).max_len == 9
+    assert train.parse_flags(["--no_bf16"]).bf16 is False
+
+
+def test_a_file_of_flags_beside_the_script_is_not_read(monkeypatch, tmp_path):
+    """transformers reads train.args beside train.py, silently."""
+    (tmp_path / "train.args").write_text("--seed 7\n")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    assert train.parse_flags([]).seed == 42
 
 
 def test_a_malformed_value_is_one_line():
@@ -136,7 +167,7 @@ def test_a_demo_that_is_not_made_is_one_line(process_group, monkeypatch, tmp_pat
         train.demo_flags(train.parse_flags(["--run_dir", str(tmp_path)]), [])
 
 
-# ---- find_inputs, read_tokenizer -----------------------------------------------------------------
+# ---- find_inputs, load_tokenizer -----------------------------------------------------------------
 
 
 def test_bad_models_are_refused_before_their_weights(tiny, tmp_path, process_group):
@@ -171,7 +202,7 @@ def test_a_critic_of_other_tokens_is_one_line(tiny, other_critic, tmp_path, proc
         train.find_inputs(dataclasses.replace(cfg, critic=other))
 
 
-# ---- read_problems, parse_path, read_eval_sets ---------------------------------------------------
+# ---- prepare_problems, parse_path, prepare_eval_sets ---------------------------------------------
 
 
 def test_too_long_prompts_are_left_out_aloud(process_group, tiny, tmp_path, capsys):
@@ -182,14 +213,14 @@ def test_too_long_prompts_are_left_out_aloud(process_group, tiny, tmp_path, caps
     path.write_text("\n".join(lines))
     cfg = train.Config(template="demo", prompt_max_len=10)
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
-    problems = train.read_problems(reward, [str(path)], cfg, tokenizer)
+    problems = train.prepare_problems(reward, [str(path)], cfg, tokenizer)
     assert [(p.index, p.question) for p in problems] == [(0, "1+1"), (2, "2+2")]
     assert problems[0].prompt_ids == tokenizer.encode("1+1<think>")
     assert "1 of 3 prompts are empty or exceed" in capsys.readouterr().out
     fitting = dataclasses.replace(cfg, prompt_max_len=4)
-    assert len(train.read_problems(reward, [str(path)], fitting, tokenizer)) == 2, "4 tokens fit"
+    assert len(train.prepare_problems(reward, [str(path)], fitting, tokenizer)) == 2, "4 tokens fit"
     with pytest.raises(UserError, match="no prompt is left; raise --prompt_max_len"):
-        train.read_problems(reward, [str(path)], train.Config(prompt_max_len=1), tokenizer)
+        train.prepare_problems(reward, [str(path)], train.Config(prompt_max_len=1), tokenizer)
 
 
 CHAT = """{% for message in messages %}<|{{ message.role }}|>
@@ -222,7 +253,7 @@ def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(
         path = tmp_path / "two.jsonl"
         rows = [{"question": text, "answer": "#### 2"} for text in (" 1+1?\n", "{question}<end>")]
         path.write_text("\n".join(map(json.dumps, rows)))
-    problems = train.read_problems(reward, [str(path)], cfg, tokenizer)
+    problems = train.prepare_problems(reward, [str(path)], cfg, tokenizer)
     assert len(problems) == (200 if real else 2)
     turns = [{"role": "system", "content": system}] if system else []
     for problem in problems:
@@ -247,7 +278,7 @@ def test_a_chat_that_cannot_be_made_is_one_line(process_group, tiny, template, w
     """A base model's tokenizer has no template, and some templates take no system text."""
     cfg = train.Config(model="base", template="chat", system="Be brief.")
     with pytest.raises(UserError, match=f"--template chat: base: .*{words}") as error:
-        train.read_problems(reward, [tiny["data"]], cfg, chat_tokenizer(template))
+        train.prepare_problems(reward, [tiny["data"]], cfg, chat_tokenizer(template))
     assert str(error.value).endswith("; give another --template")
     assert "\n" not in str(error.value)
 
@@ -256,7 +287,7 @@ def test_a_problem_s_index_is_its_own_over_several_files(process_group, tiny):
     """It is the key under which the levers remember a problem."""
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     paths = [tiny["data"], tiny["eval_data"]]
-    problems = train.read_problems(reward, paths, train.Config(template="demo"), tokenizer)
+    problems = train.prepare_problems(reward, paths, train.Config(template="demo"), tokenizer)
     assert [problem.index for problem in problems] == list(range(48))
 
 
@@ -268,22 +299,22 @@ def test_a_data_set_with_split_and_columns(process_group, tiny, tmp_path):
     cfg = train.Config(template="plain")
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     path = f"{saved}?split=dev&columns=problem,solution"
-    problems = train.read_problems(reward, [path], cfg, tokenizer)
+    problems = train.prepare_problems(reward, [path], cfg, tokenizer)
     assert [(p.question, p.label) for p in problems] == [("2+2", "4")]
     with pytest.raises(UserError, match="splits is neither split nor columns"):
-        train.read_problems(reward, [f"{saved}?splits=dev"], cfg, tokenizer)
+        train.prepare_problems(reward, [f"{saved}?splits=dev"], cfg, tokenizer)
 
 
 def test_eval_sets_are_called_like_their_files(monkeypatch):
     read = []
 
-    def read_problems(task, paths, cfg, tokenizer, split):
+    def prepare_problems(task, paths, cfg, tokenizer, split):
         read.append((*paths, split))
         return []
 
-    monkeypatch.setattr(train, "read_problems", read_problems)
+    monkeypatch.setattr(train, "prepare_problems", prepare_problems)
     paths = ["a/math500.json", "MATH?split=test&columns=problem,answer", "MATH?split=dev"]
-    sets = train.read_eval_sets(reward, train.Config(eval_data=paths), None)
+    sets = train.prepare_eval_sets(reward, train.Config(eval_data=paths), None)
     assert list(sets) == ["math500", "MATH-test", "MATH-dev"]
     assert read == [(path, "test") for path in paths]
 
@@ -291,9 +322,9 @@ def test_eval_sets_are_called_like_their_files(monkeypatch):
 @pytest.mark.parametrize("paths", [["a/math.json", "b/math.json"], ["x/train.json"]])
 def test_two_sets_of_one_name_are_refused(monkeypatch, paths):
     """`train` is what training's own samples are called."""
-    monkeypatch.setattr(train, "read_problems", lambda *_: [])
+    monkeypatch.setattr(train, "prepare_problems", lambda *_: [])
     with pytest.raises(UserError, match="the name (math|train) is taken; rename"):
-        train.read_eval_sets(reward, train.Config(eval_data=paths), None)
+        train.prepare_eval_sets(reward, train.Config(eval_data=paths), None)
 
 
 # ---- find_task, count_steps, is_due --------------------------------------------------------------
@@ -301,7 +332,7 @@ def test_two_sets_of_one_name_are_refused(monkeypatch, paths):
 
 def test_a_task_is_reward_py_or_a_file_in_tasks():
     assert train.find_task(train.Config()).__file__ == reward.__file__
-    task = train.find_task(train.Config(reward="code"))
+    task = train.find_task(train.Config(task="code"))
     assert task.__file__ == str(ROOT / "tasks" / "code.py")
     for name in ("load_problems", "text_metrics", "Grader"):
         assert hasattr(task, name)
@@ -316,7 +347,7 @@ def test_a_task_may_be_a_file_anywhere(tmp_path):
     for name in ("my_task", "reward", "json"):
         path = tmp_path / f"{name}.py"
         path.write_text(WHOLE_TASK + f"def text_metrics(text):\n    return {{{name!r}: 1.0}}\n")
-        task = train.find_task(train.Config(reward=str(path)))
+        task = train.find_task(train.Config(task=str(path)))
         assert task.text_metrics("") == {name: 1.0}
         assert task.Problem("1+1").question == "1+1"
     assert "Problem" in dir(reward) and json.dumps({}) == "{}"
@@ -341,8 +372,8 @@ def test_a_file_that_is_no_task_is_one_line(tmp_path, text, words):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError) as error:
-        train.find_task(train.Config(reward=str(path)))
-    assert str(error.value).startswith(f"--reward {path}: {path} ")
+        train.find_task(train.Config(task=str(path)))
+    assert str(error.value).startswith(f"--task {path}: {path} ")
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -352,28 +383,28 @@ def test_a_name_that_is_no_task_is_one_line(name, monkeypatch, tmp_path):
     """A dot in it was a traceback."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="give math, the name of a file in tasks/ or a file of"):
-        train.find_task(train.Config(reward=name))
+        train.find_task(train.Config(task=name))
 
 
 def test_an_answer_form_is_one_of_the_task_s():
     for form in ("orz", "boxed_anywhere", "last_number", "hashes"):
-        train.find_task(train.Config(answer=form))
+        train.find_task(train.Config(answer_form=form))
     forms = "orz or boxed_anywhere or last_number or hashes"
-    with pytest.raises(UserError, match=f"^--answer boxes: choose {forms}$"):
-        train.find_task(train.Config(answer="boxes"))
+    with pytest.raises(UserError, match=f"^--answer_form boxes: choose {forms}$"):
+        train.find_task(train.Config(answer_form="boxes"))
     for task in ("code", "countdown"):
-        train.find_task(train.Config(reward=task))
-        with pytest.raises(UserError, match="^--answer hashes: choose orz$"):
-            train.find_task(train.Config(reward=task, answer="hashes"))
+        train.find_task(train.Config(task=task))
+        with pytest.raises(UserError, match="^--answer_form hashes: choose orz$"):
+            train.find_task(train.Config(task=task, answer_form="hashes"))
 
 
 def test_steps_are_counted_from_the_passes():
     cfg = train.Config(num_episodes=3, rollout_batch_size=8)
     assert train.count_steps(cfg, 20) == 7
     assert train.count_steps(cfg, 1) == 1, "at least one"
-    alone = dataclasses.replace(cfg, critic_warmup_steps=6)
+    alone = dataclasses.replace(cfg, critic_only_steps=6)
     assert train.count_steps(alone, 20) == 7
-    with pytest.raises(UserError, match="^--critic_warmup_steps 6: .* in none of 1 steps$"):
+    with pytest.raises(UserError, match="^--critic_only_steps 6: .* in none of 1 steps$"):
         train.count_steps(alone, 1)
     assert train.count_steps(dataclasses.replace(cfg, max_steps=5), 20) == 5
     assert train.count_steps(dataclasses.replace(cfg, max_steps=0), 20) == 0
@@ -384,7 +415,7 @@ def test_an_interval_of_0_is_never():
     assert not any(train.is_due(step, 0) for step in range(7))
 
 
-# ---- evaluate, choose_sampling (check_sampler is in test_rollout.py) -----------------------------
+# ---- evaluate, choose_drawing (check_sampler is in test_rollout.py) -----------------------------
 
 
 def test_evaluation_has_its_own_distribution_and_its_own_randomness():
@@ -392,7 +423,7 @@ def test_evaluation_has_its_own_distribution_and_its_own_randomness():
     problems = [reward.Problem(k, "", "", "", [1]) for k in range(3)]
     asked = []
     log = SimpleNamespace(evaluation=lambda name, samples, step: None)
-    rollout = SimpleNamespace(cfg=cfg, sample=lambda requests, clock: asked.append(requests))
+    rollout = SimpleNamespace(cfg=cfg, draw=lambda requests, clock: asked.append(requests))
     for step in (0, 4):
         train.evaluate(rollout, {"aime": problems, "math": problems}, step, log)
     for requests in asked:
@@ -413,7 +444,7 @@ def test_no_randomness_is_used_twice():
         seeds.append({request.seed for request in requests})
         raise StopIteration
 
-    rollout = SimpleNamespace(cfg=cfg, sample=sample)
+    rollout = SimpleNamespace(cfg=cfg, draw=sample)
     with pytest.raises(StopIteration):
         train.check_sampler(SimpleNamespace(generate=sample), None, problems, cfg)
     for step in range(3):
@@ -445,7 +476,7 @@ def test_the_mean_and_the_worst_response_are_judged_apart(
             far = of_one if k == 5 else gap
             yield k, Sample(request, [2, 3], [-1 - far] * 2, "", "stop")
 
-    monkeypatch.setattr(train.ppo, "logprobs", lambda *_: -torch.ones(8 * 4 * 2))
+    monkeypatch.setattr(train.ppo, "compute_logprobs", lambda *_: -torch.ones(8 * 4 * 2))
     sampler = SimpleNamespace(generate=generate, gpu=False)
     policy = SimpleNamespace(device=torch.device("cpu"))
     if refused:
@@ -456,11 +487,11 @@ def test_the_mean_and_the_worst_response_are_judged_apart(
 
 
 def test_levers_are_loaded_only_when_they_are_pulled():
-    rollout = SimpleNamespace(sample=print)
-    assert train.choose_sampling(rollout, train.Config(), None) is print
+    rollout = SimpleNamespace(draw=print)
+    assert train.choose_drawing(rollout, train.Config(), None) is print
     state = SimpleNamespace(levers={})
     for flags in ({"first_stage": 2}, {"adaptive_len": True}):
-        sample = train.choose_sampling(rollout, train.Config(**flags), state)
+        sample = train.choose_drawing(rollout, train.Config(**flags), state)
         assert type(sample.__self__).__name__ == "Levers"
     assert state.levers.keys() == {"solved", "caps"}, "its memory is the run's"
 
@@ -479,7 +510,7 @@ def untied(tiny, tmp_path_factory):
 def one_rank(untied, tmp_path_factory):
     """(folder, screen) of a run of one rank that measures all that can be measured."""
     run = tmp_path_factory.mktemp("one_rank")
-    flags = {"eval_interval": 2, "eval_n": 2, "critic_update_steps": 1, "log_samples": 0}
+    flags = {"eval_interval": 2, "eval_n": 2, "critic_updates": 1, "log_samples": 0}
     flags |= {"script": TRACED, "log_ratio": "true", "log_kl": "true"}
     done = launch(run, **untied | flags)
     return run, done.stdout
@@ -531,6 +562,33 @@ def step_calls(step: int) -> list:
 
 def evaluation_calls(step: int) -> list:
     return [["generate", 8 * 2], ["evaluation", ["eval", step]]]
+
+
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
+
+
+def count_tokens(path: Path) -> int:
+    """Without comments, docstrings and layout."""
+    docstrings = set()  # lines
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    with path.open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    return sum(x.type not in LAYOUT and x.start[0] not in docstrings for x in tokens)
+
+
+def test_a_run_loads_at_most_22_500_tokens(one_rank):
+    """Of this repository's modules, however they are found: a task is loaded by its path."""
+    run, _ = one_rank
+    files = {Path(file) for file in json.loads((run / "modules.json").read_text())}
+    ours = {file for file in files if file.parent in (ROOT, ROOT / "lib", ROOT / "tasks")}
+    assert {ROOT / "train.py", ROOT / "reward.py", ROOT / "lib" / "equal.py"} <= ours
+    counts = {file.name: count_tokens(file) for file in ours}
+    assert sum(counts.values()) <= 22_500, counts
 
 
 def test_the_order_of_the_loop(one_rank):
@@ -686,7 +744,7 @@ def test_real_problems_with_the_orz_template(tmp_path, estimator):
     flags |= {"data": DATA / "gsm8k_train.jsonl", "eval_data": DATA / "aime2024.json"}
     flags |= {"stop": train.ORZ_STOP, "prompt_max_len": 1024, "generate_max_len": 64}
     flags |= {"max_len": 2048, "packing_max_len": 2048, "micro_train_batch_size": 1}
-    flags |= {"kv_cache_gb": 0.5, "actor_learning_rate": 1e-2, "num_warmup_steps": 1}
+    flags |= {"kv_cache_gb": 0.5, "actor_learning_rate": 1e-2, "warmup_updates": 1}
     launch(run, **flags, log_ratio="true")
     for line in jsonl(run / "metrics.jsonl"):
         # The template is a prefix of every prompt: keys of the old weights would be used again.

@@ -1,5 +1,7 @@
 """train.py that also writes down what its loop calls, in order: RUN/calls.json.
 
+RUN/modules.json has the files of all modules that were loaded then.
+
 Each function is wrapped and then runs as always. A call is [name, what it was given].
 """
 
@@ -46,7 +48,7 @@ def record_the_loop():
     record(Sampler, "sleep", lambda sampler: None)
     record(ppo, "values", lambda engine, batch, cfg: engine.name)
     record(ppo, "logprobs", lambda engine, batch, cfg: engine.name)
-    record(ppo, "compute_advantages", lambda batch, cfg: sorted(batch.tokens))
+    record(ppo, "compute_advantages", lambda batch, cfg: sorted(batch.per_token))
     record(ppo, "train_critic", lambda engine, batch, cfg, step: step)
     record(ppo, "train_policy", lambda engine, batch, cfg, step, total: [step, total])
     record(RunLog, "step", lambda log, step, *rest: step)
@@ -63,4 +65,6 @@ if __name__ == "__main__":
     code = train.run(sys.argv[1:])
     run_dir = sys.argv[sys.argv.index("--run_dir") + 1]
     Path(run_dir, "calls.json").write_text(json.dumps(CALLS))
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    Path(run_dir, "modules.json").write_text(json.dumps([file for file in files if file]))
     os._exit(code)

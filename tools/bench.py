@@ -82,7 +82,7 @@ STEP_FLAGS = {
     "max_len": 512,
     "packing_max_len": 512,
     "micro_train_batch_size": 2,
-    "critic_update_steps": 2,
+    "critic_updates": 2,
 }
 TARGETS = {
     "checks_per_s": ">= 2000",
@@ -201,7 +201,7 @@ def make_config(model: str, **changes) -> train.Config:
         "micro_train_batch_size": 2,
         "prompt_max_len": 64,
         "max_norm": 0.0,
-        "critic_update_steps": 1,
+        "critic_updates": 1,
     }
     return train.Config(**settings | changes)
 
@@ -225,7 +225,7 @@ def make_batch(samples: int, longest: int, vocab: int) -> ppo.Batch:
     batch = ppo.Batch(prompts, responses, groups, rewards, torch.device("cpu"), {})
     generator = torch.Generator().manual_seed(0)
     for key in ("advantages", "values", "returns"):
-        batch.tokens[key] = torch.randn(sum(lengths), generator=generator)  # (T,)
+        batch.per_token[key] = torch.randn(sum(lengths), generator=generator)  # (T,)
     return batch
 
 
@@ -234,7 +234,7 @@ def make_batch(samples: int, longest: int, vocab: int) -> ppo.Batch:
 
 def make_update(engine, loss_fn, batch: ppo.Batch, cfg):
     """An update of all samples without arguments. Its learning rate is 0."""
-    return functools.partial(ppo.update, engine, loss_fn, batch, batch.everyone(), 0.0, cfg)
+    return functools.partial(ppo.update, engine, loss_fn, batch, batch.all_samples(), 0.0, cfg)
 
 
 def bare_pass(model, head, batch: ppo.Batch, groups: list[list[int]]) -> None:
@@ -246,7 +246,7 @@ def bare_pass(model, head, batch: ppo.Batch, groups: list[list[int]]) -> None:
         ids = [torch.tensor(batch.prompt_ids[i] + batch.response_ids[i]) for i in group]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)  # (R, L)
         hidden = model(padded, use_cache=False).last_hidden_state  # (R, L, H)
-        last = torch.tensor([batch.size[i] - 1 for i in group])  # (R,)
+        last = torch.tensor([batch.sample_lengths[i] - 1 for i in group])  # (R,)
         keep = torch.arange(padded.shape[1] - 1) < last[:, None]  # (R, L - 1)
         output = F.linear(hidden[:, :-1][keep], head)  # (T, V) or (T, 1)
         if len(head) > 1:
@@ -258,7 +258,7 @@ def bare_pass(model, head, batch: ppo.Batch, groups: list[list[int]]) -> None:
 
 def best_bare_pass(model, head, batch: ppo.Batch):
     """The fastest bare pass of three, over groups of 1, 2 and 4 samples of about one length."""
-    by_length = sorted(batch.everyone(), key=batch.size.__getitem__)
+    by_length = sorted(batch.all_samples(), key=batch.sample_lengths.__getitem__)
     passes = []
     for count in (1, 2, 4):
         starts = range(0, len(by_length), count)
@@ -285,15 +285,15 @@ def bench_update(folder: str) -> dict:
     critic_pass = best_bare_pass(bare_critic, value_head, batch)
 
     def lean() -> None:
-        ppo.values(critic, batch, cfg)
+        ppo.compute_values(critic, batch, cfg)
         update_critic()
         update_policy()
 
     def full() -> None:
         """ORZ passes the old policy and the reference too."""
         lean()
-        ppo.logprobs(policy, batch, cfg)
-        ppo.logprobs(policy, batch, cfg)
+        ppo.compute_logprobs(policy, batch, cfg)
+        ppo.compute_logprobs(policy, batch, cfg)
 
     return {
         "policy_vs_bare": compare(update_policy, policy_pass),
@@ -340,7 +340,7 @@ def rank_worker(model: str) -> None:
         seconds = seconds_of(make_update(policy, ppo.policy_loss, batch, cfg))
         seconds += seconds_of(make_update(critic, ppo.critic_loss, batch, cfg))
     if rank == 0:
-        print(json.dumps(sum(batch.size) / seconds))
+        print(json.dumps(sum(batch.sample_lengths) / seconds))
 
 
 def start_ranks(ranks: int, model: str) -> subprocess.Popen:
@@ -413,7 +413,9 @@ def bench_rollout(folder: str) -> dict:
     for k in range(64):
         prompt_ids = [1 + k % 9, 11, 1 + k // 9 % 9, 15]
         problems.append(SimpleNamespace(prompt_ids=prompt_ids))
-    requests = rollout.make_requests(problems, 16, (0, 0, "bench"), (48, 1.0, 1.0))
+    requests = rollout.make_requests(
+        problems, rollout.problem_seeds(0, 0, "bench", len(problems)), 16, 48, 1.0, 1.0
+    )
 
     def ours() -> None:
         list(sampler.generate(requests))
@@ -518,7 +520,7 @@ def train_steps(run_dir: str, flags: dict) -> tuple[list[dict], list[float]]:
     Every second response counts as right there.
     """
     command = [sys.executable, str(ROOT / "train.py"), "--run_dir", run_dir]
-    command += ["--reward", str(ROOT / "tools" / "bench_task.py")]
+    command += ["--task", str(ROOT / "tools" / "bench_task.py")]
     for name, value in (RUN_FLAGS | flags).items():
         command += [f"--{name}", str(value)]
     process = start_process(command, outer_environment())

@@ -44,10 +44,11 @@ from transformers.utils import is_flash_attn_2_available
 import ppo
 import rollout
 import train
-from lib import cost, memory, models
+from lib import models
 from lib.attention import has_varlen
 from lib.common import start_distributed
 from lib.head import ChunkedHead
+from tools import cost, memory
 
 ROOT = Path(__file__).parent.parent
 SMALL = "Qwen/Qwen2.5-0.5B"
@@ -78,7 +79,7 @@ STEP_FLAGS = {
 CRITIC_FLAGS = STEP_FLAGS | {
     "estimator": "gae",
     "n_samples_per_prompt": 8,
-    "critic_update_steps": 4,
+    "critic_updates": 4,
     "generate_max_len": 1024,
     "max_len": 2048,
     "packing_max_len": 4096,
@@ -123,7 +124,7 @@ def make_tokenizer(size: int) -> Qwen2Tokenizer:
 
 
 def make_model(folder: str, shape: str, **changes) -> str:
-    """Random bf16 weights in a shape of lib/memory.py, changed in some fields of its config."""
+    """Random bf16 weights in a shape of tools/memory.py, changed in some fields of its config."""
     ends = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
     config = memory.model_config(shape, **ends | changes)
     torch.manual_seed(0)
@@ -204,7 +205,7 @@ def make_batch(case: Learning, vocab: int, device: torch.device) -> ppo.Batch:
     prompts = [sample[: case.prompt] for sample in ids]
     responses = [sample[case.prompt :] for sample in ids]
     batch = ppo.Batch(prompts, responses, groups, rewards, device, {})
-    batch.tokens["advantages"] = torch.ones(case.responses, device=device)  # (T,)
+    batch.per_token["advantages"] = torch.ones(case.responses, device=device)  # (T,)
     return batch
 
 
@@ -226,7 +227,7 @@ def bench_attention(folder: str, device: torch.device, case: Learning) -> dict:
     body = policy.module.model
     batch = make_batch(case, body.config.vocab_size, device)
     update = functools.partial(
-        ppo.update, policy, ppo.policy_loss, batch, batch.everyone(), 0.0, cfg
+        ppo.update, policy, ppo.policy_loss, batch, batch.all_samples(), 0.0, cfg
     )
     seconds = {}
     for name in attentions():
@@ -300,7 +301,7 @@ def bench_advantages(
         # A range has a length and holds no numbers.
         responses = [range(length) for length in lengths]
         batch = ppo.Batch([[1]] * samples, responses, groups, rewards, place, {})
-        batch.tokens["values"] = torch.zeros(sum(lengths), device=place)  # (T,)
+        batch.per_token["values"] = torch.zeros(sum(lengths), device=place)  # (T,)
         compute = functools.partial(ppo.compute_advantages, batch, cfg)
         seconds[place.type] = median_seconds(compute, rounds=1)
     ratio = seconds["cpu"] / seconds[device.type]
@@ -345,7 +346,9 @@ def bench_sampling(folder: str, device: torch.device, case: Sampling) -> dict:
 
 def sampled_per_second(sampler: rollout.Sampler, count: int, tokens: int) -> float:
     problem = SimpleNamespace(prompt_ids=list(range(1, 101)))
-    requests = rollout.make_requests([problem], count, (0, "bench"), (tokens, 1.0, 1.0))
+    requests = rollout.make_requests(
+        [problem], rollout.problem_seeds(0, 0, "bench", 1), count, tokens, 1.0, 1.0
+    )
     made = []
 
     def sample() -> None:
@@ -382,7 +385,7 @@ def bench_step(folder: str, device: torch.device, flags: dict, **changes) -> dic
     problems = [{"question": f"{k} + {k} = ?", "answer": f"#### {2 * k}"} for k in range(256)]
     data.write_text("\n".join(map(json.dumps, problems)))
     task = ROOT / "tools" / "bench_task.py"
-    words = ["--model", model, "--data", str(data), "--reward", str(task)]
+    words = ["--model", model, "--data", str(data), "--task", str(task)]
     for name, value in flags.items():
         words += [f"--{name}", str(value)]
     # The run reads what is held on the whole card. What others hold, this process with its CUDA
@@ -455,7 +458,7 @@ def planned(words: list[str]) -> dict[str, dict]:
 
 
 def data_sheet(name: str, card_gb: float) -> cost.Card | None:
-    """The card of lib/cost.py whose name is a word of this name, or None: of several the nearest
+    """The card of tools/cost.py whose name is a word of this name, or None: of several the nearest
     in memory."""
     words = name.upper().replace("-", " ").split()
     known = [key for key in cost.CARDS if set(key.split("-")[:1]) <= set(words)]

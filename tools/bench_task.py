@@ -1,11 +1,11 @@
 """A task for bench.py and bench_gpu.py: mathematics in which every second response counts as right.
 
-It is given as `--reward tools/bench_task.py`. Random models are never right, and from a group of
+It is given as `--task tools/bench_task.py`. Random models are never right, and from a group of
 equal rewards nothing is learnt: such a step would be measured without its policy update. Responses
 are graded all the same, so that their grading is measured too.
 """
 
-from reward import ANSWERS, load_problems, text_metrics  # noqa: F401
+from reward import ANSWER_FORMS, load_problems, text_metrics  # noqa: F401
 from reward import Grader as MathGrader
 
 

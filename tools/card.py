@@ -330,7 +330,7 @@ def table_of_phases(parts: dict) -> list[str]:
     if len(lines) == 2:
         return []
     return [
-        "The plan's seconds and GiB are estimates of lib/cost.py and lib/memory.py.",
+        "The plan's seconds and GiB are estimates of tools/cost.py and tools/memory.py.",
         "",
         *lines,
         "",

@@ -63,7 +63,7 @@ def verified_state(path: Path) -> ckpt.RunState:
     for name, entry in entries.items():
         if ckpt.size_and_hash(path / name) != entry:
             raise UserError(f"{path}: {name} does not match its hash; take an older checkpoint")
-    return ckpt.read_state(path)
+    return ckpt.load_state(path)
 
 
 def engine_names(path: Path) -> list[str]:

@@ -35,7 +35,7 @@ from lib.common import UserError  # noqa: E402
 
 # The settings of the laboratory's baseline as flags of train.py, after the paths and the seed.
 FLAGS = """\
---reward countdown
+--task countdown
 --template mini
 --rollout_batch_size 16
 --n_samples_per_prompt 16
@@ -52,7 +52,7 @@ FLAGS = """\
 --micro_rollout_batch_size 1024
 --actor_learning_rate 2e-4
 --critic_learning_rate 1e-3
---num_warmup_steps 3
+--warmup_updates 3
 --zero_stage 0
 --bf16 false
 --gradient_checkpointing false

@@ -59,7 +59,7 @@ FLAGS = """\
 --micro_rollout_batch_size 1024
 --actor_learning_rate 3e-4
 --critic_learning_rate 1e-3
---num_warmup_steps 5
+--warmup_updates 5
 --zero_stage 0
 --bf16 false
 --gradient_checkpointing false

@@ -89,9 +89,7 @@ def stale_sampler(run: Run) -> str | None:
 
 def lost_checks(run: Run) -> str | None:
     samples = run.tokens() / run["total_length"]  # (S,)
-    # The count starts anew with each process, so only its rises are new ones.
-    lost = np.maximum(np.diff(run["reward_lost"], prepend=0), 0)  # (S,)
-    share = lost.sum() / samples.sum()
+    share = run["reward_lost"].sum() / samples.sum()
     if not share > 0.01:
         return None
     return (
@@ -108,8 +106,8 @@ def format_never_met(run: Run) -> str | None:
         found = f", and {mean(run['answered']):.0%} held an answer in its form (answered)"
     return (
         f"none of the responses of {run.steps} steps was right (reward is 0){found}; read a few: "
-        "if they have an answer that is not found, --template, --answer or --stop does not fit "
-        "what the reward looks for, and else the problems are too hard for this model"
+        "if they have an answer that is not found, --template, --answer_form or --stop does not "
+        "fit what the reward looks for, and else the problems are too hard for this model"
     )
 
 
@@ -188,7 +186,7 @@ def steps_too_large(run: Run) -> str | None:
         sign = f"the reward was {best:.2f} up to step {step} and is {run.last:.2f} now"
     else:
         return None
-    return f"{sign}; lower --actor_learning_rate to a third, or raise --num_warmup_steps"
+    return f"{sign}; lower --actor_learning_rate to a third, or raise --warmup_updates"
 
 
 def critic_explains_nothing(run: Run) -> str | None:
@@ -287,6 +285,18 @@ def read_lines(path: Path) -> list[dict]:
     return lines
 
 
+def count_lost_per_step(run: Path, lines: list[dict]) -> None:
+    """In the folders of older runs reward_lost is a sum, which starts anew with each process."""
+    config = run / "config.json"
+    if not config.exists() or "reward" not in json.loads(config.read_text()):
+        return
+    before = 0
+    for line in lines:
+        total = line.get("reward_lost", 0)
+        line["reward_lost"] = max(0, total - before)
+        before = total
+
+
 def show_responses(run: Path) -> None:
     """Prints answers to three problems of the last step in samples.jsonl, if there is one."""
     path = run / "samples.jsonl"
@@ -310,6 +320,7 @@ def main() -> None:
     path = run / "metrics.jsonl"
     try:
         lines = read_lines(path)
+        count_lost_per_step(run, lines)
         found = examine(lines)
     except (OSError, ValueError) as error:
         parser.exit(2, f"error: {path}: {error}; give the folder of a run\n")

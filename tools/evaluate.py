@@ -5,7 +5,7 @@
 MODEL comes first. It is a folder, such as RUN/policy, or a name of the Hugging Face hub. --n is the
 number of samples of each problem. They are drawn at --temperature 1 and --top_p 1 if nothing else
 is given; --greedy takes the likeliest tokens instead, once. FLAGS are train.py's, for example
---template, --system, --answer, --reward, --stop, --generate_max_len, --max_len, --seed and --bf16.
+--template, --system, --answer_form, --task, --stop, --generate_max_len, --max_len, --seed, --bf16.
 The numbers are what train.py finds with the same flags before its first step.
 
 Where PUBLISHED below has a figure for that model and set, it is printed beside ours with the
@@ -56,9 +56,9 @@ SETS = {
     "GPQA diamond": (r"gpqa[-_]?diamond", 198),
     "GSM8K": (r"gsm[-_]?8k", 1319),
 }
-ORZ = {"eval_n": 16, "eval_temperature": 1.0, "template": "orz", "answer": "orz"}
+ORZ = {"eval_n": 16, "eval_temperature": 1.0, "template": "orz", "answer_form": "orz"}
 GREEDY = {"eval_n": 1, "eval_temperature": 0.0}
-CHAT = {"eval_n": 8, "template": "chat", "answer": "hashes", "generate_max_len": 512}
+CHAT = {"eval_n": 8, "template": "chat", "answer_form": "hashes", "generate_max_len": 512}
 ORZ_PAPER = "Open-Reasoner-Zero, arXiv 2503.24290, table 4"
 SIMPLE_RL = "SimpleRL-Zoo, github.com/hkust-nlp/simpleRL-reason, README, before training"
 STACKS = "github.com/chrisjmccormick/stacks, qwen-gsm8k, verl 0.8.0, before training"
@@ -225,7 +225,7 @@ def main(cfg: train.Config, world: int, store) -> None:
     report.redirect_libraries(folder / "run.log")
 
     task, tokenizer = train.find_inputs(cfg)
-    eval_sets = train.read_eval_sets(task, cfg, tokenizer)
+    eval_sets = train.prepare_eval_sets(task, cfg, tokenizer)
     results = Results(folder, cfg)
     rollout = Rollout(task, Signals(store), cfg)
     try:
@@ -248,8 +248,8 @@ def run(argv: list[str]) -> int:
         tell_once(store, f"error: {error}")
         return 2
     except Stopped as stop:
-        if str(stop):
-            tell_once(store, f"error: {stop}")
+        if stop.fault:
+            tell_once(store, f"error: {stop.fault}")
             return 2
         tell_once(store, "stopped: an evaluation saves nothing, so start it again")
         return 1

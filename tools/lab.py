@@ -244,7 +244,7 @@ def read_flags(words: list[str]) -> dict:
     import train  # slow, and seldom needed
 
     cfg = train.parse_flags(words)
-    train.check.check_config(cfg, 1, {"estimator": train.ppo.ESTIMATORS})
+    train.check.check_config(cfg, 1, train.ppo.ESTIMATORS)
     return vars(cfg)
 
 

@@ -6,12 +6,12 @@ It needs neither a GPU nor weights. Each of these checks the flags and prints th
     python tools/plan.py --machines 4 --gpus 8 --card H100 --price 2.5 --model Qwen/Qwen2.5-7B \
         --data x.json
 
-Memory is estimated for one rank, in GiB, from the model's config alone, by lib/memory.py. Weights,
-masters, moments and ZeRO's buffers stay; above them each phase of a step has a peak of its own. If
-one of them does not fit into the card, the exit code is 2, and the last line names the phase.
+Memory is estimated for one rank, in GiB, from the model's config alone, by tools/memory.py.
+Weights, masters, moments and ZeRO's buffers stay; above them each phase of a step has a peak of its
+own. If a peak does not fit into the card, the exit code is 2, and the last line names the phase.
 --card_gb is a card's size as it is sold: one of 80 GB shows 79.1 GiB, and 95 % of it are used.
 
---card names one of the cards in lib/cost.py. Then the seconds of a step and the hours of the run
+--card names one of the cards in tools/cost.py. Then the seconds of a step and the hours of the run
 are estimated from its data sheet, and with --price, in dollars for an hour of one GPU, the money.
 An average response has --length_share of the longest allowed. --steps says how many steps there
 are, where neither --max_steps nor data that lie here do. None of it was measured on a card.
@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ppo
 import train
-from lib import check, cost
+from lib import check
 from lib.common import UserError
-from lib.memory import USABLE, Memory, estimate, model_config, total
+from tools import cost
+from tools.memory import USABLE, Memory, estimate, model_config, total
 
 
 def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
@@ -53,14 +54,14 @@ def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
     lines.append(f"at most {tokens:,} response tokens a step; per rank at most {packed}")
 
     steps = "1 policy"
-    if cfg.estimator == "gae":
-        steps += f", {cfg.critic_update_steps} critic"
-    if cfg.critic_warmup_steps:
-        steps += f" (the first {cfg.critic_warmup_steps} steps critic alone)"
+    if ppo.ESTIMATORS[cfg.estimator].needs_critic:
+        steps += f", {cfg.critic_updates} critic"
+    if cfg.critic_only_steps:
+        steps += f" (the first {cfg.critic_only_steps} steps critic alone)"
     numbers = "fp32"
     if cfg.bf16:
         numbers = "bf16 with fp32 masters and sums"
-    lines.append(f"optimizer steps: {steps}; ZeRO {cfg.zero_stage}, {numbers}")
+    lines.append(f"updates a step: {steps}; ZeRO {cfg.zero_stage}, {numbers}")
     return lines
 
 
@@ -113,12 +114,13 @@ def check_memory(memory: Memory, cfg) -> None:
 
 def count_steps(cfg) -> int | None:
     """The run's steps, or None where only data that are not here could tell."""
-    paths = [train.parse_path(path, "train") for path in cfg.data]
+    paths = [train.parse_path(path) for path in cfg.data]
     if not all(os.path.isfile(path) for path, _ in paths):
         return cfg.max_steps
     task = train.find_task(cfg)
     problems = 0
     for path, options in paths:
+        options = {"split": "train"} | options
         problems += len(task.load_problems(path, cfg.template, **options))
     return train.count_steps(cfg, problems)
 
@@ -185,7 +187,7 @@ def main(argv: list[str]) -> None:
     if cfg.attention in ("varlen", "flash_attention_2"):
         elsewhere["attention"] = "sdpa"
     flags = dataclasses.replace(cfg, **elsewhere)
-    check.check_config(flags, world, {"estimator": ppo.ESTIMATORS})
+    check.check_config(flags, world, ppo.ESTIMATORS)
     print("\n".join(arithmetic(cfg, args.machines, args.gpus)))
     try:
         config = model_config(cfg.model)

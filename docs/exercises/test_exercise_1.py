@@ -25,6 +25,6 @@ def test_opo_is_the_reward_minus_its_groups_mean_weighted_by_length():
     ppo.compute_advantages(batch, cfg)
     # Of the first group's ten tokens four are in right responses.
     expected = [0.6] + [-0.4] * 2 + [0.6] * 3 + [-0.4] * 4 + [0.0] * (2 + 1)
-    advantages = batch.tokens["advantages"]
+    advantages = batch.per_token["advantages"]
     assert advantages.tolist() == pytest.approx(expected)
     assert advantages[:10].sum() == pytest.approx(0, abs=1e-6), "over the tokens of a group"

@@ -13,20 +13,20 @@ import ppo  # noqa: E402
 
 
 class Policy:
-    """An engine whose only parameter is one log-prob for each response token."""
+    """A learner whose only parameter is one log-prob for each response token."""
 
     name = "policy"
     device = torch.device("cpu")
     logprobs = torch.full((9,), -1.0, requires_grad=True)
 
     def __call__(self, micro, temperature):
-        numbers = self.logprobs[micro.index]
+        numbers = self.logprobs[micro.flat_index]
         return numbers, torch.zeros_like(numbers)
 
     def backward(self, loss, is_last):
         loss.backward()
 
-    def step(self, lr):
+    def apply_update(self, lr):
         return 1.0
 
 
@@ -38,9 +38,9 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     # Both samples of the second problem are wrong, so they have no advantage.
     advantages = torch.tensor([1.0, 1.0, -1.0] + [0.0] * 6)
     batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {})
-    batch.tokens["advantages"] = advantages
-    cfg = SimpleNamespace(actor_learning_rate=0.1, num_warmup_steps=1, lr_end=None)
-    cfg.critic_warmup_steps = 0
+    batch.per_token["advantages"] = advantages
+    cfg = SimpleNamespace(actor_learning_rate=0.1, warmup_updates=1, lr_end=None)
+    cfg.critic_only_steps = 0
     cfg.micro_train_batch_size = 1
     cfg.packing_max_len = 64
     cfg.attention = "sdpa"

@@ -8,7 +8,9 @@ evaluations, saves and the start are left out.
 import math
 from dataclasses import dataclass
 
-from lib import check, memory
+import ppo
+from lib import check
+from tools import memory
 
 # GB as sold, dense bf16 products with fp32 sums in TFLOP/s, and the memory's GB/s: the data sheets
 # of NVIDIA, and for GeForce cards its white papers of each architecture.
@@ -85,7 +87,7 @@ class Times:
     def of_step(self, kv_tokens: int) -> dict[str, float]:
         """kv_tokens: what a sampler's cache holds, as planned."""
         seconds = {"rollout": self.rollout(kv_tokens)}
-        if self.cfg.estimator == "gae":
+        if ppo.ESTIMATORS[self.cfg.estimator].needs_critic:
             seconds["critic"] = self.critic()
         seconds["policy"] = self.policy()
         seconds["sync"] = SWITCH + self.sizes.policy * memory.number_bytes(self.cfg) / LINK
@@ -116,7 +118,7 @@ class Times:
         """The values before the update, and the update in its steps."""
         body = self.sizes.critic - self.sizes.embedding
         learning = self.passes() * self.forward(body) + self.moved_gradients(self.sizes.critic)
-        steps = self.cfg.critic_update_steps * self.optimizer_step(self.sizes.critic)
+        steps = self.cfg.critic_updates * self.optimizer_step(self.sizes.critic)
         return self.forward(body) + learning + steps
 
     def policy(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import AutoConfig, Qwen2Config
 
+import ppo
 from lib import check
 
 GIB = 2**30
@@ -125,7 +126,7 @@ def estimate(cfg, config, world: int, card_gb: float) -> Memory:
     sizes = Sizes(config, known(cfg, "lora_rank", 0))
     card = VISIBLE * card_gb * GIB
     phases = {"rollout": {"sampler awake": sampler_bytes(cfg, sizes, card)}}
-    if cfg.estimator == "gae":
+    if ppo.ESTIMATORS[cfg.estimator].needs_critic:
         critic = (sizes.critic, sizes.critic)
         phases["critic"] = training_bytes(cfg, sizes, world, *critic, has_head=False)
     policy = (sizes.policy, sizes.learnt)
@@ -184,7 +185,7 @@ def resident_bytes(cfg, sizes: Sizes, world: int) -> dict[str, float]:
     """What stays on the card from the first optimizer step on."""
     trained = [sizes.learnt]
     held = sizes.policy + sizes.adapters
-    if cfg.estimator == "gae":
+    if ppo.ESTIMATORS[cfg.estimator].needs_critic:
         trained.append(sizes.critic)
         held += sizes.critic
     if cfg.log_kl:
