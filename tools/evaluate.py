@@ -216,7 +216,7 @@ def main(cfg: train.Config, world: int, store) -> None:
     cfg.rollout_batch_size *= world
     cfg.packing_max_len = cfg.max_len
     check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
-    check.check_config(cfg, world, choices={})
+    check.check_config(cfg, world, train.ppo.ESTIMATORS)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
     is_run = ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
