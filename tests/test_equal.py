@@ -1033,10 +1033,10 @@ def generated(rng):
     return "".join(rng.choices(PIECES, k=rng.randint(0, 14)))
 
 
-def test_100_000_generated_texts_neither_raise_nor_dawdle():
+def test_20_000_generated_texts_neither_raise_nor_dawdle():
     rng, slowest, undecided = random.Random(3), 0.0, 0
     labels = ["42", "\\frac{1}{2}", "x = 5", "\\text{(C)}", "52_8", "(1,2]", "50\\%", ""]
-    for number in range(100_000):
+    for number in range(20_000):
         text = generated(rng)
         start = time.thread_time()
         answer = reward.extract_answer(
@@ -1049,7 +1049,7 @@ def test_100_000_generated_texts_neither_raise_nor_dawdle():
         undecided += verdict is None
         assert verdict in (True, False, None) and (answer is None or isinstance(answer, str))
         assert equal.quick_verdict(text, text) is (text.strip() != ""), "a text equals itself"
-    assert slowest < 5.0 and 0 < undecided < 100_000
+    assert slowest < 5.0 and 0 < undecided < 20_000
 
 
 ANSWER_PIECES = r"""

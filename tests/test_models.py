@@ -153,6 +153,7 @@ def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
         assert (x.double() - y).norm() < 1e-5 * y.norm()
 
 
+@pytest.mark.slow
 def test_scores_too_large_to_keep_are_made_again():
     """Above 2^26 scores backward makes them from the hidden states, at the same temperature: other
     code than above."""

@@ -735,7 +735,11 @@ def test_slow_check_does_not_hold_up_the_others():
 
 
 @pytest.mark.parametrize(
-    ("count", "many"), [(210, 8), pytest.param(8192, 16, marks=pytest.mark.long)]
+    ("count", "many"),
+    [
+        pytest.param(210, 8, marks=pytest.mark.slow),
+        pytest.param(8192, 16, marks=pytest.mark.long),
+    ],
 )
 def test_verdicts_do_not_depend_on_load(count, many):
     """ORZ loses right answers when checks queue up. Here one process and many must agree."""

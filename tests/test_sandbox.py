@@ -322,6 +322,7 @@ def test_output_is_read_no_further_than_its_verdict_needs(marked):
         assert grade(grader, "print('7' * 300000)", label([["", "7" * 300000]])) == 1
 
 
+@pytest.mark.slow
 def test_limits_are_counted_apart(marked):
     with task.Grader(workers=2, cpu_seconds=1, partial=True) as grader:
         grade(grader, "while True: pass")
@@ -437,6 +438,7 @@ def test_nothing_outlives_the_trainer(tmp_path, mode):
     assert processes(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_programs_that_wait_in_every_test_have_a_limit_too(marked):
     with task.Grader(partial=True) as grader:
         grader.wall_seconds = 1
