@@ -33,8 +33,6 @@ from safetensors.torch import save_file
 
 from lib.common import UserError, gather, here, one_line, print0
 
-# The last commit before flags and state.json got the names that they have now.
-LAST_WITH_OLD_NAMES = "a2fefd0"
 # Only these are cut back on resume. They are nobody else's files.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
 
@@ -398,10 +396,10 @@ def find_start(run_dir, resume, new: RunState, fixed):
     if path is None:
         return None, new
     saved = load_state(path)
-    if "reward" in saved.config:
+    if "task" not in saved.config:
         raise UserError(
-            f"{path} was saved before --reward was called --task; commit {LAST_WITH_OLD_NAMES} is "
-            "the last that can resume it; or use --resume none"
+            f"{path} was saved before --reward was called --task; commit a2fefd0 is the last that "
+            "can resume it; or use --resume none"
         )
     sizes = saved.log_sizes
     if path.parent.resolve() != run_dir.resolve():

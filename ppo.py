@@ -315,7 +315,7 @@ class Estimator:
     least_samples: Callable = one_sample
 
 
-# By the names of --estimator. This is the only place that knows an estimator.
+# By the names of --estimator. No other code knows an estimator.
 ESTIMATORS = {
     "gae": Estimator(gae, needs_critic=True, is_whitened=True),
     "grpo": Estimator(grpo, least_samples=two_samples),

@@ -177,7 +177,7 @@ class Sampler:
             settings.setdefault("kv_cache_memory_bytes", 2**30)
         return settings
 
-    def generate(self, requests: list[Request], stopped=never, logprobs=False):
+    def generate(self, requests: list[Request], stopped=never, with_logprobs=False):
         """Yields (position in `requests`, sample) as samples end, in any order.
 
         `stopped` is asked before each decode. If it says yes, or the generator is closed, the
@@ -194,7 +194,7 @@ class Sampler:
         try:
             for position, request in enumerate(requests):
                 prompt = tokens_input(request.problem.prompt_ids)
-                params = self.sampling_params(request, logprobs)
+                params = self.sampling_params(request, with_logprobs)
                 llm_engine.add_request(str(position), prompt, params)
             for output in finished_outputs(llm_engine, stopped):
                 waiting.remove(output.request_id)
@@ -203,7 +203,7 @@ class Sampler:
         finally:
             llm_engine.abort_request(list(waiting))
 
-    def sampling_params(self, request, logprobs):
+    def sampling_params(self, request, with_logprobs):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -221,7 +221,7 @@ class Sampler:
         )
         # Without stop strings vLLM need not detokenize, which is faster on small models.
         params.detokenize = bool(params.stop)
-        if logprobs:
+        if with_logprobs:
             params.logprobs = 0
         return params
 
@@ -321,9 +321,11 @@ class Rollout:
         samplers = dist.get_world_size() // self.cfg.tensor_parallel
         positions = range(sampler, len(requests), samplers)
         share = [requests[position] for position in positions]
-        logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
+        with_logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
         mine = {}
-        with contextlib.closing(self.sampler.generate(share, self.stopped, logprobs)) as stream:
+        with contextlib.closing(
+            self.sampler.generate(share, self.stopped, with_logprobs)
+        ) as stream:
             # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
             hidden = dist.get_rank() > 0 or None
             for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):

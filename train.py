@@ -74,12 +74,12 @@ class Learning:
     rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
     n_samples_per_prompt: int = 64  # Responses to a problem. Raise it if all of them are wrong.
     temperature: float = 1.0  # The sampling temperature. Losses use log-probs at it too.
-    top_p: float = 1.0  # Below 1 the trainer's log-probs are not the sampler's.
-    stop: list[str] = field(default_factory=ORZ_STOP.copy)  # A response ends with one of these.
+    top_p: float = 1.0  # Sample from the likeliest tokens that have this probability together.
+    stop: list[str] = field(default_factory=ORZ_STOP.copy)  # Each ends a response. --stop "": none.
     prompt_max_len: int = 2048  # Tokens. A problem with a longer prompt is left out, with a line.
-    generate_max_len: int = 8000  # Tokens of a response, where max_len leaves room for them.
+    generate_max_len: int = 8000  # The most tokens of a response. max_len may leave fewer.
     max_len: int = 8192  # Tokens of prompt and response together.
-    first_stage: int = 0  # Draw so many samples first, others only if rewards differ. 0: off.
+    first_stage: int = 0  # Draw so many samples first, the others where they may teach. 0: off.
     adaptive_len: bool = False  # Limit a problem to 1.5 x its longest finished response.
     rollout_quantization: str | None = None  # fp8_per_channel: smaller weights in the sampler.
     # ---- learning
@@ -87,19 +87,19 @@ class Learning:
     pass_k: int = 4  # For pass_at_k: of so many responses one should be right.
     critic: str | None = None  # The folder that the critic starts from, if not --model.
     critic_only_steps: int = 0  # In so many steps at the start only the critic learns.
-    loss_mean: str = "token"  # Which weigh alike: tokens, sequences, or all at a constant length.
+    loss_mean: str = "token"  # What weighs alike: tokens, sequences, or (constant) Dr. GRPO.
     gamma: float = 1.0  # The discount of a reward, per token. Below 1 it favours short answers.
     lambd: float = 1.0  # GAE's lambda. Below 1 advantages vary less, and are biased.
     critic_lambd: float | None = None  # GAE's lambda for the critic's targets, if not --lambd.
-    advantage_normalization: bool = True  # Whiten the advantages of gae, reinforce, reinforce_pp.
+    advantage_normalization: bool = True  # Whiten advantages, for the estimators that ask for it.
     critic_updates: int = 12  # Updates of the critic in a step, in one shuffled pass.
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
-    warmup_updates: int = 50  # Both rates rise linearly over so many updates.
+    warmup_updates: int = 50  # Each model's rate rises linearly over so many of its updates.
     lr_end: float | None = None  # The policy's rate falls linearly to it. Without it: no fall.
-    value_clip: float = 0.2  # In the critic's loss a value moves at most so far in a step.
+    value_clip: float = 0.2  # PPO's clip for values: how far a new value may be from the old one.
     tis_cap: float | None = None  # Weigh a token by its trainer/sampler ratio, at most this. Try 2.
-    max_norm: float = 1.0  # A gradient with a larger norm is scaled down to this norm.
+    max_norm: float = 1.0  # A gradient with a larger norm is scaled down to it. 0: never.
     bf16: bool = True  # Train in bf16 with fp32 masters. It needs --zero_stage 2 or 3.
 
 
@@ -112,11 +112,11 @@ class Config(Learning):
 
     data: list[str] = field(default_factory=list)  # Files or data sets of training problems.
     run_dir: str = "out/run"  # The run writes everything here. All machines must share it.
-    resume: str = "auto"  # auto: from the newest checkpoint in run_dir. none. Or a path.
+    resume: str = "auto"  # auto: the newest checkpoint of run_dir. none: start over. Or a path.
     # ---- when
     num_episodes: int = 20  # Passes over the problems.
     max_steps: int | None = None  # Stop after so many steps, if the passes would take more.
-    save_interval: int = 50  # Steps between checkpoints. One more is saved at the end.
+    save_interval: int = 50  # Steps between checkpoints. One is saved at the end too. 0: only then.
     keep_last: int = 2  # Keep so many checkpoints, the newest ones. 0: keep all.
     eval_data: list[str] = field(default_factory=list)  # Files or data sets that are held out.
     eval_interval: int = 10  # Steps between evaluations. 0: evaluate only before and after.
@@ -124,22 +124,22 @@ class Config(Learning):
     eval_temperature: float | None = None  # For evaluations, if not --temperature. 0: greedy.
     eval_top_p: float | None = None  # For evaluations, if not --top_p.
     # ---- what is written down
-    log_with: str = "tensorboard"  # wandb must be installed and logged in.
+    log_with: str = "tensorboard"  # Where curves go, beside metrics.jsonl. Log in to wandb before.
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
     log_tokens: int = 16  # Of --log_samples, so many are written token by token.
     log_kl: bool = False  # Log the KL to the base model. It costs a third model and a pass.
     log_ratio: bool = False  # Compare trainer and sampler token by token.
     # ---- where and how fast
-    zero_stage: int = 3  # Shard over ranks: 1 the optimizer, 2 gradients too, 3 weights too.
+    zero_stage: int = 3  # Shard 1: the optimizer, 2: gradients too, 3: weights too. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory, and updates are slower.
-    packing_max_len: int = 16384  # Tokens in a row, at least max_len. With sdpa short rows win.
+    packing_max_len: int = 16384  # Tokens in a row, at least max_len. Short rows suit sdpa.
     micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
     gradient_checkpointing: bool = True  # Far less memory for a third more compute.
     attention: str = "auto"  # auto: varlen for bf16 on a GPU whose PyTorch has it, else sdpa.
-    micro_rollout_batch_size: int = 256  # Sequences that are sampled at once. More: more KV cache.
+    micro_rollout_batch_size: int = 256  # Sequences sampled at once. More need more memory.
     tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
     gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
-    kv_cache_gb: float | None = None  # GB of the KV cache, if not the rest of that share.
+    kv_cache_gb: float | None = None  # GiB of the KV cache. Default: what is left; on a CPU 1.
     enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
 
 
@@ -158,7 +158,9 @@ def advice(config) -> dict[str, str]:
     found = {}
     for owner in reversed(config.__mro__[:-1]):
         text = inspect.getsource(owner)
-        found |= re.findall(r"^    (\w+): .*?  # (.+)$", text, re.MULTILINE)
+        # A long field goes on in lines that are indented by eight.
+        pattern = r"^    (\w+): [^\n#]*(?:\n {8}[^\n#]*)*  # (.+)$"
+        found |= re.findall(pattern, text, re.MULTILINE)
     return found
 
 
@@ -169,6 +171,7 @@ def make_parser():
     parser.error = refuse_flag
     texts = advice(Config)
     choices = {**check.CHOICES, "estimator": ppo.ESTIMATORS}
+    choices["attention"] = ["auto", *choices["attention"]]
     for action in parser._actions:
         name = action.dest
         if name in texts:
@@ -329,7 +332,9 @@ def prepare_eval_sets(task, cfg, tokenizer):
     sets = {}
     for path in cfg.eval_data:
         file, options = parse_path(path)
-        name = "-".join([Path(file).stem, *filter(None, [options.get("split")])])
+        name = Path(file).stem
+        if options.get("split"):
+            name += f"-{options['split']}"
         is_free = name not in ("train", *sets)
         check.require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
         sets[name] = prepare_problems(task, [path], cfg, tokenizer, "test")
@@ -384,7 +389,7 @@ def check_sampler(sampler, policy, problems, cfg):
     """
     seeds = problem_seeds(cfg.seed, 0, "check", 8)
     requests = make_requests(problems[:8], seeds, 4, 32, cfg.temperature, top_p=1.0)
-    mine = [sample for _, sample in sampler.generate(requests, logprobs=True)]
+    mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
     batch = ppo.Batch.of(sum(gather(mine), []), policy.device)
     apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
     means = torch.stack([part.mean() for part in batch.split(apart)])  # (N,)
@@ -422,7 +427,11 @@ def evaluate(rollout, eval_sets, step, log):
         requests = make_requests(
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
-        log.evaluation(name, rollout.draw(requests, metrics.Clock(step)), step)
+        clock = metrics.Clock(step)
+        log.evaluation(name, rollout.draw(requests, clock), step)
+        lost = clock.numbers.get("reward_lost", 0)
+        if lost > 0:
+            print0(f"WARNING: {name}: {lost} checks ended without a verdict and counted as wrong")
 
 
 def is_due(step, interval):
@@ -431,7 +440,7 @@ def is_due(step, interval):
 
 
 def choose_drawing(rollout, cfg, state: ckpt.RunState):
-    """Returns Rollout.draw; with --first_stage or --adaptive_len, what stands for it."""
+    """Returns Rollout.draw, or with --first_stage or --adaptive_len Levers.draw."""
     if not (cfg.first_stage or cfg.adaptive_len):
         return rollout.draw
     from lib.levers import Levers

@@ -1,6 +1,6 @@
 """The LM head as log-probs and entropies, in chunks, with its own backward.
 
-So large (T, V) logits never exist; ORZ held four copies of them. It needs torch alone. Shapes: T
+So large (t, V) logits never exist; ORZ held four copies of them. It needs torch alone. Shapes: t
 response tokens, V vocabulary, H hidden.
 """
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk.
 
-    Above 256 MB the scores are made again in backward: one more matmul instead of (T, V) floats in
+    Above 256 MB the scores are made again in backward: one more matmul instead of (t, V) floats in
     memory, 5 GB at 8k tokens and a vocabulary of 152k. An entropy that is not wanted is None.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, token_ids, temperature, chunk, wants_entropy=True):
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (T,)
-        entropy = torch.empty_like(logprobs) if wants_entropy else None  # (T,)
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (t,)
+        entropy = torch.empty_like(logprobs) if wants_entropy else None  # (t,)
         keep_scores = len(hidden) * len(weight) <= 2**26
         ctx.kept = []
         for start in range(0, len(hidden), chunk):

@@ -1,7 +1,7 @@
 """Two ways of making requests that save tokens: --first_stage and --adaptive_len.
 
-train.py loads this file only when one of them is pulled. What they remember is part of the run's
-state, so that a resumed run makes the same requests.
+train.py loads this file only when one of the two flags is given. What they remember is part of the
+run's state, so that a resumed run makes the same requests.
 """
 
 import dataclasses
@@ -12,20 +12,20 @@ class Levers:
     """Stands between the loop and `Rollout.draw`, with the same signature.
 
     memory is a JSON object that a checkpoint keeps: {"solved": {problem: was any sample of its last
-    visit right}, "caps": {problem: response tokens}}.
+    visit right}, "limits": {problem: response tokens}}.
     """
 
     def __init__(self, rollout, cfg, memory):
         self.rollout = rollout
         self.cfg = cfg
         self.solved = memory.setdefault("solved", {})
-        caps = memory.setdefault("caps", {})
-        self.budget = LengthBudget(cfg.generate_max_len, caps)
+        limits = memory.setdefault("limits", {})
+        self.budget = LengthBudget(cfg.generate_max_len, limits)
 
     def draw(self, requests, clock):
         """The samples of a step, in the order of problem and index. Raises Stopped."""
         if self.cfg.adaptive_len:
-            requests = [self.budget.limit(request) for request in requests]
+            requests = [self.budget.apply(request) for request in requests]
         if self.cfg.first_stage:
             samples = self.draw_in_two_stages(requests, clock)
         else:
@@ -74,38 +74,38 @@ class Levers:
 
 
 class LengthBudget:
-    """--adaptive_len: a problem's cap follows what its finished responses needed.
+    """--adaptive_len: a problem's limit follows what its finished responses needed.
 
-    So a few endless responses do not hold up a batch. All ranks compute the same caps from the same
-    samples. A problem that was not seen yet has the cap of the last batch.
+    So a few endless responses do not hold up a batch. All ranks compute the same limits from the
+    same samples. A problem that was not seen yet has the limit of the last batch.
     """
 
     MARGIN = 1.5  # room over the longest finished response
-    TRUNCATED_SHARE = 0.1  # above it a cap grows
+    TRUNCATED_SHARE = 0.1  # above it a limit grows
     UNSEEN = ""
 
-    def __init__(self, longest, caps: dict[str, int]):
-        """longest: tokens; no cap is above it. caps is changed in place."""
-        self.longest = longest
-        self.caps = caps
-        self.caps.setdefault(self.UNSEEN, longest)
+    def __init__(self, most, limits: dict[str, int]):
+        """most: tokens; no limit is above it. limits is changed in place."""
+        self.most = most
+        self.limits = limits
+        self.limits.setdefault(self.UNSEEN, most)
 
-    def cap(self, key):
-        return self.caps.get(key, self.caps[self.UNSEEN])
+    def limit_of(self, key):
+        return self.limits.get(key, self.limits[self.UNSEEN])
 
-    def limit(self, request):
-        cap = self.cap(str(request.problem.index))
-        return dataclasses.replace(request, max_tokens=cap)
+    def apply(self, request):
+        limit = self.limit_of(str(request.problem.index))
+        return dataclasses.replace(request, max_tokens=limit)
 
     def update(self, samples):
-        """Learns from one step's samples: a cap for each problem, and one for unseen problems."""
-        new_caps = {}
+        """Learns from one step's samples: a limit for each problem, and one for unseen problems."""
+        new_limits = {}
         for key, visited in by_problem(samples).items():
-            new_caps[key] = self.next_cap(self.cap(key), visited)
-        new_caps[self.UNSEEN] = self.next_cap(self.caps[self.UNSEEN], samples)
-        self.caps |= new_caps
+            new_limits[key] = self.next_limit(self.limit_of(key), visited)
+        new_limits[self.UNSEEN] = self.next_limit(self.limits[self.UNSEEN], samples)
+        self.limits |= new_limits
 
-    def next_cap(self, cap, samples):
+    def next_limit(self, limit, samples):
         """Doubled while too many responses are cut; else the longest finished one and some room."""
         finished = []
         for sample in samples:
@@ -113,8 +113,8 @@ class LengthBudget:
                 finished.append(len(sample.response_ids))
         truncated = len(samples) - len(finished)
         if truncated > self.TRUNCATED_SHARE * len(samples):
-            return min(self.longest, 2 * cap)
-        return min(self.longest, int(self.MARGIN * max(finished)))
+            return min(self.most, 2 * limit)
+        return min(self.most, int(self.MARGIN * max(finished)))
 
 
 def by_group(samples) -> dict[int, list]:

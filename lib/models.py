@@ -1,6 +1,6 @@
 """Policy and critic: bodies of Hugging Face, our two heads, and DeepSpeed engines around them.
 
-Shapes: R packed rows, L row length, T response tokens, H hidden.
+Shapes: R packed rows, L row length, t response tokens of a micro-batch, H hidden.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ class Policy(nn.Module):
         model.get_output_embeddings().__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
-        """Log-probs and entropies of the response tokens, (T,) and (T,), at that temperature.
+        """Log-probs and entropies of the response tokens, (t,) and (t,), at that temperature.
 
         Where no gradient is made, there are no entropies.
         """
-        hidden = last_hidden_state(self.model.base_model, micro)  # (T, H)
+        hidden = last_hidden_state(self.model.base_model, micro)  # (t, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 
 
@@ -67,13 +67,13 @@ class Critic(nn.Module):
         self.value_head.weight.data.copy_(weight)
 
     def forward(self, micro) -> Tensor:
-        """V(s_t) of the response tokens, (T,), read from the state *before* each token."""
-        hidden = last_hidden_state(self.model, micro)  # (T, H)
-        return self.value_head(hidden).squeeze(-1).float()  # (T,)
+        """V(s_t) of the response tokens, (t,), read from the state *before* each token."""
+        hidden = last_hidden_state(self.model, micro)  # (t, H)
+        return self.value_head(hidden).squeeze(-1).float()  # (t,)
 
 
 def last_hidden_state(body, micro) -> Tensor:
-    """At the positions that predict a response token, (T, H)."""
+    """At the positions that predict a response token, (t, H)."""
     output = body(
         micro.input_ids,
         position_ids=micro.position_ids,
@@ -154,7 +154,7 @@ def load_body(cfg, auto_class, folder=None):
 
 
 class Learner:
-    """A DeepSpeed engine as a learner of ppo.py, which says what a learner is."""
+    """Makes a learner, as ppo.py describes it, of a DeepSpeed engine."""
 
     def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
         """A reference has no lr. It gets no optimizer, and only ZeRO-3 shards it."""
@@ -186,7 +186,7 @@ class Learner:
             self.deepspeed.step()
 
     def apply_update(self, lr):
-        """Lets the optimizer step; returns the gradient's norm before clipping.
+        """Makes one update; returns the gradient's norm before clipping.
 
         Raises FloatingPointError on all ranks, with the weights unchanged, if it is not finite.
         """

@@ -54,9 +54,9 @@ LONGEST_FIRST += ["reward", "levers", "demo", "copies", "rollout"]
 
 
 # A test of these files, or with one of these fixtures, starts engines.
-ENGINE_FILES = {"test_resume", "test_two_machines", "test_evaluate", "test_soak"}
+ENGINE_FILES = {"test_resume", "test_two_machines", "test_evaluate", "test_soak", "test_demo"}
 ENGINE_FIXTURES = {"results", "wide", "one_rank", "two_ranks", "whole", "found", "found_in_bf16"}
-ENGINE_FIXTURES |= {"runs", "run", "base", "trained", "place"}
+ENGINE_FIXTURES |= {"runs", "run", "trained", "place"}
 
 
 def pytest_collection_modifyitems(config, items):

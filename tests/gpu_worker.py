@@ -87,7 +87,7 @@ def gap(sampler, policy, problems, cfg) -> dict:
     requests = make_requests(
         problems, problem_seeds(cfg.seed, 0, "check", len(problems)), 4, 32, 1.0, 1.0
     )
-    samples = [sample for _, sample in sampler.generate(requests, logprobs=True)]
+    samples = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
     batch = ppo.Batch.of(samples, policy.device)
     apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
     worst = max(part.mean().item() for part in batch.split(apart))

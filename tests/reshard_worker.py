@@ -45,12 +45,12 @@ def make_config(model: str, stage: int) -> SimpleNamespace:
     )
 
 
-def take_steps(engine):
+def take_steps(policy):
     for k in range(3):
         micro = micro_batch([k, 1, 2], [3, 4, 5, k])
-        logprobs, _ = engine(micro, 1.0)  # (4,)
-        engine.backward(-logprobs.sum(), is_last=True)
-        engine.step(1e-2)
+        logprobs, _ = policy(micro, 1.0)  # (4,)
+        policy.backward(-logprobs.sum(), is_last=True)
+        policy.apply_update(1e-2)
 
 
 def micro_batch(prompt_ids: list[int], response_ids: list[int]):

@@ -76,7 +76,7 @@ def behaviour(rollout, problems) -> dict:
     found = {"workers": rollout.grader.threads._max_workers, "cached": cached_tokens(sampler)}
     found["form"] = rollout.grader.find_answer.__name__
 
-    found["together"] = generated(sampler, requests, logprobs=True)
+    found["together"] = generated(sampler, requests, with_logprobs=True)
     # The same requests in another order, and fewer of them.
     found["apart"] = generated(sampler, requests[::-3])
     found["positions"] = list(range(len(requests)))[::-3]

@@ -124,7 +124,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 def test_each_sign_is_said_with_its_number():
     changes = {
         "stale sampler": ({"approx_kl": 0.05}, "0.050 nats"),
-        "lost checks": ({"reward_lost": 3}, "4%"),
+        "lost checks": ({"reward_lost": 3}, "5%"),
         "truncated answers": ({"truncated": 0.45}, "45%"),
         "entropy collapse": ({"entropy": [0.5] * 10 + [0.01] * 10}, "0.010"),
         "critic explains nothing": ({"explained_variance": -0.1}, "-0.10"),

@@ -25,7 +25,7 @@ SOLUTIONS = [
     Change(
         1,
         "ppo.py",
-        old="""# By the names of --estimator. This is the only place that knows an estimator.
+        old="""# By the names of --estimator. No other code knows an estimator.
 ESTIMATORS = {
 """,
         new='''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -35,7 +35,7 @@ ESTIMATORS = {
     return rewards - weighted / group_stats(length, groups)[0]
 
 
-# By the names of --estimator. This is the only place that knows an estimator.
+# By the names of --estimator. No other code knows an estimator.
 ESTIMATORS = {
     "opo": Estimator(opo, least_samples=two_samples),
 ''',

@@ -418,6 +418,7 @@ sys.exit(lab.main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_a_lab_that_ends_stops_its_runs_and_goes_on_later(number, tmp_path):
     """However it ends its runs are told to save. While they do, they hold its lock, so that no
     other laboratory runs into them."""

@@ -94,7 +94,7 @@ def test_adaptive_caps_are_those_of_the_steps_before():
         samples = levers.draw(requests_of(2, 2), SimpleNamespace(numbers={}))
         caps.append({sample.request.max_tokens for sample in samples})
     assert caps == [{99}, {6}, {6}], "half as much again as what was needed"
-    assert memory["caps"] == {"": 6, "10": 6, "11": 6}
+    assert memory["limits"] == {"": 6, "10": 6, "11": 6}
 
 
 # ---- LengthBudget --------------------------------------------------------------------------------
@@ -111,30 +111,30 @@ def responses(problem: int, lengths: list[int], reason: str = "stop") -> list[Sa
 
 def test_length_budget_follows_what_responses_needed():
     budget = LengthBudget(1000, {})
-    assert budget.cap("7") == 1000, "nothing is known: no limit but the run's"
+    assert budget.limit_of("7") == 1000, "nothing is known: no limit but the run's"
     budget.update(responses(7, [10, 20, 40]) + responses(8, [100]))
-    caps = [budget.cap(key) for key in ("7", "8", "9")]
+    caps = [budget.limit_of(key) for key in ("7", "8", "9")]
     assert caps == [60, 150, 150], "half as much again; a new one has the batch's"
     budget.update(responses(7, [60] * 9) + responses(7, [60], "length"))
-    assert budget.cap("7") == 90, "one in ten cut short is within the target"
+    assert budget.limit_of("7") == 90, "one in ten cut short is within the target"
     budget.update(responses(7, [60] * 8) + responses(7, [90, 90], "length"))
-    assert budget.cap("7") == 180, "two in ten are not: it grows"
+    assert budget.limit_of("7") == 180, "two in ten are not: it grows"
     budget.update(responses(7, [12] * 19) + responses(7, [180], "length"))
-    assert budget.cap("7") == 18, "what was cut short says nothing of what is needed"
+    assert budget.limit_of("7") == 18, "what was cut short says nothing of what is needed"
     budget.update(responses(7, [18], "length"))
-    assert budget.cap("7") == 36, "and none finished"
+    assert budget.limit_of("7") == 36, "and none finished"
     for _ in range(9):
         budget.update(responses(7, [180], "length"))
-    assert budget.cap("7") == 1000, "never above generate_max_len"
-    kept = json.loads(json.dumps(budget.caps))
+    assert budget.limit_of("7") == 1000, "never above generate_max_len"
+    kept = json.loads(json.dumps(budget.limits))
     again = LengthBudget(1000, kept)
     for key in map(str, range(10)):
-        assert again.cap(key) == budget.cap(key), "its state survives a checkpoint"
+        assert again.limit_of(key) == budget.limit_of(key), "its state survives a checkpoint"
 
 
 def test_a_request_gets_its_problem_s_cap():
     budget = LengthBudget(1000, {"": 50, "10": 20})
-    limited = [budget.limit(request).max_tokens for request in requests_of(2, 1)]
+    limited = [budget.apply(request).max_tokens for request in requests_of(2, 1)]
     assert limited == [20, 50]
 
 
@@ -173,7 +173,7 @@ def test_levers_in_a_whole_run(runs):
     assert rates == [5e-4, 1e-3, pytest.approx(2e-4)], "two steps of warm-up, then to lr_end"
     state = json.loads((runs / "whole" / "step_000003" / "state.json").read_text())
     assert state["levers"]["solved"] == dict.fromkeys("0123", False)
-    assert state["levers"]["caps"].keys() == {"", *"0123"}
+    assert state["levers"]["limits"].keys() == {"", *"0123"}
 
 
 def test_a_step_asks_for_no_more_than_the_caps_of_the_step_before(runs):
@@ -188,7 +188,7 @@ def test_a_step_asks_for_no_more_than_the_caps_of_the_step_before(runs):
     assert {limit for _, limit in limits[0] | limits[1]} == {32}, "nothing is known yet"
     for step in (1, 2):
         state = json.loads((runs / "whole" / f"step_{step:06d}" / "state.json").read_text())
-        caps = state["levers"]["caps"]
+        caps = state["levers"]["limits"]
         assert min(caps.values()) < 32, "else this test sees nothing"
         few, rest = limits[2 * step : 2 * step + 2]
         assert few == {(problem, caps[problem]) for problem in "0123"}

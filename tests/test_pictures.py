@@ -105,6 +105,7 @@ BROKEN = {  # name: metrics.jsonl, eval.jsonl
 
 
 @pytest.mark.parametrize("metrics, evaluations", BROKEN.values(), ids=BROKEN)
+@pytest.mark.slow
 def test_any_file_gives_a_picture(tmp_path, metrics, evaluations):
     for name, text in (("metrics.jsonl", metrics), ("eval.jsonl", evaluations)):
         if text is not None:
@@ -151,6 +152,7 @@ def test_smooth_is_a_centred_mean(n):
     np.testing.assert_allclose(plot.smooth(y), slow)
 
 
+@pytest.mark.slow
 def test_command_line_and_time(tmp_path):
     """One run gives RUN/curves.png, several give curves.png here or --out.
 

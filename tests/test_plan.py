@@ -183,6 +183,7 @@ def live_storages() -> dict[int, int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.engine
 def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     """ZeRO-3 keeps its gradient sums and a bucket an engine for ever; ZeRO-2 neither of them."""
     sizes = {"hidden": 256, "layers": 4, "vocab": 2048}

@@ -707,6 +707,7 @@ def test_close_leaves_no_process_even_of_a_running_check():
 @pytest.mark.parametrize(
     ("end", "cpu_seconds"), [("os.kill(os.getpid(), 9)", 60.0), ("raise RuntimeError", 1.0)]
 )
+@pytest.mark.slow
 def test_processes_end_with_their_parent(end, cpu_seconds):
     code = f"""import os, sys, reward
 grader = reward.Grader(1, cpu_seconds={cpu_seconds})

@@ -751,6 +751,7 @@ def test_sockets_of_other_programs_are_out_of_reach(each_mode, servers):
 
 
 @pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.slow
 def test_a_program_that_waits_holds_its_worker_for_one_test_only(marked, partial):
     """The wall time of all tests together once was one sum.
 
@@ -848,6 +849,7 @@ WEAKER = {
 
 
 @pytest.mark.parametrize("name", WEAKER)
+@pytest.mark.slow
 def test_attack_on_a_machine_with_less(weaker, marked, name):
     assert grade(weaker, WEAKER[name]) == 0
     assert processes(marked) == []

@@ -471,7 +471,7 @@ def test_the_mean_and_the_worst_response_are_judged_apart(
     cfg = train.Config(bf16=False)
     problems = [reward.Problem(k, "", "", "", [1]) for k in range(8)]
 
-    def generate(requests, logprobs):
+    def generate(requests, with_logprobs):
         for k, request in enumerate(requests):
             far = of_one if k == 5 else gap
             yield k, Sample(request, [2, 3], [-1 - far] * 2, "", "stop")
@@ -493,7 +493,7 @@ def test_levers_are_loaded_only_when_they_are_pulled():
     for flags in ({"first_stage": 2}, {"adaptive_len": True}):
         sample = train.choose_drawing(rollout, train.Config(**flags), state)
         assert type(sample.__self__).__name__ == "Levers"
-    assert state.levers.keys() == {"solved", "caps"}, "its memory is the run's"
+    assert state.levers.keys() == {"solved", "limits"}, "its memory is the run's"
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -549,8 +549,8 @@ def step_calls(step: int) -> list:
     return [
         ["generate", 4 * 4],
         ["sleep", None],
-        ["values", "critic"],
-        ["logprobs", "reference"],
+        ["compute_values", "critic"],
+        ["compute_logprobs", "reference"],
         ["compute_advantages", known],
         ["train_critic", step],
         ["train_policy", [step, 3]],
@@ -600,7 +600,7 @@ def test_the_order_of_the_loop(one_rank):
         if call[0] == "generate":
             call[1] = len(call[1])
     start = [["sleep", None], ["restore", 0], ["sync", None]]
-    start += [["generate", 8 * 4], ["logprobs", "policy"]]
+    start += [["generate", 8 * 4], ["compute_logprobs", "policy"]]
     steps = evaluation_calls(0) + step_calls(0) + step_calls(1)
     steps += evaluation_calls(2) + step_calls(2) + [["save", 3]] + evaluation_calls(3)
     end = [["export", "policy"], ["export", "critic"], ["result", 3]]

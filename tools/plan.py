@@ -36,13 +36,13 @@ from tools.memory import USABLE, Memory, estimate, model_config, total
 def arithmetic(cfg, machines: int, gpus: int) -> list[str]:
     """The batch arithmetic of one step, in lines."""
     world = machines * gpus
-    engines = world // cfg.tensor_parallel
+    samplers = world // cfg.tensor_parallel
     lines = [f"{machines} machine(s) x {gpus} GPU(s) = {world} rank(s)"]
-    lines[0] += f"; {engines} sampler(s) of {cfg.tensor_parallel}"
+    lines[0] += f"; {samplers} sampler(s) of {cfg.tensor_parallel}"
 
     samples = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     batch = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples"
-    in_flight = f"{samples // engines} per engine, {cfg.micro_rollout_batch_size} in flight"
+    in_flight = f"{samples // samplers} per sampler, {cfg.micro_rollout_batch_size} in flight"
     lines.append(f"a step: {batch} = {samples} samples, {in_flight}")
 
     tokens = samples * min(cfg.generate_max_len, cfg.max_len)
