@@ -91,7 +91,7 @@ def check_training(words: list[str]) -> None:
     world = 1
     if "--num_processes" in words:
         world = int(words[words.index("--num_processes") + 1])
-    argv = [word for word in words[words.index("train.py") + 1 :] if word != "..."]
+    argv = [word for word in words[words.index("train.py") + 1 :] if word not in ("...", "--help")]
     cfg = train.parse_flags(argv)
     if cfg.model is None:
         cfg = train.parse_flags([*shlex.split(demo.FLAGS), "--data", "of the demo", *argv])

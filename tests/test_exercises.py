@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 TESTS = sorted((ROOT / "docs" / "exercises").glob("test_exercise_*.py"))
 
@@ -115,6 +117,7 @@ def run(folder: Path) -> dict[int, str]:
     return {int(number): verdict.lower() for verdict, number in found}
 
 
+@pytest.mark.slow
 def test_shipped_code_is_red():
     """A test that is green before the work teaches nothing, and one that cannot run says the wrong
     thing."""
@@ -122,6 +125,7 @@ def test_shipped_code_is_red():
     assert run(ROOT) == dict.fromkeys(range(1, 7), "failed")
 
 
+@pytest.mark.slow
 def test_solved_copy_is_green(tmp_path):
     """All solutions at once: they also must not get in each other's way."""
     for name in ("ppo.py", "reward.py"):

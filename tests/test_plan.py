@@ -580,7 +580,7 @@ def test_a_plan_checks_the_flags():
     flags = ["--model", "Qwen/Qwen2.5-0.5B", "--data", "x", "--gpus", "3"]
     with pytest.raises(UserError, match="--rollout_batch_size 128: use a multiple of 3"):
         plan.main(flags)
-    with pytest.raises(UserError, match="--estimator ppo: choose gae or grpo"):
+    with pytest.raises(UserError, match="--estimator ppo: choose .*gae"):
         plan.main([*flags, "--estimator", "ppo"])
 
 

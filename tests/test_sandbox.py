@@ -924,6 +924,7 @@ def as_user(is_root, folder):
 
 @pytest.mark.parametrize("is_root", [True, False], ids=["root", "other"])
 @pytest.mark.parametrize("mode", task.MODES)
+@pytest.mark.slow
 def test_the_page_says_what_is_contained(mode, is_root):
     """Real files, servers, a real victim; and what a program hid from its own user is removed.
 
