@@ -8,10 +8,10 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - There is one denominator. A loss is a sum over response tokens divided by the *global* number of
   response tokens in the update, so packing, micro-batches and ranks do not change the gradient.
   ORZ takes a mean of per-pack means.
-- There are no old log-probs, no reference, no ratio and no clip. With one update per rollout the
-  ratio is 1 and the clip does nothing.
-- Group scores are divided by their standard deviation and not whitened again. ORZ's GRPO did
-  neither.
+- The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
+  rollout that ratio is 1 and the clip does nothing. (`ratio` in this file is trainer to sampler.)
+- `grpo` divides by the group's standard deviation, and its scores are not whitened. ORZ's GRPO does
+  not divide, and whitens.
 
 Shapes: N samples, S tokens of the longest response, T response tokens of the batch, t response
 tokens of a micro-batch, R packed rows, L row length.
@@ -172,7 +172,7 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
 
 
 def filler(device) -> MicroBatch:
-    """Makes one token of mask 0, which keeps a rank without samples in step with the others."""
+    """Makes one token of mask 0, for a rank that has fewer micro-batches than another one."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)  # (1,)
     return MicroBatch(
         input_ids=zero[None],  # (1, 1)
@@ -215,7 +215,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lamb
     if lambd is None:
         lambd = cfg.lambd
     if cfg.gamma == 1 and lambd == 1:
-        # The sum telescopes to R - V_t.
+        # The sum telescopes to reward - V_t.
         return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
     # V is 0 behind a response, so all delta are 0 there. The reward is on the last token.
@@ -228,8 +228,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lamb
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """(r - group mean) / group population std for all tokens alike; exactly 0 in a flat group
-    (arXiv 2402.03300)."""
+    """(r - group mean) / group population std for all tokens alike; exactly 0 where all rewards
+    of the group are equal (arXiv 2402.03300)."""
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
     return torch.where(std > 0, (rewards - mean) / std, 0.0)
 
@@ -274,8 +274,9 @@ def negative(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg)
 
 
 def pass_at_k(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """GRPO of sets of k responses, which are right if one of them is: a response's mean over all
-    sets that it is in (arXiv 2508.10751, section 2.4). With k = 1 it is GRPO of 0 and 1.
+    """A set of k responses is right if one of its responses is right. Each set gets a GRPO score,
+    and a response the mean score of all sets that contain it (arXiv 2508.10751, section 2.4).
+    With k = 1 it is GRPO of 0 and 1.
 
     With m the share of right responses and q the chance that a set has none, the paper's two cases
     are one: (r - m) / (1 - m) * sqrt(q / (1 - q)).
@@ -284,7 +285,7 @@ def pass_at_k(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg
     mean, std, count = group_stats(right, groups)  # (N,), (N,), (N,)
     wrong = ((1 - mean) * count).round()  # (N,)
     drawn = torch.arange(cfg.pass_k, device=right.device)[:, None]  # (k, 1)
-    # With less than k wrong ones a factor is 0.
+    # With fewer than k wrong responses a factor is 0.
     none = ((wrong - drawn) / (count - drawn)).prod(0)  # (N,)
     scores = (right - mean) / (1 - mean) * (none / (1 - none)).sqrt()  # (N,)
     return torch.where(std > 0, scores, 0.0)
@@ -342,13 +343,16 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
     mean = (zeros.index_add(0, inverse, on_cpu) / count)[inverse]  # (N,)
     squares = (on_cpu - mean) ** 2  # (N,)
     std = (zeros.index_add(0, inverse, squares) / count).sqrt()[inverse]  # (N,)
-    # The std of a flat group is nothing but rounding.
+    # The std of equal rewards is nothing but rounding.
     std = std.where(std > 1e-9, 0.0)
     return tuple(numbers.to(rewards.device) for numbers in (mean, std, count[inverse]))
 
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
-    """Adds `advantages` and `returns`, (T,), to the batch; returns what to log about them."""
+    """Adds `advantages` and `returns`, (T,), to the batch; returns what to log.
+
+    The advantages in the batch have the weights of --loss_mean, those in the log do not.
+    """
     advantages, returns = raw_advantages(batch, cfg)  # (T,), (T,)
     if cfg.advantage_normalization and ESTIMATORS[cfg.estimator].is_whitened:
         advantages = whiten(advantages)
@@ -487,7 +491,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """0.5 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), summed (ORZ's ValueLoss)."""
+    """0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2), summed
+    (ORZ's ValueLoss)."""
     values = critic(micro)  # (t,)
     old = batch.per_token["values"][micro.flat_index]  # (t,)
     returns = batch.per_token["returns"][micro.flat_index]  # (t,)

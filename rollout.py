@@ -1,4 +1,4 @@
-"""The sampler: vLLM inside the training process, a sampler per rank, weights synced in memory.
+"""The sampler: vLLM inside the training process, one per `tensor_parallel` ranks, synced in memory.
 
 Owns requests and samples, generation, weight sync, sleep and wake. Never sees a loss.
 
@@ -23,11 +23,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-# The engine core runs in this process, its threads are the trainer's, and it writes errors only.
+# vLLM runs in this process, uses the trainer's threads, and logs errors only.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# It tells nobody that it runs, and its attention in fp32 multiplies exactly on a GPU too.
+# vLLM sends no usage statistics. Triton's products of fp32 are exact (no TF32), also on a GPU.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 # With a seed for each sample vLLM never uses flashinfer's sampler, but would import it.
@@ -288,7 +288,9 @@ class Rollout:
         self.cfg = cfg
 
     def draw(self, requests: list[Request], clock) -> list[Sample]:
-        """Draws and scores every request, in this order. A collective; raises Stopped.
+        """Draws and scores every request; the samples have the requests' order. Raises Stopped.
+
+        All ranks call it together.
 
         A sample is handed to the grader as soon as it ends, while the others are still sampled.
         """

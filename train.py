@@ -1,7 +1,8 @@
 """nanoORZ: reinforcement learning of reasoning straight on a base model, after Open-Reasoner-Zero.
 
-`accelerate launch train.py --model MODEL --data FILE` trains. Without --model it is the demo: a
-tiny base model is made on the spot by tools/demo.py, whose flags are printed and come before yours.
+`accelerate launch train.py --model MODEL --data FILE` trains. Without --model it is the demo:
+tools/demo.py makes a tiny base model and a file of flags. train.py prints these flags; yours
+override them.
 
 Owns the flags, the set-up, the loop and evaluation. A process per GPU (a rank) holds a shard of
 policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the device.
@@ -68,7 +69,7 @@ class Learning:
     template: str = "orz"  # The prompt: orz, demo, plain, chat, or a text with {question}.
     system: str | None = None  # The system message of --template chat.
     answer_form: str = "orz"  # What counts as answer: orz, boxed_anywhere, last_number, hashes.
-    task: str = "math"  # Problems and grader: math, a file's name in tasks/, or a path to a file.
+    task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
     seed: int = 42  # Every random choice is a hash of the seed and of the choice's purpose.
     # ---- sampling
     rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
@@ -80,24 +81,24 @@ class Learning:
     generate_max_len: int = 8000  # The most tokens of a response. max_len may leave fewer.
     max_len: int = 8192  # Tokens of prompt and response together.
     first_stage: int = 0  # Draw so many samples first, the others where they may teach. 0: off.
-    adaptive_len: bool = False  # Limit a problem to 1.5 x its longest finished response.
+    adaptive_len: bool = False  # A problem's limit follows its longest finished response: 1.5 x.
     rollout_quantization: str | None = None  # fp8_per_channel: smaller weights in the sampler.
     # ---- learning
     estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
     pass_k: int = 4  # For pass_at_k: of so many responses one should be right.
-    critic: str | None = None  # The folder that the critic starts from, if not --model.
+    critic: str | None = None  # A folder with body and value head. Default: --model, a new head.
     critic_only_steps: int = 0  # In so many steps at the start only the critic learns.
-    loss_mean: str = "token"  # What weighs alike: tokens, sequences, or (constant) Dr. GRPO.
-    gamma: float = 1.0  # The discount of a reward, per token. Below 1 it favours short answers.
+    loss_mean: str = "token"  # The policy's loss per token, per sequence, or by a constant.
+    gamma: float = 1.0  # For gae: the discount per token. Below 1 short responses are favoured.
     lambd: float = 1.0  # GAE's lambda. Below 1 advantages vary less, and are biased.
-    critic_lambd: float | None = None  # GAE's lambda for the critic's targets, if not --lambd.
-    advantage_normalization: bool = True  # Whiten advantages, for the estimators that ask for it.
+    critic_lambd: float | None = None  # GAE's lambda for the critic's targets. Default: --lambd.
+    advantage_normalization: bool = True  # For gae, reinforce, reinforce_pp: to mean 0, std 1.
     critic_updates: int = 12  # Updates of the critic in a step, in one shuffled pass.
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
-    warmup_updates: int = 50  # Each model's rate rises linearly over so many of its updates.
+    warmup_updates: int = 50  # Each model's rate rises over so many of its updates. 1: no rise.
     lr_end: float | None = None  # The policy's rate falls linearly to it. Without it: no fall.
-    value_clip: float = 0.2  # PPO's clip for values: how far a new value may be from the old one.
+    value_clip: float = 0.2  # PPO's clip in the critic's loss. 1e9 turns it off; 0 does not.
     tis_cap: float | None = None  # Weigh a token by its trainer/sampler ratio, at most this. Try 2.
     max_norm: float = 1.0  # A gradient with a larger norm is scaled down to it. 0: never.
     bf16: bool = True  # Train in bf16 with fp32 masters. It needs --zero_stage 2 or 3.
@@ -107,7 +108,8 @@ class Learning:
 class Config(Learning):
     """Every flag. Those below decide when and where: a resumed run may change them.
 
-    The files of --data may move, but must hold the same problems then.
+    Three exceptions: the files of --data may move, but must hold the same problems; another
+    --zero_stage needs `tools/convert.py reshard`; with --lr_end the last step must stay.
     """
 
     data: list[str] = field(default_factory=list)  # Files or data sets of training problems.
@@ -121,8 +123,8 @@ class Config(Learning):
     eval_data: list[str] = field(default_factory=list)  # Files or data sets that are held out.
     eval_interval: int = 10  # Steps between evaluations. 0: evaluate only before and after.
     eval_n: int = 1  # Responses to a problem in an evaluation. ORZ's paper averages 16.
-    eval_temperature: float | None = None  # For evaluations, if not --temperature. 0: greedy.
-    eval_top_p: float | None = None  # For evaluations, if not --top_p.
+    eval_temperature: float | None = None  # Of evaluations. Default: --temperature. 0: greedy.
+    eval_top_p: float | None = None  # Of evaluations. Default: --top_p.
     # ---- what is written down
     log_with: str = "tensorboard"  # Where curves go, beside metrics.jsonl. Log in to wandb before.
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
@@ -139,7 +141,7 @@ class Config(Learning):
     micro_rollout_batch_size: int = 256  # Sequences sampled at once. More need more memory.
     tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
     gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
-    kv_cache_gb: float | None = None  # GiB of the KV cache. Default: what is left; on a CPU 1.
+    kv_cache_gb: float | None = None  # GiB of KV cache. Default: the rest of the share; CPU: 1.
     enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
 
 
