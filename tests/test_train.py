@@ -957,7 +957,7 @@ def test_a_grading_process_that_cannot_start_again_ends_the_run_saved(tiny, run)
     shutil.copytree(ROOT / "lib", copy / "lib")
     (copy / "tasks").mkdir()
     (copy / "tasks" / "algebra.py").write_text(ALGEBRA)
-    flags = SMALL | tiny | {"reward": "algebra", "max_steps": 500}
+    flags = SMALL | tiny | {"task": "algebra", "max_steps": 500}
     process = start(run, *TWO_RANKS, script=copy / "train.py", **flags)
     metrics = run / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
