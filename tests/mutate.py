@@ -1,6 +1,6 @@
 """Do the tests notice small faults of the code? By hand, after `pip install pytest-cov`:
 
-    export COVERAGE_PROCESS_START=$PWD/tests/mutate.cfg
+    export COVERAGE_PROCESS_START=$PWD/tests/mutate.cfg PYTHONDONTWRITEBYTECODE=1
     python -m pytest --cov --cov-config tests/mutate.cfg --cov-context test    # out/coverage
     python tests/mutate.py FILE [1/2]    draws 300 mutants by a seed, or tries every second of them
 
@@ -25,7 +25,7 @@ from coverage import CoverageData
 ROOT = Path(__file__).parent.parent
 CODE = ["ppo.py", "rollout.py", "reward.py", "ckpt.py", "train.py"]
 CODE += [f"lib/{path.name}" for path in ROOT.glob("lib/*.py")]
-TESTS_OF_TEXTS = r"tests/test_(structure|docs|ablations|contributing|exercises|makefile)"
+TEXTS = r"tests/test_(structure|docs|ablations|contributing|exercises|makefile)"
 PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)]
 PAIRS += [(ast.In, ast.NotIn), (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.And, ast.Or)]
 OTHER = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
@@ -63,9 +63,7 @@ def covering_tests():
         lines = found[os.path.relpath(name, ROOT)] = {}
         for line, contexts in data.contexts_by_lineno(name).items():
             words = [re.search(r"(tests/.*?)[| ]\(?(\w+)\)?\|?$", text) for text in contexts]
-            pairs = {
-                word.groups() for word in words if word and not re.match(TESTS_OF_TEXTS, word[1])
-            }
+            pairs = {word.groups() for word in words if word and not re.match(TEXTS, word[1])}
             whole = {test.split("::")[0] for test, part in pairs if part not in ("run", "call")}
             lines[line] = whole | {test for test, _ in pairs if test.split("::")[0] not in whole}
     return found
@@ -76,17 +74,17 @@ def in_fork(words, folder, log):
     os.chdir(folder)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
-    os._exit(pytest.main(["-oaddopts=", "-x", "-q", "-rfE", "-pno:cacheprovider", *words]))
+    # A mutant's file has no comments, so --help has no advice.
+    words += ["-knot help_has_the_advice", "-oaddopts=", "-xq", "-rfE", "-pno:cacheprovider"]
+    os._exit(pytest.main(words))
 
 
 def first_failure(tests, folder, log):
-    """Runs tests in forks, which have the libraries. A mutant that hangs tests is noticed too."""
     for engines in ("not engine", "engine"):
         words = ["-m", f"{engines} and not slow and not long and not gpu", *sorted(tests)]
-        words += ["-k", "not help_has_the_advice"]  # a mutant's file has no comments
         child = multiprocessing.Process(target=in_fork, args=(words, folder, log))
         child.start()
-        child.join(600)
+        child.join(1200)  # a mutant that hangs its tests is noticed too
         subprocess.run(["pkill", "-KILL", "-s", str(child.pid)])
         child.join()
         if child.exitcode not in (0, 5):  # all passed; there are none
@@ -95,10 +93,8 @@ def first_failure(tests, folder, log):
 
 def run(path, number, of):
     covered = covering_tests()
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.dont_write_bytecode = True
-    results = Path(f"{path}.{number}")
-    done = results.exists() and len(results.read_text().splitlines())
+    (results := Path(f"{path}.{number}")).touch()
+    done = len(results.read_text().splitlines())
     folder = Path(tempfile.mkdtemp(), "copy")
     subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
     for mutant in map(json.loads, path.read_text().splitlines()[number - 1 :: of][done:]):
@@ -109,12 +105,10 @@ def run(path, number, of):
         file.write_text(ast.unparse(ast.fix_missing_locations(tree)))
         lines = covered.get(mutant["file"], {})
         tests = lines.get(mutant["line"])
-        if tests == set():
-            tests = tests.union(*lines.values())
-        killer = tests and first_failure(tests, folder, folder.parent / "log")
+        tests = set().union(*lines.values()) if tests == set() else tests
+        mutant["killed by"] = tests and first_failure(tests, folder, folder.parent / "log")
+        results.write_text(f"{results.read_text()}{json.dumps(mutant)}\n")
         subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
-        with results.open("a") as out:
-            print(json.dumps(mutant | {"killed by": killer}), file=out)
 
 
 if __name__ == "__main__":
