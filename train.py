@@ -159,10 +159,11 @@ def advice(config) -> dict[str, str]:
     """The comment behind each field of a dataclass."""
     found = {}
     for owner in reversed(config.__mro__[:-1]):
-        text = inspect.getsource(owner)
+        text = inspect.getsource(inspect.getmodule(owner))
+        body = re.search(rf"^class {owner.__name__}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
         # A long field goes on in lines that are indented by eight.
         pattern = r"^    (\w+): [^\n#]*(?:\n {8}[^\n#]*)*  # (.+)$"
-        found |= re.findall(pattern, text, re.MULTILINE)
+        found |= re.findall(pattern, body[0], re.MULTILINE)
     return found
 
 

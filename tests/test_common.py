@@ -228,7 +228,8 @@ follow_launcher()
 number = ctypes.c_int(-1)
 PR_GET_PDEATHSIG = 2
 ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
-print("death of the parent sends", number.value)
+# In one write: two ranks share the stream.
+sys.stdout.write(f"death of the parent sends {{number.value}}\\n")
 """
 
 
