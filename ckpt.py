@@ -15,6 +15,7 @@ An engine is a DeepSpeed engine; `engines` is a dict of them by name.
 """
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
 import hashlib
@@ -47,12 +48,15 @@ class RunState:
     config: dict = field(default_factory=dict)  # every flag
     problems_hash: int = 0
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes
-    levers: dict = field(default_factory=dict)  # the memory of lib/levers.py
+    variants: dict[str, str] = field(default_factory=dict)  # name: hash of its text, in order
+    memory: dict = field(default_factory=dict)  # name of a variant: its MEMORY
 
-    def finish_step(self, run_dir):
-        """Counts a step whose lines are in the logs."""
+    def finish_step(self, run_dir, memory):
+        """Counts a step whose lines are in the logs. memory: that of the variants."""
         self.step += 1
         self.log_sizes = log_sizes(run_dir)
+        # A variant may change its MEMORY in a step that is never finished.
+        self.memory = copy.deepcopy(memory)
 
     @property
     def layout(self):
@@ -226,12 +230,13 @@ class DurableWriter(CheckpointEngine):
         return {path: entry.result() for path, entry in self.entries.items()}
 
     def load(self, path, map_location=None):
-        """Reads tensors, plain containers and DeepSpeed's three classes; no arbitrary pickles."""
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        """Reads tensors, plain containers and DeepSpeed's four classes; no arbitrary pickles."""
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
 
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        with torch.serialization.safe_globals(classes):
             return torch.load(path, map_location=map_location, weights_only=True)
 
 
@@ -381,7 +386,11 @@ def find_damage(path):
 def load_state(path) -> RunState:
     """Raises UserError where the fields are not those of this version."""
     try:
-        return RunState(**json.loads((path / "state.json").read_text()))
+        fields = json.loads((path / "state.json").read_text())
+        if "levers" in fields:
+            last = "29d1388" if "task" in fields["config"] else "a2fefd0"
+            raise ValueError(f"commit {last} is the last that can resume it; or use --resume none")
+        return RunState(**fields)
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path}/state.json is not of this version: {one_line(error)}") from error
 
@@ -396,11 +405,6 @@ def find_start(run_dir, resume, new: RunState, fixed):
     if path is None:
         return None, new
     saved = load_state(path)
-    if "task" not in saved.config:
-        raise UserError(
-            f"{path} was saved before --reward was called --task; commit a2fefd0 is the last that "
-            "can resume it; or use --resume none"
-        )
     sizes = saved.log_sizes
     if path.parent.resolve() != run_dir.resolve():
         # They are of the other folder's logs.
@@ -420,12 +424,18 @@ def find_start(run_dir, resume, new: RunState, fixed):
             f"{path} was made with another --{', --'.join(changed)}, which changes what is learnt; "
             "use the old value, or --resume none"
         )
+    if list(saved.variants.items()) != list(new.variants.items()):
+        kept = [f"{path.parent}/variants/{name}.py" for name in saved.variants]
+        raise UserError(
+            f"{path} was made with other variants, in another order, or with another text in one; "
+            f"use --variant {' '.join(kept) or 'none'}, or --resume none"
+        )
     if saved.layout != new.layout and not (path / "universal").is_dir():
         raise UserError(
             f"{path} is of {saved.world} ranks with ZeRO {saved.layout[1]}, this run of "
             f"{new.world} with {new.layout[1]}; run `python tools/convert.py reshard {path}` first"
         )
-    return path, dataclasses.replace(new, step=saved.step, levers=saved.levers, log_sizes=sizes)
+    return path, dataclasses.replace(new, step=saved.step, memory=saved.memory, log_sizes=sizes)
 
 
 def find_changes(saved: RunState, new: RunState, fixed):

@@ -10,6 +10,7 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
   ORZ takes a mean of per-pack means.
 - The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
   rollout that ratio is 1 and the clip does nothing. (`ratio` in this file is trainer to sampler.)
+  variants/updates.py takes several updates and has them all.
 - `grpo` divides by the group's standard deviation, and its scores are not whitened. ORZ's GRPO does
   not divide, and whitens.
 
@@ -17,6 +18,7 @@ Shapes: N samples, S tokens of the longest response, T response tokens of the ba
 tokens of a micro-batch, R packed rows, L row length.
 """
 
+import copy
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.common import hash64
+from lib.common import from_rank0, hash64
 
 
 @dataclass
@@ -40,10 +42,11 @@ class Batch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     groups: Tensor  # (N,) which problem a sample answers
-    rewards: Tensor  # (N,) float64
+    rewards: Tensor  # (N,) float64, what is learnt from: `paid`
     device: torch.device  # of the token tensors
     # (T,) each: values, advantages, returns, logprobs (of the sampler), ref_logprobs
     per_token: dict[str, Tensor]
+    samples: list  # (N) what rollout.py has drawn
 
     def __post_init__(self):
         self.response_lengths = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
@@ -58,22 +61,13 @@ class Batch:
     def all_samples(self) -> list[int]:
         return list(range(len(self.sample_lengths)))
 
-    @classmethod
-    def of(cls, samples, device) -> "Batch":
-        """Makes a batch of the sampler's samples. Responses to one problem form a group."""
-        prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
-        response_ids = [sample.response_ids for sample in samples]
-        groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
-        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
-        batch = cls(prompt_ids, response_ids, groups, rewards, device, {})
-        if samples[0].logprobs is not None:
-            logprobs = [x for sample in samples for x in sample.logprobs]
-            batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
-        return batch
-
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Cuts (T,) into one tensor a sample."""
         return numbers.split(self.response_lengths.tolist())
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """Gives each token the number of its sample: (N,) becomes (T,)."""
+        return numbers.repeat_interleave(self.response_lengths).to(self.device)
 
 
 @dataclass
@@ -92,6 +86,31 @@ class MicroBatch:
     # With the rows laid end to end: where each sample and each padding starts, and the end.
     borders: Tensor  # (samples and paddings + 1,) int32
     longest: int  # tokens of the longest of them
+
+
+def make_batch(samples, device, cfg) -> Batch:
+    """Makes a batch of the sampler's samples. Responses to one problem form a group."""
+    prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
+    response_ids = [sample.response_ids for sample in samples]
+    groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
+    rewards = torch.tensor(from_rank0(paid, samples, cfg), dtype=torch.float64)  # (N,)
+    batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples)
+    if samples[0].logprobs is not None:
+        logprobs = [x for sample in samples for x in sample.logprobs]
+        batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
+    return batch
+
+
+# HACK HERE: what is learnt from. The samples keep the verifier's rewards, which the logs show.
+def paid(samples, cfg) -> list[float]:
+    """A reward for each sample: the verifier's."""
+    return [sample.reward for sample in samples]
+
+
+def samples_that_count(batch: Batch, cfg) -> list[int]:
+    """The samples of which losses, whitening and mean length are made: all. Each sample counts in
+    its group's mean, whatever is returned here."""
+    return batch.all_samples()
 
 
 # ---- packing ---------------------------------------------------------------------------------
@@ -209,12 +228,10 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
 
 # HACK HERE: an estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
 # advantages (N, S), or to one score (N,) for all tokens of a sample, in float64 on the device.
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lambd=None) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
-    (arXiv 1506.02438, eq. 16). Lambda is the policy's if none is given."""
-    if lambd is None:
-        lambd = cfg.lambd
-    if cfg.gamma == 1 and lambd == 1:
+    (arXiv 1506.02438, eq. 16)."""
+    if cfg.gamma == cfg.lambd == 1:
         # The sum telescopes to reward - V_t.
         return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
@@ -223,7 +240,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg, lamb
     sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
     sums.scatter_add_(1, last, rewards[:, None])
     for t in reversed(range(values.shape[1] - 1)):
-        sums[:, t] += cfg.gamma * lambd * sums[:, t + 1]
+        sums[:, t] += cfg.gamma * cfg.lambd * sums[:, t + 1]
     return sums
 
 
@@ -256,54 +273,6 @@ def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) 
     return torch.where(std > 0, rewards - mean, 0.0)
 
 
-def maxrl(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """(r - group mean) / group mean: the rarer a right response, the more it counts
-    (arXiv 2602.02710). It is 0 where all are wrong; rewards are not negative."""
-    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
-    return torch.where(std > 0, (rewards - mean) / mean, 0.0)
-
-
-def positive(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r, so that only right responses are learnt from (PSR, arXiv 2506.01347, section 2)."""
-    return rewards
-
-
-def negative(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - 1, so that only wrong responses are learnt from (NSR, arXiv 2506.01347, section 2)."""
-    return rewards - 1
-
-
-def pass_at_k(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """A set of k responses is right if one of its responses is right. Each set gets a GRPO score,
-    and a response the mean score of all sets that contain it (arXiv 2508.10751, section 2.4).
-    With k = 1 it is GRPO of 0 and 1.
-
-    With m the share of right responses and q the chance that a set has none, the paper's two cases
-    are one: (r - m) / (1 - m) * sqrt(q / (1 - q)).
-    """
-    right = (rewards > 0).double()  # (N,)
-    mean, std, count = group_stats(right, groups)  # (N,), (N,), (N,)
-    wrong = ((1 - mean) * count).round()  # (N,)
-    drawn = torch.arange(cfg.pass_k, device=right.device)[:, None]  # (k, 1)
-    # With fewer than k wrong responses a factor is 0.
-    none = ((wrong - drawn) / (count - drawn)).prod(0)  # (N,)
-    scores = (right - mean) / (1 - mean) * (none / (1 - none)).sqrt()  # (N,)
-    return torch.where(std > 0, scores, 0.0)
-
-
-def one_sample(cfg) -> int:
-    return 1
-
-
-def two_samples(cfg) -> int:
-    return 2
-
-
-def more_than_one_set(cfg) -> int:
-    """k samples are one set of k, which has no other set to be compared with."""
-    return cfg.pass_k + 1
-
-
 @dataclass(frozen=True)
 class Estimator:
     """A function, and what a run must have for it."""
@@ -312,22 +281,18 @@ class Estimator:
     needs_critic: bool = False
     # Are its advantages whitened? The others have their scale already.
     is_whitened: bool = False
-    # From cfg: the least number of samples of a problem. One that compares samples needs two.
-    least_samples: Callable = one_sample
+    # Of a problem. A function that compares samples needs two.
+    least_samples: int = 1
 
 
-# By the names of --estimator. No other code knows an estimator.
+# By the names of --estimator. No other code knows an estimator. A variant can add some.
 ESTIMATORS = {
     "gae": Estimator(gae, needs_critic=True, is_whitened=True),
-    "grpo": Estimator(grpo, least_samples=two_samples),
-    "rloo": Estimator(rloo, least_samples=two_samples),
+    "grpo": Estimator(grpo, least_samples=2),
+    "rloo": Estimator(rloo, least_samples=2),
     "reinforce": Estimator(reinforce, is_whitened=True),
-    "dr_grpo": Estimator(dr_grpo, least_samples=two_samples),
-    "reinforce_pp": Estimator(dr_grpo, is_whitened=True, least_samples=two_samples),
-    "maxrl": Estimator(maxrl, least_samples=two_samples),
-    "positive": Estimator(positive),
-    "negative": Estimator(negative),
-    "pass_at_k": Estimator(pass_at_k, least_samples=more_than_one_set),
+    "dr_grpo": Estimator(dr_grpo, least_samples=2),
+    "reinforce_pp": Estimator(dr_grpo, is_whitened=True, least_samples=2),
 }
 
 
@@ -353,30 +318,34 @@ def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
 
     The advantages in the batch have the weights of --loss_mean, those in the log do not.
     """
-    advantages, returns = raw_advantages(batch, cfg)  # (T,), (T,)
+    values = flat_values(batch)  # (T,)
+    advantages = raw_advantages(batch, cfg)  # (T,)
+    returns = advantages + values  # (T,)
+    if cfg.critic_lambd is not None:
+        # This decouples the critic's lambda from the policy's (VAPO, arXiv 2504.05118, section 4).
+        critic_cfg = copy.copy(cfg)
+        critic_cfg.lambd = cfg.critic_lambd
+        returns = raw_advantages(batch, critic_cfg) + values  # (T,)
     if cfg.advantage_normalization and ESTIMATORS[cfg.estimator].is_whitened:
-        advantages = whiten(advantages)
+        advantages = whiten(advantages, batch, cfg)
     stats = advantage_stats(batch, advantages, returns)
     batch.per_token["advantages"] = (advantages * token_weights(batch, cfg)).float()
     batch.per_token["returns"] = returns.float()
     return stats
 
 
-def raw_advantages(batch: Batch, cfg) -> tuple[Tensor, Tensor]:
-    """Returns the estimator's advantages before whitening, and the critic's targets: (T,), (T,)."""
+def raw_advantages(batch: Batch, cfg) -> Tensor:
+    """Returns the estimator's advantages before whitening, (T,)."""
     # These tensors are large, and the sampler sleeps: on a GPU they are computed there.
     mask = batch.mask.to(batch.device)  # (N, S)
-    values = flat_values(batch)  # (T,)
-    padded = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
-    padded[mask] = values
-    inputs = (batch.rewards.to(batch.device), padded, mask, batch.groups.to(batch.device), cfg)
-    scores = ESTIMATORS[cfg.estimator].function(*inputs)  # (N,) or (N, S)
-    advantages = scores.reshape(len(mask), -1).expand_as(padded)[mask]  # (T,)
-    returns = advantages + values  # (T,)
-    if cfg.critic_lambd is not None:
-        # This decouples the critic's lambda from the policy's (VAPO, arXiv 2504.05118, section 4).
-        returns = gae(*inputs, cfg.critic_lambd)[mask] + values  # (T,)
-    return advantages, returns
+    values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
+    values[mask] = flat_values(batch)
+    function = ESTIMATORS[cfg.estimator].function
+    # A variant may stand in for the function, so it is looked up by its name.
+    function = globals().get(function.__name__, function)
+    groups = batch.groups.to(batch.device)  # (N,)
+    scores = function(batch.rewards.to(batch.device), values, mask, groups, cfg)  # (N,) or (N, S)
+    return scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
 
 
 def flat_values(batch: Batch) -> Tensor:
@@ -387,10 +356,12 @@ def flat_values(batch: Batch) -> Tensor:
     return torch.zeros(count, dtype=torch.float64, device=batch.device)
 
 
-def whiten(advantages: Tensor) -> Tensor:
-    """Mean 0 and population std 1 over all response tokens of the step, (T,)."""
-    spread = advantages.var(correction=0).sqrt().clamp(min=1e-8)
-    return (advantages - advantages.mean()) / spread
+def whiten(advantages: Tensor, batch: Batch, cfg) -> Tensor:
+    """Mean 0 and population std 1 over the response tokens of all samples that count, (T,)."""
+    parts = batch.split(advantages)
+    used = torch.cat([parts[i] for i in samples_that_count(batch, cfg)] or parts)
+    spread = used.var(correction=0).sqrt().clamp(min=1e-8)
+    return (advantages - used.mean()) / spread
 
 
 def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[str, float]:
@@ -409,11 +380,11 @@ def token_weights(batch: Batch, cfg) -> Tensor:
     `update` divides a loss by all tokens, which is N times the mean length. To divide by another
     length, the advantages are weighted; packing, micro-batches and ranks do not matter then.
     """
-    mean_length = batch.response_lengths.double().mean()  # ()
+    counting = samples_that_count(batch, cfg) or batch.all_samples()
+    mean_length = batch.response_lengths[counting].double().mean()  # ()
     if cfg.loss_mean == "sequence":
         # Each sample is divided by its own length (GRPO, arXiv 2402.03300, eq. 3).
-        lengths = batch.response_lengths.repeat_interleave(batch.response_lengths)  # (T,)
-        return mean_length / lengths.to(batch.device)
+        return mean_length / batch.spread(batch.response_lengths)
     if cfg.loss_mean == "constant":
         # All samples are divided by the same length (Dr. GRPO, arXiv 2503.20783).
         return mean_length / cfg.generate_max_len
@@ -421,6 +392,15 @@ def token_weights(batch: Batch, cfg) -> Tensor:
 
 
 # ---- passes and losses -----------------------------------------------------------------------
+
+
+def token_passes(policy, critic, reference, batch: Batch, cfg, step):
+    """Adds to the batch what must be computed before anything is learnt, (T,) each."""
+    if critic:
+        batch.per_token["values"] = compute_values(critic, batch, cfg)
+    if reference:
+        # It is only logged.
+        batch.per_token["ref_logprobs"] = compute_logprobs(reference, batch, cfg)
 
 
 def compute_values(critic, batch: Batch, cfg) -> Tensor:
@@ -432,7 +412,7 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
     """Computes log p of every response token, (T,), the same on every rank."""
 
     def forward(micro):
-        return policy(micro, cfg.temperature)[0]  # (t,)
+        return policy(micro, temperatures(batch, micro, cfg))[0]  # (t,)
 
     return token_pass(batch, cfg, forward)
 
@@ -448,32 +428,41 @@ def token_pass(batch: Batch, cfg, forward) -> Tensor:
     return numbers
 
 
-def samples_to_learn_from(batch: Batch) -> list[int]:
+def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
     """The samples with an advantage that is not 0. The others have no gradient."""
     parts = batch.split(batch.per_token["advantages"].cpu())
-    return [i for i, part in enumerate(parts) if part.any()]
+    return [i for i in samples_that_count(batch, cfg) if parts[i].any()]
+
+
+def temperatures(batch: Batch, micro: MicroBatch, cfg) -> float | Tensor:
+    """The temperature of the log-probs: one for all tokens, or (t,)."""
+    return cfg.temperature
 
 
 def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """-sum_t A_t log p(a_t), which has the clipped objective's gradient at ratio 1
-    (arXiv 1707.06347, eq. 7). Returns it with what to log: sums over tokens."""
-    logprobs, entropy = policy(micro, cfg.temperature)  # (t,), (t,)
+    """Sums `token_loss`. Returns it with what to log: sums over tokens."""
+    logprobs, entropy = policy(micro, temperatures(batch, micro, cfg))  # (t,), (t,)
     advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (t,)
     stats = {"entropy": (entropy.detach() * micro.mask).sum()}
     if "logprobs" in batch.per_token:
-        # --log_ratio and --tis_cap compare the trainer with the sampler.
+        # --log_ratio compares the trainer with the sampler.
         sampled = batch.per_token["logprobs"][micro.flat_index]  # (t,)
-        log_ratio = (logprobs.detach() - sampled) * micro.mask  # (t,)
-        stats |= ratio_stats(log_ratio, micro.mask)
-        if cfg.tis_cap is not None:
-            advantages = advantages * log_ratio.exp().clamp(max=cfg.tis_cap)
+        stats |= ratio_stats((logprobs.detach() - sampled) * micro.mask, micro.mask)
     if "ref_logprobs" in batch.per_token:
-        # --log_kl is a number to watch and never part of the loss.
         reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (t,)
         stats["kl"] = k3((reference - logprobs.detach()) * micro.mask).sum()
-    loss = -(advantages * logprobs).sum()
+    losses = token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (t,)
+    loss = (losses * micro.mask).sum()
     stats["policy_loss"] = loss.detach()
     return loss, stats
+
+
+# HACK HERE: the policy's loss.
+def token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats) -> Tensor:
+    """-A_t log p(a_t), which has the clipped objective's gradient at ratio 1
+    (arXiv 1707.06347, eq. 7). logprobs, entropy, advantages and what comes back are (t,); a sum
+    over tokens that is put into `stats` is logged."""
+    return -(advantages * logprobs)
 
 
 def ratio_stats(log_ratio: Tensor, mask: Tensor):
@@ -507,33 +496,47 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 
 def train_critic(critic, batch: Batch, cfg, step):
-    """Takes critic_updates updates, each over its part of one shuffle of the samples.
+    """Takes critic_updates updates, and never more than there are samples."""
+    samples = samples_that_count(batch, cfg)
+    past_updates = step * cfg.critic_updates
 
-    There are never more updates than samples.
-    """
-    rng = np.random.default_rng(hash64(cfg.seed, step, "critic"))
-    count = min(cfg.critic_updates, len(batch.sample_lengths))
-    parts = np.array_split(rng.permutation(len(batch.sample_lengths)), count)
-    history = []
-    for k, part in enumerate(parts):
-        past_updates = step * cfg.critic_updates + k
-        lr = learning_rate(cfg.critic_learning_rate, cfg.warmup_updates, past_updates)
-        history.append(update(critic, critic_loss, batch, part.tolist(), lr, cfg))
-    return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
+    def rate(k):
+        return learning_rate(cfg.critic_learning_rate, cfg.warmup_updates, past_updates + k)
+
+    count = min(cfg.critic_updates, len(samples))
+    return update_in_parts(critic, critic_loss, batch, samples, count, rate, cfg, step)
 
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
-    """Takes one update over all samples, so the ratio is 1 and a clip would do nothing."""
-    # At the start the critic learns alone (ORZ's freezing_actor_steps). The rate and its end are
-    # counted from the policy's own first step.
+    """Learns from the batch, once the critic has learnt alone for critic_only_steps."""
+    # These are ORZ's freezing_actor_steps. The policy counts its rate and its end from its own
+    # first step.
     step -= cfg.critic_only_steps
     total_steps -= cfg.critic_only_steps
     if step < 0:
         return {}
+    return update_policy(policy, batch, cfg, step, total_steps)
+
+
+def update_policy(policy, batch: Batch, cfg, step, total_steps):
+    """Takes one update over all samples, so the ratio is 1 and a clip would do nothing."""
     lr = learning_rate(cfg.actor_learning_rate, cfg.warmup_updates, step, cfg.lr_end, total_steps)
     # A sample without a gradient does not pass through the model, but its tokens still count.
-    denominator = int(batch.response_lengths.sum())
-    return update(policy, policy_loss, batch, samples_to_learn_from(batch), lr, cfg, denominator)
+    denominator = int(batch.response_lengths[samples_that_count(batch, cfg)].sum())
+    samples = samples_to_learn_from(batch, cfg)
+    return update(policy, policy_loss, batch, samples, lr, cfg, denominator)
+
+
+def update_in_parts(learner, loss_fn, batch: Batch, samples, count, rate, cfg, step):
+    """Takes `count` updates, each over its part of one shuffle of `samples`. Returns their means.
+
+    rate: a function from the number of an update, 0 to count - 1, to its learning rate.
+    """
+    shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(samples)
+    history = []
+    for k, part in enumerate(np.array_split(shuffled, max(1, count))):
+        history.append(update(learner, loss_fn, batch, part.tolist(), rate(k), cfg))
+    return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
 def learning_rate(peak, warmup, past_updates, end=None, total=0):

@@ -239,14 +239,14 @@ class Grader:
         self.idle_workers = list(self.workers)
 
     def submit(self, key, text, finish_reason, label):
-        """Takes a finished sample and returns at once whether it holds an answer.
+        """Takes a finished sample and returns at once its answer, or None if it has none.
 
         The reward is 1.0 if the response stopped by itself with the right answer, else 0.0. `key`
         names the sample in `results`.
         """
         answer = self.find_answer(text) if finish_reason == "stop" else None
         self.compare(key, answer or "", str(label))
-        return bool(answer)
+        return answer or None
 
     def compare(self, key, predicted, label):
         pair = (predicted, label)

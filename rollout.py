@@ -66,15 +66,13 @@ class Sample:
     text: str
     finish_reason: str  # "stop" or "length"
     reward: float = 0.0
-    answered: bool = False  # does the text hold an answer?
+    answer: str | None = None  # what the grader took for its answer, if it has one
     text_metrics: dict[str, float] = field(default_factory=dict)
 
 
 def requests_of_step(problems, cfg, step) -> list[Request]:
     """Asks for n samples of each problem whose turn it is. It is a function of seed and step."""
-    start = step * cfg.rollout_batch_size
-    order = problem_order(cfg.seed, len(problems), start, cfg.rollout_batch_size)
-    chosen = [problems[i] for i in order]
+    chosen = problem_order(problems, cfg, step)
     seeds = problem_seeds(cfg.seed, step, "train", len(chosen))
     return make_requests(
         chosen, seeds, cfg.n_samples_per_prompt, cfg.generate_max_len, cfg.temperature, cfg.top_p
@@ -96,24 +94,23 @@ def make_requests(problems, seeds, count, max_tokens, temperature, top_p) -> lis
     return requests
 
 
-def problem_order(seed, count, start, size) -> list[int]:
-    """Returns the places start to start + size of an endless order of the problems.
-
-    Each pass over the problems is shuffled anew.
-    """
+def problem_order(problems, cfg, step) -> list:
+    """Returns the problems of a step: the next ones of an endless order of all problems."""
     passes = {}
-    order = []
-    for position in range(start, start + size):
-        number, offset = divmod(position, count)
+    chosen = []
+    start = step * cfg.rollout_batch_size
+    for position in range(start, start + cfg.rollout_batch_size):
+        number, offset = divmod(position, len(problems))
         if number not in passes:
-            rng = np.random.default_rng(hash64(seed, "order", number))
-            passes[number] = rng.permutation(count)
-        order.append(int(passes[number][offset]))
-    return order
+            passes[number] = pass_order(problems, cfg, number)
+        chosen.append(problems[passes[number][offset]])
+    return chosen
 
 
-def never():
-    return False
+def pass_order(problems, cfg, number) -> list[int]:
+    """Returns the indices of the problems in a pass over them: each pass is shuffled anew."""
+    rng = np.random.default_rng(hash64(cfg.seed, "order", number))
+    return rng.permutation(len(problems)).tolist()
 
 
 class Sampler:
@@ -136,7 +133,7 @@ class Sampler:
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
         try:
-            self.llm = LLM(**self.vllm_settings())
+            self.llm = LLM(**sampler_settings(cfg, self.gpu))
         # What vLLM raises is not one class.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
             raise UserError(
@@ -149,38 +146,10 @@ class Sampler:
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
 
-    def vllm_settings(self):
-        cfg = self.cfg
-        settings = {
-            "model": cfg.model,
-            "dtype": "bfloat16" if cfg.bf16 else "float32",
-            "max_model_len": cfg.max_len,
-            "max_num_seqs": cfg.micro_rollout_batch_size,
-            "gpu_memory_utilization": cfg.gpu_memory_utilization,
-            "quantization": cfg.rollout_quantization,
-            "tensor_parallel_size": cfg.tensor_parallel,
-            "enforce_eager": cfg.enforce_eager,
-            "enable_sleep_mode": self.gpu,
-            "logprobs_mode": "processed_logprobs",
-            "distributed_executor_backend": "external_launcher",
-            "use_tqdm_on_load": False,
-        }
-        if cfg.kv_cache_gb:
-            settings["kv_cache_memory_bytes"] = int(cfg.kv_cache_gb * 2**30)
-        if not self.gpu:
-            settings["enforce_eager"] = True
-            # A prompt in pieces rewinds its seeded generator, which CPU generators cannot do.
-            settings["enable_chunked_prefill"] = False
-            settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
-            # A cache sized from the memory that is free changes the schedule between runs, and
-            # with it the last bits.
-            settings.setdefault("kv_cache_memory_bytes", 2**30)
-        return settings
-
-    def generate(self, requests: list[Request], stopped=never, with_logprobs=False):
+    def generate(self, requests: list[Request], stopped=None, with_logprobs=False):
         """Yields (position in `requests`, sample) as samples end, in any order.
 
-        `stopped` is asked before each decode. If it says yes, or the generator is closed, the
+        `stopped()` is asked before each decode. If it says yes, or the generator is closed, the
         samples that have not ended are dropped. A response is cut where prompt and response
         together fill max_len.
         """
@@ -253,9 +222,38 @@ class Sampler:
             self.llm.sleep(level=2)
 
 
+def sampler_settings(cfg, is_gpu) -> dict:
+    """The arguments of vLLM."""
+    settings = {
+        "model": cfg.model,
+        "dtype": "bfloat16" if cfg.bf16 else "float32",
+        "max_model_len": cfg.max_len,
+        "max_num_seqs": cfg.micro_rollout_batch_size,
+        "gpu_memory_utilization": cfg.gpu_memory_utilization,
+        "quantization": cfg.rollout_quantization,
+        "tensor_parallel_size": cfg.tensor_parallel,
+        "enforce_eager": cfg.enforce_eager,
+        "enable_sleep_mode": is_gpu,
+        "logprobs_mode": "processed_logprobs",
+        "distributed_executor_backend": "external_launcher",
+        "use_tqdm_on_load": False,
+    }
+    if cfg.kv_cache_gb:
+        settings["kv_cache_memory_bytes"] = int(cfg.kv_cache_gb * 2**30)
+    if not is_gpu:
+        settings["enforce_eager"] = True
+        # A prompt in pieces rewinds its seeded generator, which CPU generators cannot do.
+        settings["enable_chunked_prefill"] = False
+        settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
+        # A cache sized from the memory that is free changes the schedule between runs, and
+        # with it the last bits.
+        settings.setdefault("kv_cache_memory_bytes", 2**30)
+    return settings
+
+
 def finished_outputs(llm_engine, stopped):
     """Decodes until nothing is left to do or `stopped` says so."""
-    while llm_engine.has_unfinished_requests() and not stopped():
+    while llm_engine.has_unfinished_requests() and not (stopped and stopped()):
         for output in llm_engine.step():
             if output.finished:
                 yield output
@@ -287,66 +285,84 @@ class Rollout:
         self.signals = signals
         self.cfg = cfg
 
-    def draw(self, requests: list[Request], clock) -> list[Sample]:
-        """Draws and scores every request; the samples have the requests' order. Raises Stopped.
-
-        All ranks call it together.
-
-        A sample is handed to the grader as soon as it ends, while the others are still sampled.
-        """
-        self.signals.agree()
-        lost_before = self.grader.lost
-        with clock("rollout"):
-            mine = self.draw_my_share(requests)
-        with clock("reward"):
-            while self.grader.pending(0.5) and not self.signals.poll():
-                pass
-        with clock("gather"):
-            # The first collective since sampling began: here the ranks wait for each other.
-            self.signals.agree(self.grader.broken)
-            for position, reward in self.grader.results().items():
-                mine[position].reward = reward
-            # Of this step: the checks of all ranks that ended without a verdict.
-            lost = sum(gather(self.grader.lost - lost_before))
-            clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
-            seconds = gather(clock.seconds["rollout"])
-            clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
-            return exchange(requests, mine)
-
-    def draw_my_share(self, requests: list[Request]) -> dict[int, Sample]:
-        """Returns {position: sample} of this rank's sampler.
-
-        Single samples are dealt to the samplers in turn, so that no sampler is left with all the
-        long samples of one hard problem.
-        """
-        sampler, rank_in_sampler = divmod(dist.get_rank(), self.cfg.tensor_parallel)
-        samplers = dist.get_world_size() // self.cfg.tensor_parallel
-        positions = range(sampler, len(requests), samplers)
-        share = [requests[position] for position in positions]
-        with_logprobs = self.cfg.log_ratio or self.cfg.tis_cap is not None
-        mine = {}
-        with contextlib.closing(
-            self.sampler.generate(share, self.stopped, with_logprobs)
-        ) as stream:
-            # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
-            hidden = dist.get_rank() > 0 or None
-            for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
-                # All ranks of a sampler get its samples; only its first rank hands them on.
-                if rank_in_sampler == 0:
-                    mine[positions[k]] = sample
-                    sample.text_metrics = self.task.text_metrics(sample.text)
-                    label = share[k].problem.label
-                    sample.answered = self.grader.submit(
-                        positions[k], sample.text, sample.finish_reason, label
-                    )
-        return mine
-
     def stopped(self):
         """Asked before each decode. Ranks that share a sampler must leave it at the same decode, so
         they finish their rollout before they stop."""
         if self.cfg.tensor_parallel > 1:
             return False
         return self.signals.poll()
+
+
+def draw_step(rollout, requests, problems, cfg, step, clock) -> list[Sample]:
+    """Draws the samples that a step learns from. A variant may draw fewer, more or others."""
+    return draw(rollout, requests, clock)
+
+
+def draw(rollout, requests: list[Request], clock) -> list[Sample]:
+    """Draws and scores every request; the samples have the requests' order. Raises Stopped.
+
+    All ranks call it together, in evaluations too.
+
+    A sample is handed to the grader as soon as it ends, while the others are still sampled.
+    """
+    signals = rollout.signals
+    grader = rollout.grader
+    signals.agree()
+    lost_before = grader.lost
+    with signals.hold_error():
+        with clock("rollout"):
+            mine = draw_my_share(rollout, requests)
+        with clock("reward"):
+            while grader.pending(0.5) and not signals.poll():
+                pass
+    with clock("gather"):
+        # The first collective since sampling began: here the ranks wait for each other.
+        signals.agree(grader.broken)
+        for position, reward in grader.results().items():
+            mine[position].reward = reward
+        # Of this step: the checks of all ranks that ended without a verdict.
+        lost = sum(gather(grader.lost - lost_before))
+        clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
+        seconds = gather(clock.seconds["rollout"])
+        clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
+        return exchange(requests, mine)
+
+
+def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
+    """Returns {position: sample} of this rank's sampler.
+
+    Single samples are dealt to the samplers in turn, so that no sampler is left with all the long
+    samples of one hard problem.
+    """
+    cfg = rollout.cfg
+    sampler, rank_in_sampler = divmod(dist.get_rank(), cfg.tensor_parallel)
+    samplers = dist.get_world_size() // cfg.tensor_parallel
+    positions = range(sampler, len(requests), samplers)
+    share = [requests[position] for position in positions]
+    mine = {}
+    with contextlib.closing(
+        rollout.sampler.generate(share, rollout.stopped, cfg.log_ratio)
+    ) as stream:
+        # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
+        hidden = dist.get_rank() > 0 or None
+        for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
+            # All ranks of a sampler get its samples; only its first rank hands them on.
+            if rank_in_sampler == 0:
+                mine[positions[k]] = sample
+                grade(rollout, positions[k], sample)
+    return mine
+
+
+def grade(rollout, position, sample):
+    """Hands a sample to the grader. Raises UserError where the task does not return its answer."""
+    sample.text_metrics = rollout.task.text_metrics(sample.text)
+    label = sample.request.problem.label
+    sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
+    if isinstance(sample.answer, bool):
+        raise UserError(
+            f"--task {rollout.cfg.task}: Grader.submit returned {sample.answer}; its last line "
+            "must be `return answer`: the answer's text, or None where a response has none"
+        )
 
 
 def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:

@@ -9,6 +9,7 @@ policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the devi
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -26,6 +27,8 @@ from pathlib import Path
 from lib.launcher import follow_launcher, leave_on_signals
 
 if __name__ == "__main__":
+    # A variant that imports train gets this module.
+    sys.modules["train"] = sys.modules["__main__"]
     # The imports below take 8 s. A signal, or the launcher's end, must end this process meanwhile.
     leave_on_signals()
     follow_launcher()
@@ -40,6 +43,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 
 import ckpt
 import ppo
+import rollout as rollout_stage
 from lib import check, metrics, models
 from lib.attention import has_varlen
 from lib.common import (
@@ -54,7 +58,6 @@ from lib.common import (
     tell_once,
 )
 from lib.report import RunLog, redirect_libraries
-from rollout import Rollout, make_requests, problem_seeds, requests_of_step
 
 # The base model would go on with the conversation behind its answer.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
@@ -70,6 +73,7 @@ class Learning:
     system: str | None = None  # The system message of --template chat.
     answer_form: str = "orz"  # What counts as answer: orz, boxed_anywhere, last_number, hashes.
     task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
+    variant: list[str] = field(default_factory=list)  # Names in variants/ or .py files. none: none.
     seed: int = 42  # Every random choice is a hash of the seed and of the choice's purpose.
     # ---- sampling
     rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
@@ -80,12 +84,9 @@ class Learning:
     prompt_max_len: int = 2048  # Tokens. A problem with a longer prompt is left out, with a line.
     generate_max_len: int = 8000  # The most tokens of a response. max_len may leave fewer.
     max_len: int = 8192  # Tokens of prompt and response together.
-    first_stage: int = 0  # Draw so many samples first, the others where they may teach. 0: off.
-    adaptive_len: bool = False  # A problem's limit follows its longest finished response: 1.5 x.
     rollout_quantization: str | None = None  # fp8_per_channel: smaller weights in the sampler.
     # ---- learning
     estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
-    pass_k: int = 4  # For pass_at_k: of so many responses one should be right.
     critic: str | None = None  # A folder with body and value head. Default: --model, a new head.
     critic_only_steps: int = 0  # In so many steps at the start only the critic learns.
     loss_mean: str = "token"  # The policy's loss per token, per sequence, or by a constant.
@@ -99,7 +100,6 @@ class Learning:
     warmup_updates: int = 50  # Each model's rate rises over so many of its updates. 1: no rise.
     lr_end: float | None = None  # The policy's rate falls linearly to it. Without it: no fall.
     value_clip: float = 0.2  # PPO's clip in the critic's loss. 1e9 turns it off; 0 does not.
-    tis_cap: float | None = None  # Weigh a token by its trainer/sampler ratio, at most this. Try 2.
     max_norm: float = 1.0  # A gradient with a larger norm is scaled down to it. 0: never.
     bf16: bool = True  # Train in bf16 with fp32 masters. It needs --zero_stage 2 or 3.
 
@@ -144,6 +144,9 @@ class Config(Learning):
     kv_cache_gb: float | None = None  # GiB of KV cache. Default: the rest of the share; CPU: 1.
     enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
 
+    # What --variant names: an object of lib/variants.py. It is no flag.
+    variants = None
+
 
 # Old flags, and what they are called now.
 RENAMED = {
@@ -163,16 +166,21 @@ def advice(config) -> dict[str, str]:
         body = re.search(rf"^class {owner.__name__}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
         # A long field goes on in lines that are indented by eight.
         pattern = r"^    (\w+): [^\n#]*(?:\n {8}[^\n#]*)*  # (.+)$"
-        found |= re.findall(pattern, body[0], re.MULTILINE)
+        # The class that lib/variants.py makes has no text.
+        if body:
+            found |= re.findall(pattern, body[0], re.MULTILINE)
     return found
 
 
-def make_parser():
+def make_parser(config):
     """--help prints each flag's advice, its choices and its default."""
     usage = "accelerate launch train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
-    parser = HfArgumentParser(Config, allow_abbrev=False, usage=usage)
+    parser = HfArgumentParser(config, allow_abbrev=False, usage=usage)
     parser.error = refuse_flag
-    texts = advice(Config)
+    texts = advice(config)
+    for entry in dataclasses.fields(config):
+        text = "write a comment behind it that says what it does"
+        check.require(entry.name in texts, f"--{entry.name} has no advice: {text}")
     choices = {**check.CHOICES, "estimator": ppo.ESTIMATORS}
     choices["attention"] = ["auto", *choices["attention"]]
     for action in parser._actions:
@@ -189,11 +197,32 @@ def make_parser():
     return parser
 
 
+def parse_variants(argv):
+    """Returns the words of all --variant, and the other flags. `none` takes out those before it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse_flag
+    parser.add_argument("--variant", nargs="+", action="extend", default=[])
+    known, rest = parser.parse_known_args(argv)
+    words = known.variant
+    while "none" in words:
+        words = words[words.index("none") + 1 :]
+    return words, rest
+
+
 def parse_flags(argv):
-    """Raises UserError for an unknown flag, or a value of the wrong kind."""
-    cfg, unknown = make_parser().parse_args_into_dataclasses(
+    """Raises UserError for an unknown flag, a value of the wrong kind, or a wrong variant."""
+    words, argv = parse_variants(argv)
+    config = Config
+    if words:
+        from lib.variants import Variants
+
+        variants = Variants(words)
+        config = variants.extend(Config)
+        config.variants = variants
+    cfg, unknown = make_parser(config).parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
+    cfg.variant = words
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
         check.require(name not in RENAMED, f"--{name} is called --{RENAMED.get(name)} now")
@@ -214,6 +243,26 @@ def parse_flags(argv):
 
 def refuse_flag(message):
     raise UserError(f"{message}; `python train.py --help` explains each flag")
+
+
+def stages():
+    """The modules whose functions a variant can wrap, beside the task."""
+    return [sys.modules[__name__], rollout_stage, ppo, ckpt, models, metrics, check]
+
+
+def install_variants(cfg):
+    """While the result is entered, the functions of --variant stand in for those of the stages."""
+    if cfg.variants:
+        return cfg.variants.installed(stages())
+    return contextlib.nullcontext()
+
+
+def fixed_flags(cfg):
+    """{name: default} of the flags that decide what is learnt, with those of the variants."""
+    defaults = vars(type(cfg)())
+    free = vars(Config()).keys() - vars(Learning()).keys()
+    # Of a variant the text is compared, since its file may move.
+    return {name: defaults[name] for name in defaults.keys() - free - {"variant"}}
 
 
 def demo_flags(cfg, argv):
@@ -365,6 +414,8 @@ def find_task(cfg):
         ) from error
     for name in ("load_problems", "Grader", "text_metrics"):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
+    if cfg.variants:
+        cfg.variants.wrap_task(task, stages())
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
     check.require(
         cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: choose {' or '.join(forms)}"
@@ -390,10 +441,10 @@ def check_sampler(sampler, policy, problems, cfg):
     A stale or wrong model shows in the log-probs of a few responses: in their mean |difference|
     over all tokens, and over the tokens of the worst response.
     """
-    seeds = problem_seeds(cfg.seed, 0, "check", 8)
-    requests = make_requests(problems[:8], seeds, 4, 32, cfg.temperature, top_p=1.0)
+    seeds = rollout_stage.problem_seeds(cfg.seed, 0, "check", 8)
+    requests = rollout_stage.make_requests(problems[:8], seeds, 4, 32, cfg.temperature, top_p=1.0)
     mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
-    batch = ppo.Batch.of(sum(gather(mine), []), policy.device)
+    batch = ppo.make_batch(sum(gather(mine), []), policy.device, cfg)
     apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
     means = torch.stack([part.mean() for part in batch.split(apart)])  # (N,)
     mean = apart.mean().item()
@@ -426,12 +477,12 @@ def evaluate(rollout, eval_sets, step, log):
     """eval_n samples of every problem of every set. A collective; raises Stopped."""
     cfg = rollout.cfg
     for name, problems in eval_sets.items():
-        seeds = problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
-        requests = make_requests(
+        seeds = rollout_stage.problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
+        requests = rollout_stage.make_requests(
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
         clock = metrics.Clock(step)
-        log.evaluation(name, rollout.draw(requests, clock), step)
+        log.evaluation(name, rollout_stage.draw(rollout, requests, clock), step)
         lost = clock.numbers.get("reward_lost", 0)
         if lost > 0:
             print0(f"WARNING: {name}: {lost} checks ended without a verdict and counted as wrong")
@@ -440,15 +491,6 @@ def evaluate(rollout, eval_sets, step, log):
 def is_due(step, interval):
     """It is every `interval` steps, and never if that is 0."""
     return interval > 0 and step % interval == 0
-
-
-def choose_drawing(rollout, cfg, state: ckpt.RunState):
-    """Returns Rollout.draw, or with --first_stage or --adaptive_len Levers.draw."""
-    if not (cfg.first_stage or cfg.adaptive_len):
-        return rollout.draw
-    from lib.levers import Levers
-
-    return Levers(rollout, cfg, state.levers).draw
 
 
 def open_run_dir(cfg):
@@ -464,7 +506,7 @@ def open_run_dir(cfg):
     return run_dir, lock
 
 
-def export(learners, run_dir, tokenizer):
+def export_all(learners, run_dir, tokenizer):
     """Writes the Hugging Face folders of policy and critic."""
     for learner in learners:
         folder = run_dir / learner.name
@@ -483,12 +525,14 @@ def main(cfg, world, device, store):
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
-    source, state = ckpt.find_start(run_dir, cfg.resume, new, vars(Learning()))
+    if cfg.variants:
+        new.variants = cfg.variants.hashes()
+    source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed_flags(cfg))
     if state.step >= total_steps and (run_dir / "result.json").exists():
         return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
 
     # ---- models: the sampler first, while the GPU is empty
-    rollout = Rollout(task, Signals(store), cfg)
+    rollout = rollout_stage.Rollout(task, Signals(store), cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg) if ppo.ESTIMATORS[cfg.estimator].needs_critic else None
@@ -498,7 +542,7 @@ def main(cfg, world, device, store):
     hf = [tokenizer, policy.module.model.config]
     ckpt.restore(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
-    draw = choose_drawing(rollout, cfg, state)
+    memory = cfg.variants.memory(state.memory) if cfg.variants else {}
     log = RunLog(run_dir, cfg, tokenizer)
     log.start(state, check_sampler(rollout.sampler, policy, problems, cfg))
 
@@ -509,26 +553,26 @@ def main(cfg, world, device, store):
                 evaluate(rollout, eval_sets, step, log)
             clock = metrics.Clock(step + 1)
 
-            # 1. Prompts: a function of seed and step, so a resumed run draws the same ones.
-            requests = requests_of_step(problems, cfg, step)
+            # Up to phase 6 an error on one rank stops all ranks, and the step before is saved.
+            with rollout.signals.share_error():
+                # 1. Prompts: a function of seed and step, so a resumed run draws the same ones.
+                requests = rollout_stage.requests_of_step(problems, cfg, step)
 
-            # 2. Rollout, 3. reward: a response is scored while the others are still sampled.
-            samples = draw(requests, clock)
+                # 2. Rollout, 3. reward: a response is scored while the others are still sampled.
+                samples = rollout_stage.draw_step(rollout, requests, problems, cfg, step, clock)
 
-            # 4. Pack: one flat batch, the same on every rank. The GPU is the trainer's from here.
-            rollout.sampler.sleep()
-            batch = ppo.Batch.of(samples, device)
+                # 4. Pack: one flat batch, the same on every rank. The trainer has the GPU now.
+                rollout.sampler.sleep()
+                batch = ppo.make_batch(samples, device, cfg)
 
-            # 5. Values V(s_t), from the critic before its update.
-            with clock("values"):
-                if critic:
-                    batch.per_token["values"] = ppo.compute_values(critic, batch, cfg)
-                if reference:  # it is only logged
-                    batch.per_token["ref_logprobs"] = ppo.compute_logprobs(reference, batch, cfg)
+            with rollout.signals.share_error():
+                # 5. Values V(s_t), from the critic before its update.
+                with clock("values"):
+                    ppo.token_passes(policy, critic, reference, batch, cfg, step)
 
-            # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
-            with clock("advantage"):
-                stats = ppo.compute_advantages(batch, cfg)
+                # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
+                with clock("advantage"):
+                    stats = ppo.compute_advantages(batch, cfg)
 
             # 7. Learn: the critic in several updates, then the policy in one.
             with clock("critic"):
@@ -543,7 +587,7 @@ def main(cfg, world, device, store):
 
             # 9. Report and save. A save that failed is tried again at the next step.
             log.step(step + 1, samples, batch, stats, clock)
-            state.finish_step(run_dir)
+            state.finish_step(run_dir, memory)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
@@ -558,23 +602,37 @@ def main(cfg, world, device, store):
         rollout.grader.close()
         log.close()
 
-    export(learners, run_dir, tokenizer)
+    export_all(learners, run_dir, tokenizer)
     check.require(not save_error, f"step {total_steps} is NOT saved; the same command tries again")
     return log.result(total_steps)
 
 
+def values_to_agree_on(cfg):
+    """What must be the same on all ranks."""
+    values = {f"--{name}": value for name, value in vars(cfg).items()}
+    # Machines may mount a folder under different names.
+    del values["--run_dir"]
+    values["--variant"] = cfg.variants and cfg.variants.hashes()
+    return values
+
+
 def run(argv):
     """Runs from the flags to an exit code: 0, or 2 for what the user can mend."""
-    store = None
+    store = cfg = wrong = None
     try:
-        cfg = parse_flags(argv)
+        try:
+            cfg = parse_flags(argv)
+        except UserError as error:
+            # Perhaps a variant is absent on this machine alone, and the others must hear of it.
+            wrong = error
         _, world, device, store = start_distributed()
+        check.check_same({}, wrong)
         if cfg.model is None:
             cfg = demo_flags(cfg, argv)
-        # Machines may mount the folder under different names.
-        check.check_same({f"--{name}": x for name, x in vars(cfg).items() if name != "run_dir"})
-        check.check_config(cfg, world, ppo.ESTIMATORS)
-        main(cfg, world, device, store)
+        check.check_same(values_to_agree_on(cfg))
+        with install_variants(cfg):
+            check.check_config(cfg, world, ppo.ESTIMATORS)
+            main(cfg, world, device, store)
     except UserError as error:
         tell_once(store, f"error: {error}")
         return 2

@@ -29,7 +29,6 @@ COUNTS = (
     "warmup_updates",
     "critic_updates",
     "tensor_parallel",
-    "pass_k",
 )
 
 
@@ -82,20 +81,7 @@ def check_batch(cfg, world):
 
 def check_estimator(cfg, estimator):
     """estimator: an entry of ppo.ESTIMATORS."""
-    samples = cfg.n_samples_per_prompt
-    least = estimator.least_samples(cfg)
-    table = {
-        "n_samples_per_prompt": (
-            samples >= least,
-            f"--estimator {cfg.estimator} compares at least {least}",
-        ),
-        "first_stage": (
-            cfg.first_stage == 0 or least <= cfg.first_stage < samples,
-            f"--estimator {cfg.estimator} needs at least {least}, and less than "
-            f"--n_samples_per_prompt {samples}",
-        ),
-    }
-    require_all(cfg, table)
+    check_samples(cfg, estimator, "n_samples_per_prompt")
     idle = {"critic": None, "critic_lambd": None, "critic_only_steps": 0}
     for name, default in idle.items():
         given = getattr(cfg, name)
@@ -105,8 +91,14 @@ def check_estimator(cfg, estimator):
         )
 
 
+def check_samples(cfg, estimator, flag):
+    """Is this number of samples of a problem enough for the estimator?"""
+    least = estimator.least_samples
+    advice = f"--estimator {cfg.estimator} compares at least {least}"
+    require_all(cfg, {flag: (getattr(cfg, flag) >= least, advice)})
+
+
 def check_sampling(cfg):
-    compares = cfg.log_ratio or cfg.tis_cap is not None
     limits = "choose 0.01 to 2, what vLLM takes"
     table = {
         "temperature": (0.01 <= cfg.temperature <= 2, limits),
@@ -114,12 +106,11 @@ def check_sampling(cfg):
             cfg.eval_temperature == 0 or 0.01 <= cfg.eval_temperature <= 2,
             f"{limits}, or 0 for greedy answers",
         ),
-        "tis_cap": (cfg.tis_cap is None or cfg.tis_cap >= 1, "choose at least 1"),
         "system": (cfg.system is None or cfg.template == "chat", "needs --template chat"),
         "top_p": (
-            cfg.top_p == 1 or not compares,
-            "choose 1 with --tis_cap or --log_ratio, since log-probs of a cut distribution are not "
-            "the trainer's",
+            cfg.top_p == 1 or not cfg.log_ratio,
+            "choose 1 with --log_ratio, since log-probs of a cut distribution are not the "
+            "trainer's",
         ),
     }
     require_all(cfg, table)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,20 @@ def gather(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def from_rank0(function, *arguments):
+    """What rank 0's call returns. An error of any rank is raised on all ranks. A collective."""
+    value = error = None
+    try:
+        value = function(*arguments)
+    except Exception as wrong:
+        error = describe_error(wrong)
+    reports = gather((error, value if dist.get_rank() == 0 else None))
+    for error, _ in reports:
+        if error:
+            raise UserError(error)
+    return reports[0][1]
 
 
 def print0(*words):
@@ -176,6 +191,18 @@ def one_line(error):
     return " ".join(str(error).split())[:400]
 
 
+def describe_error(error):
+    """One line: what is wrong, in which file and line. run.log gets the whole traceback."""
+    if isinstance(error, UserError):
+        return str(error)
+    # The screen has a stream of its own since lib/report.py sends what libraries print to run.log.
+    traceback.print_exception(error, file=sys.__stderr__)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    notes = "; ".join(getattr(error, "__notes__", []))
+    what = f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
+    return f"{what} {notes}".strip()
+
+
 class Signals:
     """SIGTERM, SIGINT or SIGUSR1 on any rank stops the run on all ranks.
 
@@ -186,6 +213,7 @@ class Signals:
     def __init__(self, store):
         self.store = store
         self.asked = False
+        self.fault = None  # what is broken on this rank
         self.next_look = 0.0  # s
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.handle)
@@ -209,8 +237,34 @@ class Signals:
                 self.asked = True
         return self.asked
 
+    @contextlib.contextmanager
+    def hold_error(self):
+        """Keeps an error inside as this rank's fault, so that the rank reaches the next `agree`."""
+        try:
+            yield
+        except Stopped:
+            raise
+        except Exception as error:
+            self.fault = describe_error(error)
+            # The other ranks need not finish what they sample.
+            self.asked = True
+
+    @contextlib.contextmanager
+    def share_error(self):
+        """An error inside on one rank becomes Stopped on all ranks. A collective."""
+        with self.hold_error():
+            yield
+        raise_first(gather(self.fault))
+
     def agree(self, fault=None):
         """A collective: raises Stopped on every rank if any was asked, or has a fault to tell."""
-        for is_asked, its_fault in gather((self.poll(), fault)):
-            if is_asked or its_fault:
-                raise Stopped(its_fault)
+        reports = gather((self.poll(), fault or self.fault))
+        raise_first([fault for _, fault in reports])
+        if any(is_asked for is_asked, _ in reports):
+            raise Stopped
+
+
+def raise_first(faults):
+    for fault in faults:
+        if fault:
+            raise Stopped(fault)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ChunkedLogprob(torch.autograd.Function):
-    """log p(token) and entropy from hidden states, chunk by chunk.
+    """log p(token) and entropy from hidden states, chunk by chunk, at one temperature or at (t,).
 
     Above 256 MB the scores are made again in backward: one more matmul instead of (t, V) floats in
     memory, 5 GB at 8k tokens and a vocabulary of 152k. An entropy that is not wanted is None.
@@ -23,7 +23,8 @@ class ChunkedLogprob(torch.autograd.Function):
         ctx.kept = []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            log_p = chunk_log_softmax(hidden[part], weight, temperature)  # (chunk, V)
+            divisor = of_chunk(temperature, part)
+            log_p = chunk_log_softmax(hidden[part], weight, divisor)  # (chunk, V)
             logprobs[part] = log_p.gather(1, token_ids[part, None])[:, 0]
             if wants_entropy:
                 # An einsum would be simpler, but its fp32 sums over V are ten times less exact.
@@ -54,14 +55,15 @@ class ChunkedLogprob(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
+            divisor = of_chunk(ctx.temperature, part)
             if ctx.kept:
                 log_p = ctx.kept.pop(0)  # (chunk, V)
             else:
-                log_p = chunk_log_softmax(hidden[part], weight, ctx.temperature)  # (chunk, V)
-            on_token = grad_logprobs[part, None] / ctx.temperature  # (chunk, 1)
+                log_p = chunk_log_softmax(hidden[part], weight, divisor)  # (chunk, V)
+            on_token = grad_logprobs[part, None] / divisor  # (chunk, 1)
             on_all = on_token
             if grad_entropy is not None:
-                on_entropy = grad_entropy[part, None] / ctx.temperature  # (chunk, 1)
+                on_entropy = grad_entropy[part, None] / divisor  # (chunk, 1)
                 on_all = on_token + on_entropy * (log_p + entropy[part, None])  # (chunk, V)
             grad_logits = log_p.exp_().mul_(-on_all)  # (chunk, V)
             grad_logits.scatter_add_(1, token_ids[part, None], on_token)
@@ -71,9 +73,16 @@ class ChunkedLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
+def of_chunk(temperature, part: slice):
+    """One number for all tokens, or those of the chunk, (chunk, 1)."""
+    if isinstance(temperature, Tensor):
+        return temperature[part, None]
+    return temperature
+
+
 def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
     scores = nn.functional.linear(hidden, weight).float()  # (chunk, V)
-    if temperature != 1:
+    if isinstance(temperature, Tensor) or temperature != 1:
         scores /= temperature
     # It is one kernel. A logsumexp takes longer, and an entropy from it is less exact.
     return scores.log_softmax(-1)

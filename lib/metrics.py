@@ -66,12 +66,14 @@ def of_samples(samples, batch, limit):
     limit: the most tokens of a response. Histograms are counts in 16 equal bins of 0 to `limit`.
     """
     length = batch.response_lengths.double()  # (N,)
-    right = batch.rewards > 0  # (N,) bool
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
+    right = rewards > 0  # (N,) bool
     line = {
-        "reward": batch.rewards.mean().item(),
+        "reward": rewards.mean().item(),
+        "paid": batch.rewards.mean().item(),
         "pass_at_n": len(batch.groups[right].unique()) / len(batch.groups.unique()),
         "truncated": share_truncated(samples),
-        "answered": statistics.mean(bool(sample.answered) for sample in samples),
+        "answered": statistics.mean(sample.answer is not None for sample in samples),
         "response_length": length.mean().item(),
         "total_length": statistics.mean(batch.sample_lengths),
     }

@@ -126,13 +126,17 @@ def engine_config(cfg, stage):
     }
 
 
+def training_dtype(cfg):
+    return torch.bfloat16 if cfg.bf16 else torch.float32
+
+
 def load_body(cfg, auto_class, folder=None):
     """The weights of a folder, or of --model, in the training dtype, with dropout off."""
     if cfg.zero_stage == 3:
         # While this object lives, from_pretrained shards: no rank holds a whole model.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
-    dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     source = folder or cfg.model
+    dtype = training_dtype(cfg)
     model, report = auto_class.from_pretrained(
         source, dtype=dtype, attn_implementation=cfg.attention, output_loading_info=True
     )
@@ -161,7 +165,7 @@ class Learner:
         stage = cfg.zero_stage
         optimizer = None
         if lr is not None:
-            optimizer = optimizer_class(module.parameters(), lr=lr)
+            optimizer = optimizer_class(trainable(module), lr=lr)
         elif stage < 3:
             stage = 0
         settings = engine_config(cfg, stage)
@@ -186,30 +190,44 @@ class Learner:
             self.deepspeed.step()
 
     def apply_update(self, lr):
-        """Makes one update; returns the gradient's norm before clipping.
+        return take_update(self, lr)
 
-        Raises FloatingPointError on all ranks, with the weights unchanged, if it is not finite.
-        """
-        self.deepspeed.optimizer.param_groups[0]["lr"] = lr
-        skipped = self.deepspeed.skipped_steps
-        if self.stage == 0:
-            # ZeRO 0 would apply a NaN. Its reduced gradients are in plain sight.
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients).item()
-            if math.isfinite(norm):
-                self.deepspeed.step()
-        else:
-            self.deepspeed.step()
-            norm = float(self.deepspeed.get_global_grad_norm())
-        # ZeRO 1 to 3 skip the step silently.
-        if self.deepspeed.skipped_steps > skipped or not math.isfinite(norm):
-            raise FloatingPointError(f"{self.name}: the gradient is not finite, its norm is {norm}")
-        return norm
+
+def trainable(module) -> list:
+    """The parameters that are learnt."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def take_update(learner, lr):
+    """Makes one update; returns the gradient's norm before clipping.
+
+    Raises FloatingPointError on all ranks, with the weights unchanged, if it is not finite.
+    """
+    engine = learner.deepspeed
+    engine.optimizer.param_groups[0]["lr"] = lr
+    skipped = engine.skipped_steps
+    if learner.stage == 0:
+        # ZeRO 0 would apply a NaN. Its reduced gradients are in plain sight.
+        gradients = [p.grad for p in learner.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        if math.isfinite(norm):
+            engine.step()
+    else:
+        engine.step()
+        norm = float(engine.get_global_grad_norm())
+    # ZeRO 1 to 3 skip the step silently.
+    if engine.skipped_steps > skipped or not math.isfinite(norm):
+        raise FloatingPointError(f"{learner.name}: the gradient is not finite, its norm is {norm}")
+    return norm
+
+
+def policy_body(cfg):
+    """The causal LM that is trained."""
+    return load_body(cfg, AutoModelForCausalLM)
 
 
 def make_policy(cfg, **options) -> Learner:
-    body = load_body(cfg, AutoModelForCausalLM)
-    return Learner("policy", Policy(body), cfg, cfg.actor_learning_rate, **options)
+    return Learner("policy", Policy(policy_body(cfg)), cfg, cfg.actor_learning_rate, **options)
 
 
 def make_critic(cfg, **options) -> Learner:

@@ -89,6 +89,7 @@ class RunLog:
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
         self.waiting = {}
+        self.has_learnt = False
 
     def start(self, state, gap):
         """Starts the tracker, writes config.json, and says what is about to run.
@@ -102,7 +103,11 @@ class RunLog:
             self.tracker = make_tracker(cfg, self.run_dir, state.step)
         # An old result.json speaks of a run that goes on now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
-        self.write("config.json", vars(cfg) | {"world": state.world, "versions": versions()})
+        facts = {"world": state.world, "variants": state.variants, "versions": versions()}
+        self.write("config.json", vars(cfg) | facts)
+        if cfg.variants:
+            cfg.variants.keep_texts(self.run_dir / "variants")
+            print(*cfg.variants.describe(), sep="\n")
         batch = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
         print(f"{batch}, {state.world} rank(s), {gap};", end=" ")
         print(f"from step {state.step}, ready after {metrics.since_start():.0f} s")
@@ -153,6 +158,9 @@ class RunLog:
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step)
+        if "policy_lr" in learned and not self.has_learnt:
+            self.has_learnt = True
+            self.warn_of_unreached()
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         if step == 1 and not (line["answered"] or line["reward"]):
             warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
@@ -160,10 +168,18 @@ class RunLog:
         length = f"length {line['response_length']:.1f}"
         print(reward, length, *phases, f"{line['seconds']:.1f} s", sep="  ")
 
+    def warn_of_unreached(self):
+        """Names the functions of variants that nothing has called by the end of this step."""
+        unreached = self.cfg.variants.unreached() if self.cfg.variants else []
+        if unreached:
+            warn(f"--variant: {', '.join(unreached)} was not called in the first learning step")
+
     def sample_lines(self, samples, step, batch):
         """Returns --log_samples of the samples, the first --log_tokens of them token by token."""
         count = self.cfg.log_samples or len(samples)
         lines = [describe(sample, step, "train") for sample in samples[:count]]
+        for line, reward in zip(lines, batch.rewards.tolist()):
+            line["paid"] = reward
         parts = {key: batch.split(numbers) for key, numbers in batch.per_token.items()}
         for k, line in enumerate(lines[: self.cfg.log_tokens]):
             line["tokens"] = [self.tokenizer.decode([token]) for token in batch.response_ids[k]]

@@ -151,8 +151,8 @@ class Grader:
         reason = self.broken or "Linux is needed; tasks/jail.py says more"
         raise UserError(f"nothing contains programs here: {reason}")
 
-    def submit(self, key, text: str, finish_reason: str, label: str) -> bool:
-        """Takes a finished sample and returns at once whether it holds a program.
+    def submit(self, key, text: str, finish_reason: str, label: str) -> str | None:
+        """Takes a finished sample and returns at once its program, if it has one.
 
         One that did not stop by itself gets 0.0. `key` names the sample in `results`.
         """
@@ -161,7 +161,7 @@ class Grader:
         if finish_reason == "stop":
             program = extract_answer(text)
         self.checks[key] = self.threads.submit(self.check, program, label, self.mode)
-        return bool(program)
+        return program or None
 
     @property
     def lost(self) -> int:

@@ -172,13 +172,15 @@ class Grader:
         self.rewards = {}
 
     def submit(self, key, text, finish_reason, label):
-        """Returns whether the response holds an answer.
+        """Returns the value of the response's answer, or None: 8+9 and 9+8 are the same answer.
 
         The reward is 1.0 if it stopped by itself with a right one, else 0.0.
         """
         stopped = finish_reason == "stop"
         self.rewards[key] = float(stopped and solves(text, label))
-        return stopped and extract_answer(text, label) is not None
+        expression = (extract_answer(text, label) or "").partition("=")[0]
+        value, _ = read_expression(expression)
+        return str(value) if stopped and value is not None else None
 
     def pending(self, seconds):
         return 0

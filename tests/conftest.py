@@ -50,7 +50,7 @@ LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
 LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "models", "ppo", "evaluate", "sandbox"]
-LONGEST_FIRST += ["reward", "levers", "demo", "copies", "rollout"]
+LONGEST_FIRST += ["reward", "demo", "copies", "rollout"]
 
 
 # A test of these files, or with one of these fixtures, starts engines.

@@ -58,7 +58,7 @@ def work(run: Path, until: int):
         inputs = torch.randn(8, 256, generator=generator)  # (8, 256)
         engine.backward(engine(inputs).square().mean())
         engine.step()
-        state.finish_step(run)
+        state.finish_step(run, {})
         error = ckpt.save(run, state, {"policy": engine}, [], keep_last=3)
         assert error is None, error
         if rank == 0:

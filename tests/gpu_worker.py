@@ -88,7 +88,7 @@ def gap(sampler, policy, problems, cfg) -> dict:
         problems, problem_seeds(cfg.seed, 0, "check", len(problems)), 4, 32, 1.0, 1.0
     )
     samples = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
-    batch = ppo.Batch.of(samples, policy.device)
+    batch = ppo.make_batch(samples, policy.device, cfg)
     apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
     worst = max(part.mean().item() for part in batch.split(apart))
     return {"mean": apart.mean().item(), "worst": worst}
@@ -209,7 +209,7 @@ def make_batch(device, count: int, longest: int, vocab: int, alone: bool = False
     responses = [sample[4:] for sample in ids]
     groups = torch.arange(count) // 2  # (N,)
     rewards = (torch.arange(count) % 2).double()  # (N,)
-    return ppo.Batch(prompts, responses, groups, rewards, device, {})
+    return ppo.Batch(prompts, responses, groups, rewards, device, {}, [])
 
 
 def with_estimator(cfg, name: str) -> SimpleNamespace:

@@ -41,9 +41,9 @@ def std(numbers: list[float]) -> float:
     return math.sqrt(mean([(x - center) ** 2 for x in numbers]))
 
 
-# What `scores` knows, and whether it compares the samples of a problem.
-COMPARES = dict.fromkeys(["grpo", "rloo", "dr_grpo", "reinforce_pp", "maxrl", "pass_at_k"], True)
-COMPARES |= dict.fromkeys(["reinforce", "positive", "negative"], False)
+# What `scores` knows, and whether it compares the samples of a problem: of ppo.py, of variants/.
+COMPARES = dict.fromkeys(["grpo", "rloo", "dr_grpo", "reinforce_pp"], True) | {"reinforce": False}
+VARIANTS_COMPARE = {"maxrl": True, "pass_at_k": True, "positive": False, "negative": False}
 
 
 def scores(estimator: str, rewards: list[float], groups: list[int], k: int = 2) -> list[float]:
@@ -101,7 +101,8 @@ def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
     if cfg.estimator == "gae":
         parts = gae(rewards, values, cfg.gamma, cfg.lambd)
     else:
-        of_samples = scores(cfg.estimator, rewards, batch.groups.tolist(), cfg.pass_k)
+        k = getattr(cfg, "pass_k", 2)  # a variant's flag
+        of_samples = scores(cfg.estimator, rewards, batch.groups.tolist(), k)
         parts = [[score] * len(v) for score, v in zip(of_samples, values)]
     flat = sum(parts, [])
     targets = flat

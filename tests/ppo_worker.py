@@ -58,11 +58,9 @@ def config(model="", **overrides) -> SimpleNamespace:
         "gamma": 1.0,
         "lambd": 1.0,
         "critic_lambd": None,
-        "pass_k": 2,
         "loss_mean": "token",
         "generate_max_len": 50,
         "advantage_normalization": True,
-        "tis_cap": None,
     }
     unknown = set(overrides) - set(settings)
     if unknown:
@@ -108,7 +106,7 @@ def batch_of_lists(prompt_ids, response_ids, groups=None, rewards=None, tokens=N
     count = len(prompt_ids)
     groups = torch.tensor(groups or [0] * count)
     rewards = torch.tensor(rewards or [0.0] * count, dtype=torch.float64)
-    return ppo.Batch(prompt_ids, response_ids, groups, rewards, CPU, tokens or {})
+    return ppo.Batch(prompt_ids, response_ids, groups, rewards, CPU, tokens or {}, [])
 
 
 def weights(engine) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ def take_steps(policy):
 
 def micro_batch(prompt_ids: list[int], response_ids: list[int]):
     device = torch.device("cpu")
-    batch = ppo.Batch([prompt_ids], [response_ids], torch.zeros(1), torch.zeros(1), device, {})
+    batch = ppo.Batch([prompt_ids], [response_ids], torch.zeros(1), torch.zeros(1), device, {}, [])
     return ppo.build_rows(batch, [[0]])
 
 

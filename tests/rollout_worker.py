@@ -20,7 +20,7 @@ import train  # noqa: E402
 from lib import models  # noqa: E402
 from lib.common import Signals, Stopped, UserError, start_distributed  # noqa: E402
 from lib.metrics import Clock  # noqa: E402
-from rollout import Rollout, Sampler, make_requests, problem_seeds  # noqa: E402
+from rollout import Rollout, Sampler, draw, make_requests, problem_seeds  # noqa: E402
 
 # After rollout.py, whose settings vLLM reads.
 from vllm.usage.usage_lib import is_usage_stats_enabled  # noqa: E402 isort: skip
@@ -103,7 +103,7 @@ def behaviour(rollout, problems) -> dict:
     sampler.stop_ids = []
 
     clock = Clock(0)
-    samples = rollout.draw(requests, clock)
+    samples = draw(rollout, requests, clock)
     found["asked"] = [[request.group, request.index] for request in requests]
     found["answered"] = [[s.request.group, s.request.index] for s in samples]
     found["sampled"] = [sample.response_ids for sample in samples]
@@ -131,7 +131,7 @@ def stop(rollout, requests, reason) -> list:
     rollout.grader.submit = submit_and_stop
     clock = Clock(0)
     try:
-        rollout.draw(requests, clock)
+        draw(rollout, requests, clock)
     except Stopped as error:
         return [error.fault, len(clock.seconds)]
     finally:

@@ -571,7 +571,7 @@ def test_damage_of_what_reshard_wrote_is_found(group, tmp_path):
 def test_rewind_leaves_neither_gap_nor_double(group, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     state = run_state(0)
-    state.finish_step(tmp_path)
+    state.finish_step(tmp_path, {})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2}\n{"st')
     (tmp_path / "eval.jsonl").write_text("{}\n")

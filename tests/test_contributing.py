@@ -31,7 +31,7 @@ def test_estimator(monkeypatch):
     exec(EXAMPLES["estimator"], dict(vars(ppo)))
     responses = [[2], [2, 2], [2]]
     rewards = torch.tensor([1, 0, 1], dtype=torch.float64)
-    batch = ppo.Batch([[1]] * 3, responses, torch.arange(3), rewards, torch.device("cpu"), {})
+    batch = ppo.Batch([[1]] * 3, responses, torch.arange(3), rewards, torch.device("cpu"), {}, [])
     cfg = SimpleNamespace(
         estimator="w_reinforce", advantage_normalization=True, loss_mean="token", critic_lambd=None
     )
@@ -49,8 +49,8 @@ def my_task(tmp_path):
 def test_task(my_task):
     task = train.find_task(train.Config(task=my_task))
     with task.Grader(2, "orz") as grader:
-        assert grader.submit("right", "one two three", "stop", "3") is True
-        assert grader.submit("cut", "one two", "length", "4") is False
+        assert grader.submit("right", "one two three", "stop", "3") == "one two three"
+        assert grader.submit("cut", "one two", "length", "4") is None
         grader.submit("far", "one " * 9, "stop", "3")
         assert grader.pending(0) == 0
         assert grader.results() == {"right": 1.0, "cut": 0.5, "far": 0.0}

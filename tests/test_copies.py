@@ -58,14 +58,13 @@ prompts = [[1, 2], [3], [4, 5, 6], [7]]
 responses = [[8, 9, 10], [2], [1, 1], [5, 4, 3, 2]]
 rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
 groups = torch.tensor([0, 0, 1, 1])
-batch = ppo.Batch(prompts, responses, groups, rewards, torch.device("cpu"), {})
+batch = ppo.Batch(prompts, responses, groups, rewards, torch.device("cpu"), {}, [])
 cfg = SimpleNamespace(
     estimator="grpo",
     advantage_normalization=True,
     critic_lambd=None,
     loss_mean="token",
     temperature=0.7,
-    tis_cap=None,
     attention="sdpa",
     packing_max_len=8,
     micro_train_batch_size=1,

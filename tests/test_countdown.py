@@ -125,12 +125,16 @@ def test_a_data_set_in_the_hub_s_form_is_read(tmp_path):
         assert problem.prompt.endswith("tags, for example <answer> (1 + 2) / 3 </answer>.")
 
 
-def test_submit_says_whether_there_is_an_answer():
+def test_submit_says_the_value_of_the_answer():
+    """8+9 and 9+8 are one answer. What cannot be read is none."""
     with countdown.Grader() as grader:
-        assert grader.submit(0, "<answer> 1 + 1 </answer>", "stop", REAL) is True
-        assert grader.submit(1, "55 + 36 - 7 - 19", "stop", REAL) is False
-        assert grader.submit(2, "<answer> 1 </answer>", "length", REAL) is False
-        assert grader.submit(3, "1+1=2", "stop", MINI) is True
+        assert grader.submit(0, "<answer> 1 + 1 </answer>", "stop", REAL) == "2"
+        assert grader.submit(1, "55 + 36 - 7 - 19", "stop", REAL) is None
+        assert grader.submit(2, "<answer> 1 </answer>", "length", REAL) is None
+        assert grader.submit(3, "8+9=17", "stop", MINI) == "17"
+        assert grader.submit(4, "9+8=17!", "stop", MINI) == "17"
+        assert grader.submit(5, "<answer> 1 / 3 </answer>", "stop", REAL) == "1/3"
+        assert grader.submit(6, "<answer> none </answer>", "stop", REAL) is None
 
 
 @pytest.mark.parametrize(

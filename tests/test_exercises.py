@@ -27,7 +27,7 @@ SOLUTIONS = [
     Change(
         1,
         "ppo.py",
-        old="""# By the names of --estimator. No other code knows an estimator.
+        old="""# By the names of --estimator. No other code knows an estimator. A variant can add some.
 ESTIMATORS = {
 """,
         new='''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -37,9 +37,9 @@ ESTIMATORS = {
     return rewards - weighted / group_stats(length, groups)[0]
 
 
-# By the names of --estimator. No other code knows an estimator.
+# By the names of --estimator. No other code knows an estimator. A variant can add some.
 ESTIMATORS = {
-    "opo": Estimator(opo, least_samples=two_samples),
+    "opo": Estimator(opo, least_samples=2),
 ''',
     ),
     Change(
@@ -53,20 +53,21 @@ ESTIMATORS = {
     Change(
         3,
         "ppo.py",
-        old="samples_to_learn_from(batch), lr, cfg, denominator)",
-        new="samples_to_learn_from(batch), lr, cfg)",
+        old="batch, samples, lr, cfg, denominator)",
+        new="batch, samples, lr, cfg)",
     ),
     Change(
         4,
         "ppo.py",
-        old="lambd = cfg.lambd",
-        new="lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)",
+        old="    sums = -values  # (N, S)\n",
+        new="    sums = -values  # (N, S)\n"
+        "    lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)\n",
     ),
     Change(
         4,
         "ppo.py",
-        old="if cfg.gamma == 1 and lambd == 1:",
-        new="if cfg.gamma == 1 and not torch.is_tensor(lambd) and lambd == 1:",
+        old="cfg.gamma * cfg.lambd * sums",
+        new="cfg.gamma * lambd * sums",
     ),
     Change(
         5,

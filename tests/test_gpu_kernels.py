@@ -268,7 +268,7 @@ def test_a_bf16_step_is_adamw_on_fp32_masters(stage, device, folder_of, tmp_path
 @pytest.mark.parametrize("lambd", [1.0, 0.95])
 @pytest.mark.parametrize("estimator", sorted(ppo.ESTIMATORS))
 def test_advantages_are_those_of_the_cpu(estimator, lambd, device):
-    cfg = with_estimator(config(lambd=lambd, pass_k=4), estimator)
+    cfg = with_estimator(config(lambd=lambd), estimator)
     generator = torch.Generator().manual_seed(0)
     length = torch.randint(1, 300, (64,), generator=generator)
     mask = torch.arange(300) < length[:, None]  # (N, T)

@@ -416,7 +416,7 @@ def test_what_a_step_has_more_of_takes_longer():
 
 
 def test_adapters_alone_are_learnt(tiny):
-    """With ablations/lora.patch: its flag is a field of the config there."""
+    """With --variant lora, whose flag is a field of the config."""
     cfg = config_of(**tiny | {"zero_stage": 2, "bf16": "true", "estimator": "grpo"})
     config = memory.model_config("Qwen/Qwen2.5-3B")
     whole = memory.estimate(cfg, config, 1, 80)

@@ -146,13 +146,14 @@ def make_sample(prompt: list, response: list, group: int, reward: float, logprob
     return SimpleNamespace(request=request, response_ids=response, reward=reward, logprobs=logprobs)
 
 
-def test_a_batch_holds_what_the_sampler_drew():
+def test_a_batch_holds_what_the_sampler_drew(process_group):
     """Its mask comes from the lengths, never from a padding id: id 0 is an answer's token here."""
     samples = [
         make_sample([5, 6], [0, 0, 3], 1, 0.5, [-1.0, -2.0, -3.0]),
         make_sample([7], [0], 0, 1.0, [-4.0]),
     ]
-    batch = ppo.Batch.of(samples, CPU)
+    batch = ppo.make_batch(samples, CPU, config())
+    assert batch.samples is samples
     assert batch.prompt_ids == [[5, 6], [7]]
     assert batch.response_ids == [[0, 0, 3], [0]]
     assert batch.groups.tolist() == [1, 0]
@@ -162,21 +163,23 @@ def test_a_batch_holds_what_the_sampler_drew():
     assert batch.start.tolist() == [0, 3]
     assert batch.sample_lengths == [5, 2]
     assert batch.mask.tolist() == [[True, True, True], [True, False, False]]
+    assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 0.5, 2.0]
     samples[0].logprobs = None
-    assert ppo.Batch.of(samples, CPU).per_token == {}
+    assert ppo.make_batch(samples, CPU, config()).per_token == {}
 
 
 def test_samples_to_learn_from():
     """One advantage that is not 0 is enough. None at all is an empty list, and not everyone."""
     batch = make_batch("half flat")
-    ppo.compute_advantages(batch, config(estimator="grpo"))
+    cfg = config(estimator="grpo")
+    ppo.compute_advantages(batch, cfg)
     expected = [i for i in batch.all_samples() if int(batch.groups[i]) not in (0, 4, 9)]
-    assert ppo.samples_to_learn_from(batch) == expected
+    assert ppo.samples_to_learn_from(batch, cfg) == expected
     assert 0 < len(expected) < 16
     batch.per_token["advantages"].zero_()
-    assert ppo.samples_to_learn_from(batch) == []
+    assert ppo.samples_to_learn_from(batch, cfg) == []
     batch.per_token["advantages"][int(batch.start[3]) + 1] = -1e-9
-    assert ppo.samples_to_learn_from(batch) == [3]
+    assert ppo.samples_to_learn_from(batch, cfg) == [3]
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -423,29 +426,7 @@ def test_an_estimator_says_how_many_samples_it_needs(estimator):
     ppo.compute_advantages(batch, cfg)
     compares = not batch.per_token["advantages"].any()
     assert compares == naive.COMPARES[estimator]
-    assert compares == (ppo.ESTIMATORS[estimator].least_samples(cfg) > 1)
-
-
-@pytest.mark.parametrize("n, k", [(2, 1), (5, 1), (5, 2), (7, 3), (10, 4), (16, 4)])
-def test_pass_at_k_is_the_papers_two_cases(n, k):
-    """arXiv 2508.10751, section 2.4: all numbers of right responses, those without a signal too.
-    Of 10 samples 7 are right: 1 - 7 / 10 times 10 is not 3 in floating point, and the advantages
-    were 1e-9 where no set of 4 is all wrong, which trained on noise."""
-    for right in range(n + 1):
-        wrong = n - right
-        batch = batch_of_lists([[1]] * n, [[1]] * n, None, [1.0] * right + [0.0] * wrong)
-        batch.per_token["values"] = torch.zeros(n)
-        got = estimate("pass_at_k", batch, pass_k=k)
-        mean = 1 - math.comb(wrong, k) / math.comb(n, k)
-        std = math.sqrt(mean * (1 - mean))
-        if std == 0:
-            assert got == [[0.0]] * n, "exactly"
-            continue
-        others = math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
-        expected = [(1 - mean) / std] * right + [(1 - mean - others) / std] * wrong
-        np.testing.assert_allclose(np.ravel(got), expected, rtol=0, atol=1e-12)
-        if k == 1:
-            np.testing.assert_allclose(got, estimate("grpo", batch), rtol=0, atol=1e-12)
+    assert compares == (ppo.ESTIMATORS[estimator].least_samples > 1)
 
 
 @pytest.mark.parametrize("estimator", ["gae", *naive.COMPARES])
@@ -476,9 +457,7 @@ def test_flat_rollout_has_no_explained_variance_and_no_nan(estimator):
     batch = make_batch("flat")
     batch.per_token["values"].zero_()
     stats = ppo.compute_advantages(batch, config(estimator=estimator))
-    # These two compare with nothing.
-    expected = {"positive": 0.1, "negative": -0.9}.get(estimator, 0.0)
-    assert (batch.per_token["advantages"] - expected).abs().max() < 1e-6
+    assert batch.per_token["advantages"].abs().max() < 1e-6
     assert all(map(math.isfinite, stats.values()))
 
 
@@ -548,7 +527,8 @@ def test_advantages_are_computed_on_the_device(estimator):
         for name in ("advantages", "returns"):
             assert type(batch.per_token[name]) is OnCard
             assert batch.per_token[name].tolist() == expected.per_token[name].tolist()
-        assert ppo.samples_to_learn_from(batch) == ppo.samples_to_learn_from(expected)
+        learnt = ppo.samples_to_learn_from(expected, cfg)
+        assert ppo.samples_to_learn_from(batch, cfg) == learnt
 
 
 @pytest.mark.parametrize("loss_mean", ["sequence", "constant"])
@@ -778,13 +758,14 @@ def test_skipped_samples_count_in_the_denominator(results):
     test_step_* compare). Passes were really saved, and a mean over the active tokens alone would
     have shown."""
     batch = make_batch("half flat")
-    ppo.compute_advantages(batch, config(estimator="grpo"))
+    cfg = config(estimator="grpo")
+    ppo.compute_advantages(batch, cfg)
     active = (batch.per_token["advantages"] != 0).double().mean()
     assert 0.2 < active < 0.8
     stats = results(1)("grpo")["stats"]
     assert stats["policy_micro_batches"] < stats["critic_micro_batches"]
     assert stats["policy_tokens"] == sum(
-        batch.sample_lengths[i] for i in ppo.samples_to_learn_from(batch)
+        batch.sample_lengths[i] for i in ppo.samples_to_learn_from(batch, cfg)
     )
     assert stats["critic_tokens"] == sum(batch.sample_lengths)
 
@@ -888,20 +869,6 @@ def test_the_critic_s_parts_are_others_in_every_step(process_group):
         assert sorted(critic.seen) == list(range(16 * 20)), "each token once"
         halves.add(frozenset(critic.seen[: 8 * 20]))
     assert len(halves) == 4
-
-
-def test_tis_cap_weighs_a_token_by_its_ratio_and_at_most_by_the_cap(process_group):
-    """The gradient is that of -min(ratio, cap) A log p; the ratio itself has none."""
-    ratios = torch.tensor([0.5, 1.0, 1.5, 4.0])
-    batch = batch_of_lists([[1], [1]], [[5, 6], [7, 8]], [0, 0], [1.0, 0.0])
-    batch.per_token["advantages"] = torch.tensor([1.0, -2.0, 3.0, -4.0])
-    batch.per_token["logprobs"] = -1 - ratios.log()
-    policy = Listener("policy", batch)
-    stats = ppo.train_policy(policy, batch, config(tis_cap=2.0), step=0, total_steps=1)
-    weighed = batch.per_token["advantages"] * torch.tensor([0.5, 1.0, 1.5, 2.0])
-    torch.testing.assert_close(policy.numbers.grad, -weighed / 4)
-    assert stats["ratio_max"] == pytest.approx(4)
-    assert stats["clipfrac"] == 3 / 4
 
 
 # ---- update --------------------------------------------------------------------------------------

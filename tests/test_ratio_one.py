@@ -253,25 +253,23 @@ def test_at_another_ratio_each_loss_is_something_else(name):
 # ---- this repository's loss ----------------------------------------------------------------------
 
 
-def shipped(toy: Toy, loss_mean="token", tis_cap=None, weights=None) -> Tensor:
+def shipped(toy: Toy, loss_mean="token") -> Tensor:
     """The gradient of -policy_loss, as `update` scales it, on the advantages that
     compute_advantages makes: in float32, so it equals to 1e-6."""
     prompts = [[1]] * len(LENGTHS)
     responses = [ids.tolist() for ids in toy.tokens]
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
-    batch = ppo.Batch(prompts, responses, torch.tensor(GROUPS), rewards, torch.device("cpu"), {})
+    device = torch.device("cpu")
+    batch = ppo.Batch(prompts, responses, torch.tensor(GROUPS), rewards, device, {}, [])
     cfg = SimpleNamespace(
         estimator="grpo",
         loss_mean=loss_mean,
         generate_max_len=11,
         critic_lambd=None,
         advantage_normalization=True,
-        tis_cap=tis_cap,
         temperature=1.0,
     )
     ppo.compute_advantages(batch, cfg)
-    if tis_cap is not None:
-        batch.per_token["logprobs"] = toy.sampler
     count = sum(LENGTHS)
     micro = SimpleNamespace(mask=torch.ones(count), flat_index=torch.arange(count))
 
@@ -289,22 +287,6 @@ def test_loss_mean_is_the_published_mean():
     assert difference(shipped(toy, "token"), toy.gradient(ppo_clip(toy))) < 1e-6
     assert difference(shipped(toy, "sequence"), toy.gradient(grpo(toy))) < 1e-6
     assert difference(shipped(toy, "constant"), toy.gradient(dr_grpo(toy)) / 11) < 1e-6
-
-
-def test_tis_cap_is_tis_and_cispo_to_the_sampler():
-    """With one update pi = pi_old, and only the sampler may differ: then --tis_cap is TIS to the
-    bit of a formula, and CISPO whose old policy is the sampler. Its cap bites here."""
-    toy = Toy(moved=0.6)
-    # There is no old policy besides the trainer's.
-    toy.old = toy.logprobs.detach()
-    toy.ratio = (toy.logprobs - toy.old).exp()
-    found = shipped(toy, tis_cap=2.0)
-    assert ((toy.old - toy.sampler).exp() > 2.0).any(), "the cap does nothing"
-    assert difference(found, toy.gradient(tis(toy))) < 1e-6
-    weight = (toy.logprobs - toy.sampler).exp().clamp(max=2.0).detach()
-    to_the_sampler = token_mean(weight * toy.advantages * toy.logprobs)  # cispo, eq. 4
-    assert difference(found, toy.gradient(to_the_sampler)) < 1e-6
-    assert difference(found, shipped(toy)) > 0.01
 
 
 def test_a_kl_to_the_base_model_is_not_inert():

@@ -26,11 +26,17 @@ def sample(group=0, index=0, reward=0.0, length=3, reason="stop", **text_metrics
     problem = Problem(10 + group, f"{group}+0", str(group), f"{group}+0=", [1, 2])
     request = Request(problem, group, index, seed=0, max_tokens=99, temperature=1.0, top_p=1.0)
     ids = list(range(1, length + 1))
-    return Sample(request, ids, None, "text", reason, reward, True, text_metrics)
+    return Sample(request, ids, None, "text", reason, reward, "17", text_metrics)
 
 
 def batch_of(samples: list) -> ppo.Batch:
-    return ppo.Batch.of(samples, torch.device("cpu"))
+    """As ppo.make_batch makes it, which needs a process group."""
+    prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
+    response_ids = [sample.response_ids for sample in samples]
+    groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
+    device = torch.device("cpu")
+    return ppo.Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples)
 
 
 # ---- lib/metrics.py ------------------------------------------------------------------------------
@@ -78,8 +84,11 @@ def test_numbers_of_samples():
         sample(1, 0, 0.0, length=3, words=2),
         sample(1, 1, 0.0, length=7, words=2),
     ]
-    line = metrics.of_samples(samples, batch_of(samples), 8)
+    batch = batch_of(samples)
+    batch.rewards = torch.tensor([0.0, 0.5, 0.5, 0.5])
+    line = metrics.of_samples(samples, batch, 8)
     assert (line["reward"], line["pass_at_n"], line["truncated"]) == (0.25, 0.5, 0.25)
+    assert line["paid"] == 0.375, "what is learnt from may be something else"
     assert (line["response_length"], line["total_length"], line["words"]) == (5, 7, 2)
     assert (line["length_right_mean"], line["length_right_std"]) == (2, 0)
     assert line["length_wrong_mean"] == 6
@@ -201,7 +210,8 @@ def test_the_first_lines_of_a_run(make_log, tmp_path, capsys):
     """An old result.json speaks of a run that goes on now."""
     (tmp_path / "result.json").write_text("{}")
     log = make_log(tmp_path, log_with="none")
-    log.start(SimpleNamespace(step=3, total_steps=9, world=2), "what check_sampler found")
+    state = SimpleNamespace(step=3, total_steps=9, world=2, variants={})
+    log.start(state, "what check_sampler found")
     assert not (tmp_path / "result.json").exists()
     written = json.loads((tmp_path / "config.json").read_text())
     assert written.items() >= vars(log.cfg).items()
@@ -306,7 +316,7 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
         samples = [sample(k, reward=reward) for k in range(4)]
         for k, drawn in enumerate(samples):
             drawn.text = "x" * 999 + f"the answer is {k}."
-            drawn.answered = answered and k == 3
+            drawn.answer = "3" if answered and k == 3 else None
         log.step(step, samples, batch_of(samples), {}, metrics.Clock(step))
         said = capsys.readouterr().err
         if (step, reward, answered) == (1, 0, False):
@@ -331,6 +341,7 @@ def test_log_samples_is_how_many_of_a_step_are_written(make_log, tmp_path, log_s
     assert places == [(10 + k // 4, k % 4) for k in range(written)]
     with_tokens = ["tokens" in line for line in lines]
     assert with_tokens == [k < 2 for k in range(written)], "--log_tokens"
+    assert [line["paid"] for line in lines] == [0.0] * written
 
 
 def test_a_sample_is_written_token_by_token(make_log, tmp_path):

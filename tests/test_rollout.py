@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, SMALL, arguments, clean_environment
 
 import rollout
+from lib.common import UserError
 from reward import Problem
 from rollout import Rollout, Sample
 
@@ -36,7 +37,7 @@ CFG = SimpleNamespace(
     top_p=0.9,
     tensor_parallel=1,
     log_ratio=False,
-    tis_cap=None,
+    task="mine.py",
 )
 
 
@@ -46,8 +47,7 @@ def test_requests_are_a_function_of_seed_and_step():
     assert requests == rollout.requests_of_step(problems, CFG, 5)
     places = [(request.group, request.index) for request in requests]
     assert places == [(group, index) for group in range(4) for index in range(3)]
-    order = rollout.problem_order(3, 10, 5 * 4, 4)
-    assert [request.problem.index for request in requests[::3]] == order
+    assert [request.problem for request in requests[::3]] == rollout.problem_order(problems, CFG, 5)
     distributions = {(r.max_tokens, r.temperature, r.top_p) for r in requests}
     assert distributions == {(50, 0.7, 0.9)}
 
@@ -83,18 +83,24 @@ def test_no_two_samples_share_a_seed():
 
 
 def test_every_pass_has_each_problem_once_in_another_order():
-    order = rollout.problem_order(1, 7, 0, 21)
-    passes = [order[:7], order[7:14], order[14:]]
+    problems = make_problems(7)
+    passes = [rollout.pass_order(problems, CFG, number) for number in range(3)]
     assert all(sorted(one) == list(range(7)) for one in passes)
     assert len(set(map(tuple, passes))) == 3
-    assert rollout.problem_order(2, 7, 0, 7) != passes[0]
+    other = SimpleNamespace(**vars(CFG) | {"seed": 4})
+    assert rollout.pass_order(problems, other, 0) != passes[0]
 
 
 def test_the_order_does_not_depend_on_where_a_run_begins():
     """A batch may cross the border of a pass, and be larger than one."""
-    order = rollout.problem_order(1, 7, 0, 60)
-    for start, size in [(5, 4), (6, 30), (13, 1), (40, 20)]:
-        assert rollout.problem_order(1, 7, start, size) == order[start : start + size]
+    problems = make_problems(7)
+    passes = [rollout.pass_order(problems, CFG, number) for number in range(9)]
+    order = [problems[index] for one in passes for index in one]
+    for size in (1, 4, 7, 20):
+        cfg = SimpleNamespace(**vars(CFG) | {"rollout_batch_size": size})
+        for step in (2, 0, 1):
+            start = step * size
+            assert rollout.problem_order(problems, cfg, step) == order[start : start + size]
 
 
 # ---- Sampler -------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
-    monkeypatch.setattr(rollout.Sampler, "vllm_settings", lambda self: {})
+    monkeypatch.setattr(rollout, "sampler_settings", lambda cfg, is_gpu: {})
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -286,7 +292,7 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
     def submit(position, text, reason, label):
         assert label == requests[position].problem.label, "else it is graded by another's"
         handed_on.append(position)
-        return position % 2 == 0
+        return f"{position}" if position % 2 == 0 else None
 
     def generate(share, stopped, logprobs):
         asked.extend(share)
@@ -302,12 +308,12 @@ def share_of(monkeypatch, rank: int, world: int, requests, tensor_parallel=1) ->
         task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),
         grader=SimpleNamespace(submit=submit),
     )
-    mine = Rollout.draw_my_share(one, requests)
+    mine = rollout.draw_my_share(one, requests)
     assert sorted(mine) == sorted(handed_on)
     for position, sample in mine.items():
         assert sample.request is requests[position]
         assert sample.text_metrics == {"words": 1}
-        assert sample.answered == (position % 2 == 0)
+        assert sample.answer == (f"{position}" if position % 2 == 0 else None)
     return asked, handed_on
 
 
@@ -332,6 +338,19 @@ def test_ranks_that_share_an_engine_ask_alike_and_one_of_them_hands_on(monkeypat
     asked = [share[0] for share in shares]
     assert asked[0] == asked[1] and asked[2] == asked[3]
     assert [len(share[1]) for share in shares] == [12, 0, 12, 0], "not twice"
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_task_that_does_not_tell_its_answers_is_refused_in_one_line(said):
+    """Tasks once told only whether there is an answer, and True is no text."""
+    one = SimpleNamespace(
+        cfg=CFG,
+        task=SimpleNamespace(text_metrics=lambda text: {}),
+        grader=SimpleNamespace(submit=lambda *_: said),
+    )
+    (request,) = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
+    with pytest.raises(UserError, match=f"^--task mine.py: .* returned {said}; .*`return answer`"):
+        rollout.grade(one, 0, Sample(request, [1], None, "", "stop"))
 
 
 @pytest.mark.parametrize("tensor_parallel, stops", [(1, True), (2, False)])

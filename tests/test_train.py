@@ -95,7 +95,7 @@ def test_an_old_flag_is_refused_with_its_new_name(old, words):
 
 def test_help_has_the_advice_the_choices_and_the_default_of_each_flag():
     """It had bare names."""
-    text = " ".join(train.make_parser().format_help().split())
+    text = " ".join(train.make_parser(train.Config).format_help().split())
     for name, advice in train.advice(train.Config).items():
         assert f"--{name} " in text and advice in text
     assert "Choose token, sequence, constant. (default: token)" in text
@@ -284,7 +284,7 @@ def test_a_chat_that_cannot_be_made_is_one_line(process_group, tiny, template, w
 
 
 def test_a_problem_s_index_is_its_own_over_several_files(process_group, tiny):
-    """It is the key under which the levers remember a problem."""
+    """It is the key under which a variant remembers a problem."""
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     paths = [tiny["data"], tiny["eval_data"]]
     problems = train.prepare_problems(reward, paths, train.Config(template="demo"), tokenizer)
@@ -415,15 +415,18 @@ def test_an_interval_of_0_is_never():
     assert not any(train.is_due(step, 0) for step in range(7))
 
 
-# ---- evaluate, choose_drawing (check_sampler is in test_rollout.py) -----------------------------
+# ---- evaluate (check_sampler is in test_rollout.py) ----------------------------------------------
 
 
-def test_evaluation_has_its_own_distribution_and_its_own_randomness():
+def test_evaluation_has_its_own_distribution_and_its_own_randomness(monkeypatch):
     cfg = train.Config(eval_n=2, temperature=1.0, eval_temperature=0.0, eval_top_p=0.5)
     problems = [reward.Problem(k, "", "", "", [1]) for k in range(3)]
     asked = []
     log = SimpleNamespace(evaluation=lambda name, samples, step: None)
-    rollout = SimpleNamespace(cfg=cfg, draw=lambda requests, clock: asked.append(requests))
+    monkeypatch.setattr(
+        train.rollout_stage, "draw", lambda rollout, requests, clock: asked.append(requests)
+    )
+    rollout = SimpleNamespace(cfg=cfg)
     for step in (0, 4):
         train.evaluate(rollout, {"aime": problems, "math": problems}, step, log)
     for requests in asked:
@@ -433,7 +436,7 @@ def test_evaluation_has_its_own_distribution_and_its_own_randomness():
     assert len(set(seeds)) == 2 * 2 * 6, "of both sets and both steps"
 
 
-def test_no_randomness_is_used_twice():
+def test_no_randomness_is_used_twice(monkeypatch):
     """Not by two steps, nor by training, an evaluation before the same step and the check at the
     start, although all of them draw the same samples of the same problems here."""
     cfg = train.Config(rollout_batch_size=8, n_samples_per_prompt=4, eval_n=4)
@@ -444,7 +447,8 @@ def test_no_randomness_is_used_twice():
         seeds.append({request.seed for request in requests})
         raise StopIteration
 
-    rollout = SimpleNamespace(cfg=cfg, draw=sample)
+    monkeypatch.setattr(train.rollout_stage, "draw", lambda rollout, *given: sample(*given))
+    rollout = SimpleNamespace(cfg=cfg)
     with pytest.raises(StopIteration):
         train.check_sampler(SimpleNamespace(generate=sample), None, problems, cfg)
     for step in range(3):
@@ -486,16 +490,6 @@ def test_the_mean_and_the_worst_response_are_judged_apart(
         assert "5e-05 a token" in train.check_sampler(sampler, policy, problems, cfg)
 
 
-def test_levers_are_loaded_only_when_they_are_pulled():
-    rollout = SimpleNamespace(draw=print)
-    assert train.choose_drawing(rollout, train.Config(), None) is print
-    state = SimpleNamespace(levers={})
-    for flags in ({"first_stage": 2}, {"adaptive_len": True}):
-        sample = train.choose_drawing(rollout, train.Config(**flags), state)
-        assert type(sample.__self__).__name__ == "Levers"
-    assert state.levers.keys() == {"solved", "limits"}, "its memory is the run's"
-
-
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
@@ -516,7 +510,7 @@ def one_rank(untied, tmp_path_factory):
     return run, done.stdout
 
 
-NAMES = """reward pass_at_n truncated response_length total_length repetition reflection
+NAMES = """reward paid pass_at_n truncated response_length total_length repetition reflection
     advantage advantage_abs return critic_loss critic_values critic_grad_norm critic_lr policy_loss
     entropy policy_grad_norm policy_lr kl ratio clipfrac approx_kl seconds_rollout seconds_policy
     tokens_per_second memory_rollout memory_policy reward_lost seconds_waited answered"""
@@ -754,6 +748,21 @@ def test_real_problems_with_the_orz_template(tmp_path, estimator):
     assert len(samples) == 32
     assert all(sample["length"] <= 64 for sample in samples)
     assert len(jsonl(run / "eval_samples.jsonl")) == 2 * 30
+
+
+@pytest.mark.slow
+def test_code_in_a_whole_run(tiny, tmp_path):
+    """--task code: the same loop, graded in the sandbox."""
+    item = {"text": "add", "test_list": ["assert f(1, 2) == 3"]}
+    lines = [json.dumps(item), json.dumps(item | {"text": "sum"})]
+    (tmp_path / "code.jsonl").write_text("\n".join(lines))
+    flags = tiny | {"data": tmp_path / "code.jsonl", "eval_data": tmp_path / "code.jsonl"}
+    flags |= {"task": "code", "template": "plain", "rollout_batch_size": 2, "max_steps": 1}
+    flags |= {"prompt_max_len": 120, "max_len": 200, "packing_max_len": 256}
+    launch(tmp_path / "run", **flags)
+    assert [s["reward"] for s in jsonl(tmp_path / "run" / "samples.jsonl")] == [0.0] * 8
+    (line,) = jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert line["reward_lost"] == 0, "0 by verdict, not by accident"
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def record_the_loop():
     record(RunLog, "evaluation", lambda log, name, samples, step: [name, step])
     record(RunLog, "result", lambda log, steps: steps)
     record(ckpt, "restore", lambda run_dir, source, engines, state: state.step)
-    record(ckpt.RunState, "finish_step", lambda state, run_dir: state.step)
+    record(ckpt.RunState, "finish_step", lambda state, run_dir, memory: state.step)
     record(ckpt, "save", lambda run_dir, state, *rest: state.step)
     record(ckpt, "export", lambda folder, *rest: folder.name)
 

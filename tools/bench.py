@@ -222,7 +222,7 @@ def make_batch(samples: int, longest: int, vocab: int) -> ppo.Batch:
         responses.append(tokens[8:])
     groups = torch.arange(samples)  # (N,)
     rewards = torch.ones(samples, dtype=torch.float64)  # (N,)
-    batch = ppo.Batch(prompts, responses, groups, rewards, torch.device("cpu"), {})
+    batch = ppo.Batch(prompts, responses, groups, rewards, torch.device("cpu"), {}, [])
     generator = torch.Generator().manual_seed(0)
     for key in ("advantages", "values", "returns"):
         batch.per_token[key] = torch.randn(sum(lengths), generator=generator)  # (T,)

@@ -204,7 +204,7 @@ def make_batch(case: Learning, vocab: int, device: torch.device) -> ppo.Batch:
     rewards = torch.ones(case.samples, dtype=torch.float64)  # (N,)
     prompts = [sample[: case.prompt] for sample in ids]
     responses = [sample[case.prompt :] for sample in ids]
-    batch = ppo.Batch(prompts, responses, groups, rewards, device, {})
+    batch = ppo.Batch(prompts, responses, groups, rewards, device, {}, [])
     batch.per_token["advantages"] = torch.ones(case.responses, device=device)  # (T,)
     return batch
 
@@ -300,7 +300,7 @@ def bench_advantages(
     for place in (device, torch.device("cpu")):
         # A range has a length and holds no numbers.
         responses = [range(length) for length in lengths]
-        batch = ppo.Batch([[1]] * samples, responses, groups, rewards, place, {})
+        batch = ppo.Batch([[1]] * samples, responses, groups, rewards, place, {}, [])
         batch.per_token["values"] = torch.zeros(sum(lengths), device=place)  # (T,)
         compute = functools.partial(ppo.compute_advantages, batch, cfg)
         seconds[place.type] = median_seconds(compute, rounds=1)

@@ -168,7 +168,7 @@ class Results:
         self.sets.append(line)
         for figure in published_for(line, self.cfg):
             self.remarks.append(compare(figure, line, self.cfg))
-        if not any(sample.answered for sample in samples):
+        if not any(sample.answer for sample in samples):
             text = report.no_answers(samples[:: self.cfg.eval_n], self.cfg)
             self.remarks.append(f"{name}: {text}")
         if dist.get_rank() > 0:
@@ -215,7 +215,7 @@ def main(cfg: train.Config, world: int, store) -> None:
     # Only training reads these two: any number of ranks and any length can be evaluated.
     cfg.rollout_batch_size *= world
     cfg.packing_max_len = cfg.max_len
-    check.check_same({f"--{name}": value for name, value in vars(cfg).items()})
+    check.check_same(train.values_to_agree_on(cfg))
     check.check_config(cfg, world, train.ppo.ESTIMATORS)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
@@ -243,7 +243,8 @@ def run(argv: list[str]) -> int:
     try:
         cfg = read_flags(argv)
         _, world, _, store = start_distributed()
-        main(cfg, world, store)
+        with train.install_variants(cfg):
+            main(cfg, world, store)
     except UserError as error:
         tell_once(store, f"error: {error}")
         return 2

@@ -68,7 +68,7 @@ def known(config, name: str, default):
 class Sizes:
     """What the sums need to know of a model, in elements.
 
-    rank: of the policy's adapters, where ablations/lora.patch is applied.
+    rank: of the policy's adapters, which --variant lora makes.
     """
 
     def __init__(self, config, rank=0):

@@ -181,6 +181,11 @@ def main(argv: list[str]) -> None:
     if cfg.model is None:
         print("no --model: this is the demo; tools/demo.py makes its model and its other flags")
         return
+    with train.install_variants(cfg):
+        print_plan(args, cfg)
+
+
+def print_plan(args, cfg) -> None:
     world = args.machines * args.gpus
     # These ask this machine for a GPU, and the plan is for others.
     elsewhere = {"rollout_quantization": None}

@@ -18,7 +18,7 @@ def test_opo_is_the_reward_minus_its_groups_mean_weighted_by_length():
     groups = torch.tensor([0, 0, 0, 0, 1, 1])
     rewards = torch.tensor([1, 0, 1, 0, 1, 1], dtype=torch.float64)  # the second group is flat
     responses = [[2] * length for length in lengths]
-    batch = ppo.Batch([[1]] * 6, responses, groups, rewards, torch.device("cpu"), {})
+    batch = ppo.Batch([[1]] * 6, responses, groups, rewards, torch.device("cpu"), {}, [])
     cfg = SimpleNamespace(
         estimator="opo", advantage_normalization=True, loss_mean="token", critic_lambd=None
     )

@@ -21,7 +21,7 @@ def gradient(entropy: list[float], advantages: list[float], mask: list[float]) -
 
     batch = SimpleNamespace(per_token={"advantages": torch.tensor(advantages)})
     micro = SimpleNamespace(mask=torch.tensor(mask), flat_index=torch.arange(len(mask)))
-    loss, _ = ppo.policy_loss(policy, batch, micro, SimpleNamespace(temperature=1.0, tis_cap=None))
+    loss, _ = ppo.policy_loss(policy, batch, micro, SimpleNamespace(temperature=1.0))
     loss.backward()
     assert uncertainty.grad is None, "which tokens are chosen has no gradient"
     return logprobs.grad

@@ -1,4 +1,4 @@
-"""Exercise 3: a denominator without flat groups. Red until ppo.train_policy has it."""
+"""Exercise 3: a denominator without flat groups. Red until ppo.update_policy has it."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     responses = [[1, 2], [3], [4, 5], [6, 7, 8, 9]]
     # Both samples of the second problem are wrong, so they have no advantage.
     advantages = torch.tensor([1.0, 1.0, -1.0] + [0.0] * 6)
-    batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {})
+    batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {}, [])
     batch.per_token["advantages"] = advantages
     cfg = SimpleNamespace(actor_learning_rate=0.1, warmup_updates=1, lr_end=None)
     cfg.critic_only_steps = 0
@@ -45,7 +45,6 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     cfg.packing_max_len = 64
     cfg.attention = "sdpa"
     cfg.temperature = 1.0
-    cfg.tis_cap = None
     policy = Policy()
     stats = ppo.train_policy(policy, batch, cfg, 0, 9)
     dist.destroy_process_group()

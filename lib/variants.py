@@ -1,0 +1,450 @@
+"""Variants: files that change functions of the stages, `--variant kl_loss my_idea.py`.
+
+A function of a variant stands in for the function of the same name, and gets the function that it
+replaces as its first argument, `original`. So each variant wraps those before it. A function that
+does not call `original` is a replacement, and names that argument `_original`: it must come before
+the variants that wrap it. variants/README.md is the manual.
+
+train.py loads this file only where a variant is named.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lib.common import UserError, hash64, one_line
+
+HOME = Path(__file__).resolve().parent.parent / "variants"
+
+
+@dataclass
+class Hook:
+    """A function of a variant."""
+
+    variant: str
+    function: Callable
+    calls: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def is_replacement(self) -> bool:
+        return next(iter(inspect.signature(self.function).parameters)) == "_original"
+
+
+class Variants:
+    """The variants of a run, in the order of --variant."""
+
+    def __init__(self, words: list[str]):
+        """words: names of files in variants/, or paths that end in .py. Raises UserError."""
+        self.words = {}  # name of a variant: how it was given
+        self.texts = {}  # name of a variant: its text
+        self.modules = {}  # name of a variant: its module
+        self.hooks = []
+        self.undo = []  # what takes the variants out again
+        for word in words:
+            self.read(word)
+        self.check_order()
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def read(self, word):
+        path = Path(word) if word.endswith(".py") else HOME / f"{word}.py"
+        name = path.stem
+        require(name not in self.modules, f"{word}: a variant called {name} is there already")
+        try:
+            text = path.read_text(encoding="utf-8")
+            module = run_file(f"variant_{name}", path, text)
+        except FileNotFoundError:
+            known = sorted(file.stem for file in HOME.glob("*.py"))
+            near = " or ".join(difflib.get_close_matches(name, known)) or ", ".join(known)
+            raise UserError(f"--variant {word}: {path} is not there; choose {near}") from None
+        # A variant is somebody's program, and a script may end itself.
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"--variant {word}: {type(error).__name__}: {one_line(error)}"
+            ) from error
+        self.words[name] = word
+        self.texts[name] = text
+        self.modules[name] = module
+        for public in public_names(text):
+            value = getattr(module, public, None)
+            if public in KINDS:
+                kind, example = KINDS[public]
+                require(isinstance(value, kind), f"{word}: {public} must be {example}")
+            else:
+                self.hooks.append(Hook(name, check_hook(word, text, public, value)))
+        flags = getattr(module, "Flags", None)
+        require(not flags or dataclasses.is_dataclass(flags), f"{word}: put @dataclass over Flags")
+
+    def check_order(self):
+        """Raises UserError where one variant would undo another, or lacks one before it."""
+        before = {name: set(needs(module)) for name, module in self.modules.items()}
+        for name in before:
+            missing = before[name] - set(before)
+            require(not missing, f"{self.words[name]} needs {', '.join(missing)}; name it before")
+        for hook in self.hooks:
+            for other in self.hooks:
+                if hook.is_replacement and other.name == hook.name and other is not hook:
+                    require(
+                        not other.is_replacement,
+                        f"{self.words[hook.variant]} and {self.words[other.variant]} both replace "
+                        f"{hook.name}: leave one of them out",
+                    )
+                    before[other.variant].add(hook.variant)
+        order = []
+        while len(order) < len(before):
+            free = [name for name in before if name not in order and before[name] <= set(order)]
+            require(free, f"{' '.join(self.words.values())}: no order of these works")
+            order.append(free[0])
+        if order != list(before):
+            late = next(name for name, due in zip(order, before) if name != due)
+            undone = [hook.name for hook in self.hooks if hook.variant == late]
+            raise UserError(
+                f"--variant {' '.join(self.words.values())}: {late} must come earlier, because its "
+                f"{', '.join(undone) or 'flags'} would undo what others wrap, or because one needs "
+                f"it; use --variant {' '.join(self.words[name] for name in order)}"
+            )
+
+    def extend(self, config: type) -> type:
+        """`config` with the flags of the variants. Raises UserError."""
+        core = {field.name: field for field in dataclasses.fields(config)}
+        owner = {}  # flag: the variant that added it, or gave it a new default
+        default = {}
+        for name, module in self.modules.items():
+            if not hasattr(module, "Flags"):
+                continue
+            for field in dataclasses.fields(module.Flags):
+                flag = f"{self.words[name]}: --{field.name}"
+                has_default = field.default is not dataclasses.MISSING
+                has_default |= field.default_factory is not dataclasses.MISSING
+                require(has_default, f"{flag} has no default")
+                known = core.get(field.name)
+                require(not known or known.type == field.type, f"{flag} must be as in train.py")
+                before = owner.get(field.name)
+                is_same = known and default.get(field.name) == field.default
+                require(
+                    before in (None, *needs(module)) or is_same,
+                    f"{flag} is a flag of {before} too; leave one of the two variants out",
+                )
+                owner[field.name] = name
+                default[field.name] = field.default
+            config = dataclass(type("Config", (module.Flags, config), {"__module__": __name__}))
+        self.new_defaults = {flag: default[flag] for flag in default if flag in core}
+        return config
+
+    # ---- installing ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def installed(self, stages: list):
+        """While it lasts, the variants' functions stand in for those of the stages.
+
+        Raises UserError on all ranks where a function or a text is not alike or does not fit. A
+        collective if there is a process group.
+        """
+        try:
+            self.wrap(stages)
+            yield self
+        finally:
+            while self.undo:
+                self.undo.pop()()
+
+    def wrap(self, stages: list):
+        """Wraps the functions that these modules define. Raises UserError."""
+        for stage in stages:
+            for name in sorted({hook.name for hook in self.hooks} & set(functions_of(stage))):
+                function = getattr(stage, name)
+                self.set_in(vars(stage), name, self.chain(name, function))
+            for name, module in self.modules.items():
+                self.refuse_escapes(name, module, stage)
+                if hasattr(stage, "ESTIMATORS"):
+                    self.add_estimators(name, module, stage)
+
+    def chain(self, name, function):
+        """The variants' functions around the stage's one."""
+        wrappers = [hook for hook in self.hooks if hook.name == name]
+        arguments = list(inspect.signature(function).parameters)
+        wrapped = function
+        for hook in wrappers:
+            given = list(inspect.signature(hook.function).parameters)[1:]
+            require(
+                given == arguments,
+                f"{self.words[hook.variant]}: the arguments of {name} behind the first one must be "
+                f"({', '.join(arguments)})",
+            )
+            wrapped = closure(hook, wrapped)
+        if name in CHECKS:
+            wrapped = checked(wrapped, CHECKS[name], self.describe_chain(name))
+        return wrapped
+
+    def refuse_escapes(self, name, module, stage):
+        """A name that was imported would go past the variants that wrap its function."""
+        for key, value in vars(module).items():
+            is_stage_s = inspect.isfunction(value) and value.__module__ == stage.__name__
+            require(
+                not is_stage_s or key.startswith("_"),
+                f"{self.words[name]}: import {stage.__name__} and call {stage.__name__}.{key}, so "
+                "that other variants can wrap it",
+            )
+
+    def add_estimators(self, name, module, stage):
+        for key, entry in getattr(module, "ESTIMATORS", {}).items():
+            where = f"{self.words[name]}: the estimator {key}"
+            require(isinstance(entry, stage.Estimator), f"{where} must be a ppo.Estimator")
+            require(key not in stage.ESTIMATORS, f"{where} is there already; choose another name")
+            self.set_in(stage.ESTIMATORS, key, entry)
+
+    def set_in(self, table: dict, name, value):
+        if name in table:
+            self.undo.append(functools.partial(table.__setitem__, name, table[name]))
+        else:
+            self.undo.append(functools.partial(table.__delitem__, name))
+        table[name] = value
+
+    def wrap_task(self, task, stages: list):
+        """Wraps the task's functions. Raises UserError for what is no function of any module."""
+        in_stages = {name for stage in stages for name in functions_of(stage)}
+        in_task = set(functions_of(task))
+        for hook in self.hooks:
+            places = in_stages | in_task
+            near = " or ".join(difflib.get_close_matches(hook.name, places)) or "a name of a stage"
+            where = f"{self.words[hook.variant]}: {hook.name}"
+            require(
+                hook.name in places,
+                f"{where} is no function of a stage or of the task; write {near}, or begin a "
+                "helper's name with _",
+            )
+            is_clear = hook.name not in in_stages & in_task
+            require(
+                is_clear, f"{where} is a function of a stage and of the task; rename the task's"
+            )
+        self.wrap([task])
+
+    # ---- the run ---------------------------------------------------------------------------------
+
+    def hashes(self) -> dict[str, str]:
+        return {name: f"{hash64(text):016x}" for name, text in self.texts.items()}
+
+    def memory(self, saved: dict) -> dict:
+        """{name: MEMORY}, filled from what was saved. It changes while the run goes on."""
+        live = {}
+        for name, module in self.modules.items():
+            if hasattr(module, "MEMORY"):
+                module.MEMORY |= saved.get(name, {})
+                live[name] = module.MEMORY
+        return live
+
+    def describe(self) -> list[str]:
+        """Lines for the start of a run."""
+        lines = [self.describe_chain(name) for name in dict.fromkeys(h.name for h in self.hooks)]
+        for flag, value in self.new_defaults.items():
+            lines.append(f"the default of --{flag} is {value}")
+        return [f"variants: {line}" for line in lines]
+
+    def describe_chain(self, name) -> str:
+        """The outermost variant comes first."""
+        hooks = [hook for hook in reversed(self.hooks) if hook.name == name]
+        words = [hook.variant for hook in hooks]
+        last = "replaces" if hooks[-1].is_replacement else "wraps"
+        return f"{' wraps '.join(words)} {last} {name}"
+
+    def unreached(self) -> list[str]:
+        return [f"{hook.variant}.{hook.name}" for hook in self.hooks if not hook.calls]
+
+    def keep_texts(self, folder: Path):
+        """One file a variant, which a resumed run can be given."""
+        folder.mkdir(exist_ok=True)
+        for old in folder.glob("*.py"):
+            old.unlink()
+        for name, text in self.texts.items():
+            (folder / f"{name}.py").write_text(text, encoding="utf-8")
+
+
+# What a variant's public names may be beside functions.
+KINDS = {
+    "Flags": (type, "a dataclass"),
+    "ESTIMATORS": (dict, "a dict of ppo.Estimator by name"),
+    "NEEDS": ((tuple, list), "a list of names"),
+    "MEMORY": (dict, "a dict"),
+}
+
+
+def require(holds, message):
+    if not holds:
+        raise UserError(f"--variant {message}")
+
+
+def needs(module) -> list[str]:
+    return list(getattr(module, "NEEDS", []))
+
+
+def run_file(name, path, text) -> types.ModuleType:
+    """What is hashed and kept is what is run, so the text is not read again."""
+    module = types.ModuleType(name)
+    module.__file__ = str(path.resolve())
+    # Dataclasses look for their module there.
+    sys.modules[name] = module
+    exec(compile(text, str(path), "exec"), vars(module))
+    return module
+
+
+def public_names(text) -> list[str]:
+    """The names that a file itself defines, and that do not begin with _."""
+    names = []
+    waiting = [ast.parse(text)]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif not isinstance(node, (ast.Lambda, ast.comprehension)):
+            waiting += ast.iter_child_nodes(node)
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
+
+
+def check_hook(word, text, name, value):
+    """Returns the function. Raises UserError where it is none, or does not do as it says."""
+    is_plain = inspect.isfunction(value) and value.__name__ == name
+    require(
+        is_plain and not inspect.iscoroutinefunction(value),
+        f"{word}: {name} must be a function made by `def`; begin a helper's name with _",
+    )
+    first = next(iter(inspect.signature(value).parameters), None)
+    require(
+        first in ("original", "_original"),
+        f"{word}: the first argument of {name} must be original, the function that it wraps; or "
+        "_original if it is not called",
+    )
+    body = next(node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
+    used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
+    require(
+        first in used or first == "_original",
+        f"{word}: {name} does not call `original`; name this argument _original",
+    )
+    require(
+        first == "original" or first not in used,
+        f"{word}: {name} uses `_original`; name this argument original",
+    )
+    return value
+
+
+def closure(hook: Hook, original):
+    @functools.wraps(original)
+    def wrapper(*arguments, **named):
+        hook.calls += 1
+        return hook.function(original, *arguments, **named)
+
+    return wrapper
+
+
+def checked(function, check, chain: str):
+    """The function, whose result must have the form that its callers need."""
+
+    @functools.wraps(function)
+    def wrapper(*arguments, **named):
+        result = function(*arguments, **named)
+        given = inspect.signature(function).bind(*arguments, **named).arguments
+        problem = check(result, **given)
+        if problem:
+            raise UserError(f"--variant: {chain}: {problem}")
+        return result
+
+    return wrapper
+
+
+def functions_of(module) -> list[str]:
+    """The names of the functions that a module itself defines."""
+    names = []
+    for name, value in vars(module).items():
+        # functools.wraps keeps the module's name.
+        if inspect.isfunction(value) and value.__module__ == module.__name__:
+            names.append(name)
+    return names
+
+
+# ---- what comes back from a seam -----------------------------------------------------------------
+
+
+def wrong_rewards(result, samples, **_):
+    if len(result) != len(samples):
+        return f"{len(result)} rewards for {len(samples)} samples"
+    for reward in result:
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            return f"a reward is {reward!r}, and must be a finite number"
+
+
+def wrong_samples(result, batch, **_):
+    if not set(result) <= set(batch.all_samples()) or len(set(result)) < len(result):
+        return f"the result must hold indices of the {len(batch.samples)} samples, each once"
+
+
+def wrong_tokens(result, batch, **_):
+    return wrong_shape(result, (int(batch.response_lengths.sum()),))
+
+
+def wrong_micro(result, micro, **_):
+    return wrong_shape(result, tuple(micro.mask.shape))
+
+
+def wrong_temperatures(result, micro, **_):
+    if isinstance(result, torch.Tensor):
+        return wrong_micro(result, micro)
+
+
+def wrong_shape(result, shape):
+    found = tuple(getattr(result, "shape", ())) if isinstance(result, torch.Tensor) else result
+    if found != shape:
+        return f"the result must be a tensor of shape {shape}, and is {found!r:.99}"
+
+
+def wrong_drawn(result, requests, **_):
+    asked = [(request.group, request.index) for request in requests]
+    found = [(sample.request.group, sample.request.index) for sample in result]
+    if found != asked:
+        return f"{len(found)} samples for {len(asked)} requests, or in another order"
+
+
+def wrong_step(result, **_):
+    if not result:
+        return "no samples"
+
+
+def wrong_problems(result, cfg, **_):
+    if len(result) != cfg.rollout_batch_size:
+        return f"{len(result)} problems for --rollout_batch_size {cfg.rollout_batch_size}"
+
+
+def wrong_pass(result, problems, **_):
+    if sorted(result) != list(range(len(problems))):
+        return f"the result must hold each index of the {len(problems)} problems once"
+
+
+CHECKS = {
+    "paid": wrong_rewards,
+    "samples_that_count": wrong_samples,
+    "samples_to_learn_from": wrong_samples,
+    "raw_advantages": wrong_tokens,
+    "whiten": wrong_tokens,
+    "compute_values": wrong_tokens,
+    "compute_logprobs": wrong_tokens,
+    "token_loss": wrong_micro,
+    "temperatures": wrong_temperatures,
+    "draw": wrong_drawn,
+    "draw_step": wrong_step,
+    "problem_order": wrong_problems,
+    "pass_order": wrong_pass,
+}

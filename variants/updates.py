@@ -1,0 +1,52 @@
+"""PPO with several policy updates a rollout, with its ratio and its clip (arXiv 1707.06347, eq. 7).
+
+Open-Reasoner-Zero takes one strictly on-policy update, where ratio and clip do nothing. Several
+updates cost a pass for the old log-probs.
+Laboratory: accuracy 0.551 with eight updates, 0.570 with one (PPO, 3 seeds, error 0.025).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import ppo
+from lib import check
+
+
+@dataclass
+class Flags:
+    policy_updates: int = 8  # Updates of the policy in a step, each over its part of the samples.
+    policy_clip: float = 0.2  # A ratio further than this from 1 is not pushed away.
+    policy_clip_high: float | None = None  # The clip above 1. Default: --policy_clip.
+
+
+def check_config(original, cfg, world, estimators):
+    original(cfg, world, estimators)
+    check.require_all(cfg, {"policy_updates": (cfg.policy_updates >= 1, "must be at least 1")})
+
+
+def token_passes(original, policy, critic, reference, batch, cfg, step):
+    original(policy, critic, reference, batch, cfg, step)
+    batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
+
+
+def update_policy(_original, policy, batch, cfg, step, total_steps):
+    samples = ppo.samples_that_count(batch, cfg)
+    past = step * cfg.policy_updates
+    total = total_steps * cfg.policy_updates
+
+    def rate(k):
+        peak = cfg.actor_learning_rate
+        return ppo.learning_rate(peak, cfg.warmup_updates, past + k, cfg.lr_end, total)
+
+    count = min(cfg.policy_updates, len(samples))
+    return ppo.update_in_parts(policy, ppo.policy_loss, batch, samples, count, rate, cfg, step)
+
+
+def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):
+    old = batch.per_token["old_logprobs"][micro.flat_index]  # (t,)
+    # It is 1 in the first update only.
+    ratio = ((logprobs - old) * micro.mask).exp()  # (t,)
+    high = cfg.policy_clip if cfg.policy_clip_high is None else cfg.policy_clip_high
+    clipped = ratio.clamp(1 - cfg.policy_clip, 1 + high)  # (t,)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
