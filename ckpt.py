@@ -48,11 +48,11 @@ class RunState:
     config: dict = field(default_factory=dict)  # every flag
     problems_hash: int = 0
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes
-    variants: dict[str, str] = field(default_factory=dict)  # name: hash of its text, in order
+    variants: list = field(default_factory=list)  # [name, hash of its text], in order
     memory: dict = field(default_factory=dict)  # name of a variant: its MEMORY
 
     def finish_step(self, run_dir, memory):
-        """Counts a step whose lines are in the logs. memory: that of the variants."""
+        """Counts a step whose lines are in the logs. memory: of the variants."""
         self.step += 1
         self.log_sizes = log_sizes(run_dir)
         # A variant may change its MEMORY in a step that is never finished.
@@ -386,13 +386,12 @@ def find_damage(path):
 def load_state(path) -> RunState:
     """Raises UserError where the fields are not those of this version."""
     try:
-        fields = json.loads((path / "state.json").read_text())
-        if "levers" in fields:
-            last = "29d1388" if "task" in fields["config"] else "a2fefd0"
-            raise ValueError(f"commit {last} is the last that can resume it; or use --resume none")
-        return RunState(**fields)
+        return RunState(**json.loads((path / "state.json").read_text()))
     except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path}/state.json is not of this version: {one_line(error)}") from error
+        raise UserError(
+            f"{path}/state.json is not of this version ({one_line(error)}); resume it with the "
+            f"commit that {path.parent}/config.json names, or use --resume none"
+        ) from error
 
 
 def find_start(run_dir, resume, new: RunState, fixed):
@@ -424,8 +423,8 @@ def find_start(run_dir, resume, new: RunState, fixed):
             f"{path} was made with another --{', --'.join(changed)}, which changes what is learnt; "
             "use the old value, or --resume none"
         )
-    if list(saved.variants.items()) != list(new.variants.items()):
-        kept = [f"{path.parent}/variants/{name}.py" for name in saved.variants]
+    if saved.variants != new.variants:
+        kept = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]
         raise UserError(
             f"{path} was made with other variants, in another order, or with another text in one; "
             f"use --variant {' '.join(kept) or 'none'}, or --resume none"

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.common import from_rank0, hash64
+from lib.common import gather, hash64, share_errors
 
 
 @dataclass
@@ -88,12 +88,19 @@ class MicroBatch:
     longest: int  # tokens of the longest of them
 
 
-def make_batch(samples, device, cfg) -> Batch:
-    """Makes a batch of the sampler's samples. Responses to one problem form a group."""
+def make_batch(samples, device, cfg, rewards=None) -> Batch:
+    """Makes a batch of the sampler's samples. Responses to one problem form a group.
+
+    rewards: what is learnt from, `paid` if nothing is given. A collective then.
+    """
+    if rewards is None:
+        with share_errors():
+            rewards = paid(samples, cfg)
+        rewards = gather(rewards)[0]
     prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
     response_ids = [sample.response_ids for sample in samples]
     groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
-    rewards = torch.tensor(from_rank0(paid, samples, cfg), dtype=torch.float64)  # (N,)
+    rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,)
     batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples)
     if samples[0].logprobs is not None:
         logprobs = [x for sample in samples for x in sample.logprobs]
@@ -496,15 +503,13 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 
 def train_critic(critic, batch: Batch, cfg, step):
-    """Takes critic_updates updates, and never more than there are samples."""
+    """Takes critic_updates updates, each over its part of the samples."""
     samples = samples_that_count(batch, cfg)
-    past_updates = step * cfg.critic_updates
-
-    def rate(k):
-        return learning_rate(cfg.critic_learning_rate, cfg.warmup_updates, past_updates + k)
-
-    count = min(cfg.critic_updates, len(samples))
-    return update_in_parts(critic, critic_loss, batch, samples, count, rate, cfg, step)
+    past = step * cfg.critic_updates
+    rates = []
+    for k in range(cfg.critic_updates):
+        rates.append(learning_rate(cfg.critic_learning_rate, cfg.warmup_updates, past + k))
+    return update_in_parts(critic, critic_loss, batch, samples, rates, cfg, step)
 
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
@@ -527,15 +532,16 @@ def update_policy(policy, batch: Batch, cfg, step, total_steps):
     return update(policy, policy_loss, batch, samples, lr, cfg, denominator)
 
 
-def update_in_parts(learner, loss_fn, batch: Batch, samples, count, rate, cfg, step):
-    """Takes `count` updates, each over its part of one shuffle of `samples`. Returns their means.
+def update_in_parts(learner, loss_fn, batch: Batch, samples, rates, cfg, step):
+    """Takes an update at each of the learning rates, over its part of one shuffle of `samples`.
 
-    rate: a function from the number of an update, 0 to count - 1, to its learning rate.
+    There are never more updates than samples. Returns the means of what the updates return.
     """
     shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(samples)
+    parts = np.array_split(shuffled, max(1, min(len(rates), len(samples))))
     history = []
-    for k, part in enumerate(np.array_split(shuffled, max(1, count))):
-        history.append(update(learner, loss_fn, batch, part.tolist(), rate(k), cfg))
+    for part, lr in zip(parts, rates):
+        history.append(update(learner, loss_fn, batch, part.tolist(), lr, cfg))
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 

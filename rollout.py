@@ -309,12 +309,11 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
     grader = rollout.grader
     signals.agree()
     lost_before = grader.lost
-    with signals.hold_error():
-        with clock("rollout"):
-            mine = draw_my_share(rollout, requests)
-        with clock("reward"):
-            while grader.pending(0.5) and not signals.poll():
-                pass
+    with clock("rollout"):
+        mine = draw_my_share(rollout, requests)
+    with clock("reward"):
+        while grader.pending(0.5) and not signals.poll():
+            pass
     with clock("gather"):
         # The first collective since sampling began: here the ranks wait for each other.
         signals.agree(grader.broken)

@@ -8,14 +8,10 @@ Owns the flags, the set-up, the loop and evaluation. A process per GPU (a rank) 
 policy and critic (DeepSpeed) and a sampler (vLLM), which take turns on the device.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
-import inspect
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -45,7 +41,6 @@ import ckpt
 import ppo
 import rollout as rollout_stage
 from lib import check, metrics, models
-from lib.attention import has_varlen
 from lib.common import (
     Signals,
     Stopped,
@@ -54,6 +49,7 @@ from lib.common import (
     hash64,
     one_line,
     print0,
+    share_errors,
     start_distributed,
     tell_once,
 )
@@ -61,6 +57,21 @@ from lib.report import RunLog, redirect_libraries
 
 # The base model would go on with the conversation behind its answer.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
+
+
+class NoVariants:
+    """Without --variant nothing is wrapped. lib/variants.py has the other class of this form."""
+
+    hashes = []
+    added = memory = estimators = {}
+
+    def installed(self, stages):
+        return contextlib.nullcontext()
+
+    def ignore(self, *_):
+        pass
+
+    wrap_task = tell_start = tell_unreached = ignore
 
 
 # The comments behind the fields are what --help prints.
@@ -144,90 +155,33 @@ class Config(Learning):
     kv_cache_gb: float | None = None  # GiB of KV cache. Default: the rest of the share; CPU: 1.
     enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
 
-    # What --variant names: an object of lib/variants.py. It is no flag.
-    variants = None
-
-
-# Old flags, and what they are called now.
-RENAMED = {
-    "reward": "task",
-    "answer": "answer_form",
-    "num_warmup_steps": "warmup_updates",
-    "critic_update_steps": "critic_updates",
-    "critic_warmup_steps": "critic_only_steps",
-}
-
-
-def advice(config) -> dict[str, str]:
-    """The comment behind each field of a dataclass."""
-    found = {}
-    for owner in reversed(config.__mro__[:-1]):
-        text = inspect.getsource(inspect.getmodule(owner))
-        body = re.search(rf"^class {owner.__name__}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
-        # A long field goes on in lines that are indented by eight.
-        pattern = r"^    (\w+): [^\n#]*(?:\n {8}[^\n#]*)*  # (.+)$"
-        # The class that lib/variants.py makes has no text.
-        if body:
-            found |= re.findall(pattern, body[0], re.MULTILINE)
-    return found
-
-
-def make_parser(config):
-    """--help prints each flag's advice, its choices and its default."""
-    usage = "accelerate launch train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
-    parser = HfArgumentParser(config, allow_abbrev=False, usage=usage)
-    parser.error = refuse_flag
-    texts = advice(config)
-    for entry in dataclasses.fields(config):
-        text = "write a comment behind it that says what it does"
-        check.require(entry.name in texts, f"--{entry.name} has no advice: {text}")
-    choices = {**check.CHOICES, "estimator": ppo.ESTIMATORS}
-    choices["attention"] = ["auto", *choices["attention"]]
-    for action in parser._actions:
-        name = action.dest
-        if name in texts:
-            action.metavar = "VALUE"
-            action.help = texts[name].replace("%", "%%")
-            if name in choices:
-                action.help += f" Choose {', '.join(map(str, choices[name]))}."
-        # Other spellings are taken too: --max-len for --max_len, --no_bf16 for --bf16 false.
-        action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
-        if action.option_strings[0].startswith("--no_"):
-            action.help = argparse.SUPPRESS
-    return parser
-
-
-def parse_variants(argv):
-    """Returns the words of all --variant, and the other flags. `none` takes out those before it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse_flag
-    parser.add_argument("--variant", nargs="+", action="extend", default=[])
-    known, rest = parser.parse_known_args(argv)
-    words = known.variant
-    while "none" in words:
-        words = words[words.index("none") + 1 :]
-    return words, rest
+    # Of lib/variants.py, if --variant is given. It is no flag.
+    variants = NoVariants()
 
 
 def parse_flags(argv):
     """Raises UserError for an unknown flag, a value of the wrong kind, or a wrong variant."""
-    words, argv = parse_variants(argv)
     config = Config
-    if words:
-        from lib.variants import Variants
+    words = []
+    if any(word.startswith("--variant") for word in argv):
+        from lib import variants
 
-        variants = Variants(words)
-        config = variants.extend(Config)
-        config.variants = variants
-    cfg, unknown = make_parser(config).parse_args_into_dataclasses(
+        words, argv = variants.take_words(argv)
+        config = variants.Variants(words).extend(Config)
+    parser = HfArgumentParser(config, allow_abbrev=False)
+    parser.error = refuse_flag
+    if {"-h", "--help"} & set(argv):
+        from lib.advice import explain
+
+        explain(parser, config, [*ppo.ESTIMATORS, *config.variants.estimators])
+    cfg, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
     cfg.variant = words
     if unknown:
-        name = unknown[0].lstrip("-").partition("=")[0]
-        check.require(name not in RENAMED, f"--{name} is called --{RENAMED.get(name)} now")
-        nearest = difflib.get_close_matches(name, vars(cfg), n=1, cutoff=0)
-        raise UserError(f"unknown flag {unknown[0]}: did you mean --{nearest[0]}?")
+        from lib.advice import explain_unknown
+
+        raise UserError(explain_unknown(unknown[0], vars(cfg)))
     # An empty list is written as --stop "".
     cfg.stop = [text for text in cfg.stop if text]
     # What is logged is what is used, so absent values are filled in here.
@@ -236,7 +190,7 @@ def parse_flags(argv):
     if cfg.eval_top_p is None:
         cfg.eval_top_p = cfg.top_p
     if cfg.attention == "auto":
-        has_kernel = cfg.bf16 and torch.cuda.is_available() and has_varlen()
+        has_kernel = cfg.bf16 and torch.cuda.is_available() and check.has_varlen()
         cfg.attention = "varlen" if has_kernel else "sdpa"
     return cfg
 
@@ -248,21 +202,6 @@ def refuse_flag(message):
 def stages():
     """The modules whose functions a variant can wrap, beside the task."""
     return [sys.modules[__name__], rollout_stage, ppo, ckpt, models, metrics, check]
-
-
-def install_variants(cfg):
-    """While the result is entered, the functions of --variant stand in for those of the stages."""
-    if cfg.variants:
-        return cfg.variants.installed(stages())
-    return contextlib.nullcontext()
-
-
-def fixed_flags(cfg):
-    """{name: default} of the flags that decide what is learnt, with those of the variants."""
-    defaults = vars(type(cfg)())
-    free = vars(Config()).keys() - vars(Learning()).keys()
-    # Of a variant the text is compared, since its file may move.
-    return {name: defaults[name] for name in defaults.keys() - free - {"variant"}}
 
 
 def demo_flags(cfg, argv):
@@ -414,8 +353,7 @@ def find_task(cfg):
         ) from error
     for name in ("load_problems", "Grader", "text_metrics"):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
-    if cfg.variants:
-        cfg.variants.wrap_task(task, stages())
+    cfg.variants.wrap_task(task, stages())
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
     check.require(
         cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: choose {' or '.join(forms)}"
@@ -444,7 +382,9 @@ def check_sampler(sampler, policy, problems, cfg):
     seeds = rollout_stage.problem_seeds(cfg.seed, 0, "check", 8)
     requests = rollout_stage.make_requests(problems[:8], seeds, 4, 32, cfg.temperature, top_p=1.0)
     mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
-    batch = ppo.make_batch(sum(gather(mine), []), policy.device, cfg)
+    samples = sum(gather(mine), [])
+    # Nobody has graded them.
+    batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
     apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
     means = torch.stack([part.mean() for part in batch.split(apart)])  # (N,)
     mean = apart.mean().item()
@@ -482,7 +422,8 @@ def evaluate(rollout, eval_sets, step, log):
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
         clock = metrics.Clock(step)
-        log.evaluation(name, rollout_stage.draw(rollout, requests, clock), step)
+        with share_errors():
+            log.evaluation(name, rollout_stage.draw(rollout, requests, clock), step)
         lost = clock.numbers.get("reward_lost", 0)
         if lost > 0:
             print0(f"WARNING: {name}: {lost} checks ended without a verdict and counted as wrong")
@@ -525,9 +466,9 @@ def main(cfg, world, device, store):
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
-    if cfg.variants:
-        new.variants = cfg.variants.hashes()
-    source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed_flags(cfg))
+    new.variants = cfg.variants.hashes
+    fixed = vars(Learning()) | cfg.variants.added
+    source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed)
     if state.step >= total_steps and (run_dir / "result.json").exists():
         return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
 
@@ -542,7 +483,8 @@ def main(cfg, world, device, store):
     hf = [tokenizer, policy.module.model.config]
     ckpt.restore(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
-    memory = cfg.variants.memory(state.memory) if cfg.variants else {}
+    for name, memory in cfg.variants.memory.items():
+        memory |= state.memory.get(name, {})
     log = RunLog(run_dir, cfg, tokenizer)
     log.start(state, check_sampler(rollout.sampler, policy, problems, cfg))
 
@@ -554,7 +496,7 @@ def main(cfg, world, device, store):
             clock = metrics.Clock(step + 1)
 
             # Up to phase 6 an error on one rank stops all ranks, and the step before is saved.
-            with rollout.signals.share_error():
+            with share_errors():
                 # 1. Prompts: a function of seed and step, so a resumed run draws the same ones.
                 requests = rollout_stage.requests_of_step(problems, cfg, step)
 
@@ -565,7 +507,7 @@ def main(cfg, world, device, store):
                 rollout.sampler.sleep()
                 batch = ppo.make_batch(samples, device, cfg)
 
-            with rollout.signals.share_error():
+            with share_errors():
                 # 5. Values V(s_t), from the critic before its update.
                 with clock("values"):
                     ppo.token_passes(policy, critic, reference, batch, cfg, step)
@@ -587,7 +529,7 @@ def main(cfg, world, device, store):
 
             # 9. Report and save. A save that failed is tried again at the next step.
             log.step(step + 1, samples, batch, stats, clock)
-            state.finish_step(run_dir, memory)
+            state.finish_step(run_dir, cfg.variants.memory)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
@@ -607,15 +549,6 @@ def main(cfg, world, device, store):
     return log.result(total_steps)
 
 
-def values_to_agree_on(cfg):
-    """What must be the same on all ranks."""
-    values = {f"--{name}": value for name, value in vars(cfg).items()}
-    # Machines may mount a folder under different names.
-    del values["--run_dir"]
-    values["--variant"] = cfg.variants and cfg.variants.hashes()
-    return values
-
-
 def run(argv):
     """Runs from the flags to an exit code: 0, or 2 for what the user can mend."""
     store = cfg = wrong = None
@@ -629,8 +562,10 @@ def run(argv):
         check.check_same({}, wrong)
         if cfg.model is None:
             cfg = demo_flags(cfg, argv)
-        check.check_same(values_to_agree_on(cfg))
-        with install_variants(cfg):
+        # Machines may mount the folders under different names.
+        values = {f"--{name}": value for name, value in vars(cfg).items()}
+        check.check_same(values | {"--run_dir": None, "--variant": None})
+        with cfg.variants.installed(stages()):
             check.check_config(cfg, world, ppo.ESTIMATORS)
             main(cfg, world, device, store)
     except UserError as error:

@@ -6,7 +6,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
-from lib.attention import has_varlen
 from lib.common import UserError, gather, here, one_line
 
 CHOICES = {
@@ -118,12 +117,16 @@ def check_sampling(cfg):
         require_all(cfg, {name: (0 < getattr(cfg, name) <= 1, "choose above 0, up to 1")})
 
 
+def has_varlen():
+    """Can this PyTorch compute --attention varlen?"""
+    from lib.attention import has_varlen
+
+    return has_varlen()
+
+
 def check_hardware(cfg, world):
     # Are these installed? sdpa and eager are in any PyTorch.
-    kernels = {
-        "varlen": has_varlen(),
-        "flash_attention_2": is_flash_attn_2_available(),
-    }
+    kernels = {"varlen": has_varlen, "flash_attention_2": is_flash_attn_2_available}
     table = {
         "bf16": (
             not cfg.bf16 or cfg.zero_stage >= 2,
@@ -132,7 +135,7 @@ def check_hardware(cfg, world):
         ),
         "attention": (
             cfg.attention not in kernels
-            or (cfg.bf16 and torch.cuda.is_available() and kernels[cfg.attention]),
+            or (cfg.bf16 and torch.cuda.is_available() and kernels[cfg.attention]()),
             "needs a GPU, --bf16 true and its kernel (varlen: PyTorch 2.11 or newer; "
             "flash_attention_2: `pip install flash-attn`); or choose sdpa",
         ),

@@ -49,18 +49,28 @@ def gather(value):
     return values
 
 
-def from_rank0(function, *arguments):
-    """What rank 0's call returns. An error of any rank is raised on all ranks. A collective."""
-    value = error = None
+@contextlib.contextmanager
+def share_errors():
+    """An error inside on one rank becomes Stopped on all ranks. A collective.
+
+    A rank with an error comes here early, so the others' next collective must be `agree`, too.
+    """
+    fault = None
     try:
-        value = function(*arguments)
-    except Exception as wrong:
-        error = describe_error(wrong)
-    reports = gather((error, value if dist.get_rank() == 0 else None))
-    for error, _ in reports:
-        if error:
-            raise UserError(error)
-    return reports[0][1]
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        fault = describe_error(error)
+    agree(False, fault)
+
+
+def agree(is_asked, fault):
+    """A collective: raises Stopped on every rank if any was asked, or has a fault to tell."""
+    reports = gather((is_asked, fault))
+    faults = [fault for _, fault in reports if fault]
+    if faults or any(is_asked for is_asked, _ in reports):
+        raise Stopped(*faults[:1])
 
 
 def print0(*words):
@@ -213,7 +223,6 @@ class Signals:
     def __init__(self, store):
         self.store = store
         self.asked = False
-        self.fault = None  # what is broken on this rank
         self.next_look = 0.0  # s
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.handle)
@@ -237,34 +246,6 @@ class Signals:
                 self.asked = True
         return self.asked
 
-    @contextlib.contextmanager
-    def hold_error(self):
-        """Keeps an error inside as this rank's fault, so that the rank reaches the next `agree`."""
-        try:
-            yield
-        except Stopped:
-            raise
-        except Exception as error:
-            self.fault = describe_error(error)
-            # The other ranks need not finish what they sample.
-            self.asked = True
-
-    @contextlib.contextmanager
-    def share_error(self):
-        """An error inside on one rank becomes Stopped on all ranks. A collective."""
-        with self.hold_error():
-            yield
-        raise_first(gather(self.fault))
-
     def agree(self, fault=None):
         """A collective: raises Stopped on every rank if any was asked, or has a fault to tell."""
-        reports = gather((self.poll(), fault or self.fault))
-        raise_first([fault for _, fault in reports])
-        if any(is_asked for is_asked, _ in reports):
-            raise Stopped
-
-
-def raise_first(faults):
-    for fault in faults:
-        if fault:
-            raise Stopped(fault)
+        agree(self.poll(), fault)

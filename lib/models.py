@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from lib.attention import packed_attention
 from lib.common import UserError, one_line
 from lib.head import ChunkedHead
 
@@ -89,10 +88,6 @@ def last_hidden_state(body, micro) -> Tensor:
     return output.last_hidden_state[micro.predict]
 
 
-# transformers makes no mask for a name that it does not know.
-AttentionInterface.register("varlen", packed_attention)
-
-
 def engine_config(cfg, stage):
     """DeepSpeed's settings. Each overrides a default that would change the mathematics, or one that
     wastes memory or time."""
@@ -136,6 +131,11 @@ def load_body(cfg, auto_class, folder=None):
         # While this object lives, from_pretrained shards: no rank holds a whole model.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     source = folder or cfg.model
+    if cfg.attention == "varlen":
+        from lib.attention import packed_attention
+
+        # transformers makes no mask for a name that it does not know.
+        AttentionInterface.register("varlen", packed_attention)
     dtype = training_dtype(cfg)
     model, report = auto_class.from_pretrained(
         source, dtype=dtype, attn_implementation=cfg.attention, output_loading_info=True

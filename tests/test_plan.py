@@ -500,9 +500,9 @@ def test_steps_come_from_data_that_are_here(tiny, capsys):
 
 @dataclasses.dataclass
 class PatchedConfig(train.Config):
-    """As ablations/lora.patch makes it."""
+    """As variants/lora.py makes it."""
 
-    lora_rank: int = 32
+    lora_rank: int = 32  # As the variant has it.
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -582,6 +582,16 @@ def test_a_plan_checks_the_flags():
         plan.main(flags)
     with pytest.raises(UserError, match="--estimator ppo: choose .*gae"):
         plan.main([*flags, "--estimator", "ppo"])
+
+
+def test_a_variant_can_be_planned(capsys):
+    """Its flags and its estimators are known while the plan is made."""
+    flags = [*GSM8K, "--variant", "pass_at_k", "--estimator", "pass_at_k"]
+    plan.main([*flags, "--n_samples_per_prompt", "8", "--pass_k", "4"])
+    assert "memory per rank" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--n_samples_per_prompt 4: .* at least 5"):
+        plan.main([*flags, "--n_samples_per_prompt", "4", "--pass_k", "4"])
+    assert "pass_at_k" not in train.ppo.ESTIMATORS
 
 
 def test_slurm_gives_the_step_its_cores(tmp_path):

@@ -30,13 +30,8 @@ def sample(group=0, index=0, reward=0.0, length=3, reason="stop", **text_metrics
 
 
 def batch_of(samples: list) -> ppo.Batch:
-    """As ppo.make_batch makes it, which needs a process group."""
-    prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
-    response_ids = [sample.response_ids for sample in samples]
-    groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
-    device = torch.device("cpu")
-    return ppo.Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples)
+    rewards = [sample.reward for sample in samples]
+    return ppo.make_batch(samples, torch.device("cpu"), None, rewards)
 
 
 # ---- lib/metrics.py ------------------------------------------------------------------------------

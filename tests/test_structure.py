@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 import train
+from lib import advice
 
 STAGES = ("train", "rollout", "reward", "ppo", "ckpt")
 FOLDERS = ("lib", "tasks", "tools")
@@ -80,7 +81,7 @@ def test_every_setting_is_read():
 
 
 def test_every_setting_has_advice():
-    assert not vars(train.Config()).keys() - train.advice(train.Config).keys()
+    assert not vars(train.Config()).keys() - advice.advice(train.Config).keys()
 
 
 def test_the_loop_fits_one_screen_and_has_a_banner_for_each_phase():

@@ -26,6 +26,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import reward
 import train
+from lib import advice
 from lib.common import UserError
 from rollout import Sample, requests_of_step
 from tools import demo
@@ -86,18 +87,20 @@ def test_an_unknown_flag_names_the_nearest():
         train.parse_flags(["--actor_learningrate", "1"])
 
 
-@pytest.mark.parametrize("old", train.RENAMED)
+@pytest.mark.parametrize("old", advice.RENAMED)
 @pytest.mark.parametrize("words", [["{}", "1"], ["{}=1"]])
 def test_an_old_flag_is_refused_with_its_new_name(old, words):
-    with pytest.raises(UserError, match=f"^--{old} is called --{train.RENAMED[old]} now$"):
+    with pytest.raises(UserError, match=f"^--{old} is called --{advice.RENAMED[old]} now$"):
         train.parse_flags([word.format(f"--{old}") for word in words])
 
 
-def test_help_has_the_advice_the_choices_and_the_default_of_each_flag():
+def test_help_has_the_advice_the_choices_and_the_default_of_each_flag(capsys):
     """It had bare names."""
-    text = " ".join(train.make_parser(train.Config).format_help().split())
-    for name, advice in train.advice(train.Config).items():
-        assert f"--{name} " in text and advice in text
+    with pytest.raises(SystemExit):
+        train.parse_flags(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, comment in advice.advice(train.Config).items():
+        assert f"--{name} " in text and " ".join(comment.split()) in text
     assert "Choose token, sequence, constant. (default: token)" in text
     assert all(name in text for name in train.ppo.ESTIMATORS) and "(default: gae)" in text
     assert "--no_" not in text and "--max-len" not in text

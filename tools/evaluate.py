@@ -243,7 +243,7 @@ def run(argv: list[str]) -> int:
     try:
         cfg = read_flags(argv)
         _, world, _, store = start_distributed()
-        with train.install_variants(cfg):
+        with cfg.variants.installed(train.stages()):
             main(cfg, world, store)
     except UserError as error:
         tell_once(store, f"error: {error}")

@@ -1,24 +1,25 @@
 """The laboratory: trains the settings of a plan with several seeds, and says which of them differ.
 
-    python tools/lab.py ablations/plans/orz.txt --seeds 3
+    python tools/lab.py variants/plans/orz.txt --seeds 3
 
-A plan has a line for each setting: its name, patches of ablations/ if any, and flags of train.py.
-The first setting is the baseline, with which tools/compare.py compares the others.
+A plan has a line for each setting: its name, then its variants, then its flags of train.py. A
+variant is a name of variants/, or a .py file in the current folder or in the plan's folder.
+tools/compare.py compares each setting with the first one, the baseline.
 
-    base: --max_steps 60                           flags of all settings, if there are any
+    base: --max_steps 60                           of all settings; this line may be left out
     ppo:                                           the baseline
-    kl: kl_loss + --kl_coef 0.1                    a patch and its flag
+    mine: kl_loss + my_idea.py + --flag 3          two variants and a flag; my_idea.py is your own
     few: --data {base}/train.json[:64]             the first 64 problems of the laboratory
 
-The settings start from one base model, OUT/base, which tools/countdown.py makes, and have its flags
-before their own, unless they all name a --model. All seeds share the base model. A seed changes
-what is sampled and in which order problems come, so runs of one seed are a pair, and what differs
-is the setting. It also means that all is said of this base model.
+If a setting names no --model, tools/countdown.py makes a base model in OUT/base, and this model's
+flags come before those of each setting. All seeds share the base model, so a result holds for this
+base model only. A seed changes what is sampled and the order of the problems. So two runs of one
+seed are a pair, and their settings alone make the difference.
 
-Runs go side by side, one process of one thread on each core. What is done is skipped; what was
-stopped or killed goes on from its checkpoint. OUT has for each setting a folder with its code, a
-snapshot with the patches, and for each seed a run folder and what the run printed; and for each
-plan a table and a picture. Plans share the runs of settings of one name, which must be the same.
+Runs go side by side, one process of one thread on each core. The same command again skips runs that
+are done, and resumes runs that were stopped. The first start copies the code to OUT/code, and all
+runs use this copy. A setting's folder has the texts of its variants, and a run folder and a log for
+each seed. Two plans share the runs of a setting that has the same line in both.
 """
 
 import argparse
@@ -35,7 +36,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +47,10 @@ sys.path.insert(0, str(ROOT))
 from lib.common import UserError, hash64, one_line  # noqa: E402
 from lib.launcher import PR_SET_PDEATHSIG  # noqa: E402
 
-# The files of this checkout that a run needs, and the flags that it has from the laboratory.
-PRODUCT = ("*.py", "lib/*.py", "tasks/*.py", "tools/*.py")
-OWN_FLAGS = ("--seed", "--run_dir", "--resume")
+# The code without variants, of which each setting keeps its own.
+CODE = ("*.py", "lib/*.py", "tasks/*.py", "tools/*.py")
+# The laboratory gives these flags to each run.
+OWN_FLAGS = ("--seed", "--run_dir", "--resume", "--variant")
 
 
 @dataclass
@@ -57,9 +58,14 @@ class Setting:
     """A line of the plan."""
 
     name: str
-    patches: dict[str, str]  # the text of each, by name
+    variants: dict[str, str]  # name: text, in the order of --variant
     flags: list[str]
     folder: Path
+
+    def words(self) -> list[str]:
+        """Its flags, and its variants as its folder keeps them."""
+        files = [str(self.folder / "variants" / f"{name}.py") for name in self.variants]
+        return [*self.flags, "--variant", *files] if files else self.flags
 
 
 @dataclass
@@ -87,11 +93,12 @@ class Run:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def start(self, core: int, lock) -> None:
-        """One process with one thread on that core. It holds the lab's lock while it lives."""
-        command = [sys.executable, str(self.setting.folder / "code" / "train.py")]
-        command += [*self.setting.flags, "--seed", str(self.seed), "--run_dir", str(self.folder)]
+        """Starts one process with one thread on that core. It holds the laboratory's lock."""
+        train = self.setting.folder.parent / "code" / "train.py"
+        command = [sys.executable, str(train), *self.setting.words()]
+        command += ["--seed", str(self.seed), "--run_dir", str(self.folder)]
         options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-        # The Ctrl-C of a terminal must reach the lab alone, which then stops its runs.
+        # The Ctrl-C of a terminal must reach the laboratory alone, which then stops its runs.
         options |= {"start_new_session": True, "pass_fds": [lock.fileno()]}
         options |= {"env": os.environ | {"OMP_NUM_THREADS": "1"}}
         options |= {"preexec_fn": functools.partial(settle, core)}
@@ -100,7 +107,7 @@ class Run:
 
 
 def settle(core: int) -> None:
-    """A new process keeps to this core, and is told to save and leave if the lab dies."""
+    """Keeps this new process on the core. If the laboratory dies, the process saves and ends."""
     os.sched_setaffinity(0, {core})
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -109,53 +116,92 @@ def settle(core: int) -> None:
 
 
 def read_plan(path: Path, out: Path) -> list[Setting]:
-    """The settings, with the flags of the line `base` before their own. Raises UserError."""
-    lines = {}
+    """The settings, with what the line `base` has before their own. Raises UserError."""
+    settings = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
             words = shlex.split(line, comments=True)
-            add_line(lines, [word.replace("{base}", str(out / "base")) for word in words])
+            if words:
+                words = [word.replace("{base}", f"{out}/base") for word in words]
+                setting = read_line(words, path.parent, out)
+                if setting.name in settings:
+                    raise ValueError(f"the name {setting.name} is there twice; choose another")
+                settings[setting.name] = setting
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
-    common = lines.pop("base", [])
-    if not lines:
+    base = settings.pop("base", Setting("base", {}, [], out))
+    if not settings:
         raise UserError(f"{path} has no setting; write a line `NAME: FLAGS` for each")
-    settings = []
-    for name, words in lines.items():
-        patches = "".join(itertools.takewhile(is_no_flag, words)).split("+")
-        texts = {patch: read_patch(name, patch) for patch in filter(None, patches)}
-        own = itertools.dropwhile(is_no_flag, words)
-        settings.append(Setting(name, texts, [*common, *own], out / name))
-    return settings
+    for setting in settings.values():
+        setting.variants = base.variants | setting.variants
+        setting.flags = [*base.flags, *setting.flags]
+    return list(settings.values())
 
 
-def add_line(lines: dict[str, list[str]], words: list[str]) -> None:
-    """Adds a line's words under its name, if there are any. Raises ValueError."""
-    if not words:
-        return
+def read_line(words: list[str], folder: Path, out: Path) -> Setting:
+    """folder: of the plan. Raises ValueError."""
     name = words[0].removesuffix(":")
-    if name == words[0] or not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"{words[0]!r} is no name with a colon; write `NAME: PATCH + FLAGS`")
-    if name in lines:
-        raise ValueError(f"the name {name} is there twice; choose another")
-    for word in words:
+    # OUT/code is the copy of the code.
+    if name in (words[0], "code") or not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"{words[0]!r} cannot name a setting; write `NAME: VARIANT + FLAGS`")
+    flags = list(itertools.dropwhile(lambda word: not word.startswith("--"), words[1:]))
+    for word in flags:
         if word.partition("=")[0] in OWN_FLAGS:
             raise ValueError(f"the laboratory gives {word} itself; leave it out")
-    lines[name] = words[1:]
+    variants = {}
+    for word in filter(None, "".join(words[1 : len(words) - len(flags)]).split("+")):
+        path = find_variant(word, folder)
+        if path.stem in variants:
+            raise ValueError(f"two variants are called {path.stem}; leave one of them out")
+        variants[path.stem] = path.read_text(encoding="utf-8")
+    return Setting(name, variants, flags, out / name)
 
 
-def is_no_flag(word: str) -> bool:
-    return not word.startswith("--")
-
-
-def read_patch(setting: str, name: str) -> str:
-    path = ROOT / "ablations" / f"{name}.patch"
-    if not path.is_file():
-        raise UserError(f"{setting}: ablations/{name}.patch is not there; flags start with --")
-    return path.read_text()
+def find_variant(word: str, folder: Path) -> Path:
+    """The file of a variant. Raises ValueError."""
+    is_path = word.endswith(".py")
+    places = [Path(word), folder / word] if is_path else [ROOT / "variants" / f"{word}.py"]
+    for path in filter(Path.is_file, places):
+        return path
+    raise ValueError(f"the variant {' or '.join(map(str, places))} is not there")
 
 
 # ---- what runs need ------------------------------------------------------------------------------
+
+
+def keep_code(out: Path) -> None:
+    """Copies the code to OUT/code at the first start. Raises UserError if it is another one now."""
+    code, part, record = out / "code", out / "code.part", out / "code.record"
+    if not record.exists():
+        from lib.report import versions  # This takes seconds.
+
+        shutil.rmtree(part, ignore_errors=True)
+        for name in ("lib", "tasks", "tools", "variants"):
+            shutil.copytree(ROOT / name, part / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, part)
+        shutil.rmtree(code, ignore_errors=True)
+        part.rename(code)
+        write_json(record, {"commit": versions().get("git_commit"), "hash": code_hash(code)})
+    kept = json.loads(record.read_text())
+    if not kept["hash"] == code_hash(code) == code_hash(ROOT):
+        command = shlex.join(["python", str(code / "tools" / "lab.py"), *sys.argv[1:]])
+        raise UserError(
+            f"all runs in {out} use a copy of commit {kept['commit'] or 'unknown'}, and {ROOT} "
+            f"has other code now; choose another --out, or go on with the copy: {command}"
+        )
+
+
+def code_hash(folder: Path) -> str:
+    files = sorted(path for pattern in CODE for path in folder.glob(pattern))
+    return f"{hash64([(str(x.relative_to(folder)), x.read_bytes()) for x in files]):016x}"
+
+
+def write_json(path: Path, record: dict) -> None:
+    """Writes the whole file or nothing."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(record))
+    part.replace(path)
 
 
 def lab_flags(base: Path) -> list[str]:
@@ -166,28 +212,26 @@ def lab_flags(base: Path) -> list[str]:
     return shlex.split((base / "flags.txt").read_text())
 
 
-def prepare(setting: Setting) -> dict:
-    """Makes a setting's folder, where there is none, and returns its record.
-
-    Raises UserError for a patch that does not apply, a flag that train.py does not take, or a
-    folder with the runs of another setting.
-    """
+def prepare(setting: Setting) -> int:
+    """Makes a setting's folder, and returns how many steps its runs have. Raises UserError."""
     path = setting.folder / "setting.json"
-    setting.folder.mkdir(parents=True, exist_ok=True)
+    folder = setting.folder / "variants"
+    folder.mkdir(parents=True, exist_ok=True)
     setting.flags = [cut_data(word, setting.folder) for word in setting.flags]
-    wanted = {"patches": setting.patches, "flags": setting.flags}
-    if not path.exists():
-        copy_code(setting)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(wanted | {"code": code_hash(), "steps": count_steps(setting)}))
-        part.replace(path)
-    record = json.loads(path.read_text())
-    if not wanted.items() <= record.items():
+    wanted = {"variants": setting.variants, "flags": setting.flags}
+    record = json.loads(path.read_text()) if path.exists() else {}
+    # A text, because two dicts are equal in any order, and the order of variants matters.
+    if record and json.dumps(record | wanted) != json.dumps(record):
         raise UserError(
-            f"{setting.folder} has runs with other flags, or with other text in a patch; rename "
-            "the setting, remove the folder, or choose another --out"
+            f"{setting.folder} has runs with other flags, or with another text of a variant; "
+            "rename the setting, remove the folder, or choose another --out"
         )
-    return record
+    for name, text in setting.variants.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    if not record:
+        record = wanted | {"steps": count_steps(setting)}
+        write_json(path, record)
+    return record["steps"]
 
 
 def cut_data(word: str, folder: Path) -> str:
@@ -201,63 +245,22 @@ def cut_data(word: str, folder: Path) -> str:
     return str(path)
 
 
-def code_files() -> list[Path]:
-    return sorted(path for pattern in PRODUCT for path in ROOT.glob(pattern))
-
-
-def code_hash() -> int:
-    return hash64([path.read_text() for path in code_files()])
-
-
-def copy_code(setting: Setting) -> None:
-    """Copies the product's files, so that no later edit changes a run, and applies the patches."""
-    code = setting.folder / "code"
-    shutil.rmtree(code, ignore_errors=True)
-    for path in code_files():
-        copy = code / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    # Git must not find the checkout around it: it would take the paths as relative to that.
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(setting.folder)}
-    for name, text in setting.patches.items():
-        options = {"cwd": code, "env": env, "input": text, "text": True}
-        done = subprocess.run(["git", "apply"], capture_output=True, **options)
-        if done.returncode != 0:
-            patch = f"ablations/{name}.patch"
-            raise UserError(f"{setting.name}: {patch} does not apply: {one_line(done.stderr)}")
-
-
 def count_steps(setting: Setting) -> int:
-    """How many steps its runs have. Raises UserError where its train.py does not take its flags."""
+    """How many steps its runs have. Raises UserError where train.py refuses its words."""
+    import train  # This takes seconds, and only a new setting needs it.
+
     try:
-        # A patch may add flags, so the patched file is asked.
-        config = read_patched_flags(setting) if setting.patches else read_flags(setting.flags)
-        if not (config["max_steps"] and config["eval_data"]):
+        cfg = train.parse_flags(setting.words())
+        with cfg.variants.installed(train.stages()):
+            train.check.check_config(cfg, 1, train.ppo.ESTIMATORS)
+            train.find_task(cfg)
+        if not (cfg.max_steps and cfg.eval_data):
             raise UserError("give --max_steps and --eval_data; the laboratory counts and compares")
     except UserError as error:
-        raise UserError(f"{setting.name}: {error}") from None
-    return config["max_steps"]
-
-
-def read_flags(words: list[str]) -> dict:
-    """The flags as this file's train.py reads them. Raises UserError."""
-    import train  # slow, and seldom needed
-
-    cfg = train.parse_flags(words)
-    train.check.check_config(cfg, 1, train.ppo.ESTIMATORS)
-    return vars(cfg)
-
-
-def read_patched_flags(setting: Setting) -> dict:
-    """The same by the copy of this file that lies beside the patched train.py."""
-    script = "import json, sys, tools.lab as l; print(json.dumps(l.read_flags(sys.argv[1:])))"
-    command = [sys.executable, "-c", script, *setting.flags]
-    code = setting.folder / "code"
-    done = subprocess.run(command, cwd=code, capture_output=True, text=True)
-    if done.returncode != 0:
-        last = (done.stderr.splitlines() or ["it was killed"])[-1]
-        raise UserError(last.removeprefix("lib.common.UserError: "))
-    return json.loads(done.stdout.splitlines()[-1])
+        # The plan names a variant without this folder.
+        message = str(error).replace(f"{setting.folder}/variants/", "")
+        raise UserError(f"{setting.name}: {message}") from None
+    return cfg.max_steps
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -346,21 +349,17 @@ def run_plan(args) -> int:
         raise UserError(f"--show {' '.join(unknown)} --seeds {args.seeds}: no such setting or seed")
     cores = choose_cores(args.jobs)
     lock = claim(out)
+    keep_code(out)
     common = ["--log_with", "none"]
     if not all("--model" in setting.flags for setting in settings):
         common += lab_flags(out / "base")
     for setting in settings:
         setting.flags = [*common, *setting.flags]
-    # Each patched train.py is asked in a process of its own, which takes seconds to import.
-    with ThreadPoolExecutor(len(cores)) as pool:
-        records = list(pool.map(prepare, settings))
-    if len({record["code"] for record in records}) > 1:
-        print("WARNING: the code was edited between these settings; what differs may be that")
-    # They go seed by seed, so that a laboratory that is stopped has something to compare.
+    steps = [prepare(setting) for setting in settings]
+    # Runs go seed by seed, so a laboratory that is stopped early can compare all settings.
     runs = []
     for seed in range(1, args.seeds + 1):
-        for setting, record in zip(settings, records):
-            runs.append(Run(setting, seed, record["steps"]))
+        runs += [Run(setting, seed, count) for setting, count in zip(settings, steps)]
     failed = run_all(runs, cores, lock)
     code = compare(settings, args, out)
     if failed:

@@ -181,7 +181,7 @@ def main(argv: list[str]) -> None:
     if cfg.model is None:
         print("no --model: this is the demo; tools/demo.py makes its model and its other flags")
         return
-    with train.install_variants(cfg):
+    with cfg.variants.installed(train.stages()):
         print_plan(args, cfg)
 
 

@@ -32,15 +32,13 @@ def token_passes(original, policy, critic, reference, batch, cfg, step):
 
 def update_policy(_original, policy, batch, cfg, step, total_steps):
     samples = ppo.samples_that_count(batch, cfg)
+    peak = cfg.actor_learning_rate
     past = step * cfg.policy_updates
     total = total_steps * cfg.policy_updates
-
-    def rate(k):
-        peak = cfg.actor_learning_rate
-        return ppo.learning_rate(peak, cfg.warmup_updates, past + k, cfg.lr_end, total)
-
-    count = min(cfg.policy_updates, len(samples))
-    return ppo.update_in_parts(policy, ppo.policy_loss, batch, samples, count, rate, cfg, step)
+    rates = []
+    for k in range(cfg.policy_updates):
+        rates.append(ppo.learning_rate(peak, cfg.warmup_updates, past + k, cfg.lr_end, total))
+    return ppo.update_in_parts(policy, ppo.policy_loss, batch, samples, rates, cfg, step)
 
 
 def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):

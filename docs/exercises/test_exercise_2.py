@@ -1,4 +1,4 @@
-"""Exercise 2: only the uncertain tokens are learnt from. Red until ppo.policy_loss does so."""
+"""Exercise 2: only the uncertain tokens are learnt from. Red until ppo.token_loss does so."""
 
 import os
 import sys

@@ -1,0 +1,62 @@
+"""What --help prints, and what is said of an unknown flag.
+
+A flag's advice is the comment behind its field in Config, or in a variant's Flags. train.py loads
+this file for --help, for unknown flags and for variants alone.
+"""
+
+import argparse
+import difflib
+import inspect
+import re
+
+from lib.check import CHOICES
+
+# Old flags, and what they are called now.
+RENAMED = {
+    "reward": "task",
+    "answer": "answer_form",
+    "num_warmup_steps": "warmup_updates",
+    "critic_update_steps": "critic_updates",
+    "critic_warmup_steps": "critic_only_steps",
+}
+
+
+def advice(config) -> dict[str, str]:
+    """The comment behind each field of a dataclass."""
+    found = {}
+    for owner in reversed(config.__mro__[:-1]):
+        text = inspect.getsource(inspect.getmodule(owner))
+        body = re.search(rf"^class {owner.__name__}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+        # A long field goes on in lines that are indented by eight.
+        pattern = r"^    (\w+): [^\n#]*(?:\n {8}[^\n#]*)*  # (.+)$"
+        # The class that lib/variants.py makes has no text.
+        if body:
+            found |= re.findall(pattern, body[0], re.MULTILINE)
+    return found
+
+
+def explain(parser, config, estimators):
+    """Adds the advice to an HfArgumentParser of `config`."""
+    parser.usage = "accelerate launch train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
+    texts = advice(config)
+    choices = {**CHOICES, "estimator": estimators, "attention": ["auto", *CHOICES["attention"]]}
+    for action in parser._actions:
+        name = action.dest
+        if name in texts:
+            action.metavar = "VALUE"
+            action.help = texts[name].replace("%", "%%")
+            if name in choices:
+                action.help += f" Choose {', '.join(map(str, choices[name]))}."
+        # Other spellings are taken too: --max-len for --max_len, --no_bf16 for --bf16 false.
+        action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
+        if action.option_strings[0].startswith("--no_"):
+            action.help = argparse.SUPPRESS
+
+
+def explain_unknown(word, known) -> str:
+    """word: `--FLAG` or `--FLAG=VALUE`. known: the names of the flags."""
+    name = word.lstrip("-").partition("=")[0]
+    if name in RENAMED:
+        return f"--{name} is called --{RENAMED[name]} now"
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
+    return f"unknown flag {word}: did you mean --{nearest[0]}?"
