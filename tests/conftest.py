@@ -49,12 +49,13 @@ LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
-LONGEST_FIRST = ["resume", "two_machines", "ckpt", "train", "models", "ppo", "evaluate", "sandbox"]
-LONGEST_FIRST += ["reward", "demo", "copies", "rollout"]
+LONGEST_FIRST = ["resume", "two_machines", "variant_runs", "ckpt", "train", "models", "ppo"]
+LONGEST_FIRST += ["evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
 
 
 # A test of these files, or with one of these fixtures, starts engines.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_evaluate", "test_soak", "test_demo"}
+ENGINE_FILES |= {"test_variant_runs"}
 ENGINE_FIXTURES = {"results", "wide", "one_rank", "two_ranks", "whole", "found", "found_in_bf16"}
 ENGINE_FIXTURES |= {"runs", "run", "trained", "place"}
 

@@ -149,42 +149,22 @@ def test_ranks_agree_on_a_fault_of_one_of_them(handlers, process_group, monkeypa
     assert stop.value.fault is None
 
 
-def test_an_error_of_one_rank_is_held_until_the_ranks_meet(handlers, process_group):
-    signals = common.Signals(dist.HashStore())
-    with signals.hold_error():
+def test_an_error_of_one_rank_stops_all_ranks(process_group, monkeypatch):
+    with pytest.raises(common.Stopped) as stop, common.share_errors():
         raise common.UserError("this cannot work")
-    assert signals.poll(), "the others need not finish"
-    with pytest.raises(common.Stopped) as stop:
-        signals.agree()
     assert stop.value.fault == "this cannot work"
-
-
-def test_an_error_is_shared_by_all_ranks(handlers, process_group, monkeypatch):
-    signals = common.Signals(dist.HashStore())
-    with pytest.raises(common.Stopped) as stop, signals.share_error():
+    with pytest.raises(common.Stopped) as stop, common.share_errors():
         raise ValueError("of this rank")
     assert stop.value.fault.startswith("ValueError: of this rank (")
-    signals = common.Signals(dist.HashStore())
-    with pytest.raises(common.Stopped) as stop, signals.share_error():
+    with pytest.raises(common.Stopped) as stop, common.share_errors():
         raise common.Stopped
     assert stop.value.fault is None, "all ranks have agreed on it already"
-    with signals.share_error():
+    with common.share_errors():
         pass
-    monkeypatch.setattr(common, "gather", lambda mine: [mine, "of another rank"])
-    with pytest.raises(common.Stopped) as stop, signals.share_error():
+    monkeypatch.setattr(common, "gather", lambda mine: [mine, (False, "of another rank")])
+    with pytest.raises(common.Stopped) as stop, common.share_errors():
         pass
     assert stop.value.fault == "of another rank"
-
-
-def test_what_rank_0_says_is_what_all_ranks_have(process_group, monkeypatch):
-    assert common.from_rank0(divmod, 7, 2) == (3, 1)
-    with pytest.raises(common.UserError, match="^ZeroDivisionError: "):
-        common.from_rank0(divmod, 7, 0)
-    monkeypatch.setattr(common, "gather", lambda mine: [(None, "rank 0's"), mine])
-    assert common.from_rank0(divmod, 7, 2) == "rank 0's"
-    monkeypatch.setattr(common, "gather", lambda mine: [mine, ("rank 1 cannot", None)])
-    with pytest.raises(common.UserError, match="^rank 1 cannot$"):
-        common.from_rank0(divmod, 7, 2)
 
 
 # ---- lib/launcher.py -----------------------------------------------------------------------------

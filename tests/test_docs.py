@@ -20,7 +20,7 @@ from tools import demo
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md"]
 PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 STARTS = ("accelerate launch --", "accelerate launch train.py", "make ", "bash runs/", "sbatch ")
-STARTS += ("sed ", "python ", ".venv/bin/python ", "git apply ", "patch ")
+STARTS += ("sed ", "python ", ".venv/bin/python ")
 
 SETTINGS = r"^(\w+=\S+ )+"  # of the environment, before a command
 
@@ -53,8 +53,6 @@ def test_command(page, command, tmp_path, monkeypatch, process_group):
     words = shlex.split(re.sub(SETTINGS, "", command))
     if words[0] == "sed":
         check_edit(words, tmp_path)
-    elif words[0] in ("git", "patch"):
-        check_patch(words)
     elif "train.py" in words:
         check_training(words)
     elif words[0] == "make":
@@ -78,12 +76,6 @@ def check_edit(words: list[str], folder) -> None:
     subprocess.run([*edit, str(copy)], check=True)
     assert copy.read_text() != (ROOT / name).read_text()
     compile(copy.read_text(), name, "exec")
-
-
-def check_patch(words: list[str]) -> None:
-    """It applies to the files that are here."""
-    patch = words[-1]
-    subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
 
 
 def check_training(words: list[str]) -> None:

@@ -23,6 +23,7 @@ from ppo_worker import CPU, config, make_batch
 from safetensors.torch import load_file, save_file
 from test_resume import resume_cell
 from transformers import (
+    AttentionInterface,
     AutoModel,
     AutoModelForCausalLM,
     GPT2Config,
@@ -270,6 +271,8 @@ def test_policy_swaps_the_head_but_not_its_parameter(tied, models):
 def loops(monkeypatch):
     """On a CPU both kernels are a loop. All between them and the rows is what runs on a GPU."""
     kernels.use_varlen(monkeypatch, "2.13")
+    # As load_body does; here some models are loaded without it.
+    AttentionInterface.register("varlen", packed_attention)
     reader = flash_utils._lazy_define_process_function(kernels.flash_attn)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", "flash_attention_2")
     monkeypatch.setattr(flash_utils, "_flash_varlen_fn", kernels.flash_attn)

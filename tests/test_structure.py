@@ -13,13 +13,14 @@ import train
 from lib import advice
 
 STAGES = ("train", "rollout", "reward", "ppo", "ckpt")
-FOLDERS = ("lib", "tasks", "tools")
+FOLDERS = ("lib", "tasks", "tools", "variants")
 LOOP_LINES = 60  # one screen
 # What a file may import of this repository, by its place in the house.
 BELOW = {
-    "tools": {*STAGES, *FOLDERS},
+    "tools": {*STAGES, "lib", "tasks", "tools"},
     "train": {*STAGES, "lib"},
     "tasks": {"lib", "tasks"},
+    "variants": {*STAGES, "lib", "tasks"},
     "lib": {"lib"},
 } | dict.fromkeys(STAGES[1:], {"lib"})
 # A stage is copied together with these. (Other imports may stand inside a function.)

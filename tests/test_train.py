@@ -421,7 +421,7 @@ def test_an_interval_of_0_is_never():
 # ---- evaluate (check_sampler is in test_rollout.py) ----------------------------------------------
 
 
-def test_evaluation_has_its_own_distribution_and_its_own_randomness(monkeypatch):
+def test_evaluation_has_its_own_distribution_and_its_own_randomness(monkeypatch, process_group):
     cfg = train.Config(eval_n=2, temperature=1.0, eval_temperature=0.0, eval_top_p=0.5)
     problems = [reward.Problem(k, "", "", "", [1]) for k in range(3)]
     asked = []
@@ -439,7 +439,7 @@ def test_evaluation_has_its_own_distribution_and_its_own_randomness(monkeypatch)
     assert len(set(seeds)) == 2 * 2 * 6, "of both sets and both steps"
 
 
-def test_no_randomness_is_used_twice(monkeypatch):
+def test_no_randomness_is_used_twice(monkeypatch, process_group):
     """Not by two steps, nor by training, an evaluation before the same step and the check at the
     start, although all of them draw the same samples of the same problems here."""
     cfg = train.Config(rollout_batch_size=8, n_samples_per_prompt=4, eval_n=4)
@@ -450,14 +450,16 @@ def test_no_randomness_is_used_twice(monkeypatch):
         seeds.append({request.seed for request in requests})
         raise StopIteration
 
-    monkeypatch.setattr(train.rollout_stage, "draw", lambda rollout, *given: sample(*given))
-    rollout = SimpleNamespace(cfg=cfg)
+    def draw(rollout, requests, clock):
+        seeds.append({request.seed for request in requests})
+
+    monkeypatch.setattr(train.rollout_stage, "draw", draw)
+    log = SimpleNamespace(evaluation=lambda name, samples, step: None)
     with pytest.raises(StopIteration):
         train.check_sampler(SimpleNamespace(generate=sample), None, problems, cfg)
     for step in range(3):
         seeds.append({request.seed for request in requests_of_step(problems, cfg, step)})
-        with pytest.raises(StopIteration):
-            train.evaluate(rollout, {"aime": problems}, step, SimpleNamespace(evaluation=None))
+        train.evaluate(SimpleNamespace(cfg=cfg), {"aime": problems}, step, log)
     assert list(map(len, seeds)) == [8 * 4] * 7
     assert len(set.union(*seeds)) == 7 * 8 * 4
 

@@ -23,14 +23,14 @@ class Flags:
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
-    advice = "`pip install --no-deps -r requirements-extras.txt` first"
-    check.require_all(
-        cfg,
-        {
-            "lora_rank": (cfg.lora_rank >= 1, "must be at least 1"),
-            "variant": (find_spec("peft"), advice),
-        },
-    )
+    check.require_all(cfg, {"lora_rank": (cfg.lora_rank >= 1, "must be at least 1")})
+
+
+def find_inputs(original, cfg):
+    """A plan of memory needs no peft, but a run does."""
+    install = "`pip install --no-deps -r requirements-extras.txt` first"
+    check.require(find_spec("peft"), f"--variant lora: {install}")
+    return original(cfg)
 
 
 def policy_body(original, cfg):
