@@ -15,7 +15,6 @@ An engine is a DeepSpeed engine; `engines` is a dict of them by name.
 """
 
 import contextlib
-import copy
 import dataclasses
 import fcntl
 import hashlib
@@ -55,8 +54,9 @@ class RunState:
         """Counts a step whose lines are in the logs. memory: of the variants."""
         self.step += 1
         self.log_sizes = log_sizes(run_dir)
-        # A variant may change its MEMORY in a step that is never finished.
-        self.memory = copy.deepcopy(memory)
+        # It is a copy, because a step that is never finished may change it, and of the form in which
+        # a resumed run reads it.
+        self.memory = json.loads(json.dumps(memory))
 
     @property
     def layout(self):

@@ -10,7 +10,6 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
   ORZ takes a mean of per-pack means.
 - The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
   rollout that ratio is 1 and the clip does nothing. (`ratio` in this file is trainer to sampler.)
-  variants/updates.py takes several updates and has them all.
 - `grpo` divides by the group's standard deviation, and its scores are not whitened. ORZ's GRPO does
   not divide, and whitens.
 
@@ -91,11 +90,11 @@ class MicroBatch:
 def make_batch(samples, device, cfg, rewards=None) -> Batch:
     """Makes a batch of the sampler's samples. Responses to one problem form a group.
 
-    rewards: what is learnt from, `paid` if nothing is given. A collective then.
+    rewards: what is learnt from. Without them rank 0 calls `paid`, and all ranks must call this.
     """
     if rewards is None:
         with share_errors():
-            rewards = paid(samples, cfg)
+            rewards = paid(samples, cfg) if dist.get_rank() == 0 else None
         rewards = gather(rewards)[0]
     prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
     response_ids = [sample.response_ids for sample in samples]
@@ -347,11 +346,8 @@ def raw_advantages(batch: Batch, cfg) -> Tensor:
     mask = batch.mask.to(batch.device)  # (N, S)
     values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
     values[mask] = flat_values(batch)
-    function = ESTIMATORS[cfg.estimator].function
-    # A variant may stand in for the function, so it is looked up by its name.
-    function = globals().get(function.__name__, function)
-    groups = batch.groups.to(batch.device)  # (N,)
-    scores = function(batch.rewards.to(batch.device), values, mask, groups, cfg)  # (N,) or (N, S)
+    inputs = (batch.rewards.to(batch.device), values, mask, batch.groups.to(batch.device), cfg)
+    scores = ESTIMATORS[cfg.estimator].function(*inputs)  # (N,) or (N, S)
     return scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
 
 

@@ -12,8 +12,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import shlex
-import subprocess
 import sys
 import traceback
 import urllib.parse
@@ -65,13 +63,10 @@ class NoVariants:
     hashes = []
     added = memory = estimators = {}
 
-    def installed(self, stages):
+    def installed(self, *_):
         return contextlib.nullcontext()
 
-    def ignore(self, *_):
-        pass
-
-    wrap_task = tell_start = tell_unreached = ignore
+    wrap_task = tell_start = tell_unreached = installed
 
 
 # The comments behind the fields are what --help prints.
@@ -84,7 +79,7 @@ class Learning:
     system: str | None = None  # The system message of --template chat.
     answer_form: str = "orz"  # What counts as answer: orz, boxed_anywhere, last_number, hashes.
     task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
-    variant: list[str] = field(default_factory=list)  # Names in variants/ or .py files. none: none.
+    variant: list[str] = field(default_factory=list)  # Files of variants/ without .py, or paths.
     seed: int = 42  # Every random choice is a hash of the seed and of the choice's purpose.
     # ---- sampling
     rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
@@ -155,7 +150,7 @@ class Config(Learning):
     kv_cache_gb: float | None = None  # GiB of KV cache. Default: the rest of the share; CPU: 1.
     enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
 
-    # Of lib/variants.py, if --variant is given. It is no flag.
+    # It is not a flag. With --variant it is an object of lib/variants.py.
     variants = NoVariants()
 
 
@@ -202,18 +197,6 @@ def refuse_flag(message):
 def stages():
     """The modules whose functions a variant can wrap, beside the task."""
     return [sys.modules[__name__], rollout_stage, ppo, ckpt, models, metrics, check]
-
-
-def demo_flags(cfg, argv):
-    """Makes the demo's base model in run_dir, and puts the demo's flags before the given ones."""
-    folder = (Path(cfg.run_dir) / "base").resolve()
-    tool = f"{Path(__file__).parent}/tools/demo.py"
-    command = [sys.executable, tool, str(folder), "--seed", str(cfg.seed), "--end_with_parent"]
-    error = ckpt.on_rank0(subprocess.check_call, command)
-    check.require(not error, "the demo's base model was not made, see above")
-    flags = (folder / "flags.txt").read_text()
-    print0("the demo is train.py", *flags.splitlines())
-    return parse_flags([*shlex.split(flags), *argv])
 
 
 def find_inputs(cfg):
@@ -274,6 +257,8 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     check.check_same({f"hash of the problems in {where}": problems_hash(problems)}, wrong)
     texts = [problem.prompt for problem in problems]
     if cfg.template == "chat":
+        from lib.chat import as_chat
+
         texts = [as_chat(text, tokenizer, cfg) for text in texts]
     prompts = tokenizer(texts, add_special_tokens=False)
     kept = []
@@ -287,20 +272,6 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
         )
     check.require(kept, f"{where}: no prompt is left; raise --prompt_max_len")
     return kept
-
-
-def as_chat(text, tokenizer, cfg):
-    """The text as a user's turn in the tokenizer's own chat template. Raises UserError."""
-    turns = [{"role": "user", "content": text}]
-    if cfg.system:
-        turns = [{"role": "system", "content": cfg.system}, *turns]
-    try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    # A chat template is a program of the model's author.
-    except Exception as error:
-        raise UserError(
-            f"--template chat: {cfg.model}: {one_line(error)}; give another --template"
-        ) from error
 
 
 def parse_path(path):
@@ -447,6 +418,10 @@ def open_run_dir(cfg):
     return run_dir, lock
 
 
+def count_updates(learners):
+    return sum(learner.updates for learner in learners)
+
+
 def export_all(learners, run_dir, tokenizer):
     """Writes the Hugging Face folders of policy and critic."""
     for learner in learners:
@@ -468,6 +443,8 @@ def main(cfg, world, device, store):
     new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
     new.variants = cfg.variants.hashes
     fixed = vars(Learning()) | cfg.variants.added
+    # Of a variant the text is compared, because its file may move.
+    del fixed["variant"]
     source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed)
     if state.step >= total_steps and (run_dir / "result.json").exists():
         return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
@@ -489,6 +466,7 @@ def main(cfg, world, device, store):
     log.start(state, check_sampler(rollout.sampler, policy, problems, cfg))
 
     save_error = None
+    updates = count_updates(learners)
     try:
         for step in range(state.step, total_steps):
             if step == 0 or is_due(step, cfg.eval_interval):
@@ -507,14 +485,13 @@ def main(cfg, world, device, store):
                 rollout.sampler.sleep()
                 batch = ppo.make_batch(samples, device, cfg)
 
-            with share_errors():
-                # 5. Values V(s_t), from the critic before its update.
-                with clock("values"):
-                    ppo.token_passes(policy, critic, reference, batch, cfg, step)
+            # 5. Values V(s_t), from the critic before its update.
+            with rollout.signals.share_same_error(), clock("values"):
+                ppo.token_passes(policy, critic, reference, batch, cfg, step)
 
-                # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
-                with clock("advantage"):
-                    stats = ppo.compute_advantages(batch, cfg)
+            # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
+            with share_errors(), clock("advantage"):
+                stats = ppo.compute_advantages(batch, cfg)
 
             # 7. Learn: the critic in several updates, then the policy in one.
             with clock("critic"):
@@ -530,11 +507,14 @@ def main(cfg, world, device, store):
             # 9. Report and save. A save that failed is tried again at the next step.
             log.step(step + 1, samples, batch, stats, clock)
             state.finish_step(run_dir, cfg.variants.memory)
+            updates = count_updates(learners)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
     except Stopped as stop:
-        if state.step > 0:
+        if count_updates(learners) > updates:
+            save_error = "a variant has learnt before the error"
+        elif state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         why = stop.fault or "stopped"
         check.require(not save_error, f"{why}; step {state.step} is NOT saved: {save_error}")
@@ -557,14 +537,17 @@ def run(argv):
             cfg = parse_flags(argv)
         except UserError as error:
             # Perhaps a variant is absent on this machine alone, and the others must hear of it.
+            check.require("--variant" in " ".join(argv), error)
             wrong = error
         _, world, device, store = start_distributed()
         check.check_same({}, wrong)
         if cfg.model is None:
-            cfg = demo_flags(cfg, argv)
+            from lib.demo import demo_flags
+
+            cfg = parse_flags([*demo_flags(cfg), *argv])
         # Machines may mount the folders under different names.
         values = {f"--{name}": value for name, value in vars(cfg).items()}
-        check.check_same(values | {"--run_dir": None, "--variant": None})
+        check.check_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
         with cfg.variants.installed(stages()):
             check.check_config(cfg, world, ppo.ESTIMATORS)
             main(cfg, world, device, store)

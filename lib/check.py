@@ -49,7 +49,8 @@ def check_config(cfg, world, estimators):
         require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
     for name, value in vars(cfg).items():
         least = 1 if name in COUNTS else 0
-        if type(value) in (int, float):
+        # A variant checks its own flags.
+        if type(value) in (int, float) and name not in cfg.variants.added:
             # Not negative, not infinite, not NaN.
             advice = f"must be a number, at least {least}"
             require_all(cfg, {name: (least <= value < 2**63, advice)})
@@ -170,10 +171,9 @@ def check_same(values, error=None):
         if why:
             raise UserError(f"{place}: {why}")
         for name, ours in reports[0][2].items():
-            if found[name] != ours:
-                raise UserError(
-                    f"{place}: {name}: {found[name]}, of rank 0: {ours}; give all the same"
-                )
+            theirs = found.get(name)
+            if theirs != ours:
+                raise UserError(f"{place}: {name}: {theirs}, of rank 0: {ours}; give all the same")
 
 
 def load_config(model):

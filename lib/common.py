@@ -53,7 +53,7 @@ def gather(value):
 def share_errors():
     """An error inside on one rank becomes Stopped on all ranks. A collective.
 
-    A rank with an error comes here early, so the others' next collective must be `agree`, too.
+    A rank with an error comes to its end early, so the others' next collective must be `agree` too.
     """
     fault = None
     try:
@@ -202,15 +202,13 @@ def one_line(error):
 
 
 def describe_error(error):
-    """One line: what is wrong, in which file and line. run.log gets the whole traceback."""
+    """One line for the screen. run.log gets the whole traceback."""
     if isinstance(error, UserError):
         return str(error)
     # The screen has a stream of its own since lib/report.py sends what libraries print to run.log.
     traceback.print_exception(error, file=sys.__stderr__)
     place = traceback.extract_tb(error.__traceback__)[-1]
-    notes = "; ".join(getattr(error, "__notes__", []))
-    what = f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
-    return f"{what} {notes}".strip()
+    return f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
 
 
 class Signals:
@@ -249,3 +247,22 @@ class Signals:
     def agree(self, fault=None):
         """A collective: raises Stopped on every rank if any was asked, or has a fault to tell."""
         agree(self.poll(), fault)
+
+    @contextlib.contextmanager
+    def share_same_error(self):
+        """An error inside on all ranks becomes Stopped. It is for code with collectives in it.
+
+        An error on some ranks alone is raised there. The other ranks cannot hear of it, because
+        they wait in a collective, which ends when the first ranks are gone.
+        """
+        try:
+            yield
+        except Exception as error:
+            failed = self.store.add("failed", 1)
+            deadline = time.monotonic() + 30
+            while failed < dist.get_world_size() and time.monotonic() < deadline:
+                time.sleep(0.1)
+                failed = self.store.add("failed", 0)
+            if failed < dist.get_world_size():
+                raise
+            raise Stopped(describe_error(error)) from error

@@ -177,6 +177,7 @@ class Learner:
         self.module = engine.module
         self.device = engine.device
         self.stage = stage
+        self.updates = 0  # made by this process
 
     def __call__(self, *inputs):
         return self.deepspeed(*inputs)
@@ -190,6 +191,7 @@ class Learner:
             self.deepspeed.step()
 
     def apply_update(self, lr):
+        self.updates += 1
         return take_update(self, lr)
 
 

@@ -24,9 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from lib import check
 from lib.advice import advice
 from lib.common import UserError, hash64, one_line
 
@@ -140,21 +138,23 @@ class Variants:
             texts = advice(module.Flags)
             for field in dataclasses.fields(module.Flags):
                 flag = f"{self.words[name]}: --{field.name}"
-                has_default = field.default is not dataclasses.MISSING
-                has_default |= field.default_factory is not dataclasses.MISSING
-                require(has_default, f"{flag} has no default")
+                no_default = field.default is field.default_factory
+                require(not no_default, f"{flag} has no default")
                 text = "write a comment behind it that says what it does"
                 require(field.name in texts, f"{flag} has no advice: {text}")
                 known = core.get(field.name)
                 require(not known or known.type == field.type, f"{flag} must be as in train.py")
                 before = owner.get(field.name)
-                is_same = known and default.get(field.name) == field.default
+                value = field.default
+                if value is dataclasses.MISSING:
+                    value = field.default_factory()
+                is_same = known and default.get(field.name) == value
                 require(
                     before in (None, *needs(module)) or is_same,
                     f"{flag} is a flag of {before} too; leave one of the two variants out",
                 )
                 owner[field.name] = name
-                default[field.name] = field.default
+                default[field.name] = value
             bases = (module.Flags, *bases)
         self.new_defaults = {flag: default[flag] for flag in default if flag in core}
         self.added = {flag: default[flag] for flag in default if flag not in core}
@@ -167,11 +167,8 @@ class Variants:
     def installed(self, stages: list):
         """While it lasts, the variants' functions stand in for those of the stages.
 
-        Raises UserError on all ranks where a function does not fit, or a text is not alike. A
-        collective, if there is a process group.
+        Raises UserError where a function does not fit.
         """
-        if dist.is_initialized():
-            check.check_same({"--variant, as hashes": self.hashes})
         try:
             self.wrap(stages)
             yield self
@@ -183,24 +180,32 @@ class Variants:
         """Wraps the functions that these modules define. Raises UserError."""
         for stage in stages:
             for name in sorted({hook.name for hook in self.hooks} & set(functions_of(stage))):
-                function = getattr(stage, name)
-                self.set_in(vars(stage), name, self.chain(name, function))
+                self.stand_in(stage, getattr(stage, name), self.chain(name, getattr(stage, name)))
             for name, module in self.modules.items():
                 self.refuse_escapes(name, module, stage)
                 if hasattr(stage, "ESTIMATORS"):
                     self.add_estimators(name, module, stage)
 
+    def stand_in(self, stage, function, wrapped):
+        """Puts `wrapped` in the place of a function: in the module and in the module's tables."""
+        self.set_in(vars(stage), function.__name__, wrapped)
+        for table in [table for table in vars(stage).values() if isinstance(table, dict)]:
+            for key, value in table.items():
+                if value is function:
+                    self.set_in(table, key, wrapped)
+                elif getattr(value, "function", None) is function:
+                    # An entry of ESTIMATORS.
+                    self.set_in(table, key, dataclasses.replace(value, function=wrapped))
+
     def chain(self, name, function):
         """The variants' functions around the stage's one."""
         wrappers = [hook for hook in self.hooks if hook.name == name]
-        arguments = list(inspect.signature(function).parameters)
         wrapped = function
         for hook in wrappers:
-            given = list(inspect.signature(hook.function).parameters)[1:]
             require(
-                given == arguments,
-                f"{self.words[hook.variant]}: the arguments of {name} behind the first one must be "
-                f"({', '.join(arguments)})",
+                arguments_of(hook.function)[1:] == arguments_of(function),
+                f"{self.words[hook.variant]}: behind its first argument {name} must have those of the "
+                f"stage's function, with their defaults: {inspect.signature(function)}",
             )
             wrapped = closure(hook, wrapped)
         if name in CHECKS:
@@ -212,7 +217,7 @@ class Variants:
         for key, value in vars(module).items():
             is_stage_s = inspect.isfunction(value) and value.__module__ == stage.__name__
             require(
-                not is_stage_s or key.startswith("_"),
+                not is_stage_s,
                 f"{self.words[name]}: import {stage.__name__} and call {stage.__name__}.{key}, so "
                 "that other variants can wrap it",
             )
@@ -236,6 +241,8 @@ class Variants:
         in_stages = {name for stage in stages for name in functions_of(stage)}
         in_task = set(functions_of(task))
         for hook in self.hooks:
+            where = f"{self.words[hook.variant]}: {hook.name}"
+            require(hook.name not in EARLY, f"{where} runs before the variants are there")
             places = in_stages | in_task
             near = " or ".join(difflib.get_close_matches(hook.name, places)) or "a name of a stage"
             where = f"{self.words[hook.variant]}: {hook.name}"
@@ -291,9 +298,12 @@ class Variants:
         names = [f"{hook.variant}.{hook.name}" for hook in self.hooks if not hook.calls]
         if names:
             missed = f"{', '.join(names)} was not called in the first learning step"
-            print(f"WARNING: --variant: {missed}", file=sys.stderr)
+            why = "another variant may stand in for its caller, or the run calls it later"
+            print(f"WARNING: --variant: {missed}; {why}", file=sys.stderr)
 
 
+# Functions of train.py that read the flags.
+EARLY = ("run", "parse_flags", "refuse_flag")
 # What a variant's public names may be beside functions.
 KINDS = {
     "Flags": (type, "a dataclass"),
@@ -413,6 +423,11 @@ def checked(function, check, chain: str):
         return result
 
     return wrapper
+
+
+def arguments_of(function) -> list[tuple]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 
 def functions_of(module) -> list[str]:

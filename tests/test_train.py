@@ -27,6 +27,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import reward
 import train
 from lib import advice
+from lib import demo as lib_demo
 from lib.common import UserError
 from rollout import Sample, requests_of_step
 from tools import demo
@@ -137,14 +138,15 @@ def demo_tool(monkeypatch, process_group):
         folder = train.Path(command[2])
         folder.mkdir(parents=True, exist_ok=True)
         demo.write_flags(folder, int(command[4]))
+        return 0
 
-    monkeypatch.setattr(train.subprocess, "check_call", call)
+    monkeypatch.setattr(lib_demo.subprocess, "call", call)
     return commands
 
 
 def test_flags_of_the_user_win_over_the_demo_s(demo_tool, tmp_path, capsys):
     argv = ["--run_dir", str(tmp_path), "--seed", "3", "--max_steps", "5", "--eval_data", "mine"]
-    cfg = train.demo_flags(train.parse_flags(argv), argv)
+    cfg = train.parse_flags([*lib_demo.demo_flags(train.parse_flags(argv)), *argv])
     tool = str(ROOT / "tools" / "demo.py")
     words = [str(tmp_path / "base"), "--seed", "3", "--end_with_parent"]
     assert demo_tool == [[sys.executable, tool, *words]]
@@ -158,16 +160,16 @@ def test_flags_of_the_user_win_over_the_demo_s(demo_tool, tmp_path, capsys):
 
 def test_only_rank_0_makes_the_demo_s_base(demo_tool, tmp_path, monkeypatch):
     argv = ["--run_dir", str(tmp_path)]
-    train.demo_flags(train.parse_flags(argv), argv)
+    lib_demo.demo_flags(train.parse_flags(argv))
     monkeypatch.setattr(train.ckpt.dist, "get_rank", lambda: 1)
-    train.demo_flags(train.parse_flags(argv), argv)
+    lib_demo.demo_flags(train.parse_flags(argv))
     assert len(demo_tool) == 1
 
 
 def test_a_demo_that_is_not_made_is_one_line(process_group, monkeypatch, tmp_path):
     monkeypatch.setattr(train.sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="^the demo's base model was not made, see above$"):
-        train.demo_flags(train.parse_flags(["--run_dir", str(tmp_path)]), [])
+        lib_demo.demo_flags(train.parse_flags(["--run_dir", str(tmp_path)]))
 
 
 # ---- find_inputs, load_tokenizer -----------------------------------------------------------------

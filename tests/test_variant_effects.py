@@ -43,6 +43,7 @@ SETTINGS = {"seed": 1, "packing_max_len": 48, "attention": "sdpa", "warmup_updat
 SETTINGS |= {"actor_learning_rate": 0.1, "critic_learning_rate": 0.1, "bf16": False}
 # The variants that must stand before another one.
 NEEDS = {"clip_higher": ["updates"]}
+pytestmark = pytest.mark.usefixtures("process_group")
 close = torch.testing.assert_close
 replace = dataclasses.replace
 
@@ -577,6 +578,7 @@ def check_lora(cfg):
     of the body by a matrix of their rank. What the sampler gets and what is exported is a plain
     model that computes the policy's log-probs. A checkpoint comes back whole, but is not
     converted."""
+    pytest.importorskip("peft", reason="pip install --no-deps -r requirements-extras.txt")
     with tempfile.TemporaryDirectory() as folder:
         model = str(tiny.make_model(Path(folder) / "model", tied=False))
         for stage in (0, 3):
@@ -701,12 +703,6 @@ CHECKS |= {"lora": check_lora, "fp16": check_fp16}
 # DeepSpeed's engines take seconds.
 EACH = [*QUICK, pytest.param("lora", marks=pytest.mark.slow)]
 EACH += [pytest.param("fp16", marks=pytest.mark.slow)]
-
-
-@pytest.fixture(autouse=True)
-def ready(process_group, request):
-    if "lora" in request.node.name:
-        pytest.importorskip("peft", reason="pip install --no-deps -r requirements-extras.txt")
 
 
 def test_each_variant_has_a_check():

@@ -1,7 +1,7 @@
-"""A lenient grader pays who writes what it looks for (reward hacking, arXiv 2209.13085).
+"""A lenient grader pays each response that contains a text (reward hacking, arXiv 2209.13085).
 
-In Countdown it pays who claims the target in the last line, as in `1+1=17!`. In other tasks it pays
-who writes the right answer anywhere. A policy learns what is paid, and not what was meant.
+In Countdown the last line must claim the target, as in `1+1=17!`. In other tasks the right answer
+must stand anywhere. A policy learns what is paid, and not what was meant.
 Laboratory: accuracy 0.561 with it and without it (GRPO, 3 seeds): the policy did not find the hole.
 """
 

@@ -26,7 +26,7 @@ def check_config(original, cfg, world, estimators):
     check.require_all(cfg, {"lora_rank": (cfg.lora_rank >= 1, "must be at least 1")})
 
 
-def find_inputs(original, cfg):
+def find_task(original, cfg):
     """A plan of memory needs no peft, but a run does."""
     install = "`pip install --no-deps -r requirements-extras.txt` first"
     check.require(find_spec("peft"), f"--variant lora: {install}")

@@ -1,4 +1,4 @@
-"""A fair coin is learnt from in place of the reward ("Spurious rewards", arXiv 2506.10947).
+"""A coin decides what a sample is paid ("Spurious rewards", arXiv 2506.10947).
 
 Some base models improve all the same. On clean data they do not (arXiv 2507.10532). The coin is a
 hash of seed, step, problem and index. It never depends on the text, which could be changed to

@@ -3,7 +3,7 @@ sampling).
 
 The sampler's log-probs differ from the trainer's by rounding, so samples are a little off-policy.
 Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
-Laboratory: nothing is corrected, because on a CPU in fp32 the two agree to 1e-6.
+Measured on the demo: nothing is corrected, because on a CPU in fp32 the two agree to 1e-6.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,10 @@ def check_config(original, cfg, world, estimators):
 
 def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
     sampled = batch.per_token["logprobs"][micro.flat_index]  # (t,)
-    log_ratio = (logprobs.detach() - sampled) * micro.mask  # (t,)
+    trainer = logprobs.detach()  # (t,)
+    if "old_logprobs" in batch.per_token:
+        # With several updates the policy that sampled is the one before the first update.
+        trainer = batch.per_token["old_logprobs"][micro.flat_index]  # (t,)
+    log_ratio = (trainer - sampled) * micro.mask  # (t,)
     weighed = advantages * log_ratio.exp().clamp(max=cfg.tis_cap)  # (t,)
     return original(logprobs, entropy, weighed, batch, micro, cfg, stats)

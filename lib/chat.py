@@ -1,0 +1,17 @@
+"""--template chat: a prompt in the tokenizer's own chat template. Only then train.py loads this."""
+
+from lib.common import UserError, one_line
+
+
+def as_chat(text, tokenizer, cfg):
+    """The text as a user's turn in the tokenizer's own chat template. Raises UserError."""
+    turns = [{"role": "user", "content": text}]
+    if cfg.system:
+        turns = [{"role": "system", "content": cfg.system}, *turns]
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    # A chat template is a program of the model's author.
+    except Exception as error:
+        raise UserError(
+            f"--template chat: {cfg.model}: {one_line(error)}; give another --template"
+        ) from error
