@@ -14,7 +14,7 @@ import ppo
 import reward
 import train
 from lib.common import UserError
-from lib.variants import Variants, functions_of
+from lib.variants import EARLY, Variants, functions_of
 from tasks import code, countdown
 
 TWICE = "def paid(original, samples, cfg):\n    return [2 * x for x in original(samples, cfg)]\n"
@@ -431,8 +431,18 @@ def test_a_hook_that_was_never_reached_is_named(tiny, write, tmp_path):
 
 
 # What a run of two steps with an evaluation does not call through a wrapper, and why.
-BEFORE = "It runs before variants are installed."
-UNREACHED = {}
+RESUME = "a resume calls it"
+OTHER = "another --estimator or --answer_form calls it"
+UNREACHED = {
+    "filler": "a rank with fewer rows than another one calls it",
+    "describe_room": "a save that failed calls it",
+    "skip": "DeepSpeed calls it in one of its ways of saving",
+    "has_varlen": "--attention varlen calls it",
+    "is_equiv": "it is for whoever copies reward.py",
+}
+UNREACHED |= dict.fromkeys(["grpo", "rloo", "reinforce", "dr_grpo", "group_stats"], OTHER)
+UNREACHED |= dict.fromkeys(["last_box", "last_number", "after_hashes"], OTHER)
+UNREACHED |= dict.fromkeys(["step_of", "find_damage", "load_state", "find_changes", "load"], RESUME)
 
 
 @pytest.mark.engine
@@ -441,7 +451,7 @@ def test_nothing_escapes_by_an_import_of_its_name(tiny, write, tmp_path):
     lines = ["import json", "from pathlib import Path", ""]
     for module in [*train.stages(), reward]:
         for name in functions_of(module):
-            if name == "main":
+            if name in ("main", *EARLY):
                 continue
             signature = inspect.signature(getattr(module, name))
             given = []

@@ -63,7 +63,10 @@ def verified_state(path: Path) -> ckpt.RunState:
     for name, entry in entries.items():
         if ckpt.size_and_hash(path / name) != entry:
             raise UserError(f"{path}: {name} does not match its hash; take an older checkpoint")
-    return ckpt.load_state(path)
+    state = ckpt.load_state(path)
+    if "lora_rank" in state.config:
+        raise UserError(f"{path} has adapters: keep ranks and --zero_stage; RUN/policy is merged")
+    return state
 
 
 def engine_names(path: Path) -> list[str]:
@@ -180,10 +183,12 @@ def find_cuts(shard: dict, group: int, shapes: dict, zero_stage: int) -> dict[st
 
 def export(path: Path, out: Path):
     """Writes policy and, where there is one, critic in the dtype of training. Raises UserError."""
-    flags = verified_state(path).config
+    state = verified_state(path)
+    flags = state.config
     dtype = torch.float32
     if flags["bf16"]:
-        dtype = torch.bfloat16
+        is_fp16 = "fp16" in [name for name, _ in state.variants]
+        dtype = torch.float16 if is_fp16 else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(path / "hf")
     for name in engine_names(path):
         weights = {}

@@ -216,8 +216,8 @@ def main(cfg: train.Config, world: int, store) -> None:
     cfg.rollout_batch_size *= world
     cfg.packing_max_len = cfg.max_len
     values = {f"--{name}": value for name, value in vars(cfg).items()}
-    # Of these two the names may differ. `installed` compares the texts of the variants.
-    check.check_same(values | {"--run_dir": None, "--variant": None})
+    # The machines may have these files in other folders.
+    check.check_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
     check.check_config(cfg, world, train.ppo.ESTIMATORS)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
