@@ -163,7 +163,7 @@ class Sampler:
         try:
             for position, request in enumerate(requests):
                 prompt = tokens_input(request.problem.prompt_ids)
-                params = self.sampling_params(request, with_logprobs)
+                params = sampling_params(request, self.cfg, self.stop_ids, with_logprobs)
                 llm_engine.add_request(str(position), prompt, params)
             for output in finished_outputs(llm_engine, stopped):
                 waiting.remove(output.request_id)
@@ -171,28 +171,6 @@ class Sampler:
                 yield position, self.make_sample(requests[position], output.outputs[0])
         finally:
             llm_engine.abort_request(list(waiting))
-
-    def sampling_params(self, request, with_logprobs):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        room = self.cfg.max_len - len(request.problem.prompt_ids)
-        most = min(request.max_tokens, room)
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            seed=request.seed,
-            max_tokens=most,
-            stop=self.cfg.stop,
-            stop_token_ids=self.stop_ids,
-            include_stop_str_in_output=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        # Without stop strings vLLM need not detokenize, which is faster on small models.
-        params.detokenize = bool(params.stop)
-        if with_logprobs:
-            params.logprobs = 0
-        return params
 
     def make_sample(self, request, completion) -> Sample:
         ids = list(completion.token_ids)
@@ -220,6 +198,30 @@ class Sampler:
         """Frees weights and KV cache on a GPU; the next sync brings the weights (level 2)."""
         if self.gpu:
             self.llm.sleep(level=2)
+
+
+def sampling_params(request, cfg, stop_ids, with_logprobs):
+    """vLLM's form of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    room = cfg.max_len - len(request.problem.prompt_ids)
+    most = min(request.max_tokens, room)
+    params = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        max_tokens=most,
+        stop=cfg.stop,
+        stop_token_ids=stop_ids,
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    # Without stop strings vLLM need not detokenize, which is faster on small models.
+    params.detokenize = bool(params.stop)
+    if with_logprobs:
+        params.logprobs = 0
+    return params
 
 
 def sampler_settings(cfg, is_gpu) -> dict:
