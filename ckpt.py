@@ -54,8 +54,8 @@ class RunState:
         """Counts a step whose lines are in the logs. memory: of the variants."""
         self.step += 1
         self.log_sizes = log_sizes(run_dir)
-        # It is a copy, because a step that is never finished may change it, and of the form in which
-        # a resumed run reads it.
+        # A step that is never finished may change it. So it is a copy, in the form in which a
+        # resumed run reads it.
         self.memory = json.loads(json.dumps(memory))
 
     @property

@@ -341,6 +341,7 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
     positions = range(sampler, len(requests), samplers)
     share = [requests[position] for position in positions]
     mine = {}
+    broken = None
     with contextlib.closing(
         rollout.sampler.generate(share, rollout.stopped, cfg.log_ratio)
     ) as stream:
@@ -350,7 +351,13 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
             # All ranks of a sampler get its samples; only its first rank hands them on.
             if rank_in_sampler == 0:
                 mine[positions[k]] = sample
-                grade(rollout, positions[k], sample)
+                try:
+                    grade(rollout, positions[k], sample)
+                except Exception as error:
+                    # The ranks that share a sampler must leave it together.
+                    broken = error
+    if broken:
+        raise broken
     return mine
 
 

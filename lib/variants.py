@@ -204,8 +204,8 @@ class Variants:
         for hook in wrappers:
             require(
                 arguments_of(hook.function)[1:] == arguments_of(function),
-                f"{self.words[hook.variant]}: behind its first argument {name} must have those of the "
-                f"stage's function, with their defaults: {inspect.signature(function)}",
+                f"{self.words[hook.variant]}: behind its first argument {name} must have those of "
+                f"the stage's function, with their defaults: {inspect.signature(function)}",
             )
             wrapped = closure(hook, wrapped)
         if name in CHECKS:
