@@ -8,8 +8,11 @@ import argparse
 import difflib
 import inspect
 import re
+from pathlib import Path
 
 from lib.check import CHOICES
+
+VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
 # Old flags, and what they are called now.
 RENAMED = {
@@ -58,5 +61,8 @@ def explain_unknown(word, known) -> str:
     name = word.lstrip("-").partition("=")[0]
     if name in RENAMED:
         return f"--{name} is called --{RENAMED[name]} now"
+    for path in sorted(VARIANTS.glob("*.py")):
+        if re.search(rf"^    {re.escape(name)}: ", path.read_text(), re.MULTILINE):
+            return f"--{name} is a flag of --variant {path.stem}; name the variant"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
     return f"unknown flag {word}: did you mean --{nearest[0]}?"

@@ -1,9 +1,9 @@
 """Variants: files that change functions of the stages, `--variant kl_loss my_idea.py`.
 
-A function of a variant stands in for the function of the same name, and gets the function that it
-replaces as its first argument, `original`. So each variant wraps those before it. A function that
-does not call `original` is a replacement, and names that argument `_original`: it must come before
-the variants that wrap it. variants/README.md is the manual.
+A function of a variant stands in for the stage's function of the same name, and gets that function
+as its first argument, `original`. So each variant wraps those before it. A function that does not
+call `original` is a replacement, and names that argument `_original`: it must come before the
+variants that wrap it. variants/README.md is the manual.
 
 train.py loads this file only where a variant is named.
 """
@@ -16,8 +16,10 @@ import functools
 import inspect
 import itertools
 import math
-import shutil
+import numbers
 import sys
+import time
+import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,7 +78,8 @@ class Variants:
             module = run_file(f"variant_{name}", path, text)
         # A variant is somebody's program, and a script may end itself.
         except (Exception, SystemExit) as error:
-            why = f"{type(error).__name__}: {one_line(error)}"
+            line = traceback.extract_tb(error.__traceback__)[-1].lineno
+            why = f"{type(error).__name__}: {one_line(error)} (line {line})"
             raise UserError(f"--variant {word}: {why}") from error
         self.words[name] = word
         self.texts[name] = text
@@ -90,6 +93,10 @@ class Variants:
                 self.hooks.append(Hook(name, check_hook(word, text, public, value)))
         flags = getattr(module, "Flags", None)
         require(not flags or dataclasses.is_dataclass(flags), f"{word}: put @dataclass over Flags")
+        typed = [field.name for field in dataclasses.fields(flags)] if flags else []
+        for key in vars(flags or object):
+            is_flag = key.startswith("_") or key in typed
+            require(is_flag, f"{word}: Flags: write {key} with its type: `{key}: float = 1.0`")
 
     def check_order(self):
         """Raises UserError where one variant would undo another, or lacks one before it."""
@@ -278,8 +285,10 @@ class Variants:
         for flag, value in self.new_defaults.items():
             print(f"variants: the default of --{flag} is {value}")
         folder = run_dir / "variants"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        if folder.exists() and texts_in(folder) != self.texts:
+            # They belong to checkpoints that --resume none has set aside.
+            folder.rename(folder.with_name(f"dropped_variants_{time.time_ns()}"))
+        folder.mkdir(exist_ok=True)
         for name, text in self.texts.items():
             (folder / f"{name}.py").write_text(text, encoding="utf-8")
 
@@ -297,7 +306,7 @@ class Variants:
         self.has_told = True
         names = [f"{hook.variant}.{hook.name}" for hook in self.hooks if not hook.calls]
         if names:
-            missed = f"{', '.join(names)} was not called in the first learning step"
+            missed = f"not called in the first learning step: {', '.join(names)}"
             why = "another variant may stand in for its caller, or the run calls it later"
             print(f"WARNING: --variant: {missed}; {why}", file=sys.stderr)
 
@@ -338,11 +347,16 @@ def require(holds, message):
         raise UserError(f"--variant {message}")
 
 
+def texts_in(folder: Path) -> dict[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+
+
 def other_names(word) -> str:
-    if word.endswith(".py"):
-        return ""
+    name = word.removesuffix(".py")
     known = sorted(file.stem for file in HOME.glob("*.py"))
-    near = difflib.get_close_matches(word, known) or known
+    near = difflib.get_close_matches(name, known) or known
+    if Path(f"{name}.py").is_file():
+        near = [f"{name}.py"]
     return f"; choose {' or '.join(near)}, or a path that ends in .py"
 
 
@@ -417,7 +431,10 @@ def checked(function, check, chain: str):
     def wrapper(*arguments, **named):
         result = function(*arguments, **named)
         given = inspect.signature(function).bind(*arguments, **named).arguments
-        problem = check(result, **given)
+        try:
+            problem = check(result, **given)
+        except (TypeError, AttributeError):
+            problem = f"the result is {result!r:.99}; does the function return what it should?"
         if problem:
             raise UserError(f"--variant: {chain}: {problem}")
         return result
@@ -447,7 +464,7 @@ def wrong_rewards(result, samples, **_):
     if len(result) != len(samples):
         return f"{len(result)} rewards for {len(samples)} samples"
     for reward in result:
-        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
             return f"a reward is {reward!r}, and must be a finite number"
 
 

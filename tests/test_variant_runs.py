@@ -1,6 +1,7 @@
 """Whole runs with variants: first_stage, adaptive_len and tis_cap together, and interrupted runs.
 
-`pytest -m slow` takes three steps with each variant."""
+`pytest -m slow` takes three steps with each variant.
+"""
 
 import json
 import shutil
@@ -53,7 +54,7 @@ def test_variants_of_drawing_work_together_in_a_whole_run(runs):
 
 
 def test_a_step_asks_for_no_more_than_the_limits_of_the_step_before(runs):
-    """Both draws of it. The loop could learn limits and ask for generate_max_len all the same."""
+    """In both of its draws. A loop could learn limits and ask for --generate_max_len all the same."""
     calls = json.loads((runs / "whole" / "calls.json").read_text())
     # The first call is the check at the start, the second the first evaluation, the last the other.
     asked = [what for name, what in calls if name == "generate"][2:-1]
@@ -65,7 +66,7 @@ def test_a_step_asks_for_no_more_than_the_limits_of_the_step_before(runs):
     assert {limit for _, limit in limits[0] | limits[1]} == {32}, "nothing is known yet"
     for step in (1, 2):
         caps = memory_of(runs / "whole", step)["adaptive_len"]
-        assert min(caps.values()) < 32, "else this test sees nothing"
+        assert min(caps.values()) < 32, "a limit is below that of the run"
         assert limits[1 + step] == {(problem, caps[problem]) for problem in "0123"}
 
 
@@ -120,7 +121,7 @@ def test_a_run_that_stops_between_two_draws_resumes_exactly_on_two_ranks(tiny, t
     after = memory_of(tmp_path / "parts", 3)
     assert len(before["first_stage"]) == 8 and len(after["first_stage"]) == 12
     assert len(before["adaptive_len"]) == 1 + 8 and len(after["adaptive_len"]) == 1 + 12
-    assert min(after["adaptive_len"].values()) < 32, "else this test sees nothing"
+    assert min(after["adaptive_len"].values()) < 32, "a limit is below that of the run"
 
 
 # ---- each variant --------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ REFUSED = [
     # Flags.
     ({"a": "class Flags:\n    x: int = 1\n"}, ["@dataclass"]),
     ({"a": HEAD + "    x: int\n"}, ["--x", "no default"]),
+    ({"a": HEAD + "    x = 1  # A.\n"}, ["x with its type"]),
     ({"a": HEAD + "    x: int = 1\n"}, ["--x", "no advice"]),
     ({"a": HEAD + "    gamma: str = 'a'  # A.\n"}, ["--gamma", "train.py"]),
     (dict.fromkeys("ab", HEAD + "    x: int = 1  # A.\n"), ["--x", "a flag of a too"]),
@@ -201,6 +202,8 @@ def test_one_variant_twice_or_two_files_of_one_name_are_refused(write, tmp_path)
 def test_a_name_that_is_not_there_is_refused_with_near_ones():
     with pytest.raises(UserError, match="choose kl_loss"):
         Variants(["kl_los"])
+    with pytest.raises(UserError, match="no file updates.py; choose updates"):
+        Variants(["updates.py"])
     with pytest.raises(UserError, match="no file .*mine.py"):
         Variants(["mine.py"])
 
@@ -294,6 +297,19 @@ def test_what_comes_back_from_a_seam_is_checked_and_the_chain_named(name, write,
         getattr(owner, name)(*[given[word] for word in arguments.split(", ")])
     assert what in str(error.value)
     assert f"same wraps wrong wraps {name}" in str(error.value)
+
+
+def test_a_function_that_returns_nothing_is_named(write):
+    (path,) = write(a="def paid(original, samples, cfg):\n    original(samples, cfg)\n")
+    with pytest.raises(UserError, match="a wraps paid: the result is None"):
+        paid_with([path])
+
+
+def test_a_flag_of_a_variant_that_is_not_named_is_told_apart_from_a_mistyped_one():
+    with pytest.raises(UserError, match="--kl_loss_coef is a flag of --variant kl_loss"):
+        train.parse_flags(["--kl_loss_coef", "1"])
+    with pytest.raises(UserError, match="unknown flag --variants: did you mean --variant"):
+        train.parse_flags(["--variants", "kl_loss"])
 
 
 def test_a_reward_that_is_no_number_is_refused(write):
@@ -427,7 +443,7 @@ def test_a_hook_that_was_never_reached_is_named(tiny, write, tmp_path):
     )
     flags = tiny | {"variant": [path], "estimator": "grpo", "max_steps": 2}
     done = launch(tmp_path / "run", **flags)
-    assert done.stderr.count("idle.compute_values was not called in the first learning step") == 1
+    assert done.stderr.count("in the first learning step: idle.compute_values") == 1
 
 
 # What a run of two steps with an evaluation does not call through a wrapper, and why.
