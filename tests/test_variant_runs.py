@@ -54,7 +54,7 @@ def test_variants_of_drawing_work_together_in_a_whole_run(runs):
 
 
 def test_a_step_asks_for_no_more_than_the_limits_of_the_step_before(runs):
-    """In both of its draws. A loop could learn limits and ask for --generate_max_len all the same."""
+    """In both of its draws. A loop could learn limits and still ask for --generate_max_len."""
     calls = json.loads((runs / "whole" / "calls.json").read_text())
     # The first call is the check at the start, the second the first evaluation, the last the other.
     asked = [what for name, what in calls if name == "generate"][2:-1]

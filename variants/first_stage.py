@@ -10,6 +10,7 @@ Measured on the demo: 51 % of the tokens at an accuracy of 0.980 in place of 0.9
 
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 from lib import check
 
@@ -24,6 +25,9 @@ class Flags:
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
+    names = [Path(word).stem for word in cfg.variant]
+    is_first = "dynamic_sampling" not in names[: names.index("first_stage")]
+    check.require(is_first, "--variant dynamic_sampling: name it behind first_stage")
     check.check_samples(cfg, estimators[cfg.estimator], "first_stage")
     samples = cfg.n_samples_per_prompt
     advice = f"choose 1 or more, and less than --n_samples_per_prompt {samples}"
