@@ -49,7 +49,8 @@ LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
-LONGEST_FIRST = ["resume", "two_machines", "variant_runs", "ckpt", "train", "models", "ppo"]
+LONGEST_FIRST = ["resume", "two_machines", "variants", "variant_runs", "ckpt", "train"]
+LONGEST_FIRST += ["models", "ppo"]
 LONGEST_FIRST += ["evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
 
 

@@ -362,7 +362,7 @@ import os
 from pathlib import Path
 
 def {name}(original, {arguments}):
-    if Path({marker!r}).exists() and os.environ.get("RANK") in {ranks} {when}:
+    if Path({marker!r}).exists() and os.environ.get("RANK") in {ranks}:
         raise ValueError("a fault of mine")
     return original({arguments})
 """
@@ -370,21 +370,21 @@ def {name}(original, {arguments}):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "name, arguments, when",
+    "name, arguments",
     [
-        ("compute_advantages", "batch, cfg", ""),
-        ("paid", "samples, cfg", ""),
-        ("text_metrics", "text", ""),
+        ("compute_advantages", "batch, cfg"),
+        pytest.param("paid", "samples, cfg", marks=pytest.mark.slow),
+        pytest.param("text_metrics", "text", marks=pytest.mark.slow),
     ],
 )
 def test_an_error_on_one_rank_saves_the_last_finished_step_and_ends_all_ranks(
-    name, arguments, when, tiny, write, tmp_path
+    name, arguments, tiny, write, tmp_path
 ):
     """Before anything is learnt. Then the run goes on, as if nothing had been."""
     marker = tmp_path / "marker"
     # Rank 0 alone calls `paid`.
     ranks = ("0",) if name == "paid" else ("1",)
-    text = BREAKS.format(name=name, arguments=arguments, marker=str(marker), ranks=ranks, when=when)
+    text = BREAKS.format(name=name, arguments=arguments, marker=str(marker), ranks=ranks)
     mark = f"""
 def draw_step(original, rollout, requests, problems, cfg, step, clock):
     if step == 2 and not Path({str(marker) + ".done"!r}).exists():
