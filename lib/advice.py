@@ -61,8 +61,11 @@ def explain_unknown(word, known) -> str:
     name = word.lstrip("-").partition("=")[0]
     if name in RENAMED:
         return f"--{name} is called --{RENAMED[name]} now"
+    owners = []
     for path in sorted(VARIANTS.glob("*.py")):
         if re.search(rf"^    {re.escape(name)}: ", path.read_text(), re.MULTILINE):
-            return f"--{name} is a flag of --variant {path.stem}; name the variant"
+            owners.append(path.stem)
+    if owners:
+        return f"--{name} is a flag of --variant {' or '.join(owners)}; name the variant"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
     return f"unknown flag {word}: did you mean --{nearest[0]}?"

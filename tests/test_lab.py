@@ -262,7 +262,10 @@ def run_lab(monkeypatch, capsys, *words) -> tuple[int, str]:
             "other: unknown flag --kl_loss_coeff: did ",
         ),
         (GOOD + "other: updates + --policy_updates 0\n", "other: --policy_updates 0: must be at"),
-        (GOOD + "other: --policy_updates 2\n", "other: unknown flag --policy_updates: did you"),
+        (
+            GOOD + "other: --policy_updates 2\n",
+            "other: --policy_updates is a flag of --variant cispo",
+        ),
         (GOOD + "other: clip_higher\n", "other: --variant clip_higher.py needs updates"),
         (GOOD.replace("--max_steps 2", ""), "plain: give --max_steps and --eval_data"),
         (GOOD + "other: --data {base}/gone.json[:3]\n", "gone.json: No such file"),
