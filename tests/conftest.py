@@ -9,12 +9,15 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+# 500 problems of MATH and 100 of GSM8K, with their license.
+DATA = ROOT / "tests" / "data"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # lib/models.py does so too.
@@ -72,37 +75,82 @@ def pytest_collection_modifyitems(config, items):
 
 
 def arguments(flags: dict) -> list[str]:
-    """The flags as words of a command line; a list becomes several values."""
+    """The flags as words of a command line. A list becomes several values; None leaves one out."""
     words = []
     for name, value in flags.items():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        words += [f"--{name}", *map(str, values)]
+        if value is not None:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            words += [
+                f"--{name}",
+                *(str(v).lower() if isinstance(v, bool) else str(v) for v in values),
+            ]
     return words
 
 
-def launch(run_dir, ranks=1, timeout=300, check=True, env=None, script=ROOT / "train.py", **flags):
+def config(**changes):
+    """A run's settings, a train.Config: SMALL with these changes. Each name must be a flag."""
+    import train
+
+    return train.parse_flags(arguments(SMALL | {"model": "-", "data": "-"} | changes))
+
+
+def start_python(*words, output=None, env=None, **options) -> subprocess.Popen:
+    """A Python process that runs on: each output is a pipe, or both go to the file `output`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with open(output or os.devnull, "w") as file:
+        if output:
+            pipes = {"stdout": file, "stderr": file}
+        options = {"text": True, "cwd": ROOT} | pipes | options
+        command = [sys.executable, *map(str, words)]
+        return subprocess.Popen(command, env=clean_environment() | (env or {}), **options)
+
+
+def run_python(*words, code=0, timeout=300, env=None, **options) -> subprocess.CompletedProcess:
+    """A Python process and what it said. It must end with this exit code; None allows any."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        timeout=timeout,
+        env=clean_environment() | (env or {}),
+        **{"capture_output": True, "text": True, "cwd": ROOT} | options,
+    )
+    assert code in (None, done.returncode), f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done
+
+
+@contextlib.contextmanager
+def started_ranks(words, world=2, of_rank=lambda rank, words: words, env=None, **options):
+    """Two ranks or more of a script, which are killed at the end.
+
+    of_rank changes the words of one rank. The rendezvous has a port of its own.
+    """
+    ranks = []
+    with held_port() as port:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        try:
+            for rank in range(world):
+                names = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {})
+                ranks.append(start_python(*of_rank(rank, words), env=names, **options))
+            yield ranks
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def launch(run_dir, ranks=1, script=ROOT / "train.py", check=True, timeout=300, env=None, **flags):
     """train.py with SMALL sizes, changed by flags.
 
     Several ranks are launched by accelerate. One rank is spared it: it does nothing there but
     import itself for 5 s, and test_trainer_does_not_outlive_its_launcher has it.
     """
-    command = [sys.executable]
+    launcher = []
     if ranks > 1:
-        command += [*ACCELERATE, "--use_deepspeed", "--num_processes", str(ranks)]
+        launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", ranks]
         # Port 0 is a free one: other tests launch at the same time.
-        command += ["--num_machines", "1", "--main_process_port", "0"]
-    command += [str(script), *arguments(SMALL | flags | {"run_dir": run_dir})]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-        env=clean_environment() | (env or {}),
-    )
-    if check:
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
+        launcher += ["--num_machines", 1, "--main_process_port", 0]
+    words = [*launcher, script, *arguments(SMALL | flags | {"run_dir": run_dir})]
+    return run_python(*words, code=0 if check else None, timeout=timeout, env=env)
 
 
 @contextlib.contextmanager
@@ -139,6 +187,15 @@ def same_metrics(line: dict) -> dict:
     """A metrics line without what may differ between equal runs: times, rates and memory."""
     differ = ("seconds", "tokens_per_second", "memory")
     return {key: value for key, value in line.items() if not key.startswith(differ)}
+
+
+def wait_until(condition, process=None, seconds=300) -> None:
+    """Waits for the condition. The test fails where the process ends first or nothing happens."""
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, "the process ended"
+        assert time.monotonic() < give_up, "it did not happen in time"
+        time.sleep(0.02)
 
 
 def is_on_gpu(request) -> bool:
