@@ -3,14 +3,17 @@
 import contextlib
 import functools
 import importlib.util
+import io
 import json
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +95,20 @@ def config(**changes):
     import train
 
     return train.parse_flags(arguments(SMALL | {"model": "-", "data": "-"} | changes))
+
+
+def run_tool(name, *words) -> tuple[int, str, str]:
+    """`python tools/NAME.py WORDS` in this process: its exit code, its output, its errors."""
+    output = io.StringIO()
+    errors = io.StringIO()
+    code = 0
+    argv = mock.patch.object(sys, "argv", [f"{name}.py", *map(str, words)])
+    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_path(str(ROOT / "tools" / f"{name}.py"), run_name="__main__")
+        except SystemExit as left:
+            code = left.code or 0
+    return code, output.getvalue(), errors.getvalue()
 
 
 def start_python(*words, output=None, env=None, **options) -> subprocess.Popen:
