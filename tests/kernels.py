@@ -1,7 +1,7 @@
 """Loops in the place of the kernels for packed rows, which need a GPU.
 
-Each loop has the signature of its kernel. Those of varlen_attn are copied from the sources of three
-versions of PyTorch.
+Each loop has those of its kernel's arguments that a caller gives or looks for. The loops of
+varlen_attn are of three versions of PyTorch.
 """
 
 import itertools
@@ -28,24 +28,12 @@ def check_borders(q, borders, longest) -> None:
     assert type(longest) is int and longest == borders.diff().max() > 0
 
 
-def varlen_2_10(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
-):
+def varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
     raise AssertionError("it has no argument for the scale, so nobody may call it")
 
 
 def varlen_2_11(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
 ):
     check_borders(query, cu_seq_q, max_q)
     assert cu_seq_q is cu_seq_k and max_q == max_k
@@ -54,25 +42,12 @@ def varlen_2_11(
 
 
 def varlen_2_13(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
-    seqused_k=None,
-    block_table=None,
-    num_splits=None,
+    query, key, value, *borders_and_longest, scale=None, window_size=(-1, -1), enable_gqa=False
 ):
     assert enable_gqa or query.shape == key.shape
-    borders = (cu_seq_q, cu_seq_k, max_q, max_k)
-    return varlen_2_11(query, key, value, *borders, scale=scale, window_size=window_size)
+    return varlen_2_11(
+        query, key, value, *borders_and_longest, scale=scale, window_size=window_size
+    )
 
 
 # {version: (its varlen_attn, can packed_attention use it?)}
