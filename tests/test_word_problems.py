@@ -1,15 +1,11 @@
 """tools/word_problems.py: its answers are right, and no held-out question is trained on."""
 
-import json
 import re
 import subprocess
-import sys
 
 import pytest
 import tiny as maker
-from conftest import ROOT, clean_environment, jsonl
-
-from tools import word_problems
+from conftest import ROOT, clean_environment, jsonl, run_python
 
 
 def solve(question: str) -> int:
@@ -30,59 +26,47 @@ def solve(question: str) -> int:
     return total
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_every_answer_is_right_and_not_negative(seed):
-    train, held_out = word_problems.draw_problems(seed, 2000, 200)
+def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run_python("tools/word_problems.py", tmp_path / name, "--seed", seed)
+    train = jsonl(tmp_path / "a" / "train.jsonl")
+    held_out = jsonl(tmp_path / "a" / "eval.jsonl")
+    assert len({problem["question"] for problem in train + held_out}) == 4200
     for problem in train + held_out:
         assert "\n" not in problem["question"]
         assert solve(problem["question"]) == int(problem["answer"]) > 0, problem
-
-
-def test_held_out_problems_are_not_trained_on():
-    train, held_out = word_problems.draw_problems(1, 4000, 200)
-    questions = [problem["question"] for problem in train + held_out]
-    assert len(set(questions)) == len(questions) == 4200
-
-
-def test_the_files_are_a_function_of_the_seed(tmp_path):
-    command = [sys.executable, ROOT / "tools/word_problems.py"]
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        words = [tmp_path / name, "--seed", seed, "--train", "50", "--held_out", "5"]
-        subprocess.run([*command, *words], check=True)
+    assert len(held_out) == 200
     texts = {name: (tmp_path / name / "train.jsonl").read_text() for name in "abc"}
     assert texts["a"] == texts["b"] != texts["c"]
-    assert len(jsonl(tmp_path / "a" / "eval.jsonl")) == 5
-    assert json.loads(texts["a"].splitlines()[0]).keys() == {"question", "answer"}
 
 
-@pytest.mark.parametrize("flags", [["--train", "0"], ["--held_out", "-1"], ["--train", "1000000"]])
-def test_sizes_that_cannot_be_made_are_refused_and_nothing_is_overwritten(flags, tmp_path):
-    """The last one never came to an end."""
-    command = [sys.executable, ROOT / "tools/word_problems.py", tmp_path / "words", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --train, --held_out: ")
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["words", "--train", "0"], "--train, --held_out: "),
+        (["words", "--held_out", "-1"], "--train, --held_out: "),
+        # It never came to an end.
+        (["words", "--train", "1000000"], "--train, --held_out: "),
+        (["file/words"], "[Errno 20]"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_line(words, error, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run_python(ROOT / "tools" / "word_problems.py", *words, code=2, cwd=tmp_path)
+    assert done.stderr.startswith(f"error: {error}") and done.stderr.count("\n") == 1
     assert not (tmp_path / "words").exists()
 
 
-@pytest.mark.parametrize("words", [[], ["nowhere"]])
-def test_the_recipe_without_a_folder_starts_nothing(words, tmp_path):
+def test_the_recipe_without_a_folder_starts_nothing():
     """torchrun's forty lines stood around the error."""
-    command = ["bash", ROOT / "runs/smollm2_cpu.sh", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    command = ["bash", ROOT / "runs/smollm2_cpu.sh", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
 
 
-def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    command = [sys.executable, ROOT / "tools/word_problems.py", tmp_path / "file" / "words"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-
-
 @pytest.mark.slow
+@pytest.mark.engine
 def test_the_recipe_trains_a_folder(tmp_path):
     """One step, with a tiny random model whose tokenizer takes any text."""
     model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=1024)
