@@ -1,204 +1,106 @@
 """tools/card.py, which makes the page of a machine with a GPU; its parts run on a CPU here."""
 
-import contextlib
 import json
 import os
 import select
 import shlex
-import signal
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import ROOT, start_python, wait_until
 
 from lib.common import UserError
-from tools import card
-
-PART = {
-    "result": "passed",
-    "seconds": 61.4,
-    "last": "step_s 9.5",
-    "notes": [],
-    "figures": {},
-    "date": "2026-11-23",
-    "commit": "0123456789",
-}
-MACHINE = {
-    "card": "NVIDIA H100 80GB HBM3",
-    "name": "NVIDIA H100 80GB HBM3",
-    "cards": 1,
-    "memory": "81559 MiB",
-    "driver": "580.65",
-    "cores": 16,
-    "ram_gib": 128,
-    "python": "3.11.7",
-    "versions": {"torch": "2.13.0"},
-}
+from tools import bench_gpu, card
 
 
-def test_every_file_of_gpu_tests_is_a_part():
-    """A file that belongs to no part would never run on a card."""
-    named = {shlex.split(part.tests)[0] for part in card.PARTS.values() if part.tests}
-    assert named == {path.name for path in (ROOT / "tests").glob("test_gpu_*.py")}
+def test_every_file_of_gpu_tests_and_every_measurement_is_a_part():
+    """What belongs to no part would never run on a card."""
+    tests = {shlex.split(part.tests)[0] for part in card.PARTS.values() if part.tests}
+    assert tests == {path.name for path in (ROOT / "tests").glob("test_gpu_*.py")}
+    measured = {name for name, part in card.PARTS.items() if not part.tests}
+    assert set(bench_gpu.PARTS_ON_GPU) == set(bench_gpu.PARTS_ON_CPU) == measured
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "words, told",
     [
-        (["cycle", "kernel"], "^no such part: kernel; choose from cycle, kernels, "),
-        (["--timeout", "0"], "^--timeout 0.0: give a number of seconds above 0$"),
-        (["--timeout", "nan"], "^--timeout nan: "),
+        ("cycle kernel", "no such part: kernel; choose from cycle, "),
+        ("--timeout 0", "--timeout 0.0"),
     ],
 )
-def test_a_wrong_command_is_refused_in_one_line(words, message):
-    with pytest.raises(UserError, match=message):
-        card.main(words)
-
-
-# ---- a part --------------------------------------------------------------------------------------
+def test_a_wrong_command_is_refused_in_one_line(words, told):
+    with pytest.raises(UserError, match=f"^{told}"):
+        card.main(words.split())
 
 
 def test_what_a_part_started_ends_with_it(tmp_path):
     """A train.py went on when the time of its part was up, and held the GPU. A launcher gives its
     ranks sessions of their own."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    # It says something, so the pipe has had a writer, and holds it open until it ends.
-    child = f"setsid sh -c 'echo begun; exec sleep 1000' > {pipe} 2>&1"
-    assert card.run_process(["sh", "-c", f"{child} & wait"], tmp_path / "log", 2) == "timed out"
-    said = b""
+    # The pipe has a writer until the child ends.
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    child = f"setsid sh -c 'echo begun; exec sleep 1000' > {tmp_path}/pipe & wait"
+    assert card.run_process(["sh", "-c", child], tmp_path / "log", 1) == "timed out"
     while select.select([reader], [], [], 60)[0]:
-        said = os.read(reader, 100)
-        if not said:
+        if not os.read(reader, 100):
             break
+    else:
+        pytest.fail("it still runs")
     os.close(reader)
-    assert said == b"", "it still runs"
 
 
-@pytest.mark.parametrize("code, result", [(0, "passed"), (3, "failed")])
-def test_a_part_is_judged_by_its_exit_code(code, result, tmp_path):
-    log = tmp_path / "log"
-    assert card.run_process(["sh", "-c", f"echo out; echo err >&2; exit {code}"], log, 60) == result
-    assert log.read_text() == "out\nerr\n"
-
-
-@pytest.mark.parametrize(
-    "summary, is_empty",
-    [
-        ("35 passed, 3 skipped, 4 deselected in 61.20s (0:01:01)", False),
-        ("1 failed, 2 skipped in 3.10s", False),
-        ("1 error in 3.10s", False),
-        ("2 skipped, 10 deselected in 3.10s", True),
-        ("12 deselected in 3.10s", True),
-        ("2 skipped, 10 deselected, 3 warnings in 3.10s", True),
-        ("no tests ran in 0.10s", True),
-    ],
-)
-def test_a_part_that_tried_nothing_has_not_passed(summary, is_empty):
-    assert bool(card.re.fullmatch(card.NOTHING_TRIED, summary)) == is_empty
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-
-def test_the_page_has_each_phase_beside_its_plan():
+def test_a_page_has_all_parts_that_ran_beside_their_plan(tmp_path, monkeypatch, capsys):
+    """A part that fails does not end the others. A later call adds to the page, while the versions
+    are the same."""
     phase = {"seconds": 4.126, "gib": 38.02, "planned_seconds": 3.0, "planned_gib": 41.5}
-    figures = {"phases": {"rollout": phase}, "step_s": 9.5}
-    lost = PART | {"result": "failed", "last": "2 failed | 3 passed", "notes": ["FAILED x - y"]}
-    parts = {"zero2": PART | {"figures": figures}, "kernels": lost}
-    text = card.page({"machine": MACHINE, "parts": parts})
-    assert text.startswith("# NVIDIA H100 80GB HBM3\n")
-    assert "1 card(s) of 81559 MiB, driver 580.65, 16 cores" in text
+    figures = json.dumps({"phases": {"rollout": phase}, "step_s": 9.5})
+    about = {"card": "NVIDIA H100", "name": "NVIDIA H100", "cards": 1, "memory": "81559 MiB"}
+    about |= {
+        "driver": "580",
+        "cores": 16,
+        "ram_gib": 128,
+        "python": "3",
+        "versions": {"torch": "2"},
+    }
+    scripts = {
+        "cycle": "echo 'FAILED tests/x - |'; echo '= 2 failed, 3 passed in 1s ='; exit 1",
+        "kernels": "echo '= 2 skipped, 10 deselected, 3 warnings in 3.10s ='",
+        "zero2": f"echo '{figures}' > $0/figures.json",
+    }
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    monkeypatch.setattr(card, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(card, "command_of", lambda name, *_: ["sh", "-c", scripts[name], _[0]])
+    monkeypatch.setattr(card, "machine", lambda: about)
+    words = ["--out", str(tmp_path / "cards")]
+    assert card.main(["cycle", "kernels", *words]) == 1
+    assert "    FAILED tests/x - |\n" in capsys.readouterr().out
+    assert card.main(["zero2", *words]) == 0
+    text = (tmp_path / "cards" / "nvidia-h100.md").read_text()
     assert "| zero2 | rollout | 4.13 | 3 | 38 | 41.5 |" in text
     assert "| zero2 | step_s | 9.5 | - | seconds of a step |" in text
-    assert "| failed | 61 | 2 failed \\| 3 passed | 2026-11-23, 0123456789 |" in text
-    assert "\n    FAILED x - y\n" in text
-    assert text.index("| kernels |") < text.index("| zero2 |")
-    assert "no GPU" not in text
-    text = card.page({"machine": MACHINE | {"card": None}, "parts": parts})
-    assert "no GPU" in text and "| failed (CPU) |" in text
-
-
-def test_a_page_keeps_its_parts_while_the_versions_are_the_same(tmp_path):
-    """Ten minutes of a rented GPU have room for some of the parts."""
-    card.write({"machine": MACHINE, "parts": {"zero2": PART}}, tmp_path)
-    assert card.earlier(MACHINE, tmp_path) == {"zero2": PART}
-    assert card.earlier(MACHINE | {"cores": 8}, tmp_path) == {"zero2": PART}
-    assert card.earlier(MACHINE | {"name": "NVIDIA L4"}, tmp_path) == {}
-    for change in ({"versions": {"torch": "2.14.0"}}, {"driver": "590.1"}):
-        with pytest.raises(UserError, match="h100-80gb-hbm3.json is of .*: rename that page"):
-            card.earlier(MACHINE | change, tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
-def test_a_damaged_page_is_one_line(text, tmp_path):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UserError, match="x.json is not a page of make card: remove it"):
-        card.read_pages(tmp_path)
-
-
-def test_the_table_of_runs_has_a_column_for_each_page(tmp_path):
-    cpu = MACHINE | {"card": None, "name": "AMD EPYC (CPU)"}
-    card.write({"machine": cpu, "parts": {"zero2": PART | {"result": "failed"}}}, tmp_path)
-    without = card.table_of_runs(card.read_pages(tmp_path))
-    assert "No GPU is among these machines" in without
-    card.write({"machine": MACHINE, "parts": {"zero2": PART}}, tmp_path)
-    table = card.table_of_runs(card.read_pages(tmp_path))
-    assert "No GPU is among these machines" not in table
-    assert "[NVIDIA H100 80GB HBM3](cards/nvidia-h100-80gb-hbm3.md) | [AMD EPYC (CPU)]" in table
-    row = "| passed, 61 s, 2026-11-23 | failed (CPU), 61 s, 2026-11-23 |\n"
-    assert f"| zero2 | {card.PARTS['zero2'].shows} {row}" in table
-    page = f"before\n{card.MARKS[0]}old\n{card.MARKS[1]}after\n"
-    assert card.with_table(page, "new\n") == page.replace("old", "new")
+    table = card.table_of_runs(card.read_pages(tmp_path / "cards"))
+    for name, result in (("cycle", "failed"), ("kernels", "skipped"), ("zero2", "passed")):
+        assert f"| {name} | {card.PARTS[name].shows} | {result}, 0 s, 20" in table
+    about["versions"] = {"torch": "3"}
+    with pytest.raises(UserError, match="h100.json is of versions .*: rename that page"):
+        card.main(["zero2", *words])
+    (tmp_path / "cards" / "nvidia-h100.json").write_text("{")
+    with pytest.raises(UserError, match="h100.json is not a page of make card: remove it"):
+        card.main(["zero2", *words])
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_part_too(tmp_path):
+def test_a_signal_ends_the_part_and_keeps_those_that_have_ended(tmp_path):
     """The part lived on, and would have held the GPU."""
-    command = [sys.executable, str(ROOT / "tools" / "card.py"), "zero2", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
-    started = []
-    while process.poll() is None and not started:
-        time.sleep(0.1)
-        # git is a child too, and ends by itself.
-        for child in psutil.Process(process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                started += [child] * ("zero2" in child.cmdline())
-    process.send_signal(signal.SIGTERM)
+    words = ["advantages", "zero2", "--out", tmp_path]
+    process = start_python(ROOT / "tools" / "card.py", *words)
+    wait_until(lambda: "passed" in "".join(x.read_text() for x in tmp_path.glob("*.md")), process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert errors.endswith("stopped; the results of the parts that have ended are kept\n")
-    assert not psutil.wait_procs(started, timeout=60)[1]
-
-
-@pytest.mark.slow
-def test_a_part_that_fails_does_not_end_the_others(tmp_path):
-    """And a later call adds to the page."""
-
-    def run(*parts: str, **env: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / "tools" / "card.py"), *parts, "--out", str(tmp_path)]
-        env = clean_environment() | env
-        return subprocess.run(command, capture_output=True, text=True, env=env)
-
-    # vLLM asks for a number.
-    done = run("sampling", "advantages", VLLM_ENABLE_V1_MULTIPROCESSING="nonsense")
-    assert done.returncode == 1, done.stderr
-    assert "sampling     failed in " in done.stdout and "advantages   passed in " in done.stdout
-    assert "'nonsense'" in done.stdout
-    done = run("zero2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert errors == "stopped; the results of the parts that have ended are kept\n"
+    assert not psutil.wait_procs(children, timeout=60)[1]
     [path] = tmp_path.glob("*.json")
-    found = json.loads(path.read_text())
-    results = {name: part["result"] for name, part in found["parts"].items()}
-    assert results == {"sampling": "failed", "advantages": "passed", "zero2": "passed"}
-    assert set(found["parts"]["zero2"]["figures"]["phases"]) == {
-        "rollout",
-        "critic",
-        "policy",
-        "sync",
-    }
-    assert path.with_suffix(".md").read_text() == card.page(found)
+    parts = json.loads(path.read_text())["parts"]
+    assert parts["advantages"]["figures"]["advantages_s"] > 0 and "zero2" not in parts

@@ -90,14 +90,6 @@ def test_each_sign_is_said_with_its_number():
         assert list(found) == [cause] and number in found[cause], found
 
 
-def test_lost_checks_are_counted_in_the_folders_of_older_runs_too(tmp_path):
-    """There reward_lost is a sum, which starts anew in a resumed process."""
-    lines = well(reward_lost=[100] * 10 + [0] * 5 + [7] * 5)
-    (tmp_path / "config.json").write_text(json.dumps({"reward": "math"}))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "lost checks: 8% of" in run_tool("doctor", tmp_path)[1]
-
-
 def test_where_nothing_was_right_three_responses_are_shown(tmp_path):
     """Of three problems of the last step. A line that is being written is left out."""
     metrics = (RECORDED / "format_never_met" / "metrics.jsonl").read_text()
