@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
-import torch
-from conftest import ROOT, SMALL, arguments, jsonl, launch, start_python, started_ranks, wait_until
+from conftest import ROOT, SMALL, arguments, jsonl, launch, started_ranks
 
-from lib.common import UserError
+from lib.common import Stopped, UserError
 from tools import evaluate
 
 TOOL = ROOT / "tools" / "evaluate.py"
@@ -44,6 +42,25 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, told, capsys):
     assert evaluate.run(["model", "--data", "a.json", *flags.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {told}")
+
+
+@pytest.mark.parametrize(
+    "fault, code, told",
+    [
+        (None, 1, "stopped: an evaluation saves nothing, so start it again"),
+        ("the grader is broken", 2, "error: the grader is broken"),
+    ],
+)
+def test_what_stops_it_is_one_line(fault, code, told, monkeypatch, capsys):
+    """After a signal the exit code is 1."""
+
+    def stop(*_):
+        raise Stopped(fault)
+
+    monkeypatch.setattr(evaluate, "start_distributed", lambda: (0, 1, None, None))
+    monkeypatch.setattr(evaluate, "main", stop)
+    assert evaluate.run(["model", "--data", "a.json"]) == code
+    assert capsys.readouterr().err == f"{told}\n"
 
 
 @pytest.mark.parametrize(
@@ -127,19 +144,3 @@ def test_a_training_run_is_not_touched(tiny, sets, tmp_path, trace, process_grou
         evaluate.main(cfg, world=3, store=None)
     assert file.read_text() == '{"step": 1}\n'
     assert list(tmp_path.rglob("*.json*")) == [file]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may be done before the signal")
-def test_a_signal_ends_it_with_one_line_and_exit_code_1(tiny, sets, tmp_path):
-    """The first set is small, and the signal comes while the second, a large one, is sampled."""
-    many = tmp_path / "many.json"
-    many.write_text(json.dumps(json.loads(Path(sets[1]).read_text()) * 50))
-    out = tmp_path / "out"
-    process = start_python(TOOL, *words_of(tiny, [sets[0], str(many)], out, n=32))
-    wait_until((out / "eval_samples.jsonl").exists, process)
-    process.terminate()
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1, errors
-    assert errors.splitlines()[-1] == "stopped: an evaluation saves nothing, so start it again"
-    assert "Traceback" not in errors and not (out / "result.json").exists()

@@ -103,6 +103,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     "checkpointing, changes",
     [(True, {}), (False, {}), (False, {"intermediate_size": 9000, "vocab_size": 999})],
 )
+@pytest.mark.filterwarnings("ignore:Expected a tensor")
 def test_activations_are_those_of_a_real_backward(checkpointing, changes):
     """The plan counted a third of a layer's fp32 copies."""
     # Attention on a CPU keeps what FlashAttention keeps, if all heads have keys.
@@ -156,44 +157,34 @@ PASS = f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 4 --n_sample
         (f"{GSM8K} --card H100", " for 100 steps on 1 x H100; how many there are, --max_steps or"),
         (f"{GSM8K} --card H100 --data DATA", " for 50 steps on"),
         (f"{GSM8K} --card H100 --bf16 false", "time: not estimated with --bf16 false"),
-        (f"{GSM8K} --card_gb 48 --bf16 false", "of 47 GiB"),
-        (f"{PASS} 8", "memory per rank"),
+        (f"{PASS} 8 --card_gb 48", "of 47 GiB"),
         # 0.46 GiB of parameters. Without ZeRO the fp32 weights are their own masters.
         (f"{GSM8K} --zero_stage 0 --bf16 false", "always: weights 1.8 .* moments 3.7 "),
         (f"{GSM8K} --log_kl true", "always: weights 1.8 .* moments 5.5 "),
-        (f"{GSM8K} --offload optimizer", r"always: weights 0.9 \+ CUDA"),
         (f"{LARGE} --gpus 8 --kv_cache_gb 4", "KV cache: 74,898 tokens"),
         # Embedding and head stay in bf16. Fp8 needs a GPU, but the plan needs none.
         (f"{LARGE} --gpus 8 --rollout_quantization fp8", "KV cache: 518,67[67] tokens"),
-        (f"{LARGE} --gpus 8 --attention varlen", "KV cache: 404,878 tokens"),
+        (f"{GSM8K} --card 2080Ti", "error: --card 2080Ti has no bf16, so take .* Ampere.*4090"),
+        (f"{GSM8K} --card B52", "error: --card B52 is not known: .*A100, .*4090.* --card_gb"),
+        (f"{GSM8K} --card H100 --price nan", "error: --price nan: must be a number above 0"),
+        (f"{GSM8K} --price 2.5", "error: --price: a --card must say"),
+        (f"{GSM8K} --rollout_batchsize 3", "error: .*did you mean --rollout_batch_size"),
+        (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: use a multiple of 3"),
+        (f"{PASS} 4", "error: --n_samples_per_prompt 4: .* at least 5"),
+        (LARGE, "error: .*: phase rollout .*, critic .*, policy .*, sync .*--offload optimizer"),
+        (f"{LARGE} --gpus 8 --micro_train_batch_size 8", "error: .* fit: phase critic .*, policy "),
+        (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "error: .*rollout: the KV cache .*"),
     ],
 )
-def test_a_plan_says_hours_money_and_memory(tiny, flags, told):
+def test_a_plan_says_hours_money_and_memory_or_one_line(tiny, flags, told):
     """There is no time without a card, and no money without a price. DATA has 40 problems."""
     code, output, errors = run_tool("plan", *flags.replace("DATA", tiny["data"]).split())
-    assert (code, errors) == (0, "") and re.search(told, output)
-    assert ("$" in output) == ("--price" in flags) and ("\ntime" in output) == ("--card " in flags)
-
-
-@pytest.mark.parametrize(
-    "flags, told",
-    [
-        (f"{GSM8K} --card 2080Ti", "--card 2080Ti has no bf16, so take one of Ampere.*4090"),
-        (f"{GSM8K} --card B52", "--card B52 is not known: .*A100, .*4090.* --card_gb"),
-        (f"{GSM8K} --card H100 --price nan", "--price nan: must be a number above 0"),
-        (f"{GSM8K} --card H100 --length_share 2", "--length_share 2.0: at most 1"),
-        (f"{GSM8K} --price 2.5", "--price: a --card must say"),
-        (f"{GSM8K} --rollout_batchsize 3", "did you mean --rollout_batch_size"),
-        (f"{GSM8K} --gpus 3", "--rollout_batch_size 16: use a multiple of 3"),
-        (f"{PASS} 4", "--n_samples_per_prompt 4: .* at least 5"),
-        (LARGE, "phase rollout .*, critic .*, policy .*, sync .*--offload optimizer"),
-        (f"{LARGE} --gpus 8 --micro_train_batch_size 8", "fit: phase critic .*, policy [0-9.]+ of"),
-        (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "rollout: the KV cache .* raise"),
-    ],
-)
-def test_a_plan_that_cannot_work_is_refused_in_one_line(flags, told):
-    code, _, errors = run_tool("plan", *flags.split())
-    assert code == 2 and re.fullmatch(f"error: .*{told}.*\n", errors)
+    if told.startswith("error: "):
+        assert code == 2 and re.fullmatch(f"{told}.*\n", errors)
+    else:
+        assert (code, errors) == (0, "") and re.search(told, output)
+        assert ("$" in output) == ("--price" in flags)
+        assert ("\ntime" in output) == ("--card " in flags)
 
 
 # ---- the recipes ---------------------------------------------------------------------------------
@@ -261,12 +252,3 @@ def test_a_start_is_planned_for_the_smallest_card_of_this_machine(
     assert len(launched) == (code == 0 and words != ["--dry_run"])
     for start in launched:
         assert start[start.index("train.py") + 1 :] == planned[7:], "what is planned is run"
-
-
-def test_slurm_gives_the_step_its_cores(tmp_path):
-    """Without them all ranks of a machine shared one core: srun does not inherit their number."""
-    stand_in(tmp_path, "srun", 'echo "$@"')
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_PER_TASK": "96"}
-    command = ["bash", ROOT / "runs" / "slurm.sbatch"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.stdout.split()[:2] == ["--cpus-per-task=96", "--kill-on-bad-exit=1"]
