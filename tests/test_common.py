@@ -3,15 +3,14 @@
 import datetime
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ACCELERATE, ROOT, clean_environment, held_port
+from conftest import held_port, run_python, stand_in, start_python, wait_until
 
 from lib import common, launcher
 
@@ -20,9 +19,11 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 def test_an_error_of_several_ranks_is_told_once(capsys, monkeypatch):
     store = dist.HashStore()
-    for _ in range(2):
-        common.tell_once(store, "error: of both ranks")
-    assert capsys.readouterr().err == "error: of both ranks\n"
+    # The store goes with rank 0, which has told the error before.
+    lost = mock.Mock(add=mock.Mock(side_effect=dist.DistNetworkError("connection reset")))
+    for found, told in ((store, "error\n"), (store, ""), (lost, "")):
+        common.tell_once(found, "error")
+        assert capsys.readouterr().err == told
     # Before there is a store, one rank on each machine tells it. Without a launcher there is one.
     for local_rank, told in ((None, "early\n"), ("0", "early\n"), ("1", "")):
         monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -32,22 +33,10 @@ def test_an_error_of_several_ranks_is_told_once(capsys, monkeypatch):
         assert capsys.readouterr().err == told
 
 
-def test_a_rank_whose_store_has_gone_does_not_repeat_the_error(capsys):
-    """The store goes with rank 0, which has told it."""
-
-    class Store:
-        def add(self, key, amount):
-            raise dist.DistNetworkError("connection reset by peer")
-
-    common.tell_once(Store(), "error")
-    assert capsys.readouterr().err == ""
-
-
 def test_half_of_a_launcher_s_variables_is_one_line(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"})
-    with pytest.raises(common.UserError, match="not LOCAL_RANK, MASTER_PORT: use") as error:
+    with pytest.raises(common.UserError, match="not LOCAL_RANK, MASTER_PORT: use .*$"):
         common.start_distributed()
-    assert "\n" not in str(error.value)
 
 
 def test_ranks_that_cannot_be_met_are_one_line(monkeypatch):
@@ -56,20 +45,35 @@ def test_ranks_that_cannot_be_met_are_one_line(monkeypatch):
     with held_port() as port:
         values = ("1", "1", "2", "127.0.0.1", port)
         monkeypatch.setattr(os, "environ", dict(zip(common.LAUNCHER_NAMES, values)))
-        place = f"cannot meet the other ranks at 127.0.0.1:{port}"
-        with pytest.raises(common.UserError, match=place) as error:
+        line = f"cannot meet the other ranks at 127.0.0.1:{port}: .*$"
+        with pytest.raises(common.UserError, match=line):
             common.start_distributed()
-    assert "\n" not in str(error.value)
+
+
+def test_a_rank_has_its_share_of_the_cores_and_its_gpu(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
+    monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
+    monkeypatch.setattr(torch, "cuda", mock.Mock(device_count=lambda: 2))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = common.choose_device(2)
+    assert device == torch.device("cuda", 1)
+    torch.set_num_threads.assert_called_with(3)
+    torch.cuda.set_device.assert_called_with(device)
+    with pytest.raises(common.UserError, match=r"^8 ranks and 2 GPU\(s\) here: .*$"):
+        common.choose_device(8)
+    torch.set_num_threads.assert_called_with(1)
+
+
+def test_seeds_are_the_same_in_every_process():
+    assert common.hash64(1, "a") == 2461651067226055738
 
 
 def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
     """An old driver, or a job on the wrong machine, became a run on the CPU."""
     common.check_stack("13.0", has_gpu=True)
-    with pytest.raises(common.UserError, match="CUDA 13.0 .* driver 580 .* nvidia-smi") as error:
-        common.check_stack("13.0", has_gpu=False)
-    assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(common.UserError, match="finds no GPU"):
+    with pytest.raises(common.UserError, match="CUDA 13.0 .* driver 580 .* nvidia-smi.*$"):
         common.choose_device(1)
 
 
@@ -77,9 +81,7 @@ def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
 def test_a_torch_for_cpus_beside_a_gpu_is_told(answer, is_told, tmp_path, monkeypatch, capsys):
     """nvidia-smi is also installed where there is no GPU."""
     if answer:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{answer}\n")
-        program.chmod(0o700)
+        stand_in(tmp_path, "nvidia-smi", answer)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     common.check_stack(None, has_gpu=False)
@@ -99,11 +101,10 @@ def handlers():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
-@pytest.mark.parametrize("number", STOPS)
-def test_signal_during_a_look_at_the_store_is_not_lost(number, handlers):
+def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
     class Store(dist.HashStore):
         def check(self, keys):
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
             return super().check(keys)
 
     store = Store()
@@ -115,8 +116,7 @@ def test_signal_during_a_look_at_the_store_is_not_lost(number, handlers):
 
 
 def test_only_a_second_interrupt_ends_a_rank_at_once(handlers):
-    """The first one may come after another signal, or after another rank's. It must not cut off the
-    save."""
+    """The first one may come after another signal or rank. It must not cut off the save."""
     signals = common.Signals(dist.HashStore())
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         assert signal.getsignal(number) == signals.handle
@@ -130,47 +130,52 @@ def test_ranks_agree_on_a_fault_of_one_of_them(handlers, process_group, monkeypa
     """Raised in that rank alone, its error left the others waiting, and nothing was saved."""
     signals = common.Signals(dist.HashStore())
     assert signals.agree() is None
-    with pytest.raises(common.Stopped) as stop:
+    with pytest.raises(common.Stopped, match="^it is broken$"):
         signals.agree("it is broken")
-    assert stop.value.fault == "it is broken"
-    assert signals.agree() is None
-    others = [(False, None), (False, "it is broken there"), (False, None)]
-    monkeypatch.setattr(common, "gather", lambda mine: [mine, *others])
-    with pytest.raises(common.Stopped) as stop:
-        signals.agree()
-    assert stop.value.fault == "it is broken there"
-    signals.asked = True
-    with pytest.raises(common.Stopped) as stop:
-        signals.agree()
-    assert stop.value.fault == "it is broken there", "also where a signal came"
-    monkeypatch.setattr(common, "gather", lambda mine: [mine, (False, None)])
-    with pytest.raises(common.Stopped) as stop:
-        signals.agree()
-    assert stop.value.fault is None
+    fault = "it is broken there"
+    cases = [([(False, None), (False, fault), (False, None)], fault)]
+    cases += [([(True, None), (False, fault)], fault), ([(True, None), (False, None)], None)]
+    for others, told in cases:
+        monkeypatch.setattr(common, "gather", lambda mine, others=others: [mine, *others])
+        with pytest.raises(common.Stopped) as stop:
+            signals.agree()
+        assert stop.value.fault == told
 
 
-def test_an_error_of_one_rank_stops_all_ranks(process_group, monkeypatch):
-    with pytest.raises(common.Stopped) as stop, common.share_errors():
-        raise common.UserError("this cannot work")
-    assert stop.value.fault == "this cannot work"
-    with pytest.raises(common.Stopped) as stop, common.share_errors():
-        raise ValueError("of this rank")
-    assert stop.value.fault.startswith("ValueError: of this rank (")
-    with pytest.raises(common.Stopped) as stop, common.share_errors():
-        raise common.Stopped
-    assert stop.value.fault is None, "all ranks have agreed on it already"
+def test_an_error_of_one_rank_stops_all_ranks(process_group, monkeypatch, capfd):
     with common.share_errors():
         pass
+    faults = {
+        common.UserError("this cannot work"): "this cannot work",
+        ValueError("of\nthis rank"): r"ValueError: of this rank \(.*test_common.py, line \d+\)",
+        # All ranks have agreed on it already.
+        common.Stopped(): "None",
+    }
+    for error, fault in faults.items():
+        with pytest.raises(common.Stopped, match=f"^{fault}$"), common.share_errors():
+            raise error
+    assert capfd.readouterr().err.count("Traceback") == 1, "what is no UserError has a traceback"
     monkeypatch.setattr(common, "gather", lambda mine: [mine, (False, "of another rank")])
-    with pytest.raises(common.Stopped) as stop, common.share_errors():
+    with pytest.raises(common.Stopped, match="^of another rank$"), common.share_errors():
         pass
-    assert stop.value.fault == "of another rank"
+
+
+@pytest.mark.parametrize("later, expected", [(0, ValueError), (1, common.Stopped)])
+def test_only_an_error_of_all_ranks_is_shared(later, expected, handlers, monkeypatch):
+    signals = common.Signals(dist.HashStore())
+    times = iter(range(40))
+    clock = mock.Mock(
+        monotonic=lambda: next(times), sleep=lambda _: signals.store.add("failed", later)
+    )
+    monkeypatch.setattr(common, "time", clock)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(expected, match="of this rank"), signals.share_same_error():
+        raise ValueError("of this rank")
 
 
 # ---- lib/launcher.py -----------------------------------------------------------------------------
 
-IN_C = f"""import ctypes, sys
-sys.path.insert(0, {str(ROOT)!r})
+IN_C = """import ctypes
 from lib.launcher import leave_on_signals
 leave_on_signals()
 print("ready", flush=True)
@@ -180,55 +185,40 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize(
-    "ranks, local_rank, code", [("1", "0", 0), ("2", "0", 1), ("2", "1", 1), (None, None, 0)]
+    "number, ranks, local_rank, code, lines",
+    [
+        (signal.SIGTERM, None, None, 0, 1),
+        (signal.SIGINT, "1", "0", 0, 1),
+        (signal.SIGUSR1, "2", "0", 1, 1),
+        (signal.SIGTERM, "2", "1", 1, 0),
+        (signal.SIGTERM, None, None, 0, None),
+    ],
 )
-def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local_rank, code):
+def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local_rank, code, lines):
     """Python calls no handler before a function of C's returns, and a rank may wait there for
-    another one for half an hour."""
-    env = clean_environment()
-    if ranks:
-        env |= {"WORLD_SIZE": ranks, "LOCAL_RANK": local_rank}
-    process = subprocess.Popen(
-        [sys.executable, "-c", IN_C],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
-    assert process.stdout.readline() == "ready\n"
-    # It sleeps in C.
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-        pass
-    process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == code
+    another one for half an hour. One rank on a machine says a line.
+
+    None: nobody listens, as after Ctrl-C in `python train.py 2>&1 | tee log`. The run went on, deaf
+    to signals.
+    """
+    env = {"WORLD_SIZE": ranks, "LOCAL_RANK": local_rank} if ranks else None
+    with start_python("-c", IN_C, env=env) as process:
+        assert process.stdout.readline() == "ready\n"
+        stat = Path(f"/proc/{process.pid}/stat")
+        # It sleeps in C.
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", process)
+        if lines is None:
+            process.stderr.close()
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
     line = "stopped during start-up: nothing is lost\n"
-    assert said == ("" if local_rank == "1" else line), "one rank on a machine says it"
+    assert (process.returncode, said) == (code, line * (lines or 0))
 
 
-def test_a_signal_during_start_up_ends_a_rank_to_which_nobody_listens():
-    """Of `python train.py 2>&1 | tee log` Ctrl-C ends tee as well. The line had nowhere to go, the
-    thread ended by that, and the run went on, deaf to signals."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", IN_C],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=clean_environment(),
-    )
-    assert process.stdout.readline() == b"ready\n"
-    process.stderr.close()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
-    process.stdout.close()
-
-
-def test_a_signal_that_comes_to_the_thread_of_the_start_up_later_stops_the_run(
-    handlers, monkeypatch
-):
-    """The kernel may choose it, where the main thread has another signal. It would end the rank at
-    once, unsaved."""
+def test_a_signal_that_the_thread_of_the_start_up_gets_later_stops_the_run(handlers, monkeypatch):
+    """The kernel may choose that thread, where the main one has another signal. It would end the
+    rank at once, unsaved."""
     exits = []
     monkeypatch.setattr(launcher.os, "_exit", exits.append)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
@@ -239,54 +229,33 @@ def test_a_signal_that_comes_to_the_thread_of_the_start_up_later_stops_the_run(
     signal.pthread_kill(thread.ident, signal.SIGUSR1)
     thread.join()
     assert exits == []
-    while not signals.asked:
-        pass
+    wait_until(lambda: signals.asked)
 
 
-READ_BACK = f"""import ctypes, sys
-sys.path.insert(0, {str(ROOT)!r})
+READ_BACK = """import ctypes
 from lib.launcher import follow_launcher
 follow_launcher()
 number = ctypes.c_int(-1)
 PR_GET_PDEATHSIG = 2
 ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
-# In one write: two ranks share the stream.
-sys.stdout.write(f"death of the parent sends {{number.value}}\\n")
+print(number.value)
 """
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
-    "parent, number",
+    "parent, env, number",
     [
-        pytest.param(
-            [sys.executable, *ACCELERATE, "--num_machines", "1", "--num_processes", "1"],
-            signal.SIGTERM,
-            id="a launcher of one process",
-        ),
-        # It must hear of the end of all ranks from their launcher, which hands signals on.
-        pytest.param(
-            [sys.executable, *ACCELERATE, "--use_deepspeed", "--num_machines", "1"]
-            + ["--num_processes", "2", "--main_process_port", "0"],
-            0,
-            id="a launcher of two ranks",
-        ),
-        # The second command keeps the shell from becoming the first one.
-        pytest.param(
-            ["sh", "-c", '"$@"; true', "accelerate launch", sys.executable], 0, id="a shell"
-        ),
+        ("accelerate launch", {}, signal.SIGTERM),
+        ("accelerate-launch", {}, signal.SIGTERM),
+        ("python -m accelerate.commands.launch", {}, signal.SIGTERM),
+        # A launcher of two ranks hands signals on.
+        ("accelerate launch", {"RANK": "0"}, 0),
+        ("nohup bash accelerate launch.sh", {}, 0),
     ],
 )
-def test_only_under_a_launcher_of_one_process_does_a_trainer_follow_its_parent(
-    tmp_path, parent, number
-):
-    """Followed always, the parent took `nohup python train.py &` along, silently, when that shell
-    left."""
-    script = tmp_path / "read_back.py"
-    script.write_text(READ_BACK)
-    done = subprocess.run(
-        [*parent, str(script)], capture_output=True, text=True, env=clean_environment(), timeout=200
+def test_only_under_a_launcher_of_one_process_does_a_trainer_follow_its_parent(parent, env, number):
+    """Followed always, the parent took `nohup python train.py &` along when that shell left."""
+    start = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[-1]], check=True)"
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = {line for line in done.stdout.splitlines() if line.startswith("death")}
-    assert said == {f"death of the parent sends {int(number)}"}
+    assert int(run_python("-c", start, *parent.split(), READ_BACK, env=env).stdout) == number
