@@ -127,26 +127,41 @@ def test_one_run_is_shown_before_and_after(tmp_path):
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_read(tmp_path, monkeypatch):
+def test_a_plan_is_read_and_a_folder_is_of_one_line(tmp_path, monkeypatch):
     """What the line `base` has comes before a setting's own. A variant of one's own is found here
-    and then beside the plan."""
+    and then beside the plan. A line with other flags, or another text, is refused."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "mine.py").write_text("# mine\n")
-    line = "both: overlong_drop + mine.py + --kl_loss_coef 0.5 --stop '' --data '{base}/a b.json'"
-    text = f"# a comment\nbase: kl_loss + --max_steps 7   # of all\n\nplain:\n{line}\n"
-    (tmp_path / "plan.txt").write_text(text)
-    plain, both = lab.read_plan(tmp_path / "plan.txt", tmp_path / "out")
-    assert plain.flags == ["--max_steps", "7"] and list(plain.variants) == ["kl_loss"]
-    flags = [*plain.flags, "--kl_loss_coef", "0.5", "--stop", ""]
-    flags += ["--data", f"{tmp_path}/out/base/a b.json"]
-    names = ["kl_loss", "overlong_drop", "mine"]
-    files = [f"{tmp_path}/out/both/variants/{name}.py" for name in names]
-    assert both.words() == [*flags, "--variant", *files]
+    (tmp_path / "train.json").write_text("[1, 2, 3]")
+    flags = "--max_steps 2 --zero_stage 0 --bf16 false --eval_data '{base}/a b'"
+
+    def prepare(line: str):
+        text = f"# a comment\nbase: overlong_drop + {flags}   # of all\n\n{line}\n"
+        (tmp_path / "plan.txt").write_text(text)
+        [setting] = lab.read_plan(tmp_path / "plan.txt", tmp_path / "out")
+        assert lab.prepare(setting) == 2
+        return setting
+
+    line = "both: kl_loss + mine.py + --stop '' --data ../train.json[:2]"
+    both = prepare(line)
+    *words, data = both.flags
+    assert words[:8] == shlex.split(flags.format(base=tmp_path / "out" / "base"))
+    assert words[8:] == ["--stop", "", "--data"] and json.loads(Path(data).read_text()) == [1, 2]
+    names = ["overlong_drop", "kl_loss", "mine"]
+    files = [tmp_path / "out" / "both" / "variants" / f"{name}.py" for name in names]
+    assert both.words() == [*both.flags, "--variant", *map(str, files)]
     texts = [(ROOT / "variants" / f"{name}.py").read_text() for name in names[:2]]
-    assert list(both.variants.values()) == [*texts, "# mine\n"]
+    assert [file.read_text() for file in files] == [*texts, "# mine\n"]
+    prepare(line)
+    other_order = line.replace("kl_loss + mine.py", "mine.py + kl_loss")
+    for other in (f"{line} --lambd 1", line.replace("kl_loss + ", ""), other_order):
+        with pytest.raises(UserError, match="has runs with other flags, or with another text"):
+            prepare(other)
     (tmp_path / "here" / "mine.py").write_text("# here\n")
-    assert lab.read_plan(tmp_path / "plan.txt", tmp_path)[1].variants["mine"] == "# here\n"
+    with pytest.raises(UserError, match="has runs with other flags, or with another text"):
+        prepare(line)
+    assert files[-1].read_text() == "# mine\n"
 
 
 GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero_stage 0\nplain:\n"
@@ -203,29 +218,6 @@ def test_a_copy_of_the_code_is_kept_and_other_code_is_refused(tmp_path, monkeypa
         path.write_text(text)
 
 
-def test_a_folder_is_of_one_setting(tmp_path):
-    """The same line finds its folder. A line with other flags, or another text, is refused."""
-    (tmp_path / "train.json").write_text("[1, 2, 3]")
-    flags = ["--data", f"{tmp_path}/train.json[:2]", "--eval_data", "set?split=train[:2]"]
-    flags += ["--max_steps", "2", "--zero_stage", "0", "--bf16", "false"]
-    variants = {"drop": "", "mine": "# mine\n"}
-
-    def prepare(variants: dict, *more: str) -> int:
-        return lab.prepare(lab.Setting("plain", variants, [*flags, *more], tmp_path / "plain"))
-
-    assert prepare(variants) == 2 == prepare(variants)
-    record = json.loads((tmp_path / "plain" / "setting.json").read_text())
-    assert record["variants"] == variants and record["flags"][3] == "set?split=train[:2]"
-    assert json.loads(Path(record["flags"][1]).read_text()) == [1, 2]
-    turned = dict(reversed(variants.items()))
-    for other in (turned, {"mine": "# mine\n"}, variants | {"drop": "\n"}):
-        with pytest.raises(UserError, match="has runs with other flags, or with another text"):
-            prepare(other)
-    with pytest.raises(UserError, match="has runs with other flags"):
-        prepare(variants, "--lambd=1")
-    assert (tmp_path / "plain" / "variants" / "mine.py").read_text() == "# mine\n"
-
-
 def test_our_plans_can_run_and_share_names_only_for_equal_settings(tmp_path):
     """train.py takes the flags of each line, with its variants. Plans share the folder of runs."""
     seen = {}
@@ -273,7 +265,7 @@ def test_runs_have_a_core_each_and_a_failed_one_is_named_while_the_others_go_on(
 def test_a_lab_that_is_killed_goes_on_later(tiny, tmp_path):
     """Its run saves. While it does, it holds the laboratory's lock, so that no other laboratory
     runs into it."""
-    flags = SMALL | tiny | {"max_steps": 12, "estimator": "grpo"}
+    flags = SMALL | tiny | {"max_steps": 8, "estimator": "grpo"}
     (tmp_path / "mine.py").write_text((ROOT / "variants" / "kl_loss.py").read_text())
     plan = tmp_path / "plan.txt"
     plan.write_text(f"base: {shlex.join(arguments(flags))}\nkl: mine.py + --kl_loss_coef 0.2\n")
@@ -298,7 +290,7 @@ def test_a_lab_that_is_killed_goes_on_later(tiny, tmp_path):
     assert not (run / "result.json").exists()
     run_python(out / "code" / "tools" / "lab.py", *words)
     assert (run / "metrics.jsonl").read_text().startswith(before)
-    assert [line["step"] for line in jsonl(run / "metrics.jsonl")] == [*range(1, 13)]
+    assert [line["step"] for line in jsonl(run / "metrics.jsonl")] == [*range(1, 9)]
     config = json.loads((run / "config.json").read_text())
     assert (config["kl_loss_coef"], config["seed"]) == (0.2, 1)
     assert config["variant"] == [str(out / "kl" / "variants" / "mine.py")]
