@@ -111,17 +111,17 @@ def test_the_table_is_that_of_a_slow_reference(tmp_path):
 
 
 def test_one_run_is_shown_before_and_after(tmp_path):
-    """The problem that took the most tries of those that only the last evaluation solves."""
-    numbers = {"length": 7, "truncated": 0.5}
-    lines = [numbers | {"accuracy": 0.25}, numbers | {"accuracy": 0.75}]
+    """A problem is shown that only the last evaluation solves."""
+    lines = [{"accuracy": x, "length": 7, "truncated": 0.5} for x in (0.25, 0.75)]
     write_lines(tmp_path / "eval.jsonl", lines)
-    answers = [(1, "a", 0), (2, "b", 0), (3, "cc", 1), (1, "dd\nee", 1), (2, "f", 1), (3, "g", 1)]
-    names = ("problem", "question", "response", "reward", "length")
-    lines = [dict(zip(names, (k, f"q{k}", text, x, len(text)))) for k, text, x in answers]
+    lines = []
+    for question, text, reward in (("q1", "a", 1), ("q2", "b", 0), ("q1", "c", 1), ("q2", "d", 1)):
+        line = {"problem": question, "question": question, "response": text, "length": 1}
+        lines.append(line | {"reward": reward})
     write_lines(tmp_path / "eval_samples.jsonl", lines)
     shown = run_tool("compare", tmp_path)[1].splitlines()
     assert shown[0] == "held out: accuracy 0.250 -> 0.750"
-    assert shown[3:] == ["before: q1:   a", "after:  q1:   dd   ee"]
+    assert shown[3:] == ["before: q2:   b", "after:  q2:   d"]
 
 
 # ---- plans ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def write_lines(path, rows: list, end: str = "") -> None:
 
 
 def is_picture(path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    return path.read_bytes().startswith(b"\x89PNG")
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -118,29 +118,24 @@ def test_a_full_page_has_5000_samples_or_20_mb_of_steps_of_the_whole_run(tmp_pat
 
 def test_hostile_text_stays_text(tmp_path):
     """Text that would close the script or open a tag with a handler is data and never runs."""
-    hostile = [
-        "</script><script>alert(1)</script>",
-        "<!--<script>",
-        "]]>&lt;b&gt;\u2028\x00 \ud800",
-    ]
-    hostile += ["<img src=x onerror='alert(1)'>", "HASH SCRIPT DATA ${alert(1)} __proto__"]
     names = ("set", "question", "label", "response", "finish_reason")
     rows = [sample(1, 0, 0, reward=float("nan"))]
-    for text in hostile:
+    for text in (
+        "</script><script>alert(1)</script>",
+        "<!--<script>",
+        "<img src=x onerror='alert(1)'>",
+        "]]>&lt;b&gt;\u2028\x00 \ud800 HASH SCRIPT DATA ${alert(1)} __proto__",
+    ):
         rows.append(sample(1, text, 0, tokens=[text], **dict.fromkeys(names, text)))
     write_lines(tmp_path / "run" / "samples.jsonl", rows)
     data, page = make_page(tmp_path / "run")
     assert data["samples"] == [rows[0] | {"reward": None}, *rows[1:]]
     (tmp_path / "empty").mkdir()
-    assert make_page(tmp_path / "empty") == (
-        {"title": "empty: 0 samples, 0 left out", "samples": []},
-        page,
-    )
+    nothing, same_page = make_page(tmp_path / "empty")
+    assert nothing["samples"] == [] and same_page == page
     # No script but the page's own runs, and that one makes no HTML of text.
     script = page.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert (
-        f"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-        in page
-    )
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-"
+    assert f'content="{policy}{digest}' in page
     assert not re.search("(inner|outer)HTML|insertAdjacent|document.write|eval", script)
