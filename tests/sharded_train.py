@@ -9,11 +9,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train  # noqa: E402
 from lib import models  # noqa: E402
 
-usual_config = models.engine_config
 
-
-def engine_config(cfg, stage):
-    settings = usual_config(cfg, stage)
+def engine_config(cfg, stage, usual=models.engine_config):
+    settings = usual(cfg, stage)
     settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return settings
 

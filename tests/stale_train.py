@@ -9,13 +9,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train  # noqa: E402
 from rollout import Sampler  # noqa: E402
 
-real_sync = Sampler.sync
 
-
-def sync_once(sampler, weights):
-    if not hasattr(sampler, "is_synced"):
-        real_sync(sampler, weights)
-    sampler.is_synced = True
+def sync_once(sampler, weights, sync=Sampler.sync):
+    sync(sampler, weights)
+    Sampler.sync = lambda sampler, weights: None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""train.py that also writes down what its loop calls, in order: RUN/calls.json.
+"""train.py that writes down the calls of its loop: RUN/calls.json, [name, what it was given].
 
-RUN/modules.json has the files of all modules that were loaded then.
-
-Each function is wrapped and then runs as always. A call is [name, what it was given].
+RUN/modules.json has the files of all modules that were loaded then. With STOP_AT="NAME NUMBER" the
+last rank sends itself a SIGTERM at that call of that function.
 """
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,16 +19,6 @@ from lib.report import RunLog  # noqa: E402
 from rollout import Sampler  # noqa: E402
 
 CALLS = []
-REQUEST = ("seed", "group", "index", "max_tokens")
-
-
-def describe_requests(sampler, requests, *options, **named):
-    """The problem of each request, and the fields of REQUEST."""
-    shown = []
-    for request in requests:
-        fields = [getattr(request, name) for name in REQUEST]
-        shown.append([request.problem.index, *fields])
-    return shown
 
 
 def record(owner, name, describe):
@@ -37,13 +27,22 @@ def record(owner, name, describe):
 
     def recorded(*arguments, **named):
         CALLS.append([name, describe(*arguments, **named)])
+        number = [known for known, _ in CALLS].count(name)
+        is_last_rank = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        if is_last_rank and os.environ.get("STOP_AT") == f"{name} {number}":
+            os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **named)
 
     setattr(owner, name, recorded)
 
 
-def record_the_loop():
+def describe_requests(sampler, requests, *options, **named):
+    return [[r.problem.index, r.group, r.index, r.max_tokens] for r in requests]
+
+
+if __name__ == "__main__":
     record(Sampler, "generate", describe_requests)
+    record(Sampler, "make_sample", lambda sampler, request, completion: None)
     record(Sampler, "sync", lambda sampler, weights: None)
     record(Sampler, "sleep", lambda sampler: None)
     record(ppo, "compute_values", lambda learner, batch, cfg: learner.name)
@@ -58,13 +57,9 @@ def record_the_loop():
     record(ckpt.RunState, "finish_step", lambda state, run_dir, memory: state.step)
     record(ckpt, "save", lambda run_dir, state, *rest: state.step)
     record(ckpt, "export", lambda folder, *rest: folder.name)
-
-
-if __name__ == "__main__":
-    record_the_loop()
     code = train.run(sys.argv[1:])
-    run_dir = sys.argv[sys.argv.index("--run_dir") + 1]
-    Path(run_dir, "calls.json").write_text(json.dumps(CALLS))
+    run_dir = Path(sys.argv[sys.argv.index("--run_dir") + 1])
+    (run_dir / "calls.json").write_text(json.dumps(CALLS))
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    Path(run_dir, "modules.json").write_text(json.dumps([file for file in files if file]))
+    (run_dir / "modules.json").write_text(json.dumps([file for file in files if file]))
     os._exit(code)
