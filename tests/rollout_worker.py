@@ -1,7 +1,7 @@
 """The real sampler in a process of its own, for test_rollout.py: `rollout_worker.py OUT FLAGS`.
 
-It writes what it found to the JSON file OUT: with --bf16 false how the sampler behaves, and in any
-case what train.check_sampler says of right and of wrong weights.
+It writes what it found to the JSON file OUT: how the sampler behaves, and what train.check_sampler
+says of right and of wrong weights.
 """
 
 import dataclasses
@@ -12,8 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import tiny as maker  # noqa: E402
 
 import reward  # noqa: E402
 import train  # noqa: E402
@@ -72,6 +70,7 @@ def cached_tokens(sampler) -> list[list[int]]:
 
 def behaviour(rollout, problems) -> dict:
     sampler = rollout.sampler
+    cfg = rollout.cfg
     requests = make_requests(problems, problem_seeds(1, 2, "train", len(problems)), 2, 16, 1.0, 1.0)
     found = {"workers": rollout.grader.threads._max_workers, "cached": cached_tokens(sampler)}
     found["form"] = rollout.grader.find_answer.__name__
@@ -80,22 +79,21 @@ def behaviour(rollout, problems) -> dict:
     # The same requests in another order, and fewer of them.
     found["apart"] = generated(sampler, requests[::-3])
     found["positions"] = list(range(len(requests)))[::-3]
-
-    own = [dataclasses.replace(requests[0], max_tokens=count) for count in (1, 3, 5, 9999)]
-    found["own limits"] = generated(sampler, own)
-    whole_len = rollout.cfg.max_len
-    rollout.cfg.max_len = 20
-    unlimited = [dataclasses.replace(request, max_tokens=9999) for request in requests]
-    found["little room"] = generated(sampler, unlimited)
-    rollout.cfg.max_len = whole_len
     greedy = [dataclasses.replace(request, temperature=0.0) for request in requests[:2]]
     found["greedy"] = generated(sampler, greedy)
+    # Each request twice: with 3 tokens and with all that fit.
+    limited = []
+    for request in requests[::2]:
+        limited += [dataclasses.replace(request, max_tokens=most) for most in (3, 9999)]
+    cfg.max_len = 20
+    found["limits"] = generated(sampler, limited)
+    cfg.max_len = 512
 
     looks = iter([False] * 4 + [True] * 99)
     found["stopped"] = generated(sampler, requests, stopped=lambda: next(looks))
-    rollout.cfg.stop = ["1", "2"]
+    cfg.stop = ["1", "2"]
     found["stop strings"] = generated(sampler, requests)
-    rollout.cfg.stop = []
+    cfg.stop = []
     # Of "1" and "2", as if they were special tokens.
     sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(["1", "2"])
     found["stop ids"] = generated(sampler, requests)
@@ -104,8 +102,7 @@ def behaviour(rollout, problems) -> dict:
 
     clock = Clock(0)
     samples = draw(rollout, requests, clock)
-    found["asked"] = [[request.group, request.index] for request in requests]
-    found["answered"] = [[s.request.group, s.request.index] for s in samples]
+    found["in order"] = [sample.request for sample in samples] == requests
     found["sampled"] = [sample.response_ids for sample in samples]
     found["text metrics"] = list(samples[0].text_metrics)
     found["phases"] = list(clock.seconds)
@@ -142,54 +139,34 @@ def stop(rollout, requests, reason) -> list:
     return []
 
 
-def check(rollout, policy, problems, seed: int) -> dict:
-    """What check_sampler says: {"found": text} or {"refused": text}."""
-    cfg = dataclasses.replace(rollout.cfg, seed=seed)
+def said(action, *arguments) -> dict:
+    """{"found": what it returned} or {"refused": text}."""
     try:
-        return {"found": train.check_sampler(rollout.sampler, policy, problems, cfg)}
+        return {"found": action(*arguments)}
     except UserError as error:
         return {"refused": str(error)}
 
 
-def one_step_behind(policy, size: float):
-    """The policy's weights, each off by `size`: as far as a step of Adam moves it."""
+def one_step_behind(policy):
+    """The policy's weights, each as far off as a step of Adam moves it."""
     for name, tensor in models.named_weights(policy):
-        yield name, tensor + size
-
-
-def checks(rollout, problems, folder: Path) -> dict:
-    cfg = rollout.cfg
-    policy = models.make_policy(cfg)
-    rollout.sampler.sync(models.named_weights(policy))
-    found = {"right": [check(rollout, policy, problems, seed) for seed in (1, 2, 3)]}
-    other = dataclasses.replace(cfg, model=str(maker.make_model(folder / "other", seed=1)))
-    found["of another seed"] = check(rollout, models.make_policy(other), problems, 1)
-    rollout.sampler.sync(one_step_behind(policy, 1e-3))
-    found["one step behind"] = check(rollout, policy, problems, 1)
-    return found
-
-
-def small_cache(cfg) -> str:
-    """What is said where the cache cannot hold one sequence."""
-    try:
-        Sampler(dataclasses.replace(cfg, kv_cache_gb=0.00001))
-    except UserError as error:
-        return str(error)
-    return "started"
+        yield name, tensor + 1e-3
 
 
 def main(out: str, *argv: str) -> None:
     cfg = train.parse_flags(list(argv))
     store = start_distributed()[3]
     rollout = Rollout(reward, Signals(store), cfg)
-    problems = make_problems(rollout.sampler.tokenizer)
-    found = {}
-    if not cfg.bf16:
-        found |= behaviour(rollout, problems)
-    found |= checks(rollout, problems, Path(out).parent)
+    sampler = rollout.sampler
+    problems = make_problems(sampler.tokenizer)
+    found = behaviour(rollout, problems)
+    policy = models.make_policy(cfg)
+    for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):
+        sampler.sync(weights(policy))
+        found[name] = said(train.check_sampler, sampler, policy, problems, cfg)
     found["reports usage"] = is_usage_stats_enabled()
     # It comes last: the engine that fails leaves half of itself behind.
-    found["small cache"] = small_cache(cfg)
+    found["small cache"] = said(Sampler, dataclasses.replace(cfg, kv_cache_gb=0.00001))["refused"]
     Path(out).write_text(json.dumps(found))
     os._exit(0)
 
