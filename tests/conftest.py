@@ -61,7 +61,7 @@ LONGEST_FIRST += ["evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
 
 
 # A test of these files, or with one of these fixtures, starts engines.
-ENGINE_FILES = {"test_resume", "test_two_machines", "test_evaluate", "test_soak", "test_demo"}
+ENGINE_FILES = {"test_resume", "test_two_machines", "test_evaluate", "test_demo"}
 ENGINE_FILES |= {"test_variant_runs"}
 ENGINE_FIXTURES = {"results", "wide", "one_rank", "two_ranks", "whole", "found", "found_in_bf16"}
 ENGINE_FIXTURES |= {"runs", "run", "trained", "place"}
