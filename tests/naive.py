@@ -1,7 +1,8 @@
-"""PPO the slow and obvious way: python loops, padded batches, full logits, float64.
+"""PPO the slow and obvious way: python loops, one sample at a time, full logits, float64.
 
 What ppo.py and lib/ compute is compared with these. Nothing here imports them; a batch is theirs,
-but only its fields are read. Shapes as in ppo.py: T response tokens, N samples, L length, H hidden.
+but only its fields are read. Shapes: T response tokens, S those of one sample, L its length with
+the prompt, V vocabulary, H hidden.
 """
 
 import itertools
@@ -88,10 +89,7 @@ def mean_over_sets(i: int, group: list[float], k: int) -> float:
 
 def per_sample(batch, flat: Tensor) -> list[list[float]]:
     """A flat (T,) tensor as a list for each sample."""
-    numbers = iter(flat.tolist())
-    lists = [[next(numbers) for _ in ids] for ids in batch.response_ids]
-    assert not list(numbers)
-    return lists
+    return [part.tolist() for part in flat.split([len(ids) for ids in batch.response_ids])]
 
 
 def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
@@ -101,17 +99,14 @@ def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
     if cfg.estimator == "gae":
         parts = gae(rewards, values, cfg.gamma, cfg.lambd)
     else:
-        k = getattr(cfg, "pass_k", 2)  # a variant's flag
-        of_samples = scores(cfg.estimator, rewards, batch.groups.tolist(), k)
+        of_samples = scores(cfg.estimator, rewards, batch.groups.tolist())
         parts = [[score] * len(v) for score, v in zip(of_samples, values)]
-    flat = sum(parts, [])
-    targets = flat
+    targets = flat = sum(parts, [])
     if cfg.critic_lambd is not None:
         targets = sum(gae(rewards, values, cfg.gamma, cfg.critic_lambd), [])
     returns = [a + v for a, v in zip(targets, sum(values, []))]
     if cfg.estimator in ("gae", "reinforce", "reinforce_pp") and cfg.advantage_normalization:
-        center = mean(flat)
-        spread = std(flat)
+        center, spread = mean(flat), std(flat)
         flat = [(a - center) / spread for a in flat]
     return torch.tensor(flat, dtype=torch.float64), torch.tensor(returns, dtype=torch.float64)
 
@@ -123,39 +118,26 @@ def load(folder, auto_class=AutoModelForCausalLM):
     return auto_class.from_pretrained(folder, dtype=torch.float64)
 
 
-def padded(batch) -> tuple[Tensor, Tensor]:
-    """Right-padded token ids and attention mask, (N, L): no packing at all."""
-    rows = [prompt + response for prompt, response in zip(batch.prompt_ids, batch.response_ids)]
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return ids, mask
-
-
-def responses_only(batch, numbers: Tensor) -> Tensor:
-    """(N, L) numbers read at the position before each token -> (T,) of the response tokens."""
-    parts = []
-    for of_row, prompt, response in zip(numbers, batch.prompt_ids, batch.response_ids):
-        start = len(prompt) - 1
-        parts.append(of_row[start : start + len(response)])
-    return torch.cat(parts)
-
-
 def logprobs(model, batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies, (T,) each, from full, padded logits."""
-    ids, mask = padded(batch)
-    log_p = (model(ids, attention_mask=mask).logits / temperature).log_softmax(-1)  # (N, L, V)
-    following = torch.cat([ids[:, 1:], ids[:, :1]], 1)  # (N, L)
-    of_token = log_p.gather(2, following[:, :, None])[:, :, 0]  # (N, L)
-    entropy = -(log_p.exp() * log_p).sum(-1)  # (N, L)
-    return responses_only(batch, of_token), responses_only(batch, entropy)
+    """Log-probs and entropies, (T,) each, from full logits."""
+    of_tokens = []
+    entropies = []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+        logits = model(torch.tensor([prompt + response])).logits[0]  # (L, V)
+        # Position t predicts token t + 1.
+        log_p = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)  # (S, V)
+        of_tokens.append(log_p[range(len(response)), response])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(of_tokens), torch.cat(entropies)
 
 
 def values(body, head: Tensor, batch) -> Tensor:
-    """(T,), from a body and a head (1, H)."""
-    ids, mask = padded(batch)
-    hidden = body(ids, attention_mask=mask).last_hidden_state  # (N, L, H)
-    return responses_only(batch, (hidden * head[0]).sum(-1))
+    """(T,), from a body and a head (1, H). A value is read before its token."""
+    parts = []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+        hidden = body(torch.tensor([prompt + response])).last_hidden_state[0]  # (L, H)
+        parts.append((hidden[len(prompt) - 1 : -1] * head[0]).sum(-1))
+    return torch.cat(parts)
 
 
 # ---- losses and gradients ------------------------------------------------------------------------

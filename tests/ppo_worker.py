@@ -1,71 +1,94 @@
-"""Runs cells on the real DeepSpeed engines: `[accelerate launch ...] ppo_worker.py FOLDER`.
+"""Cells: small jobs on real DeepSpeed engines, many to a launch, which costs far more than a cell.
 
-FOLDER/cells.json is a list of cells (cells.py); what `cell_KIND` returns on rank 0 goes to
-FOLDER/NAME.pt. Every engine is built by make_policy or make_critic. Their optimizer is mostly SGD,
-whose step is the gradient itself.
+A cell names a function cell_KIND. What that returns on rank 0 is the cell's result. One rank is the
+process of the tests; two ranks are two processes of this file: `ppo_worker.py FOLDER` runs the list
+in FOLDER/cells.json. Their optimizer is mostly SGD, whose step is the gradient itself.
 """
 
+import contextlib
+import functools
 import json
 import os
 import random
 import re
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import conftest
+import tiny
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
-
-import ppo  # noqa: E402
-from lib import common, models  # noqa: E402
-from lib.common import gather  # noqa: E402
+import ppo
+from lib import common, models
+from lib.common import gather
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
 SGD = {"optimizer_class": torch.optim.SGD}
 CPU = torch.device("cpu")
 
 
-def config(model="", **overrides) -> SimpleNamespace:
-    """The fields of train.Config that ppo.py and lib/models.py read: no clipping of gradients, no
-    warm-up, and a temperature that matters."""
-    settings = {
-        "model": str(model),
-        "seed": 5,
-        "bf16": False,
-        "attention": "sdpa",
-        "gradient_checkpointing": False,
-        "zero_stage": 0,
-        "offload": "none",
-        "max_norm": 1e9,
-        "actor_learning_rate": LR,
-        "critic_learning_rate": LR,
-        "warmup_updates": 1,
-        "lr_end": None,
-        "critic": None,
-        "critic_only_steps": 0,
-        "critic_updates": 1,
-        "packing_max_len": 64,
-        "micro_train_batch_size": 2,
-        "temperature": 1.3,
-        "value_clip": 0.2,
-        "estimator": "gae",
-        "gamma": 1.0,
-        "lambd": 1.0,
-        "critic_lambd": None,
-        "loss_mean": "token",
-        "generate_max_len": 50,
-        "advantage_normalization": True,
-    }
-    unknown = set(overrides) - set(settings)
-    if unknown:
-        raise KeyError(f"not a field: {unknown}")
-    return SimpleNamespace(**settings | overrides)
+def config(model="-", **changes):
+    """No clipping of gradients, no warm-up, and a temperature that matters."""
+    settings = {"model": model, "max_norm": 1e9, "temperature": 1.3, "attention": "sdpa"}
+    settings |= {"actor_learning_rate": LR, "critic_learning_rate": LR, "warmup_updates": 1}
+    settings |= {"critic_updates": 1, "micro_train_batch_size": 2, "generate_max_len": 50}
+    return conftest.config(**settings | changes)
+
+
+def cell(name: str, kind: str, tied=True, whole=False, spec=None, **settings) -> dict:
+    """cell_KIND gets the settings and `spec`.
+
+    tied: of the model's embeddings. whole: small parameters stay whole under ZeRO-3, as in a run;
+    else everything is sharded and the embedding exceeds a bucket, as in a large model.
+    """
+    options = {"name": name, "kind": kind, "tied": tied, "whole": whole, "spec": spec or {}}
+    return options | {"settings": settings}
+
+
+def make_models(root: Path) -> dict[bool, Path]:
+    """Tied and untied. Their configs ask for dropout, which must stay off: a dropped unit would
+    break ratio = 1."""
+    folders = {}
+    for tied in (True, False):
+        folders[tied] = tiny.make_model(root / f"tied-{tied}", tied=tied)
+        path = folders[tied] / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.3}))
+    return folders
+
+
+def reader(one: list[dict], two: list[dict], folder: Path, folders: dict):
+    """result(ranks, name): of a cell of `one`, run here, or of `two`, launched once."""
+    for job in (*one, *two):
+        job["settings"]["model"] = str(folders[job["tied"]])
+
+    @functools.cache
+    def launch() -> str:
+        (folder / "cells.json").write_text(json.dumps(two))
+        # Freed memory goes back at once, since a cell measures peaks.
+        env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "20000000"}
+        with open(folder / "log.txt", "w") as log, contextlib.suppress(subprocess.TimeoutExpired):
+            options = {"env": env, "stdout": log, "stderr": log}
+            with conftest.started_ranks([__file__, folder], **options) as ranks:
+                for process in ranks:
+                    process.wait(timeout=600)
+        return (folder / "log.txt").read_text()
+
+    @functools.cache
+    def result(ranks: int, name: str) -> dict:
+        if ranks == 1:
+            return run(next(job for job in one if job["name"] == name))
+        log = launch()
+        path = folder / f"{name}.pt"
+        assert path.exists(), f"cell {name!r} left no result:\n{log[-4000:]}"
+        return torch.load(path)
+
+    return result
 
 
 def make_batch(kind: str = "ragged") -> ppo.Batch:
@@ -89,14 +112,14 @@ def make_batch(kind: str = "ragged") -> ppo.Batch:
     elif kind == "equal sizes":
         prompts, responses = [6] * 16, [20] * 16
     elif kind == "copies":
-        # 64 times the same sample: a power of two divides without rounding.
-        prompts, responses, groups, rewards = [6] * 64, [20] * 64, [0] * 64, [1.0] * 64
+        # 8 times the same sample: a power of two divides without rounding.
+        prompts, responses, groups, rewards = [6] * 8, [20] * 8, [0] * 8, [1.0] * 8
     prompt_ids = [[rng.randint(1, 55) for _ in range(length)] for length in prompts]
     response_ids = [[rng.randint(1, 55) for _ in range(length)] for length in responses]
     values = torch.randn(sum(responses), generator=torch.Generator().manual_seed(1)) * 0.5  # (T,)
     if kind == "copies":
-        prompt_ids = prompt_ids[:1] * 64
-        response_ids = response_ids[:1] * 64
+        prompt_ids = prompt_ids[:1] * 8
+        response_ids = response_ids[:1] * 8
         values = torch.zeros_like(values)
     return batch_of_lists(prompt_ids, response_ids, groups, rewards, {"values": values})
 
@@ -115,89 +138,54 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 def masters(engine) -> torch.Tensor:
     """All fp32 master weights as one vector."""
-    parts = [safe_get_full_fp32_param(p).detach().flatten() for p in engine.module.parameters()]
-    return torch.cat(parts).clone()
+    parts = [safe_get_full_fp32_param(p).flatten() for p in engine.module.parameters()]
+    return torch.cat(parts).detach()
 
 
-# ---- cells of test_ppo.py ------------------------------------------------------------------------
+# ---- cells ---------------------------------------------------------------------------------------
 
 
 def cell_step(cfg, spec) -> dict:
-    """One SGD step of critic and policy over the whole batch, after the passes without gradient."""
-    batch = make_batch(spec.get("batch", "ragged"))
+    """One SGD step of critic and policy over the whole batch, after the passes without gradient.
+
+    calls: of the first layers of both in the step.
+    """
+    batch = make_batch(spec["batch"])
     policy = models.make_policy(cfg, **SGD)
     critic = models.make_critic(cfg, **SGD)
-    result = {"critic_start": weights(critic)}
+    result = {"policy_start": weights(policy), "critic_start": weights(critic)}
     result["values"] = ppo.compute_values(critic, batch, cfg)
     result["logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
+    calls = []
+    for layer in (policy.module.model.base_model.layers[0], critic.module.model.layers[0]):
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     ppo.compute_advantages(batch, cfg)
-    result["stats"] = ppo.train_critic(critic, batch, cfg, step=0)
-    result["stats"] |= ppo.train_policy(policy, batch, cfg, step=0, total_steps=1)
-    return result | {"critic": weights(critic), "policy": weights(policy)}
-
-
-def cell_splits(cfg, spec) -> dict:
-    """The critic's twelve optimizer steps; which tokens did each of them see?"""
-    batch = make_batch()
-    critic = models.make_critic(cfg, **SGD)
-    start = weights(critic)
-    ppo.compute_advantages(batch, cfg)
-    seen = []
-
-    def update(*arguments):
-        seen.append([])
-        return original_update(*arguments)
-
-    def critic_loss(engine, batch, micro, cfg):
-        seen[-1] += micro.flat_index[micro.mask > 0].tolist()
-        return original_loss(engine, batch, micro, cfg)
-
-    original_update = ppo.update
-    original_loss = ppo.critic_loss
-    with mock.patch.multiple(ppo, update=update, critic_loss=critic_loss):
-        ppo.train_critic(critic, batch, cfg, spec["step"])
-    of_steps = []
-    for of_ranks in zip(*gather(seen), strict=True):
-        of_steps.append(sum(of_ranks, []))
-    return {"seen": of_steps, "critic_start": start, "critic": weights(critic)}
+    result["stats"] = ppo.train_critic(critic, batch, cfg, spec["step"])
+    result["stats"] |= ppo.train_policy(policy, batch, cfg, spec["step"], total_steps=99)
+    return result | {"critic": weights(critic), "policy": weights(policy), "calls": len(calls)}
 
 
 def cell_flat(cfg, spec) -> dict:
     """A healthy AdamW step, which fills the moments; then rollouts with nothing to learn from."""
     policy = models.make_policy(cfg)
-    start = weights(policy)
+    result = {"start": weights(policy)}
     healthy = make_batch("half flat")
     ppo.compute_advantages(healthy, cfg)
     ppo.train_policy(policy, healthy, cfg, step=0, total_steps=2)
-    before = weights(policy)
+    result["before"] = weights(policy)
     flat = make_batch("flat")
     ppo.compute_advantages(flat, cfg)
-    stats = ppo.train_policy(policy, flat, cfg, step=1, total_steps=2)
+    result["stats"] = ppo.train_policy(policy, flat, cfg, step=1, total_steps=2)
     # An empty list of samples is not all of them, though these have signal.
-    no_samples = ppo.update(policy, ppo.policy_loss, healthy, [], 1e-3, cfg)
-    result = {"start": start, "before": before, "after": weights(policy)}
-    result |= {"stats": stats, "no_samples": no_samples}
-    return result | {"steps": policy.deepspeed.global_steps}
-
-
-class Poison(torch.autograd.Function):
-    """The identity, with an infinite gradient: a loss that looks healthy."""
-
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * float("inf")
+    result["no_samples"] = ppo.update(policy, ppo.policy_loss, healthy, [], 1e-3, cfg)
+    return result | {"after": weights(policy), "steps": policy.deepspeed.global_steps}
 
 
 def cell_nonfinite(cfg, spec) -> dict:
     """A NaN loss, NaN ratio or inf gradient in one micro-batch of one rank only."""
     batch = make_batch()
-    loss_of = {"policy": ppo.policy_loss, "critic": ppo.critic_loss}[spec["model"]]
-    make = {"policy": models.make_policy, "critic": models.make_critic}[spec["model"]]
-    engine = make(cfg, **SGD)
+    original_loss = getattr(ppo, f"{spec['model']}_loss")
+    engine = getattr(models, f"make_{spec['model']}")(cfg, **SGD)
     before = weights(engine)
     ppo.compute_advantages(batch, cfg)
     if spec["how"] == "nan":
@@ -208,12 +196,13 @@ def cell_nonfinite(cfg, spec) -> dict:
         batch.per_token["logprobs"] = torch.full_like(batch.per_token["advantages"], float("nan"))
     calls = []
 
-    def loss_fn(engine, batch, micro, cfg):
+    def loss_fn(*inputs):
         calls.append(1)
-        loss, stats = loss_of(engine, batch, micro, cfg)
+        loss, stats = original_loss(*inputs)
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
         if spec["how"] == "inf" and is_last_rank and len(calls) == 1:
-            loss = Poison.apply(loss)
+            # The loss looks healthy.
+            loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss, stats
 
     raised = ""
@@ -237,74 +226,47 @@ def cell_logging(cfg, spec) -> dict:
     return ppo.train_policy(policy, batch, cfg, step=0, total_steps=1)
 
 
-# ---- cells of test_models.py ---------------------------------------------------------------------
-
-
 def cell_memory(cfg, spec) -> dict:
-    """This process's peak memory after forward and backward of ever more tokens, V = 151,936."""
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=151_936,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        )
-    )
-    policy = models.Policy(model)
-    cfg = config(packing_max_len=17, micro_train_batch_size=999)  # a row for each sample
+    """This process's peak memory after forward and backward of ever more tokens, V = 151,936, and
+    the head's gradients of a token."""
+    if dist.get_rank() > 0:
+        return {}
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 151_936}
+    policy = models.Policy(Qwen2ForCausalLM(Qwen2Config(**shape)))
     peaks = []
+    gradients = []
     # The first count pays for what does not depend on the number of tokens.
-    for count in (16, 256, 2048):
+    for count in (16, 256, 640):
         samples = count // 16
         batch = batch_of_lists([[1]] * samples, [list(range(16))] * samples)
-        (micro,) = ppo.micro_batches(batch, batch.all_samples(), cfg)
-        logprobs, entropy = policy(micro, 1.0)
+        micro = ppo.build_rows(batch, [[i] for i in batch.all_samples()])
+        logprobs, entropy = policy(micro, cfg.temperature)
+        policy.zero_grad()
         (logprobs.sum() + entropy.sum()).backward()
+        gradients.append(policy.model.lm_head.weight.grad / count)
         # getrusage would begin with the parent's peak.
         status = Path("/proc/self/status").read_text()
         peaks.append(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024)
-    return {"peaks": peaks, "logits": 2048 * 151_936 * 4}
-
-
-def cell_fresh(cfg, spec) -> dict:
-    """The weights of policy and critic as they are made."""
-    policy = models.make_policy(cfg, **SGD)
-    critic = models.make_critic(cfg, **SGD)
-    return {"policy": weights(policy), "critic": weights(critic)}
-
-
-def cell_calls(cfg, spec) -> dict:
-    """How often do the first layers of policy and critic run in a step?"""
-    batch = make_batch()
-    policy = models.make_policy(cfg, **SGD)
-    critic = models.make_critic(cfg, **SGD)
-    ppo.compute_advantages(batch, cfg)
-    calls = []
-    for layer in (policy.module.model.base_model.layers[0], critic.module.model.layers[0]):
-        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    stats = ppo.train_critic(critic, batch, cfg, step=0)
-    stats |= ppo.train_policy(policy, batch, cfg, step=0, total_steps=1)
-    micro_batches = stats["policy_micro_batches"] + stats["critic_micro_batches"]
-    return {"calls": len(calls), "micro_batches": micro_batches}
+    return {"peaks": peaks, "logits": 640 * 151_936 * 4, "gradients": gradients}
 
 
 def cell_bf16(cfg, spec) -> dict:
-    """Gradients, read off the fp32 masters: of 64 copies of a sample, of one of them, and of 16
-    different samples."""
+    """Gradients of 8 samples, read off the fp32 masters: all others, or copies, or one alone."""
     result = {}
-    for kind, count in (("copies", 64), ("copies", 1), ("equal sizes", 16)):
+    kinds = {"others": ("equal sizes", 8)}
+    if dist.get_world_size() == 1:
+        kinds |= {"copies": ("copies", 8), "one": ("copies", 1)}
+    for name, (kind, count) in kinds.items():
         batch = make_batch(kind)
         advantages = torch.ones_like(batch.per_token["values"])  # (T,)
-        if count == 16:
+        if name == "others":
             advantages = torch.linspace(-1, 1, len(advantages))  # (T,)
         batch.per_token["advantages"] = advantages
         policy = models.make_policy(cfg, **SGD)
         before = masters(policy)
         stats = ppo.update(policy, ppo.policy_loss, batch, list(range(count)), LR, cfg)
-        result[str(count)] = stats | {"gradient": (before - masters(policy)) / LR}
+        result[name] = stats | {"gradient": (before - masters(policy)) / LR}
     return result
 
 
@@ -315,11 +277,11 @@ def cell_adamw(cfg, spec) -> dict:
     start = weights(policy)
     ppo.compute_advantages(batch, cfg)
     stats = [ppo.train_policy(policy, batch, cfg, step, total_steps=2) for step in range(2)]
-    groups = []
-    for group in policy.deepspeed.optimizer.param_groups:
-        groups.append({key: group[key] for key in ("betas", "weight_decay", "lr")})
-    result = {"start": start, "policy": weights(policy), "stats": stats, "groups": groups}
-    return result | {"offloaded": policy.deepspeed.zero_offload_optimizer() is not None}
+    offloaded = policy.deepspeed.zero_offload_optimizer() is not None
+    (group,) = policy.deepspeed.optimizer.param_groups
+    numbers = {key: group[key] for key in ("betas", "weight_decay", "lr")}
+    result = {"start": start, "policy": weights(policy), "stats": stats}
+    return result | {"numbers": numbers, "offloaded": offloaded}
 
 
 # ---- all of them ---------------------------------------------------------------------------------
@@ -333,7 +295,6 @@ def run(cell: dict) -> dict:
     engine_config = models.engine_config
 
     def as_for_a_large_model(cfg, stage: int) -> dict:
-        """Everything is sharded, and the embedding does not fit into a bucket."""
         settings = engine_config(cfg, stage)
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         settings["zero_optimization"]["reduce_bucket_size"] = 3000
