@@ -101,6 +101,7 @@ def test_wrong_flags_are_one_line():
     """An unknown one names the nearest, and an old one its new name."""
     wrong = {
         ("--actor_learningrate", "1"): ".*did you mean --actor_learning_rate",
+        ("--actor_learning", "1"): ".*did you mean --actor_learning_rate",
         ("--seed", "many"): ".*seed.*--help` explains each flag",
     }
     for old, new in advice.RENAMED.items():
@@ -231,21 +232,21 @@ def test_models_that_cannot_be_used_are_refused_before_their_weights(
 
 
 def test_prompts_that_are_empty_or_too_long_are_left_out_aloud(process_group, tiny, capsys):
-    texts = ["1+1", "", "1+1+1+", "1+1+1"]
+    texts = ["1", "", "1+1+1+", "1+1+1"]
     task = SimpleNamespace()
     task.load_problems = lambda *_, **__: [reward.Problem(9, "", "", text) for text in texts]
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     cfg = config(prompt_max_len=5)
     problems = train.prepare_problems(task, ["mine"], cfg, tokenizer)
-    assert [(p.index, p.prompt) for p in problems] == [(0, "1+1"), (3, "1+1+1")]
-    assert problems[0].prompt_ids == tokenizer.encode("1+1")
+    assert [(p.index, p.prompt) for p in problems] == [(0, "1"), (3, "1+1+1")]
+    assert problems[1].prompt_ids == tokenizer.encode("1+1+1")
     assert "mine: 2 of 4 prompts are empty or exceed --prompt" in capsys.readouterr().out
-    with pytest.raises(UserError, match="mine: no prompt is left; raise --prompt_max_len"):
-        train.prepare_problems(task, ["mine"], config(prompt_max_len=1), tokenizer)
-    texts = texts[:1]
-    capsys.readouterr()
+    texts = ["1+1"]
     assert len(train.prepare_problems(task, ["mine"], cfg, tokenizer)) == 1
     assert capsys.readouterr().out == ""
+    texts = [""]
+    with pytest.raises(UserError, match="mine: no prompt is left; raise --prompt_max_len"):
+        train.prepare_problems(task, ["mine"], cfg, tokenizer)
 
 
 CHAT = """{% for message in messages %}<|{{ message.role }}|>
