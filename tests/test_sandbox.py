@@ -1,7 +1,4 @@
-"""The task "code": right and wrong programs, attacks, and the forms of problems.
-
-Each attack must be contained in time, get reward 0 and leave no process behind.
-"""
+"""The task "code": what it pays, what each mode of its jail contains, and the forms of problems."""
 
 import base64
 import contextlib
@@ -11,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -24,545 +22,541 @@ import zlib
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, wait_until
 
 from lib.common import UserError
 from tasks import code as task
 from tasks import jail
 
-ROOT = Path(__file__).parent.parent
-SECRET = "the-run-folder's-secret"
 PAIRS = [["1 2\n", "3\n"], ["4 5\n", "9\n"]]
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
+SLEEP = "import time\ntime.sleep(99)"
 
 
-def label(tests, calls=False, is_json=False):
+def label(*tests, calls=False, is_json=False, setup=""):
     tests = [[*test, 0][:3] for test in tests]
-    return json.dumps({"setup": "", "calls": calls, "json": is_json, "tests": tests})
+    return json.dumps({"setup": setup, "calls": calls, "json": is_json, "tests": tests})
 
 
-CALLS = label([["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"]], calls=True)
+def submit(grader, key, code, tests):
+    return grader.submit(key, f"<answer>\n```python\n{code}\n```\n</answer>", "stop", tests)
 
 
-@pytest.fixture(scope="module")
-def marked(tmp_path_factory):
-    """The folder of all temporary folders. The processes of these tests have it as HOME."""
-    folder = tmp_path_factory.mktemp("sandboxes")
-    before = tempfile.tempdir
-    tempfile.tempdir = str(folder)
-    yield folder
-    tempfile.tempdir = before
+def grade(grader, code, tests):
+    submit(grader, "", code, tests)
+    return grader.results()[""]
 
 
-@pytest.fixture(scope="module")
-def grader(marked):
-    os.environ["SECRET_OF_TRAINER"] = SECRET
-    # A right program keeps to these limits on any machine.
-    with task.Grader(workers=4, memory_mb=256) as made:
-        yield made
-    del os.environ["SECRET_OF_TRAINER"]
+@pytest.fixture
+def room(monkeypatch):
+    """A folder that any user may change. Jails run its copy of jail.py and have their folders here.
+
+    At the end none of them may be left.
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        jails = Path(name, "jails")
+        jails.mkdir()
+        monkeypatch.setattr(task, "JAIL", shutil.copy(task.JAIL, name))
+        monkeypatch.setattr(tempfile, "tempdir", str(jails))
+        yield Path(name)
+        assert list(jails.glob("*")) == []
+        wait_until(lambda: processes(name) == [], seconds=10)
 
 
-@pytest.fixture(scope="module")
-def strict(grader):
-    with task.Grader(workers=4, cpu_seconds=1, memory_mb=256) as made:
-        # The limit comes only now, after the Grader has found out in peace what the machine can do.
-        made.wall_seconds = 3
-        yield made
-
-
-@pytest.fixture(scope="module", params=task.MODES)
-def each_mode(request, grader):
-    """Graders that have time: here no right program fails because others are busy."""
-    if "namespaces" in request.param and "namespaces" not in grader.mode:
-        pytest.skip("this machine has no namespaces")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "MODES", [request.param])
-        made = task.Grader(memory_mb=256)
-    with made:
-        yield made
-
-
-@pytest.fixture(scope="module", params=["landlock", "plain"])
-def weaker(request, grader):
-    """A grader as machines that lack namespaces, or Landlock too, would have it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "MODES", [request.param])
-        made = task.Grader(workers=2, cpu_seconds=1, memory_mb=256)
-    with made:
-        made.wall_seconds = 2
-        yield made
-
-
-def processes(marked):
-    """Those that are left. The kernel may take a moment to end them."""
-    deadline = time.monotonic() + 10
-    while (found := running(marked)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
-
-
-def running(marked):
+def processes(room, limit=""):
+    """The folders in /proc of the jails of that room; of those that have this limit."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if str(marked).encode() in path.read_bytes():
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
-
-
-def programs(marked):
-    """Processes whose stdin is a file in memory, so that they are no longer the jail's own."""
-    found = []
-    for pid in running(marked):
+    for path in Path("/proc").glob("[0-9]*"):
         # A process may have just ended.
         with contextlib.suppress(OSError):
-            if "memfd" in os.readlink(f"/proc/{pid}/fd/0"):
-                found.append(pid)
+            is_jail = f"{room}/jail.py" in (path / "cmdline").read_text()
+            if is_jail and re.search(limit, (path / "limits").read_text()):
+                found.append(path)
     return found
 
 
-def grade(grader, code, tests=None, text=None, finish="stop"):
-    response = text or f"so <answer>\n```python\n{code}\n```\n</answer>"
-    grader.submit("it", response, finish, tests or label(PAIRS))
-    return grader.results()["it"]
-
-
-def probe(grader, code):
-    """Does the code run through? It must raise, because it tries what should be impossible."""
-    return grade(grader, f"{code}\n{ADD}") == 1
-
-
-def layers(*names):
-    """Skips where a test truly needs what the machine lacks."""
-
-    def check(grader):
-        for name in names:
-            if name not in grader.mode:
-                pytest.skip(f"needs {name}; this machine only has: {grader.mode}")
-
-    return check
-
-
-# ---- tasks/code.py -------------------------------------------------------------------------------
+# ---- what is paid --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("output", "expected", "equal"),
+    "output, expected, is_right",
     [
-        ("3", "3", True),
         ("3.0", "3", True),
+        ("0010", "10", False),
+        ("1000000008.0", "1000000007", False),
+        ("9007199254740993.0", "9007199254740992", False),
+        ("-1.0000000001", "-1", False),
         ("0.33333333", "0.3333333", True),
         ("0.3333", "0.3334", False),
-        ("1000000007", "1000000008", False),
-        ("0010", "10", False),
-        ("1e3", "1000", True),
-        ("yes", "YES", False),
-        ("1  2 \n3\n\n", "1 2\n3", True),
-        ("1\n2 3", "1 2\n3", False),
-        ("", "0", False),
-        ("nan", "1", False),
-        ("1 2 3", "1 2", False),
-        ("9" * 5000 + ".0", "9" * 5000, False),
-        ("-1.0", "-1", True),
-        ("-1.0000000001", "-1", False),
-        ("-1.0000000001", "-1.0", True),
-        ("1000000008.0", "1000000007", False),
-        ("1e9", "1000000007", False),
-        ("1000000007.0", "1000000007", True),
-        ("9007199254740993.0", "9007199254740992", False),
-        ("sNaN", "1", False),
         ("1e-17", "0.0", True),
-        ("-2.5e-10", "0.00", True),
         ("1e-17", "0", False),
         ("1e-8", "0.0", False),
-        ("1e-8", "2e-8", False),
+        ("9" * 5000 + ".0", "9" * 5000, False),
+        ("sNaN", "1", False),
+        ("1  2 \n3\n\n", "1 2\n3", True),
+        ("1\n2 3", "1 2\n3", False),
+        ("1 2 3", "1 2", False),
     ],
 )
-def test_words_of_programs_are_compared(output, expected, equal):
+def test_words_of_programs_are_compared(output, expected, is_right):
     """1000000008.0 once passed for 1000000007, and 1e-17 did not for 0.0."""
-    assert task.same_lines(output, expected) is equal
+    assert task.same_lines(output, expected) is is_right
 
 
-def test_only_plain_warns(marked, capsys, monkeypatch):
-    for mode in ("landlock", "plain"):
-        monkeypatch.setattr(task, "MODES", [mode])
-        with task.Grader() as weak:
-            assert grade(weak, f"import heapq, decimal\n{ADD}") == 1
-            assert len(capsys.readouterr().err.splitlines()) == (mode == "plain")
-            if mode == "landlock":
-                assert not probe(weak, f"assert open({__file__!r}).read()")
+ADDS = label(*PAIRS)
+ADDS_ONCE = label(PAIRS[0])
+SILENT = label(["", ""])
+DOUBLES = label(["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"], calls=True)
+WRONG_ADDS = ["print(3)", "print(", "print(3)\nprint()\nprint(3)", f"{ADD}\nraise ValueError"]
+WRONG_ADDS += ["", "\ud800", "\0", "x" * 10**6]
 
-
-def test_right_programs(grader):
-    assert grade(grader, ADD) == 1
-    threads = f"import threading\ndef go():\n{textwrap.indent(ADD, '    ')}\n"
-    threads += "threading.Thread(target=go).start()"
-    assert grade(grader, threads) == ("namespaces" in grader.mode)
-    imports = "import sys, heapq, decimal\na, b = sys.stdin.read().split()\n"
-    assert grade(grader, f"{imports}print(int(a) + int(b), ' ')") == 1
-    assert grade(grader, f"{ADD}\nraise SystemExit") == 1
-    note = "open('note', 'w').write('x')\nassert open('note').read() == 'x'\n"
-    assert grade(grader, note + ADD) == 1
-
-
-def test_a_tuple_is_right_where_json_has_a_list(grader):
-    """The judges of APPS and LiveCodeBench take it, but Python's == of MBPP does not."""
-    tests = [["f(2)", "[[2, 2], []]"], ["f([])", "[[[], []], []]"]]
-    code = "def f(x): return ((x, x), [])"
-    assert grade(grader, code, label(tests, calls=True, is_json=True)) == 1
-    assert grade(grader, code, label(tests, calls=True)) == 0
-    assert grade(grader, "f = {1: 2}.get", label([["f(1)", "2"]], calls=True, is_json=True)) == 1
-    for value in ("{2, 3}", "'[[2, 2], []]'", "((2, 2), [], [])", "..."):
-        wrong = label(tests[:1], calls=True, is_json=True)
-        assert grade(grader, f"f = lambda x: {value}", wrong) == 0
-
-
-def test_right_functions(grader):
-    assert grade(grader, "def f(x): return x * 2", CALLS) == 1
-    noisy = "print('noise')\ndef f(x):\n    print('more')\n    return x * 2"
-    assert grade(grader, noisy, CALLS) == 1
-    counted = label([["f('aab')", "{'a': 2, 'b': 1}"], ["f('')", "{}"]], calls=True)
-    assert grade(grader, "from collections import Counter as f", counted) == 1
-    near = label([["f(2)", "1.41421", 1e-3]], calls=True)
-    assert grade(grader, "f = lambda x: x ** .5", near) == 1
-    assert grade(grader, "f = lambda x: 1.5", near) == 0
-    assert grade(grader, "f = lambda x: float('nan')", near) == 0
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "print(3)",
-        "print(",
-        "print(3)\nprint()\nprint(3)",
-        f"{ADD}\nraise ValueError",
-        f"{ADD}\nexit(1)",
-        "",
-        "exit()",
-        f"{ADD}\nimport os\nos._exit(3)",
-        "\ud800",
-        "\0",
-        "x" * 10**6,
-    ],
-)
-def test_wrong_programs(grader, code):
-    assert grade(grader, code) == 0
-
-
-def test_partial_share_and_last_block(marked):
-    with task.Grader(workers=1, partial=True) as partial:
-        assert grade(partial, "print(3)") == 0.5
-        assert grade(partial, "f = lambda x: 4", CALLS) == pytest.approx(1 / 3)
-        text = f"<answer>```python\nprint(3)\n```\nbetter:\n```python\n{ADD}\n```</answer>"
-        assert grade(partial, "", text=text) == 1
-        assert grade(partial, "", text=f"```python\n{ADD}\n```<answer>none</answer>") == 0
-        assert grade(partial, ADD, finish="length") == 0
-
-
-CHEATS = {
-    "os._exit before the asserts": "import os\nos._exit(0)",
-    "exit": "raise SystemExit(0)",
-    "printing success": "print('True')\nprint('passed')\nimport os\nos._exit(0)",
-    "replies of its own": "print((0, False, '4'))\nimport os, sys\nsys.stdout.flush()\nos._exit(0)",
-    "writing on every descriptor": "import os\n"
-    "lines = b\"(0, False, '4')\\n(0, False, '[1, 1]')\\n(0, False, \\\"'aa'\\\")\\n\"\n"
-    "for fd in range(64):\n    try: os.write(fd, lines)\n    except OSError: pass\nos._exit(0)",
-    "equal to everything": "class E:\n    __eq__ = lambda a, b: True\n"
-    "    __repr__ = lambda a: 'E()'\nf = lambda x: E()",
-    "a literal that never ends": "class E:\n    __repr__ = lambda a: '[' * 10 ** 6\n"
-    "f = lambda x: E()",
-    "monkey-patching the checker": "import builtins, ast, json, sys, os\n"
-    "builtins.eval = builtins.repr = lambda *a: True\n"
-    "ast.literal_eval = json.loads = lambda *a: 4\nf = lambda x: 4\n"
-    "builtins.all = builtins.any = lambda *a: True",
-    "patching the frames above": "import sys\nframe = sys._getframe()\nwhile frame:\n"
+# (tests, right programs, wrong programs)
+PROGRAMS = [
+    (ADDS, [ADD, f"{ADD}\nraise SystemExit"], WRONG_ADDS),
+    # Only the exit status is wrong.
+    (ADDS_ONCE, [ADD], [f"{ADD}\nimport os, sys\nsys.stdout.flush()\nos.abort()"]),
+    (SILENT, ["pass"], ["import os\nos._exit(1)"]),
+    (
+        label(["f(2)", "1.41421", 1e-3], calls=True),
+        ["f = lambda x: x ** .5"],
+        ["f = lambda x: 1.5", "f = lambda x: float('nan')"],
+    ),
+    (label(["f('aa')", "{'a': 2}"], calls=True), ["from collections import Counter as f"], []),
+    # The judges of APPS and LiveCodeBench take a tuple for a list, but Python's == does not.
+    (label(["f(2)", "[[2, 2], []]"], calls=True), [], ["f = lambda x: ((x, x), [])"]),
+    (
+        label(["f(2)", "[[2, 2], []]"], calls=True, is_json=True),
+        ["f = lambda x: ((x, x), [])"],
+        ["f = lambda x: {2}", "f = lambda x: '[[2, 2], []]'", "f = lambda x: ((2, 2),)"],
+    ),
+    (label(["f(1)", "2"], calls=True, is_json=True), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
+]
+# They end early, write replies of their own, have a value that equals all or whose literal never
+# ends, patch the checker or the frames above, or look for what is expected.
+CHEATS = [
+    "raise SystemExit(0)",
+    "import os\nprint('True')\nprint('passed')\nos._exit(0)",
+    "import os\nreplies = '''(0, False, '4')\n(0, False, '[1, 1]')\n(0, False, \"'aa'\")\n'''\n"
+    "for file in range(64):\n    try: os.write(file, replies.encode())\n    except OSError: pass\n"
+    "os._exit(0)",
+    "class E:\n    __eq__ = lambda *a: True\n    __repr__ = lambda a: 'E()'\nf = lambda x: E()",
+    "class E:\n    __repr__ = lambda a: '[' * 10 ** 6\nf = lambda x: E()",
+    "import builtins, ast, json\nbuiltins.eval = builtins.repr = lambda *a: True\n"
+    "builtins.all = builtins.any = lambda *a: True\n"
+    "ast.literal_eval = json.loads = lambda *a: 4\nf = lambda x: 4",
+    "import sys\nframe = sys._getframe()\nwhile frame:\n"
     "    frame.f_globals['same_value'] = lambda *a: True\n"
-    "    frame.f_locals.get('job', {}).clear()\n"
-    "    frame = frame.f_back\nf = lambda x: 4",
-    "looking for expected values": "import gc\n"
-    "found = [o for o in gc.get_objects() if isinstance(o, dict) and 'expected' in o]\n"
+    "    frame.f_locals.get('job', {}).clear()\n    frame = frame.f_back\nf = lambda x: 4",
+    "import gc\nfound = [o for o in gc.get_objects() if type(o) is dict and 'expected' in o]\n"
     "f = lambda x: found[0]",
-    "raising": "def f(x): raise AssertionError",
-}
+]
+DOUBLE = "print('a')\ndef f(x):\n    print('b')\n    return x * 2"
 
 
-@pytest.mark.parametrize("name", CHEATS)
-def test_cheat_gets_nothing(grader, name):
-    assert grade(grader, CHEATS[name], CALLS) == 0
+def test_right_programs_are_paid_and_wrong_ones_and_cheats_are_not(room):
+    expected = {}
+    with task.Grader(workers=4, memory_mb=256) as grader:
+        for tests, right, wrong in [*PROGRAMS, (DOUBLES, [DOUBLE], CHEATS)]:
+            for code in [*right, *wrong]:
+                submit(grader, (tests, code), code, tests)
+                expected[tests, code] = code in right
+        assert grader.results() == expected
 
 
-def test_the_whole_group_ends_whatever_the_jail_did(grader, marked, tmp_path, monkeypatch):
-    (tmp_path / "jail.py").write_text(
-        "import os, sys, time\nsys.stdin.buffer.read()\nif not os.fork():\n"
-        "    os.close(1)\n    time.sleep(30)\nprint((0, False, '3'))\n"
-        "print((0, False, '9'))\n"
-    )
-    monkeypatch.setattr(task, "JAIL", str(tmp_path / "jail.py"))
-    assert grade(grader, ADD) == 1
-    assert processes(marked) == []
-
-
-def test_output_is_read_no_further_than_its_verdict_needs(marked):
-    """It all was kept, six characters for a byte.
-
-    Ten tests of a hostile program once took 2 GB of the trainer's memory.
-    """
-    flood = "import os\nos.write(1, b'\\xff' * (7 << 20))"
+def test_partial_share_and_last_block(room):
     with task.Grader(partial=True) as grader:
-        tracemalloc.start()
-        assert grade(grader, flood, label(PAIRS * 10)) == 0
-        # Before an answer a program may say anything.
-        assert grade(grader, f"{flood}\nf = lambda x: x * 2", CALLS) == 1
-        assert grade(grader, f"print('3' + ' ' * (1 << 20))\n{flood}", label(PAIRS[:1])) == 0
-        assert grade(grader, flood, label([["", ""]])) == 0
-        assert tracemalloc.get_traced_memory()[1] < 32 << 20
-        tracemalloc.stop()
-        assert grade(grader, "print('7' * 300000)", label([["", "7" * 300000]])) == 1
+        assert grade(grader, "print(3)", ADDS) == 0.5
+        assert grade(grader, "f = lambda x: 4", DOUBLES) == pytest.approx(1 / 3)
+        assert submit(grader, "last", f"print(3)\n```\nbetter:\n```\n{ADD}", ADDS) == f"{ADD}\n"
+        block = f"```\n{ADD}\n```"
+        grader.submit("outside", f"{block}<answer>none</answer>", "stop", ADDS)
+        grader.submit("cut off", f"<answer>{block}</answer>", "length", ADDS)
+        assert grader.results() == {"last": 1, "outside": 0, "cut off": 0}
+
+
+# ---- what is contained ---------------------------------------------------------------------------
+
+# What a program tries, by the name that docs/rewards.md gives it. It raises where it is contained.
+OF_PAGE = {
+    "read a file that everyone may read": "open(f'{FOLDER}/public').read()",
+    "read a file of the trainer's user": "open(f'{ROOM}/private').read()",
+    "write a file that everyone may write": "open(f'{FOLDER}/public', 'a').write('x')",
+    "ask for the size of a file": "os.stat(f'{FOLDER}/public')",
+    "read the trainer's environment in `/proc`": "open(f'/proc/{TRAINER}/environ').read()",
+    "open a network socket": "socket.socket()",
+    "send to a UNIX socket that has a file": "pair(2).sendto(b'x', f'{ROOM}/letters')",
+    "send to a UNIX socket that has a name": "pair(2).sendto(b'x', f'\\0{ROOM}/letters')",
+    "kill another process": "os.kill(VICTIM, 9)",
+    "let the kernel kill it, by `fcntl`": "fcntl.fcntl(0, fcntl.F_SETOWN, VICTIM)",
+    "start a second process": "if not os.fork(): os._exit(0)",
+    "take more memory than its limit": "x = bytearray(300 << 20)",
+    "write a file of more than 8 MB": "open('x', 'wb').write(bytes(9 << 20))",
+    "write more than 64 MB of files": "for i in range(80): open(str(i), 'wb').write(b' ' * 2**20)",
+}
+IN_EACH_MODE = {
+    "kill the jail": "os.kill(os.getppid(), 9)",
+    "kill by a descriptor": "signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)",
+    "let the kernel kill it, by `ioctl`": "fcntl.ioctl(pair(1), 0x8902, struct.pack('i', VICTIM))",
+    "trace the jail": "call('ptrace', 16, os.getppid(), 0, 0)",
+    "change the jail's memory": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
+    "find the trainer's environment": "if 'SECRET' not in os.environ: raise PermissionError",
+    "slow down the jail": "os.setpriority(0, os.getppid(), 19)",
+    "bind the jail to a CPU": "os.sched_setaffinity(os.getppid(), [0])",
+    "limit the jail": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (4, 4))",
+    "outlive the jail": "call('prctl', 1, 0)",
+    "leave the group": "os.setsid()",
+    "start a process by a raw call": "if not call('syscall', CLONE, 17, 0, 0, 0, 0): os._exit(0)",
+    "start another program": "os.posix_spawn('/bin/true', ['true'], {})",
+    "become root": "os.setuid(0)",
+    "enter a namespace": "call('unshare', 0x10000000)",
+    "start a process in a namespace": "call('syscall', CLONE, 0x10000011, 0, 0, 0, 0)",
+    "mount": "call('mount', b'x', b'.', b'tmpfs', 0, None)",
+    "change the root": "os.chroot('.')",
+    "open io_uring": "call('syscall', 425, 8, ctypes.create_string_buffer(256))",
+    "connect a pair of streams": "pair(1).connect(f'{ROOM}/calls')",
+    "hide memory in a file": "os.memfd_create('x')",
+    "share memory": "call('shmget', 0, 1 << 20, 0o1600)",
+    "open many files": "files = [open('x', 'wb') for i in range(99)]",
+    "start many threads": "for i in range(40): start_thread(time.sleep, 1)",
+    "change a mode": "os.chmod(f'{FOLDER}/public', 0)",
+    "change a time": "os.utime(f'{FOLDER}/public')",
+    "cut a file": "os.truncate(f'{FOLDER}/public', 0)",
+}
+BY_LANDLOCK = {
+    "read a file of the system": "open('/etc/passwd').read()",
+    "list a folder": "os.listdir(FOLDER)",
+    "read by a link": "os.symlink(f'{FOLDER}/public', 'a')\nopen('a').read()",
+    "read by a hard link": "os.link(f'{FOLDER}/public', 'a')\nopen('a').read()",
+    "read below an open folder": "root = os.open('/', os.O_PATH)\n"
+    "os.open(f'{FOLDER[1:]}/public', os.O_RDONLY, dir_fd=root)",
+    "read by /proc/self": "open(f'/proc/self/root{FOLDER}/public').read()",
+    "overwrite a file": "open(f'{FOLDER}/public', 'w')",
+    "remove a file": "os.remove(f'{FOLDER}/public')",
+    "remove a folder": "os.rmdir(f'{FOLDER}/empty')",
+    "make a folder": "os.mkdir(f'{FOLDER}/new')",
+    "make a file in memory": "open(f'/dev/shm/{TRAINER}', 'w')\nos.remove(f'/dev/shm/{TRAINER}')",
+    "take a file away": "os.rename(f'{FOLDER}/public', 'a')",
+}
+BY_LANDLOCK_OR_USER = {
+    "change the trainer's memory": "open(f'/proc/{TRAINER}/mem', 'r+b')",
+    "read by the trainer's root": "open(f'/proc/{TRAINER}/root{FOLDER}/public').read()",
+}
+BY_USER = {
+    "have its user": "if os.getuid() != USER and os.getgid() and not os.getgroups(): raise OSError"
+}
+# The last three are removed later: locked folders once stayed where the trainer was not root.
+ALLOWED = {
+    "write and read": "open('a', 'w').write('x')\nif open('a').read() != 'x': raise ValueError",
+    "import": "import asyncio, decimal, heapq\nasyncio.run(asyncio.sleep(0))",
+    "leave a link": "os.symlink(FOLDER, 'a')",
+    "leave locked folders": "os.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')",
+    "leave deep folders": "for i in range(1200):\n    os.mkdir('a')\n    os.chdir('a')",
+}
+CELLS = [
+    (IN_EACH_MODE, ["yes", "yes", "yes"]),
+    (BY_LANDLOCK, ["yes", "yes", "no"]),
+    (BY_LANDLOCK_OR_USER, ["yes", "yes", "as root"]),
+    (BY_USER, ["as root", "as root", "as root"]),
+    (ALLOWED, ["no", "no", "no"]),
+    ({"use a thread": "start_thread(time.sleep, 0)"}, ["no", "", ""]),
+]
+# The output says whether the attack was refused. After an error of another kind, or where the jail
+# died, it says nothing, which is always wrong.
+PROGRAM = """import ctypes, fcntl, os, resource, signal, socket, struct, threading, time
+CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+def call(name, *arguments):
+    result = ctypes.CDLL(None)[name](*arguments)
+    if result < 0:
+        raise OSError
+    return result
+def pair(kind):
+    return socket.socketpair(socket.AF_UNIX, kind)[0]
+def start_thread(*work):
+    threading.stack_size(1 << 16)
+    threading.Thread(target=work[0], args=work[1:], daemon=True).start()
+try:
+%s
+except (OSError, MemoryError, RuntimeError):
+    print("refused")
+else:
+    print("done")"""
+
+TRAINER = """
+import json, os, subprocess, sys, tempfile, types
+# The other user may have no torch, which all of lib/common.py would import.
+sys.modules["lib.common"] = types.SimpleNamespace(UserError=RuntimeError)
+from tasks import code as task
+room = sys.argv[1]
+mode, programs = json.load(open(f"{room}/job"))
+task.MODES = [mode]
+task.JAIL = f"{room}/jail.py"
+tempfile.tempdir = f"{room}/jails"
+os.environ["SECRET"] = "of the trainer"
+os.close(os.open(f"{room}/private", os.O_CREAT, 0o600))
+victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+values = f"ROOM, TRAINER, VICTIM, USER = {room!r}, {os.getpid()}, {victim.pid}, {os.getuid()}"
+with task.Grader(workers=4, memory_mb=256) as grader:
+    for name, (folder, program, label) in programs.items():
+        text = f"<answer>```\\nFOLDER = {folder!r}\\n{values}\\n{program}\\n```</answer>"
+        grader.submit(name, text, "stop", label)
+    assert grader.pending(300) == 0
+    rewards = grader.results()
+    output, _ = victim.communicate(b"alive")
+    print(json.dumps([rewards, output.decode(), os.listdir(tempfile.tempdir)]), flush=True)
+    grader.submit("", "<answer>```\\nimport time\\ntime.sleep(99)\\n```</answer>", "stop", label)
+    grader.results()
+"""
+
+
+def as_user(user, room):
+    """The start of a command of that user in the repository.
+
+    Python may lie where only root can go, so it is mounted elsewhere for others.
+    """
+    if user == "mine":
+        return [sys.executable]
+    mount = 'mount --bind "$0" "$2/python" && mount --bind "$1" "$2/house" && cd "$2/house"'
+    change = "exec setpriv --reuid=65534 --regid=65534 --clear-groups"
+    script = f'mkdir "$2/python" "$2/house" && {mount} && {change} "$2/python/$3" "${{@:4}}"'
+    program = os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix)
+    return ["unshare", "-m", "bash", "-c", script, sys.base_prefix, ROOT, room, program]
+
+
+@pytest.fixture
+def servers(room):
+    """Everyone may send to these servers, and nobody may have sent."""
+    made = {}
+    with contextlib.ExitStack() as stack:
+        for name in (f"{room}/letters", f"\0{room}/letters", f"{room}/calls"):
+            kind = socket.SOCK_STREAM if "calls" in name else socket.SOCK_DGRAM
+            made[name] = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            made[name].bind(name)
+            made[name].setblocking(False)
+        made[f"{room}/calls"].listen()
+        yield
+        for name, server in made.items():
+            with pytest.raises(BlockingIOError):
+                server.accept() if "calls" in name else server.recv(9)
+
+
+@pytest.mark.parametrize("user", ["mine", pytest.param("another", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", task.MODES)
+def test_the_page_says_what_is_contained(mode, user, room, servers):
+    """Tried with real files, servers and a process to kill, in each mode, as root or another user.
+
+    Then the trainer dies, and its program with it.
+    """
+    if user == "another" and os.getuid():
+        pytest.skip("only root can be another user")
+    is_root = user == "mine" and os.getuid() == 0
+    word_of = {"yes": "refused", "no": "done", "as root": "refused" if is_root else "done"}
+    page = (ROOT / "docs/rewards.md").read_text()
+    lines = page[page.index(f"| {' | '.join(task.MODES)} |") :].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    cells_of = {name: cells for name, *cells in rows}
+    code_of = dict(OF_PAGE)
+    assert cells_of.keys() == code_of.keys()
+    for attacks, cells in CELLS:
+        code_of |= attacks
+        cells_of |= dict.fromkeys(attacks, cells)
+    expected = {}
+    programs = {}
+    for name, code in code_of.items():
+        cell = cells_of[name][task.MODES.index(mode)]
+        if cell:
+            folder = room / str(len(programs))
+            (folder / "empty").mkdir(parents=True)
+            (folder / "public").write_text("public")
+            expected[name] = word_of[cell]
+            program = PROGRAM % textwrap.indent(code, "    ")
+            programs[name] = (str(folder), program, label(["", expected[name]]))
+    (room / "job").write_text(json.dumps([mode, programs]))
+    for path in [room, *room.rglob("*")]:
+        path.chmod(0o777)
+
+    command = [*as_user(user, room), "-c", TRAINER, room]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as trainer:
+        report = trainer.stdout.readline()
+        if report:
+            # A program has this limit, but not the jail around it.
+            wait_until(lambda: processes(room, limit="open files +64 "), trainer)
+            (program,) = processes(room, limit="open files +64 ")
+            namespaces = [program / "ns" / kind for kind in ("net", "pid", "mnt", "ipc", "uts")]
+            if "namespaces" in mode and os.getuid() == 0:
+                for path in namespaces:
+                    assert path.readlink() != Path("/proc/self/ns", path.name).readlink()
+        trainer.kill()
+        errors = trainer.stderr.read()
+    if "namespaces" in mode and "nothing contains programs here" in errors:
+        pytest.skip("this machine lacks namespaces or Landlock")
+    if "unshare failed" in errors:
+        pytest.skip("this machine lets no other user reach Python")
+    assert errors.count("\n") == (mode == "plain"), errors
+    rewards, output, left = json.loads(report)
+    assert [name for name in programs if rewards[name] != 1] == []
+    assert (output, left) == ("alive", [])
+    for name, (folder, _, _) in programs.items():
+        if expected[name] == "refused" or name in ALLOWED:
+            names = sorted(path.name for path in Path(folder).iterdir())
+            assert (names, Path(folder, "public").read_text()) == (["empty", "public"], "public")
+    # The trainer could no longer remove the folder of the last program.
+    shutil.rmtree(room / "jails")
+
+
+# (how its verdict was lost, code)
+BOMBS = [
+    (None, "import os\nwhile True: os.fork()"),
+    (
+        None,
+        "import os, time\nfor i in range(8):\n    if not os.fork(): os.setsid() or time.sleep(600)",
+    ),
+    (None, "x = []\nwhile True: x.append(bytearray(1 << 24))"),
+    (None, "x = 'a' * (1 << 40)"),
+    (None, "while True: print('3' * 10000)"),
+    # A call of another architecture.
+    (None, "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)\nwhile True: pass"),
+    ("cpu_timeouts", "while True: pass"),
+    ("cpu_timeouts", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"),
+    ("cpu_timeouts", "import os\nwhile True: os.write(2, b'3' * 10000)"),
+    (
+        "crashes",
+        "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\nwhile True: pass",
+    ),
+    # A timer of its own sends it SIGKILL, like the kernel where memory runs out. That once counted
+    # as the limit of CPU time.
+    (
+        "crashes",
+        "import ctypes, signal\nlibc = ctypes.CDLL(None)\ntimer = ctypes.c_void_p()\n"
+        "libc.timer_create(1, (ctypes.c_int * 16)(0, 0, 9), ctypes.byref(timer))\n"
+        "libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1), None)\n"
+        "while True: signal.pause()",
+    ),
+]
+RECURSION = "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
+DISK_BOMB = "i = 0\nwhile True:\n    open(str(i), 'wb').write(bytes(1 << 22))\n    i += 1"
+IN_WEAKER = [pytest.param(mode, marks=pytest.mark.slow) for mode in task.MODES[1:]]
+
+
+@pytest.mark.parametrize("mode", [task.MODES[0], *IN_WEAKER])
+def test_bombs_get_nothing_and_end_and_are_counted(room, mode, monkeypatch):
+    monkeypatch.setattr(task, "MODES", [mode])
+    expected = {code: (0, loss) for loss, code in BOMBS}
+    if "namespaces" in mode:
+        expected[DISK_BOMB] = (0, None)
+    try:
+        grader = task.Grader(workers=4, cpu_seconds=1, memory_mb=256)
+    except UserError:
+        pytest.skip(f"this machine lacks {mode}")
+    with grader:
+        for code in expected:
+            submit(grader, code, code, ADDS)
+        assert {code: check.result() for code, check in grader.checks.items()} == expected
+        grader.results()
+        # The limit comes only now, after the Grader has found out in peace what the machine can do.
+        grader.wall_seconds = 1
+        assert grade(grader, SLEEP, ADDS) == 0
+        counts = {"checks": len(expected) + 1, "cpu_timeouts": 3, "wall_timeouts": 1, "crashes": 2}
+        assert (grader.counts, grader.lost) == (counts, 6)
+        # The machine decides which limit ends this one.
+        assert grade(grader, RECURSION, ADDS) == 0
 
 
 @pytest.mark.slow
-def test_limits_are_counted_apart(marked):
-    with task.Grader(workers=2, cpu_seconds=1, partial=True) as grader:
-        grade(grader, "while True: pass")
-        assert (grader.counts["cpu_timeouts"], grader.lost) == (1, 1)
-        grader.wall_seconds = 2
-        grade(grader, "import time\ntime.sleep(20)")
-        grader.wall_seconds = 60
-        assert (grader.counts["wall_timeouts"], grader.lost) == (1, 2)
-        # Waiting is not CPU time.
-        assert grade(grader, f"import time\ntime.sleep(1.2)\n{ADD}", label(PAIRS[:1])) == 1
-        # Each test has the wall time for itself.
-        grader.wall_seconds = 8
-        assert grade(grader, f"import time\ntime.sleep(1)\n{ADD}", label(PAIRS[:1] * 9)) == 1
-        assert grader.counts["checks"] == 4
+def test_waiting_has_a_limit_for_each_test_and_for_all(room):
+    """The wall time of all tests together once was one sum: 30 minutes for 150 tests."""
+    started = time.monotonic()
+    with task.Grader(partial=True) as hasty, task.Grader(2, cpu_seconds=1, partial=True) as patient:
+        hasty.wall_seconds = 1
+        patient.wall_seconds = 6
+        submit(hasty, "many", f"import time\ntime.sleep(0.4)\n{ADD}", label(*PAIRS[:1] * 50))
+        # Waiting is no CPU time, and each test may wait.
+        submit(patient, "few", f"import time\ntime.sleep(1.2)\n{ADD}", label(*PAIRS[:1] * 6))
+        # No test follows one that ran out of time, and it alone holds its worker.
+        tests = label(*PAIRS, *PAIRS[:1] * 38)
+        submit(patient, "one", f"import time\n{ADD}\nif a > 1: time.sleep(99)", tests)
+        assert patient.results() == {"few": 1, "one": 1 / 40}
+        assert time.monotonic() - started < 50
+        assert 0 < hasty.results()["many"] < 1
+        assert hasty.counts["wall_timeouts"] == patient.counts["wall_timeouts"] == 1
 
 
-def test_many_at_once_equal_one_at_a_time(marked):
-    codes = [
-        ADD,
-        "print(3)",
-        f"{ADD}\nexit(1)",
-        "import os\nos.fork()\nprint(3)",
-        "x = 'a' * (1 << 34)",
-        f"for i in range(10 ** 6): pass\n{ADD}",
-    ]
-    verdicts = []
-    for workers in (1, 8):
-        with task.Grader(workers=workers, wall_seconds=30) as grader:
-            for key in range(18):
-                text = f"<answer>```\n{codes[key % 6]}\n```</answer>"
-                grader.submit(key, text, "stop", label(PAIRS))
-            assert not grader.pending(60)
-            verdicts.append(grader.results())
-    assert verdicts[0] == verdicts[1] == {key: float(key % 6 in (0, 5)) for key in range(18)}
+# ---- the processes of a grader -------------------------------------------------------------------
 
 
-def test_program_on_its_way_when_the_grader_closes_is_ended(marked):
-    """A thread once held up the end of a run that had taken a job but not yet started it.
+def test_output_is_read_no_further_than_its_verdict_needs(room):
+    """It all was kept, and ten tests of a hostile program took 2 GB of the trainer's memory."""
+    flood = "import os\nos.write(1, b'\\xff' * (7 << 20))"
+    with task.Grader(partial=True) as grader:
+        tracemalloc.start()
+        assert grade(grader, flood, label(*PAIRS * 10)) == 0
+        # Before an answer a program may say anything.
+        assert grade(grader, f"{flood}\nf = lambda x: x * 2", DOUBLES) == 1
+        assert grade(grader, f"print('3' + ' ' * (1 << 20))\n{flood}", ADDS_ONCE) == 0
+        assert grade(grader, flood, SILENT) == 0
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        tracemalloc.stop()
+        assert grade(grader, "print('7' * 300000)", label(["", "7" * 300000])) == 1
 
-    Where the program sleeps, this took minutes.
-    """
-    with task.Grader(workers=1) as grader:
+
+def test_a_program_on_its_way_when_the_grader_closes_is_ended(room):
+    """A job that was taken but not yet started held up the end of a run for minutes."""
+    with task.Grader() as grader:
         # `close` sets this before it looks for processes.
         grader.closed = True
-        verdict = grader.check("import time\ntime.sleep(60)", label(PAIRS), grader.mode)
-        assert verdict == (0.0, "crashes")
-    assert processes(marked) == []
+        assert grader.check(SLEEP, ADDS, grader.mode) == (0.0, "crashes")
 
 
-def test_a_process_that_cannot_be_started_is_told_and_ends_no_run(marked, monkeypatch):
+def test_a_process_that_cannot_be_started_is_told_and_ends_no_run(room, monkeypatch):
     """It was an OSError out of `results`, which ended the run without a save."""
     with task.Grader() as grader:
         assert grader.broken is None
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "executable", str(marked / "deleted"))
-            assert grade(grader, ADD) == 0
+            patch.setattr(sys, "executable", str(room / "deleted"))
+            assert grade(grader, ADD, ADDS) == 0
             with pytest.raises(UserError, match="deleted"):
                 task.Grader()
         assert "deleted" in grader.broken
         assert grader.lost == grader.counts["crashes"] == 1
-        assert grade(grader, ADD) == 1
-    assert list(marked.iterdir()) == []
+        assert grade(grader, ADD, ADDS) == 1
 
 
-# A timer of its own sends the program SIGKILL, like the kernel where memory runs out.
-KILLED = """import ctypes, signal
-libc = ctypes.CDLL(None)
-timer = ctypes.c_void_p()
-assert libc.timer_create(1, (ctypes.c_int * 16)(0, 0, 9), ctypes.byref(timer)) == 0
-assert libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1), None) == 0
-while True: signal.pause()"""
-
-
-def test_a_killed_program_has_not_used_up_its_cpu_time(each_mode):
-    """Any SIGKILL that came in time once counted as the limit of CPU time."""
-    before = dict(each_mode.counts)
-    assert grade(each_mode, KILLED) == 0
-    change = {name: each_mode.counts[name] - before[name] for name in before}
-    assert change == {"checks": 1, "cpu_timeouts": 0, "wall_timeouts": 0, "crashes": 1}
-
-
-def test_a_jail_that_ends_between_two_tests_is_a_crash(marked, tmp_path, monkeypatch):
-    """Its last reply said that all was well, so it was counted as nothing."""
-    code = "import os, sys\nsys.stdin.buffer.read()\nprint((0, False, '3'), flush=True)\n"
-    (tmp_path / "jail.py").write_text(f"{code}os.kill(os.getpid(), 9)")
+def test_a_jail_that_goes_wrong_leaves_no_process_and_is_a_crash(room):
+    """A jail that was killed after a good reply was counted as nothing."""
+    start = "import os, sys, time\nsys.stdin.buffer.read()\n"
+    start += "if not os.fork():\n    os.close(1)\n    time.sleep(60)\nprint((0, False, '3'))\n"
     with task.Grader(partial=True) as grader:
-        monkeypatch.setattr(task, "JAIL", str(tmp_path / "jail.py"))
-        assert grade(grader, ADD) == 0.5
+        (room / "jail.py").write_text(f"{start}print((0, False, '9'), flush=True)")
+        assert grade(grader, ADD, ADDS) == 1
+        start += "print(end='(0, ', flush=True)\n"
+        (room / "jail.py").write_text(f"{start}os.kill(os.getpid(), 9)")
+        assert grade(grader, ADD, ADDS) == 0.5
         assert grader.counts["crashes"] == 1
 
 
-# ---- tasks/jail.py -------------------------------------------------------------------------------
+# ---- the filter of system calls ------------------------------------------------------------------
+
+REFUSED = """
+fork vfork prctl socket io_uring_setup kill rt_sigqueueinfo tkill tgkill rt_tgsigqueueinfo
+pidfd_send_signal pidfd_open setsid setpgid setpriority sched_setparam sched_setscheduler
+sched_setaffinity ioprio_set sched_setattr chmod fchmod fchmodat fchmodat2 chown fchown lchown
+fchownat utime utimes utimensat futimesat setxattr lsetxattr fsetxattr removexattr lremovexattr
+fremovexattr setxattrat removexattrat file_setattr truncate ptrace process_vm_readv
+process_vm_writev shmget semget msgget mq_open memfd_create unshare setns add_key request_key keyctl
+perf_event_open bpf userfaultfd
+"""
+HEADERS = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
 
 
-@pytest.mark.parametrize("mode", [[], ["landlock"], ["plain"]])
-def test_nothing_outlives_the_trainer(tmp_path, mode):
-    """A folder of its own, because a trainer that is killed removes none."""
-    code = (
-        "import tempfile, sys\ntempfile.tempdir = sys.argv[1]\nfrom tasks import code as task\n"
-        "task.MODES = sys.argv[3:] or task.MODES\ng = task.Grader()\n"
-        "text = '<answer>```\\nimport time\\ntime.sleep(99)\\n```</answer>'\n"
-        "g.submit(0, text, 'stop', sys.argv[2])\n"
-        "print('up', flush=True)\ng.results()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path), label(PAIRS), *mode]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as trainer:
-        assert trainer.stdout.readline() == b"up\n"
-        deadline = time.monotonic() + 60
-        while not programs(tmp_path) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert programs(tmp_path)
-        trainer.send_signal(signal.SIGKILL)
-    assert processes(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_programs_that_wait_in_every_test_have_a_limit_too(marked):
-    with task.Grader(partial=True) as grader:
-        grader.wall_seconds = 1
-        assert grade(grader, f"import time\ntime.sleep(0.4)\n{ADD}", label(PAIRS * 50)) < 1
-        assert grader.counts["wall_timeouts"] == 1
-
-
-def test_namespaces_of_its_own(grader, marked):
-    """It is looked at from outside, because Landlock refuses what a program could ask."""
-    layers("namespaces")(grader)
-    text = "<answer>```\nimport time\ntime.sleep(50)\n```</answer>"
-    grader.submit("it", text, "stop", label(PAIRS[:1]))
-    deadline = time.monotonic() + 60
-    while not (inside := programs(marked)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for kind in ("net", "pid", "mnt", "ipc", "uts"):
-        own = os.readlink(f"/proc/self/ns/{kind}")
-        assert os.readlink(f"/proc/{inside[0]}/ns/{kind}") != own
-    crashes = grader.counts["crashes"]
-    os.kill(int(inside[0]), signal.SIGKILL)
-    assert grader.results() == {"it": 0}
-    assert grader.counts["crashes"] == crashes + 1
-
-
-def test_uncountable_memory_is_limited(grader):
-    layers("namespaces")(grader)
-    assert not probe(grader, "for i in range(99): open(f'f{i}', 'wb').write(bytes(1 << 20))")
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "open(PATH).read()",
-        "import os\nassert os.listdir(FOLDER)",
-        "import os\nos.symlink(PATH, 'a')\nopen('a').read()",
-        "import os\nos.link(PATH, 'a')\nopen('a').read()",
-        "import os\nos.chdir(FOLDER)\nopen('state').read()",
-        "import subprocess\nassert subprocess.run(['cat', PATH], capture_output=True).stdout",
-        "open('/proc/self/root' + PATH).read()",
-        "open('/proc/1/root' + PATH).read()",
-        "import os\nos.chroot('.')",
-        "import os\nfd = os.open('/', os.O_RDONLY)\nos.open(PATH[1:], os.O_RDONLY, dir_fd=fd)",
-    ],
-)
-def test_run_folder_is_unreadable(grader, marked, tmp_path_factory, code):
-    layers("landlock")(grader)
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "state").write_text(SECRET)
-    for path in (folder, *list(folder.parents)[:2]):
-        path.chmod(0o777)
-    assert not probe(grader, f"PATH, FOLDER = {str(folder / 'state')!r}, {str(folder)!r}\n{code}")
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "open(PATH, 'w').write('mine')",
-        "open(PATH, 'a').write('mine')",
-        "import os\nos.remove(PATH)",
-        "import os\nos.truncate(PATH, 0)",
-        "import os\nos.symlink(PATH, 'a')\nopen('a', 'w').write('mine')",
-        "import shutil\nshutil.rmtree(FOLDER)",
-        "import os\nos.rename(PATH, 'a')",
-        "import os\nos.chmod(PATH, 0)",
-        "import os\nos.mkdir(FOLDER + '/new')",
-        "import os\nos.utime(PATH)",
-        "import os\nos.chmod(FOLDER, 0)",
-        "import os\nos.rename(FOLDER, FOLDER + '2')",
-        "open('/dev/shm/' + NEW, 'w')",
-        "open('/tmp/' + NEW, 'w')",
-    ],
-)
-def test_nothing_outside_changes(grader, tmp_path_factory, code):
-    layers("landlock")(grader)
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "state").write_text(SECRET)
-    os.utime(folder / "state", (1, 1))
-    for path in (folder / "state", folder, *list(folder.parents)[:2]):
-        path.chmod(0o777)
-    new = f"left-over-{os.getpid()}"
-    names = f"PATH, FOLDER, NEW = {str(folder / 'state')!r}, {str(folder)!r}, {new!r}"
-    assert not probe(grader, f"{names}\n{code}")
-    assert not any((Path(place) / new).exists() for place in ("/dev/shm", "/tmp"))
-    assert (folder / "state").read_text() == SECRET and (folder / "state").stat().st_mtime == 1
-    assert [path.name for path in folder.iterdir()] == ["state"]
-    assert folder.stat().st_mode & 0o777 == (folder / "state").stat().st_mode & 0o777 == 0o777
-
-
-def test_symlink_left_behind_is_not_followed(grader, tmp_path):
-    (tmp_path / "kept").write_text("kept")
-    assert grade(grader, f"import os\nos.symlink({str(tmp_path)!r}, 'a')\n{ADD}") in (0, 1)
-    assert (tmp_path / "kept").read_text() == "kept"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import os\nvalues = os.environ.values()\n"
-        "assert any('trainer' in value for value in values) or 'SECRET_OF_TRAINER' in os.environ",
-        "assert open(f'/proc/PARENT/environ').read()",
-        "assert open('/proc/PARENT/cmdline').read()",
-        "import os\nassert os.listdir('/proc/PARENT')",
-        "import os\nassert os.listdir('/proc/PARENT/fd')",
-        "open('/proc/PARENT/mem', 'rb')",
-        "import os\nassert open(f'/proc/{os.getppid()}/environ').read()",
-        "open('/proc/self/environ').read()",
-    ],
-)
-def test_environment_and_proc_are_hidden(grader, code):
-    if "/proc" in code:
-        layers("landlock")(grader)
-    assert not probe(grader, code.replace("PARENT", str(os.getpid())))
-
-
-def verdict(machine, architecture, number, first=0, second=0):
+def verdict(machine, number, first=0, second=0, architecture=None):
     """What the filter returns for a system call, by following its instructions."""
-    instructions = jail.call_filter(machine)
-    words = {jail.CALL_NUMBER: number, jail.ARCHITECTURE: architecture}
-    words |= {jail.FIRST_ARGUMENT: first, jail.SECOND_ARGUMENT: second}
+    words = {jail.CALL_NUMBER: number, jail.FIRST_ARGUMENT: first, jail.SECOND_ARGUMENT: second}
+    words[jail.ARCHITECTURE] = jail.ARCHITECTURES[architecture or machine]
+    instructions = iter(jail.call_filter(machine))
     loaded = None
-    position = 0
     while True:
-        operation, if_true, if_false, value = struct.unpack("=HBBI", instructions[position])
-        position += 1
+        operation, if_true, if_false, value = struct.unpack("=HBBI", next(instructions))
         if operation == jail.RETURN:
             return value
         if operation == jail.LOAD:
@@ -573,24 +567,26 @@ def verdict(machine, architecture, number, first=0, second=0):
             jail.IF_AT_LEAST: loaded >= value,
             jail.IF_ANY_BIT: loaded & value != 0,
         }
-        position += if_true if passes[operation] else if_false
+        for _ in range(if_true if passes[operation] else if_false):
+            next(instructions)
 
 
-@pytest.mark.parametrize("machine", jail.ARCHITECTURES)
+@pytest.mark.parametrize("machine", HEADERS)
 def test_verdicts_of_the_filter(machine):
     """This includes the architecture that the test does not run on."""
-    own = jail.ARCHITECTURES[machine]
     column = list(jail.ARCHITECTURES).index(machine)
     partly = {name: numbers[column] for name, numbers in jail.PARTLY_REFUSED.items()}
+    refused = {name: numbers[column] for name, numbers in jail.REFUSED.items()}
     no_permission = jail.FAIL_WITH | errno.EPERM
-    decide = functools.partial(verdict, machine, own)
+    decide = functools.partial(verdict, machine)
 
-    for architecture in {*jail.ARCHITECTURES.values(), 0} - {own}:
-        assert verdict(machine, architecture, 0) == jail.KILL_PROCESS
+    (other,) = HEADERS.keys() - {machine}
+    assert decide(0, architecture=other) == jail.KILL_PROCESS
     assert decide(jail.X32_CALLS | 39) == jail.KILL_PROCESS
-    refused = {numbers[column] for numbers in jail.REFUSED.values()}
+    assert set(REFUSED.split()) <= refused.keys()
     for number in set(range(500)) - {*partly.values()}:
-        assert decide(number) == (no_permission if number in refused else jail.ALLOW), number
+        is_refused = number in refused.values()
+        assert decide(number) == (no_permission if is_refused else jail.ALLOW), number
     assert decide(partly["clone3"]) == jail.FAIL_WITH | errno.ENOSYS
     assert decide(partly["clone"], jail.CLONE_THREAD) == jail.ALLOW
     assert decide(partly["clone"], signal.SIGCHLD) == no_permission
@@ -600,11 +596,10 @@ def test_verdicts_of_the_filter(machine):
     assert decide(partly["prlimit64"], 0) == jail.ALLOW
     assert decide(partly["prlimit64"], 1) == no_permission
     # These numbers are in the kernel's headers, for both architectures.
-    commands = {
-        number for number in range(2000) if decide(partly["fcntl"], 3, number) != jail.ALLOW
-    }
+    commands = {n for n in range(1100) if decide(partly["fcntl"], 3, n) != jail.ALLOW}
     assert commands == {8, 10, 15}
-    requests = {n for n in range(0x5400, 0x8A00) if decide(partly["ioctl"], 3, n) != jail.ALLOW}
+    of_files = [*range(0x5400, 0x5500), *range(0x8900, 0x8A00)]
+    requests = {n for n in of_files if decide(partly["ioctl"], 3, n) != jail.ALLOW}
     assert requests == {0x8901, 0x8902}
     for flags in (0, 0x800, 0x80000, 0x80800):
         for family in (1, 2, 30):
@@ -613,512 +608,107 @@ def test_verdicts_of_the_filter(machine):
                 decided = decide(partly["socketpair"], family, kind | flags)
                 assert decided == (jail.ALLOW if is_fine else no_permission)
 
-
-HEADERS = ("x86_64-linux-gnu/asm/unistd_64.h", "asm-generic/unistd.h")
-
-
-@pytest.mark.parametrize("column", range(2), ids=list(jail.ARCHITECTURES))
-def test_numbers_of_system_calls(column):
-    """The kernel's headers, where the machine has them, give the same numbers."""
-    header = Path("/usr/include", HEADERS[column])
-    if not header.exists():
-        pytest.skip("no headers of the kernel")
-    known = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text()))
-    tables = {**jail.PARTLY_REFUSED, **jail.REFUSED}
-    found = {name: int(known[name]) for name in tables if name in known}
-    assert len(found) > 40
-    assert found == {name: tables[name][column] for name in found}
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import socket\nsocket.socket()",
-        "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
-        "import ctypes\nassert ctypes.CDLL(None).socket(2, 1, 0) >= 0",
-        "import ctypes\nassert ctypes.CDLL(None).socket(1, 1, 0) >= 0",
-        "import ctypes\nio_uring_setup = 425\nparameters = ctypes.create_string_buffer(256)\n"
-        "assert ctypes.CDLL(None).syscall(io_uring_setup, 8, parameters) >= 0",
-    ],
-)
-def test_no_sockets(grader, code):
-    assert not probe(grader, code.replace("PORT", "22"))
-
-
-OTHERS = [
-    "import os\nos.kill(PARENT, 9)",
-    "import os\nos.kill(os.getppid(), 9)",
-    "import os\nos.kill(-1, 9)",
-    "import os\nos.killpg(0, 9)",
-    "import ctypes\nassert ctypes.CDLL(None).ptrace(16, PARENT, 0, 0) == 0",
-    "import os\nos.setpriority(0, PARENT, 19)",
-    "import signal, os\nsignal.pidfd_send_signal(os.pidfd_open(PARENT), 9)",
-    "import os\nos.sched_setaffinity(PARENT, [0])",
-    "import resource\nresource.prlimit(PARENT, resource.RLIMIT_NOFILE, (4, 4))",
-    "import os\nos.setuid(0)",
-    "import os\nos.setsid()",
-    "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
-    "import ctypes, os, platform\nclone = {'x86_64': 56, 'aarch64': 220}[platform.machine()]\n"
-    "new_users = 0x10000000\npid = ctypes.CDLL(None).syscall(clone, new_users | 17, 0, 0, 0, 0)\n"
-    "assert pid >= 0\nif not pid: os._exit(0)",
-    "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0) == 0",
-    "import os\nassert os.memfd_create('x') >= 0",
-    "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0",
-    "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'.', b'tmpfs', 0, None) == 0",
-]
-
-
-@pytest.mark.parametrize("code", OTHERS)
-def test_other_processes_are_out_of_reach(grader, marked, code):
-    assert not probe(grader, code.replace("PARENT", str(os.getpid())))
-    assert processes(marked) == []
-
-
-@pytest.mark.parametrize("code", OTHERS)
-def test_other_processes_are_out_of_reach_on_a_machine_with_less(weaker, marked, code):
-    """There a program could name the trainer's process, and only seccomp stands before it."""
-    assert not probe(weaker, code.replace("PARENT", str(os.getpid())))
-    assert processes(marked) == []
-
-
-# The kernel can be asked to send a signal when a file becomes ready. The victim is the jail around
-# the program, which has the same user in all modes; if it dies, there is no reward.
-BY_FILE = """import fcntl, os, socket, struct
-reader, writer = os.pipe()
-stream, peer = socket.socketpair()
-jail = os.getppid()
-refused = 0
-for call, *arguments in (
-    (fcntl.fcntl, reader, 8, jail),
-    (fcntl.fcntl, reader, 10, 9),
-    (fcntl.fcntl, reader, 15, struct.pack("ii", 1, jail)),
-    (fcntl.ioctl, stream, 0x8901, struct.pack("i", jail)),
-    (fcntl.ioctl, stream, 0x8902, struct.pack("i", jail)),
-):
-    try:
-        call(*arguments)
-    except PermissionError:
-        refused += 1
-for file in (reader, stream):
-    fcntl.fcntl(file, fcntl.F_SETFL, os.O_ASYNC)
-os.write(writer, b"x")
-peer.send(b"x")
-assert refused == 5"""
-
-
-def test_no_signal_by_way_of_a_file(each_mode):
-    """F_SETOWN once killed what kill could not reach: the trainer too, where it has that user."""
-    assert probe(each_mode, BY_FILE)
-
-
-@pytest.fixture
-def servers():
-    """UNIX sockets that everyone may write to: {name: socket}."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
-        os.chmod(folder, 0o777)
-        made = {}
-        for name in (f"{folder}/letters", f"\0{folder}/letters", f"{folder}/calls"):
-            kind = socket.SOCK_STREAM if "calls" in name else socket.SOCK_DGRAM
-            made[name] = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
-            made[name].bind(name)
-            made[name].setblocking(False)
-        made[f"{folder}/calls"].listen()
-        os.chmod(f"{folder}/letters", 0o777)
-        os.chmod(f"{folder}/calls", 0o777)
-        yield made
-
-
-TO_SERVERS = """import asyncio, socket
-for name in NAMES:
-    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW):
-        for send in (lambda: one.sendto(b"ESCAPED", name), lambda: one.connect(name)):
-            try:
-                one, two = socket.socketpair(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
-                send()
-            except OSError:
-                continue
-            raise SystemExit("something was sent")
-asyncio.run(asyncio.sleep(0))"""
-
-
-def test_sockets_of_other_programs_are_out_of_reach(each_mode, servers):
-    """A datagram socket of a pair could send to any server whose file the program may write."""
-    assert probe(each_mode, TO_SERVERS.replace("NAMES", repr([*servers])))
-    for name, server in servers.items():
-        with pytest.raises(BlockingIOError):
-            server.accept() if "calls" in name else server.recv(9)
-
-
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.slow
-def test_a_program_that_waits_holds_its_worker_for_one_test_only(marked, partial):
-    """The wall time of all tests together once was one sum.
-
-    For 150 tests this was 30 minutes, and the other ranks waited.
-    """
-    with task.Grader(wall_seconds=4, partial=partial) as grader:
-        started = time.monotonic()
-        assert grade(grader, "import time\ntime.sleep(60)", label(PAIRS * 50)) == 0
-        code = f"import time\n{ADD}\nif a > 1: time.sleep(60)"
-        assert grade(grader, code, label([PAIRS[0], PAIRS[1], *PAIRS[:1] * 38])) == partial / 40
-        # This is time for two limits beside other work, and not for 140 of them.
-        assert time.monotonic() - started < 100
-        assert grader.counts["wall_timeouts"] == 2
-
-
-@pytest.mark.parametrize(("status", "reward"), [(0, 1.0), (256, 0.0), (9, 0.0)])
-def test_exit_status_of_the_only_test_counts(grader, status, reward):
-    ends = {
-        0: "",
-        256: "\nimport os, sys\nsys.stdout.flush()\nos._exit(1)",
-        9: "\nimport os, sys\nsys.stdout.flush()\nos.abort()",
-    }
-    assert grade(grader, ADD + ends[status], label(PAIRS[:1])) == reward
-    assert grade(grader, "pass" + ends[status], label([["", ""]])) == reward
-
-
-# Each reaches one limit in a way that no other limit or namespace stops.
-@pytest.mark.parametrize(
-    "code",
-    [
-        "x = bytearray(300 << 20)",
-        "open('x', 'wb').write(bytes(9 << 20))",
-        "open('x', 'wb').truncate(9 << 20)",
-        "import threading, time\nthreading.stack_size(1 << 16)\nfor i in range(40):\n"
-        "    threading.Thread(target=time.sleep, args=(1,), daemon=True).start()",
-        "files = [open('x', 'wb') for i in range(99)]",
-        "import os\nassert os.getuid() == 0 or os.getgid() == 0 or os.getgroups()",
-    ],
-)
-def test_each_limit(grader, code):
-    if "getuid" in code and os.getuid():
-        pytest.skip("needs root: only root can give programs a user of their own")
-    assert not probe(grader, code)
-
-
-ATTACKS = {
-    "fork bomb": "import os\nwhile True: os.fork()",
-    "fork bomb that ignores errors": "import os\nwhile True:\n"
-    "    try: os.fork()\n    except OSError: pass",
-    "sleeping children in sessions of their own": "import os, time\nfor i in range(8):\n"
-    "    if not os.fork():\n"
-    "        try: os.setsid()\n        except OSError: pass\n        time.sleep(600)\nprint(0)",
-    "memory bomb": "x = []\nwhile True: x.append(bytearray(1 << 24))",
-    "one huge allocation": "x = 'a' * (1 << 40)\nprint(3)",
-    "disk bomb": "i = 0\nwhile True:\n    open(f'f{i}', 'wb').write(bytes(1 << 22))\n    i += 1",
-    "endless output": "while True: print('3' * 10000)",
-    "endless errors": "import sys\nwhile True: print('3' * 10000, file=sys.stderr)",
-    "endless loop": "while True: pass",
-    "sleeping for ever": "import time\ntime.sleep(600)",
-    "ignoring signals": "import signal\nfor n in range(1, 65):\n"
-    "    try: signal.signal(n, signal.SIG_IGN)\n"
-    "    except (OSError, ValueError): pass\nwhile True: pass",
-    "printing the expected line and then failing": f"{ADD}\nimport os, sys\n"
-    "sys.stdout.flush()\nos.abort()",
-    "deep recursion": "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()",
-    "forbidden architecture": "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)\n"
-    "while True: pass",
-}
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-def test_attack_gets_nothing_and_ends(strict, marked, name):
-    started = time.monotonic()
-    assert grade(strict, ATTACKS[name]) == 0
-    assert time.monotonic() - started < 100
-    assert processes(marked) == []
-    assert list(marked.iterdir()) == []
-
-
-WEAKER = {
-    "a process of its own": f"import os\nos.fork()\n{ADD}",
-    "by another call": "import ctypes, platform\n"
-    "number = {'x86_64': 57, 'aarch64': 220}[platform.machine()]\n"
-    f"assert ctypes.CDLL(None).syscall(number, 17, 0, 0, 0, 0) >= 0\n{ADD}",
-    "a socket": f"import socket\nsocket.socket()\n{ADD}",
-    "another user": f"import os\nassert os.getuid() == 0\n{ADD}",
-    "a signal": f"import os\nos.kill(os.getppid(), 9)\n{ADD}",
-    "outliving": "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(20)",
-    "folders too deep for Python": "import os\nfor i in range(1200):\n"
-    "    os.mkdir('a')\n    os.chdir('a')",
-    "memory": f"x = bytearray(300 << 20)\n{ADD}",
-    "disk": f"open('x', 'wb').write(bytes(9 << 20))\n{ADD}",
-    "processor": "while True: pass",
-}
-
-
-@pytest.mark.parametrize("name", WEAKER)
-@pytest.mark.slow
-def test_attack_on_a_machine_with_less(weaker, marked, name):
-    assert grade(weaker, WEAKER[name]) == 0
-    assert processes(marked) == []
-    assert list(marked.iterdir()) == []
-
-
-# What a program tries, by the name that docs/rewards.md gives it. It raises where it is contained.
-TRIED = {
-    "read a file that everyone may read": "open(f'{FOLDER}/public').read()",
-    "read a file of the trainer's user": "open(f'{FOLDER}/private').read()",
-    "write a file that everyone may write": "open(f'{FOLDER}/public', 'a').write('x')",
-    "ask for the size of a file": "import os\nos.stat(f'{FOLDER}/public')",
-    "read the trainer's environment in `/proc`": "open(f'/proc/{TRAINER}/environ').read()",
-    "open a network socket": "import socket\nsocket.socket()",
-    "send to a UNIX socket that has a file": "import socket\n"
-    "socket.socketpair(1, socket.SOCK_DGRAM)[0].sendto(b'x', f'{FOLDER}/letters')",
-    "send to a UNIX socket that has a name": "import socket\n"
-    "socket.socketpair(1, socket.SOCK_DGRAM)[0].sendto(b'x', f'\\0{FOLDER}/letters')",
-    "kill another process": "import os\nos.kill(VICTIM, 9)",
-    "let the kernel kill it, by `fcntl`": "import fcntl, os\nreader, writer = os.pipe()\n"
-    "fcntl.fcntl(reader, 8, VICTIM)\nfcntl.fcntl(reader, 10, 9)\n"
-    "fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC)\nos.write(writer, b'x')",
-    "start a second process": "import os\nif not os.fork(): os._exit(0)",
-    "take more memory than its limit": "x = bytearray(300 << 20)",
-    "write a file of more than 8 MB": "open('x', 'wb').write(bytes(9 << 20))",
-    "write more than 64 MB of files": "for i in range(80): open(str(i), 'wb').write(b' ' * 2**20)",
-}
-# It ends well, and has made folders that its own user may not list.
-HIDES = f"import os\nos.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')\n{ADD}"
-TRAINER = """
-import json, os, subprocess, sys, tempfile, types
-# The other user may have no torch, which all of lib/common.py would import.
-sys.modules["lib.common"] = types.SimpleNamespace(UserError=RuntimeError)
-from tasks import code as task
-folder, mode, programs, label = json.load(sys.stdin)
-task.MODES = [mode]
-tempfile.tempdir = f"{folder}/jails"
-os.close(os.open(f"{folder}/private", os.O_CREAT, 0o600))
-victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-with task.Grader(memory_mb=256) as grader:
-    for name, code in programs.items():
-        names = f"FOLDER, TRAINER, VICTIM = {folder!r}, {os.getpid()}, {victim.pid}"
-        text = f"<answer>```\\n{names}\\n{code}\\n```</answer>"
-        grader.submit(name, text, "stop", label)
-    rewards = grader.results()
-output, _ = victim.communicate(b"alive")
-print(json.dumps([rewards, output.decode(), os.listdir(tempfile.tempdir), grader.counts]))
-"""
-
-
-def rows_of_page():
-    """{attack: a cell for each mode} of the table in docs/rewards.md."""
-    page = (ROOT / "docs/rewards.md").read_text()
-    lines = page[page.index(f"| {' | '.join(task.MODES)} |") :].split("\n\n")[0].splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {attack: cells for attack, *cells in rows}
-
-
-def as_user(is_root, folder):
-    """The start of a command of that user in the repository.
-
-    Python may lie where only root can go, so it is mounted elsewhere for others.
-    """
-    if is_root or os.getuid():
-        return [sys.executable]
-    mount = 'mount --bind "$0" "$2/python" && mount --bind "$1" "$2/house" && cd "$2/house"'
-    change = "exec setpriv --reuid=65534 --regid=65534 --clear-groups"
-    script = f'{mount} && {change} "$2/python/$3" "${{@:4}}"'
-    program = os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix)
-    return ["unshare", "-m", "bash", "-c", script, sys.base_prefix, ROOT, folder, program]
-
-
-@pytest.mark.parametrize("is_root", [True, False], ids=["root", "other"])
-@pytest.mark.parametrize("mode", task.MODES)
-@pytest.mark.slow
-def test_the_page_says_what_is_contained(mode, is_root):
-    """Real files, servers, a real victim; and what a program hid from its own user is removed.
-
-    A user other than root once left such folders behind, and rm's complaint on stderr.
-    """
-    if is_root and os.getuid():
-        pytest.skip("needs root")
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
-        for name in ("python", "house", "jails"):
-            Path(folder, name).mkdir()
-        Path(folder, "public").write_text("")
-        servers = []
-        for name in (f"{folder}/letters", f"\0{folder}/letters"):
-            servers.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)))
-            servers[-1].bind(name)
-        for name in ("", "public", "letters", "jails"):
-            Path(folder, name).chmod(0o777)
-        programs = {name: f"{code}\n{ADD}" for name, code in TRIED.items()}
-        job = json.dumps([folder, mode, programs | {"hide": HIDES}, label(PAIRS[:1])])
-        command = [*as_user(is_root, folder), "-c", TRAINER]
-        done = subprocess.run(command, input=job, capture_output=True, text=True, cwd=ROOT)
-        if "namespaces" in mode and "nothing contains programs here" in done.stderr:
-            pytest.skip("this machine lacks namespaces or Landlock")
-        if "unshare failed" in done.stderr:
-            pytest.skip("this machine lets no other user reach Python")
-        assert done.returncode == 0, done.stderr
-        rewards, output, left, counts = json.loads(done.stdout)
-        for server in servers:
-            with pytest.raises(BlockingIOError):
-                server.recv(9, socket.MSG_DONTWAIT)
-        is_changed = Path(folder, "public").read_text() != ""
-    assert done.stderr.count("\n") == (mode == "plain"), done.stderr
-    assert (output, left, counts["crashes"]) == ("alive", [], 0)
-    assert rewards.pop("hide") == 1
-    contained = {name: reward == 0 for name, reward in rewards.items()}
-    assert is_changed != contained["write a file that everyone may write"]
-    says = {"yes": True, "no": False, "as root": is_root}
-    column = task.MODES.index(mode)
-    assert contained == {name: says[cells[column]] for name, cells in rows_of_page().items()}
+    # The kernel's headers, where the machine has them, give the same numbers.
+    header = Path("/usr/include", HEADERS[machine])
+    if header.exists():
+        known = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text()))
+        ours = {name: number for name, number in (partly | refused).items() if name in known}
+        assert len(ours) > 40
+        assert ours == {name: int(known[name]) for name in ours}
 
 
 # ---- tasks/code_data.py --------------------------------------------------------------------------
 
 
-FORMS = {
-    "mbpp": (
-        {
-            "text": "Double it.",
-            "code": "def f(x): return x * 2",
-            "test_list": ["assert f(2) == 4", "assert f([1]) == [1, 1]"],
-        },
-        "def f(x): return x * 2",
+def packed(value):
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+ASSERTS = ["assert f(2) == 4", "assert f(1)", "assert not f(0)", "assert abs(f(1) - 2.5) < 1"]
+ASSERTS += ["assert math.isclose(f(1), 2.5, rel_tol=0.5)"]
+OF_ASSERTS = [["f(2)", "4"], ["not f(1)", "False"], ["not f(0)", "True"]]
+OF_ASSERTS += [["f(1)", "2.5", 1], ["f(1)", "2.5", 1.25]]
+CHECK = "def check(candidate):\n    assert candidate(3) == 1.5\n"
+APPS = {"inputs": [["1 2", ""], "4 5\n"], "outputs": [["3\n"], "9\n"]}
+APPS_CALL = {"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}
+CLASS = "class Solution:\n    def f(self, a, b):"
+CASES = [[{"input": text, "output": output}] for text, output in PAIRS]
+CASE_OF_CALL = {"input": "1\n[2]", "output": "3"}
+
+# (item, a right program, label) of MBPP, HumanEval, APPS, LiveCodeBench and of columns. In merged
+# sets they have empty columns of other sets.
+FORMS = [
+    ({"text": "?", "test_list": ASSERTS}, "f = lambda x: 2 * x", label(*OF_ASSERTS, calls=True)),
+    (
+        {"prompt": "half = 1.5\n", "entry_point": "f", "test": CHECK},
+        "f = lambda x: x * half / 3",
+        label(["f(3)", "1.5"], calls=True, setup="half = 1.5\n"),
     ),
-    "mbpp, truth": (
-        {"text": "Even?", "test_list": ["assert f(2)", "assert not f(3)"]},
-        "f = lambda x: 'x' * (x == 2)",
+    ({"question": "?", "input_output": APPS}, ADD, ADDS),
+    (
+        {"question": "?", "input_output": json.dumps(APPS_CALL), "starter_code": CLASS},
+        f"{CLASS} return a + b",
+        label(["Solution().f(*[1, 2])", "3"], calls=True, is_json=True),
     ),
-    "mbpp, isclose": (
-        {"text": "Halve.", "test_list": ["assert math.isclose(f(1), 0.5001, rel_tol=0.001)"]},
-        "f = lambda x: x / 2",
+    (
+        {"question_content": "?", "input_output": "", "public_test_cases": json.dumps(CASES[0])}
+        | {"private_test_cases": packed(json.dumps(CASES[1]))},
+        ADD,
+        ADDS,
     ),
-    "apps, function": (
-        {
-            "question": "Add.",
-            "input_output": {"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]},
-            "starter_code": "class Solution:\n    def f(self, a, b):",
-        },
-        "class Solution:\n    def f(self, a, b): return a + b",
-    ),
-    "livecodebench, function": (
-        {
-            "question_content": "Add.",
-            "metadata": json.dumps({"func_name": "f"}),
-            "public_test_cases": [{"input": "1\n[2]", "output": "3"}],
-            "private_test_cases": "",
-        },
+    (
+        {"question_content": "?", "metadata": json.dumps({"func_name": "f"})}
+        | {"public_test_cases": [CASE_OF_CALL], "private_test_cases": ""},
         "def f(a, b): return a + b[0]",
+        label(["f(*[1, [2]])", "3"], calls=True, is_json=True),
     ),
-    "humaneval": (
-        {
-            "prompt": "import math\ndef f(x):\n    '''Half.'''\n",
-            "entry_point": "f",
-            "test": "def check(candidate):\n    assert candidate(3) == 1.5\n"
-            "    assert abs(candidate(1) - 0.5) < 1e-6\n",
-        },
-        "def f(x): return x / 2",
-    ),
-    "apps": (
-        {"question": "Add.", "input_output": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})},
-        ADD,
-    ),
-    "livecodebench": (
-        {
-            "question_content": "Add.",
-            "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3"}]),
-            "private_test_cases": json.dumps([{"input": "4 5\n", "output": "9"}]),
-        },
-        ADD,
-    ),
-    "apps, lists of lines": (
-        {
-            "question": "Add.",
-            "input_output": {"inputs": [["1 2", ""], ["4 5"]], "outputs": [["3"], ["9"]]},
-        },
-        ADD,
-    ),
-    "livecodebench, packed": (
-        {
-            "question_content": "Add.",
-            "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3"}]),
-            "private_test_cases": base64.b64encode(
-                zlib.compress(pickle.dumps(json.dumps([{"input": "4 5\n", "output": "9"}])))
-            ).decode(),
-        },
-        ADD,
-    ),
-    "columns": ({"question": "Add.", "tests": PAIRS}, ADD),
-    "merged sets": ({"question": "Add.", "tests": PAIRS, "input_output": None}, ADD),
-    "merged sets, livecodebench": (
-        {
-            "question_content": "Add.",
-            "input_output": "",
-            "public_test_cases": [{"input": "1 2\n", "output": "3"}],
-            "private_test_cases": [],
-        },
-        ADD,
-    ),
-}
+    ({"question": "?", "tests": PAIRS, "input_output": None}, ADD, ADDS),
+]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_forms(grader, tmp_path, name):
-    record, code = FORMS[name]
-    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
-    (problem,) = task.load_problems(str(tmp_path / "data.jsonl"), "orz", bos="<s>")
-    assert problem.prompt.startswith("<s>") and problem.question in problem.prompt
-    assert grade(grader, code, problem.label) == 1
-    assert grade(grader, "def f(x): return 0\nprint(0)", problem.label) == 0
-    assert json.loads(problem.label)["json"] is name.endswith("function")
+def test_forms(room):
+    lines = [json.dumps(item) for item, _, _ in FORMS]
+    (room / "data.jsonl").write_text("\n".join(lines))
+    problems = task.load_problems(str(room / "data.jsonl"), "orz", bos="<s>")
+    assert [problem.label for problem in problems] == [found for _, _, found in FORMS]
+    with task.Grader(workers=4) as grader:
+        for problem, (_, program, _) in zip(problems, FORMS):
+            assert problem.prompt.startswith("<s>") and problem.question in problem.prompt
+            submit(grader, problem.index, program, problem.label)
+        assert grader.results() == dict.fromkeys(range(len(FORMS)), 1)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {},
-        {"question": "x"},
-        {"question": "x", "tests": []},
-        {"question": "x", "tests": [[1, 2]]},
-        {"question": "\ud800", "tests": PAIRS},
-        {"question": 5, "tests": PAIRS},
-        {"tests": PAIRS},
-        {"question": "x", "input_output": '{"inputs": '},
-        {
-            "question": "x",
-            "public_test_cases": "[]",
-            "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(os.system))).decode(),
-        },
-    ],
-)
-def test_bad_items_are_named(tmp_path, record):
-    (tmp_path / "data.jsonl").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="data.jsonl: item 1"):
+BAD = [{"question": None}, {"question": " "}, {"question": "\ud800"}, {"tests": None}]
+BAD += [{"tests": []}, {"tests": [[1, 2]]}, {"input_output": '{"inputs": '}]
+BAD += [{"public_test_cases": "[]", "private_test_cases": packed(os.system)}]
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_bad_items_are_named(tmp_path, change):
+    good = {"question": "Add.", "tests": PAIRS}
+    (tmp_path / "data.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(good | change)}")
+    with pytest.raises(UserError, match="data.jsonl: item 2"):
         task.load_problems(str(tmp_path / "data.jsonl"), "plain")
-
-
-def test_template_without_a_question(tmp_path):
-    (tmp_path / "data.jsonl").write_text(json.dumps({"question": "Add.", "tests": PAIRS}))
     with pytest.raises(UserError, match="{question}"):
-        task.load_problems(str(tmp_path / "data.jsonl"), "no place")
+        task.load_problems(str(tmp_path / "data.jsonl"), "no room")
 
 
 def test_unusable_asserts_are_counted_aloud(tmp_path, capsys):
-    records = [
+    unusable = ["assert all(f(i) == i for i in range(3))", "for y in (1, 2): assert f(y) == 3"]
+    unusable += ["assert isinstance(f(1), int) and f(2) == 2", "assert f(1) in (1, 2)"]
+    items = [
         {"text": "a", "test_list": ["assert f(1) == 1", "assert f(2) == g(2)", "assert x == 1"]},
         # Some items of APPS look like this.
         {"question": "d", "input_output": ""},
-        {
-            "text": "b",
-            "test_list": [
-                "assert all(f(i) == i for i in range(3))",
-                "for y in (1, 2): assert f(y) == 3",
-                "assert isinstance(f(1), int) and f(2) == 2",
-                "assert f(1) in (1, 2)",
-            ],
-        },
+        {"text": "b", "test_list": unusable},
         {"text": "c", "test_list": ["assert f(1) == 1"]},
     ]
-    (tmp_path / "data.json").write_text(json.dumps(records))
+    (tmp_path / "data.json").write_text(json.dumps(items))
     problems = task.load_problems(str(tmp_path / "data.json"), "plain")
-    assert [(p.index, p.question[0]) for p in problems] == [(0, "a"), (1, "c")]
+    assert [(problem.index, problem.question[0]) for problem in problems] == [(0, "a"), (1, "c")]
     assert json.loads(problems[0].label)["tests"] == [["f(1)", "1", 0]]
     (line,) = capsys.readouterr().err.splitlines()
     assert re.findall(r" (\d+) ", line) == ["7", "2", "4"]
-    (tmp_path / "data.json").write_text(json.dumps(records[1:3]))
+    (tmp_path / "data.json").write_text(json.dumps(items[1:3]))
     with pytest.raises(UserError, match="no problem"):
         task.load_problems(str(tmp_path / "data.json"), "plain")
