@@ -40,7 +40,7 @@ def write_run(setting, seed: int, steps: int = 20, shift: float = 0.0) -> dict:
         lines += [{"step": step, "set": name, "accuracy": accuracy} for name in ("eval", "other")]
     write_lines(setting / f"seed{seed}" / "eval.jsonl", lines)
     (setting / f"seed{seed}" / "result.json").write_text("{}")
-    length = statistics.mean(lengths[-(steps // 10) :])
+    length = statistics.mean(lengths[-max(1, steps // 10) :])
     return {"length": length, "eval_step": by_steps, "eval_tokens": by_tokens}
 
 
@@ -81,9 +81,9 @@ def test_the_table_is_that_of_a_slow_reference(tmp_path):
     expected = []
     for name, seeds, steps, shift in (
         ("plain", (1, 2, 3), 20, 0.0),
-        ("better", (1, 2, 3), 20, 0.5),
+        ("better", (1, 2, 3), 20, 0.0367),
         ("short", (2, 3, 4), 10, 0.0),
-        ("alone", (3,), 20, 0.0),
+        ("alone", (2,), 5, 0.0),
     ):
         runs[name] = {seed: write_run(tmp_path / name, seed, steps, shift) for seed in seeds}
         lengths = [run["length"] for run in runs[name].values()]
@@ -111,17 +111,17 @@ def test_the_table_is_that_of_a_slow_reference(tmp_path):
 
 
 def test_one_run_is_shown_before_and_after(tmp_path):
-    """A problem is shown that only the last evaluation solves."""
+    """Of the problems that only the last evaluation solves the one with the longest answer."""
     lines = [{"accuracy": x, "length": 7, "truncated": 0.5} for x in (0.25, 0.75)]
     write_lines(tmp_path / "eval.jsonl", lines)
     lines = []
-    for question, text, reward in (("q1", "a", 1), ("q2", "b", 0), ("q1", "c", 1), ("q2", "d", 1)):
-        line = {"problem": question, "question": question, "response": text, "length": 1}
-        lines.append(line | {"reward": reward})
+    for question, text in (("q1", ""), ("q2", ""), ("q3", "ccc"), ("q1", "aa"), ("q2", "b")):
+        line = {"problem": question, "question": question, "response": text}
+        lines.append(line | {"reward": len(text) > 0, "length": len(text)})
     write_lines(tmp_path / "eval_samples.jsonl", lines)
     shown = run_tool("compare", tmp_path)[1].splitlines()
     assert shown[0] == "held out: accuracy 0.250 -> 0.750"
-    assert shown[3:] == ["before: q2:   b", "after:  q2:   d"]
+    assert shown[3:] == ["before: q1:   ", "after:  q1:   aa"]
 
 
 # ---- plans ---------------------------------------------------------------------------------------
