@@ -34,7 +34,7 @@ def test_a_good_config_is_accepted():
     check_config(ranks=1, offload="optimizer", zero_stage=1, temperature=0.01)
     check_config(lambd=0.95, critic_lambd=1, loss_mean="constant", eval_temperature=0.01)
     check_config(estimator="reinforce", n_samples_per_prompt=1)
-    check_config(critic="x", critic_only_steps=3, eval_temperature=2)
+    check_config(critic="x", critic_only_steps=3, eval_temperature=2, log_ratio=True)
     check_config(template="chat", system="Be brief.", prompt_max_len=63)
     check_config(ranks=4, keep_last=0, max_steps=0, log_samples=0, gamma=0)
 
