@@ -10,11 +10,9 @@ import os
 import resource
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from conftest import config
 from transformers import AutoModelForCausalLM
 
 import ckpt
@@ -32,42 +30,19 @@ def engine_config(cfg, stage: int) -> dict:
     return settings
 
 
-def make_config(model: str, stage: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        model=model,
-        bf16=stage >= 2,
-        zero_stage=stage,
-        attention="sdpa",
-        max_norm=1.0,
-        gradient_checkpointing=False,
-        offload="none",
-        actor_learning_rate=1e-2,
-    )
-
-
 def take_steps(policy):
+    device = torch.device("cpu")
     for k in range(3):
-        micro = micro_batch([k, 1, 2], [3, 4, 5, k])
-        logprobs, _ = policy(micro, 1.0)  # (4,)
+        zero = torch.zeros(1)
+        batch = ppo.Batch([[k, 1, 2]], [[3, 4, 5, k]], zero, zero, device, {}, [])
+        logprobs, _ = policy(ppo.build_rows(batch, [[0]]), 1.0)  # (4,)
         policy.backward(-logprobs.sum(), is_last=True)
         policy.apply_update(1e-2)
 
 
-def micro_batch(prompt_ids: list[int], response_ids: list[int]):
-    device = torch.device("cpu")
-    batch = ppo.Batch([prompt_ids], [response_ids], torch.zeros(1), torch.zeros(1), device, {}, [])
-    return ppo.build_rows(batch, [[0]])
-
-
-def try_save(folder: Path, step: int, engine, cfg, world: int):
-    config = {"zero_stage": cfg.zero_stage, "bf16": cfg.bf16}
-    state = ckpt.RunState(step, step, world, config)
+def save(folder: Path, engine, cfg, world: int, step: int = 3):
+    state = ckpt.RunState(step, step, world, {"zero_stage": cfg.zero_stage, "bf16": cfg.bf16})
     return ckpt.save(folder, state, {"policy": engine.deepspeed}, [], keep_last=0)
-
-
-def save(folder: Path, engine, cfg, world: int):
-    error = try_save(folder, 3, engine, cfg, world)
-    assert error is None, error
 
 
 def save_on_a_sick_disk(folder: Path, engine, cfg, rank: int, world: int):
@@ -76,7 +51,7 @@ def save_on_a_sick_disk(folder: Path, engine, cfg, rank: int, world: int):
     for step in (3, 4, 5):
         if rank == 1 and step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        error = try_save(folder, step, engine, cfg, world)
+        error = save(folder, engine, cfg, world, step)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         (folder / f"{step}_{rank}.txt").write_text(str(error))
 
@@ -87,7 +62,8 @@ def load_each(source: Path, out: Path, cfg, world: int):
         if (origin.name in "01") == (cfg.zero_stage < 2):
             engine = models.make_policy(cfg)
             reshard.load(origin / "step_000003" / "universal", {"policy": engine.deepspeed})
-            save(out / f"{origin.name}to{cfg.zero_stage}", engine, cfg, world)
+            error = save(out / f"{origin.name}to{cfg.zero_stage}", engine, cfg, world)
+            assert error is None, error
 
 
 def main():
@@ -95,7 +71,7 @@ def main():
     rank, world, _, _ = start_distributed()
     models.engine_config = engine_config
     for stage in range(4):
-        cfg = make_config(model, stage)
+        cfg = config(model=model, zero_stage=stage, bf16=stage >= 2, actor_learning_rate=1e-2)
         if stage == 3:
             body = models.load_body(cfg, AutoModelForCausalLM)
             for parameter in body.parameters():
@@ -106,7 +82,8 @@ def main():
         else:
             engine = models.make_policy(cfg)
             take_steps(engine)
-            save(Path(out) / str(stage), engine, cfg, world)
+            error = save(Path(out) / str(stage), engine, cfg, world)
+            assert error is None, error
     if not source:
         save_on_a_sick_disk(Path(f"{out}.sick"), engine, cfg, rank, world)
 
