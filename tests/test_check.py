@@ -6,15 +6,8 @@ import kernels
 import pytest
 import tiny as maker
 import torch
+import transformers
 from conftest import config
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    MistralConfig,
-    PhiConfig,
-    Qwen2Config,
-    T5Config,
-)
 
 import ppo
 import train
@@ -155,10 +148,13 @@ LAYERS = ["full_attention", "sliding_attention"]
 @pytest.mark.parametrize(
     "model, words",
     [
-        (T5Config(), "T5Config"),
-        (PhiConfig(**SIZES), "head has a bias"),
-        (MistralConfig(**SIZES, sliding_window=8), "sliding_window=8"),
-        (Qwen2Config(**SIZES, layer_types=LAYERS), "kind sliding_attention cannot be packed"),
+        (transformers.T5Config(), "T5Config"),
+        (transformers.PhiConfig(**SIZES), "head has a bias"),
+        (transformers.MistralConfig(**SIZES, sliding_window=8), "sliding_window=8"),
+        (
+            transformers.Qwen2Config(**SIZES, layer_types=LAYERS),
+            "sliding_attention cannot be packed",
+        ),
         (None, "cannot be used"),
     ],
     ids=lambda value: type(value).__name__,
@@ -172,13 +168,13 @@ def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path
 
 
 def test_full_attention_passes(tmp_path):
-    GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
     assert check.load_config(str(tmp_path)).model_type == "gpt2"
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_counted_without_memory(tmp_path, tied):
-    model = AutoModelForCausalLM.from_pretrained(maker.make_model(tmp_path, tied=tied))
+    model = transformers.AutoModelForCausalLM.from_pretrained(maker.make_model(tmp_path, tied=tied))
     # parameters() has a tied weight once.
     assert check.count_parameters(model.config) == sum(p.numel() for p in model.parameters())
     assert all(p.is_meta for p in check.skeleton(model.config).parameters())
