@@ -6,6 +6,7 @@ in FOLDER/cells.json. Their optimizer is mostly SGD, whose step is the gradient 
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -33,12 +34,16 @@ SGD = {"optimizer_class": torch.optim.SGD}
 CPU = torch.device("cpu")
 
 
-def config(model="-", **changes):
+@functools.cache
+def usual_config():
     """No clipping of gradients, no warm-up, and a temperature that matters."""
-    settings = {"model": model, "max_norm": 1e9, "temperature": 1.3, "attention": "sdpa"}
-    settings |= {"actor_learning_rate": LR, "critic_learning_rate": LR, "warmup_updates": 1}
-    settings |= {"critic_updates": 1, "micro_train_batch_size": 2, "generate_max_len": 50}
-    return conftest.config(**settings | changes)
+    settings = {"max_norm": 1e9, "temperature": 1.3, "attention": "sdpa", "warmup_updates": 1}
+    settings |= {"actor_learning_rate": LR, "critic_learning_rate": LR, "critic_updates": 1}
+    return conftest.config(**settings, micro_train_batch_size=2, generate_max_len=50)
+
+
+def config(model="-", **changes):
+    return dataclasses.replace(usual_config(), model=str(model), **changes)
 
 
 def cell(name: str, kind: str, tied=True, whole=False, spec=None, **settings) -> dict:
@@ -92,10 +97,7 @@ def reader(one: list[dict], two: list[dict], folder: Path, folders: dict):
 
 
 def make_batch(kind: str = "ragged") -> ppo.Batch:
-    """A small rollout, the same on every rank.
-
-    Sizes 2 to 48, groups of 1 to 6, and old values that are far enough to be clipped.
-    """
+    """A small rollout of sizes 2 to 48, groups of 1 to 6, and old values that are to be clipped."""
     rng = random.Random(3)
     prompts = [rng.randint(1, 8) for _ in range(16)]
     responses = [1, 40, 2, 33, 5] + [rng.randint(1, 40) for _ in range(11)]
@@ -304,18 +306,15 @@ def run(cell: dict) -> dict:
         return cell_function(cfg, cell["spec"])
 
 
-def main(folder: Path) -> None:
+if __name__ == "__main__":
     common.PATIENCE = timedelta(seconds=120)  # a hang becomes an error
     common.start_distributed()
     torch.set_num_threads(1)
-    for cell in json.loads((folder / "cells.json").read_text()):
-        result = run(cell)
+    folder = Path(sys.argv[1])
+    for job in json.loads((folder / "cells.json").read_text()):
+        result = run(job)
         if dist.get_rank() == 0:
-            torch.save(result, folder / f"{cell['name']}.pt")
+            torch.save(result, folder / f"{job['name']}.pt")
     dist.barrier()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
     # As train.py: gloo's threads can abort a finalising interpreter.
     os._exit(0)

@@ -263,7 +263,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
         classifier.score.load_state_dict({"weight": head, "bias": torch.tensor([bias])})
         classifier.save_pretrained(folder)
     batch = make_batch()
-    cfg = config(models[True], critic=folder)
+    cfg = config(models[True], critic=str(folder))
     engine = make_critic(cfg)
     with torch.no_grad():
         want = naive.values(naive.load(tmp_path / "lm", AutoModel), head.double(), batch) + bias
@@ -275,7 +275,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     names = {"value_head.weight", "value_head.bias"} if bias else {"value_head.weight"}
     assert load_file(out / "value_head.safetensors").keys() == names
     assert not names & load_file(out / "model.safetensors").keys()
-    again = make_critic(config(models[True], critic=out))
+    again = make_critic(config(models[True], critic=str(out)))
     assert torch.equal(ppo.compute_values(again, batch, cfg), got)
     assert AutoModel.from_pretrained(out).config.hidden_size == 32
 
@@ -294,7 +294,7 @@ def test_a_folder_without_a_head_that_fits_is_one_line(fault, models, tmp_path, 
     match = f"^--critic {tmp_path} has no value head of one number .*{{}}"
     words = "Missing key" if fault == "no head" else "size mismatch"
     with pytest.raises(UserError, match=match.format(words)) as error:
-        make_critic(config(models[True], critic=tmp_path))
+        make_critic(config(models[True], critic=str(tmp_path)))
     assert "\n" not in str(error.value)
 
 
@@ -307,7 +307,7 @@ def test_a_folder_whose_weights_have_other_names_is_refused(stage, models, tmp_p
     renamed = {f"critic.{name}": weight for name, weight in weights.items()}
     renamed["value_head.weight"] = torch.ones(1, model.config.hidden_size)
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-    cfg = config(models[True], critic=tmp_path, zero_stage=stage)
+    cfg = config(models[True], critic=str(tmp_path), zero_stage=stage)
     with pytest.raises(UserError, match=f"^{tmp_path} lacks .* and [0-9]+ more of its weights$"):
         make_critic(cfg)
 

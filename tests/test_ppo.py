@@ -67,11 +67,10 @@ NONFINITE = [
     nonfinite("inf", "critic", zero_stage=2, bf16=True),
     nonfinite("inf", "policy", zero_stage=3, **OFFLOAD),
 ]
-SPLIT_STEP = 7  # of training: another shuffle each time
 SPLITS = []
 for stage, updates in ((1, 12), (3, 4)):
     settings = {"zero_stage": stage, "critic_updates": updates, "critic_learning_rate": 0.02}
-    SPLITS.append(step(f"{updates} parts", step=SPLIT_STEP, **settings))
+    SPLITS.append(step(f"{updates} parts", step=7, **settings))
 BF16 = []
 for stage in (2, 3):
     rows = {"packing_max_len": 26, "micro_train_batch_size": 1}  # a sample each
@@ -622,7 +621,7 @@ def test_twelve_critic_steps_see_each_token_once(updates, results, models):
     result = results(2, f"{updates} parts")
     batch = make_batch()
     cfg = config()
-    rng = np.random.default_rng(hash64(cfg.seed, SPLIT_STEP, "critic"))
+    rng = np.random.default_rng(hash64(cfg.seed, 7, "critic"))
     body = naive.load(models[True], AutoModel)
     head = new_head(cfg).double()
     _, returns = naive.advantages(batch, cfg)
@@ -679,8 +678,8 @@ def test_learning_rate():
     assert rates[3] == pytest.approx(1e-6)
     assert rates[99] == rates[100] == pytest.approx(3e-7)
     assert np.diff(rates[3:100]) == pytest.approx([-7e-7 / 96] * 96), "not linear"
-    for total, step in itertools.product((0, 1, 4, 5), range(6)):
-        assert math.isfinite(ppo.learning_rate(1e-6, 4, step, 3e-7, total))
+    for total in (0, 4, 5):
+        assert ppo.learning_rate(1e-6, 4, 4, 3e-7, total) == pytest.approx(3e-7)
 
 
 class Listener:
