@@ -157,6 +157,9 @@ PASS = f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 4 --n_sample
         (f"{GSM8K} --card H100", " for 100 steps on 1 x H100; how many there are, --max_steps or"),
         (f"{GSM8K} --card H100 --data DATA", " for 50 steps on"),
         (f"{GSM8K} --card H100 --bf16 false", "time: not estimated with --bf16 false"),
+        # 1.6 s for the policy are four forward passes of 0.4 s.
+        (f"{GSM8K} --card H100 --log_kl true", r"\+ policy 2.0 "),
+        (f"{GSM8K} --card H100 --gradient_checkpointing false", r"\+ policy 1.2 "),
         (f"{PASS} 8 --card_gb 48", "of 47 GiB"),
         # 0.46 GiB of parameters. Without ZeRO the fp32 weights are their own masters.
         (f"{GSM8K} --zero_stage 0 --bf16 false", "always: weights 1.8 .* moments 3.7 "),
