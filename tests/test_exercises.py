@@ -1,110 +1,73 @@
 """docs/exercises: each test is red on the shipped code and green on a solved copy of it."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, run_python
 
-ROOT = Path(__file__).parent.parent
-TESTS = sorted((ROOT / "docs" / "exercises").glob("test_exercise_*.py"))
-
-
-@dataclass
-class Change:
-    exercise: int
-    file: str
-    old: str | None  # None: the file is new
-    new: str
-
-
-# One solution of each exercise. A text that is replaced is in its file exactly once.
+# One solution of each exercise: its number, a file, a text that stands there once, and what comes
+# in its place. A file that is new has no text yet.
 SOLUTIONS = [
-    Change(
+    (
         1,
         "ppo.py",
-        old="@dataclass(frozen=True)\nclass Estimator:\n",
-        new='''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+        "ESTIMATORS = {\n",
+        '''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - the group's mean, weighted by length (arXiv 2505.23585)."""
     length = mask.sum(1).double()  # (N,)
     weighted = group_stats(rewards * length, groups)[0]  # (N,)
     return rewards - weighted / group_stats(length, groups)[0]
 
 
-@dataclass(frozen=True)
-class Estimator:
+ESTIMATORS = {
+    "opo": Estimator(opo, least_samples=2),
 ''',
     ),
-    Change(
-        1,
-        "ppo.py",
-        old="ESTIMATORS = {\n",
-        new='ESTIMATORS = {\n    "opo": Estimator(opo, least_samples=2),\n',
-    ),
-    Change(
+    (
         2,
         "ppo.py",
-        old="    return -(advantages * logprobs)\n",
-        new="""    border = entropy.detach().quantile(0.8)
+        "    return -(advantages * logprobs)\n",
+        """    border = entropy.detach().quantile(0.8)
     return -(advantages * logprobs).where(entropy >= border, 0.0)
 """,
     ),
-    Change(
-        3,
-        "ppo.py",
-        old="batch, samples, lr, cfg, denominator)",
-        new="batch, samples, lr, cfg)",
-    ),
-    Change(
+    (3, "ppo.py", "batch, samples, lr, cfg, denominator)", "batch, samples, lr, cfg)"),
+    (
         4,
         "ppo.py",
-        old="    sums = -values  # (N, S)\n",
-        new="    sums = -values  # (N, S)\n"
+        "    sums = -values  # (N, S)\n",
+        "    sums = -values  # (N, S)\n"
         "    lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)\n",
     ),
-    Change(
-        4,
-        "ppo.py",
-        old="cfg.gamma * cfg.lambd * sums",
-        new="cfg.gamma * lambd * sums",
-    ),
-    Change(
+    (4, "ppo.py", "cfg.gamma * cfg.lambd * sums", "cfg.gamma * lambd * sums"),
+    (
         5,
         "reward.py",
-        old="""for key, pair in self.pairs.items()}
-""",
-        new="""for key, pair in self.pairs.items()}
+        "for key, pair in self.pairs.items()}\n",
+        """for key, pair in self.pairs.items()}
         for key, (predicted, _) in self.pairs.items():
             if predicted and not rewards[key]:
                 rewards[key] = 0.1
 """,
     ),
-    Change(
-        5,
-        "reward.py",
-        old='bool(grader.results()["is_equiv"])',
-        new='grader.results()["is_equiv"] == 1',
-    ),
-    Change(
+    (5, "reward.py", 'bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
+    (
         6,
         "reward.py",
-        old="""    return last_box(block)
-""",
-        new="""    answer = last_box(block)
+        "    return last_box(block)\n",
+        """    answer = last_box(block)
     if answer is None:
         answer = block.removeprefix("<answer>").strip() or None
     return answer
 """,
     ),
-    Change(
+    (
         7,
         "brevity.py",
-        old=None,
-        new='''"""A right response is paid less than a shorter right one (arXiv 2502.04463)."""
+        "",
+        '''"""A right response is paid less than a shorter right one (arXiv 2502.04463)."""
 
 import math
 import statistics
@@ -135,44 +98,29 @@ def paid(original, samples, cfg):
 ]
 
 
-def run(folder: Path) -> dict[int, str]:
-    """{exercise: "passed", "failed" or "error"} with the files of that folder."""
-    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-rA"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *map(str, TESTS)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=folder,
-        env=os.environ | {"EXERCISE_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    found = re.findall(
-        r"^(PASSED|FAILED|ERROR) \S*test_exercise_(\d)\.py", done.stdout, re.MULTILINE
-    )
-    assert len(found) == len(TESTS), f"one test each:\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
-    return {int(number): verdict.lower() for verdict, number in found}
+def solve(folder: Path, numbers) -> None:
+    for number, file, old, new in SOLUTIONS:
+        if number in numbers:
+            text = (folder / file).read_text() if old else ""
+            assert not old or text.count(old) == 1, f"exercise {number}: {old}"
+            (folder / file).write_text(text.replace(old, new))
+
+
+def verdicts(folder: Path) -> dict[str, str]:
+    """{exercise: "PASSED", "FAILED" or "ERROR"} with the files of that folder."""
+    words = ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-rA"]
+    env = {"EXERCISE_DIR": str(folder)}
+    done = run_python(*words, ROOT / "docs" / "exercises", code=None, cwd=folder, env=env)
+    found = re.findall(r"^([A-Z]+) \S*test_exercise_(\d)\.py", done.stdout, re.MULTILINE)
+    assert len(found) == 7, f"one test each: {done.stdout[-3000:]}{done.stderr[-2000:]}"
+    return {number: verdict for verdict, number in found}
 
 
 @pytest.mark.slow
-def test_shipped_code_is_red():
-    """A test that is green before the work teaches nothing, and one that cannot run says the wrong
-    thing."""
-    assert len(TESTS) == 7
-    assert run(ROOT) == dict.fromkeys(range(1, 8), "failed")
-
-
-@pytest.mark.slow
-def test_solved_copy_is_green(tmp_path):
-    """All solutions at once: they also must not get in each other's way."""
+def test_exercises_are_red_as_shipped_and_green_once_all_are_solved(tmp_path):
+    assert verdicts(ROOT) == dict.fromkeys("1234567", "FAILED")
     for name in ("ppo.py", "reward.py"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "lib", tmp_path / "lib", ignore=shutil.ignore_patterns("__pycache__"))
-    for change in SOLUTIONS:
-        path = tmp_path / change.file
-        if change.old is None:
-            path.write_text(change.new)
-            continue
-        text = path.read_text()
-        assert text.count(change.old) == 1, f"{change} is not in the file exactly once"
-        path.write_text(text.replace(change.old, change.new))
-    assert run(tmp_path) == dict.fromkeys(range(1, 8), "passed")
+    shutil.copytree(ROOT / "lib", tmp_path / "lib")
+    solve(tmp_path, range(1, 8))
+    assert verdicts(tmp_path) == dict.fromkeys("1234567", "PASSED")
