@@ -92,7 +92,7 @@ def test_both_kinds_of_records_are_read_from_files_and_from_folders(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    "record, found",
+    "record, reason",
     [
         ({"nums": [1, 2]}, "'target'"),
         ({"nums": [5], "target": 5}, "at least two numbers"),
@@ -101,10 +101,10 @@ def test_both_kinds_of_records_are_read_from_files_and_from_folders(tmp_path, mo
         (7, "TypeError"),
     ],
 )
-def test_a_bad_record_is_named_in_one_line(tmp_path, record, found):
+def test_a_bad_record_is_named_in_one_line(tmp_path, record, reason):
     path = tmp_path / "problems.json"
     path.write_text(json.dumps([{"nums": [1, 2], "target": 3}, record]))
-    with pytest.raises(UserError, match=f"item 2.*{found}") as error:
+    with pytest.raises(UserError, match=f"item 2.*{reason}") as error:
         countdown.load_problems(str(path), "plain")
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="mini, orz, plain"):
