@@ -1,18 +1,39 @@
-"""Whole runs with variants: first_stage, adaptive_len and tis_cap together, and interrupted runs.
-
-`pytest -m slow` takes three steps with each variant.
-"""
+"""Whole runs with variants: interrupted, on two ranks, and each variant in at least one."""
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, equal_runs, jsonl, launch, same_metrics
+from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch, start_python
+from safetensors.torch import load_file
 
-# Most responses end early, so that limits are below --generate_max_len and can be seen.
-ENDS_EARLY = {"stop": list("0123456789abcdef")}
+from lib.variants import HOME
+
+NAMES = ["curriculum", "hash_reward", "fuse_values", "first_stage", "adaptive_len", "tis_cap"]
+# `pip install --no-deps -r requirements-extras.txt`
+NAMES += ["lora"] * bool(find_spec("peft"))
+MINE = """
+import os
+import train
+
+MEMORY = {"steps": 0}
+
+
+def draw_step(original, rollout, requests, problems, cfg, step, clock):
+    assert MEMORY["steps"] == step and train.main.__module__ == "__main__"
+    samples = original(rollout, requests, problems, cfg, step, clock)
+    MEMORY["steps"] += 1
+    if os.environ["RANK"] == "1" and step == 2:
+        raise ValueError("a fault of mine")
+    return samples
+
+
+def compute_values(original, critic, batch, cfg):
+    return original(critic, batch, cfg)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -21,191 +42,133 @@ def runs(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("variants")
     few = json.loads(Path(tiny["data"]).read_text())[:4]
     (folder / "few.json").write_text(json.dumps(few))
-    flags = tiny | {"data": folder / "few.json", "save_interval": 1, "keep_last": 0} | ENDS_EARLY
-    flags |= {"variant": ["first_stage", "adaptive_len", "tis_cap"], "first_stage": 2}
-    flags |= {"tis_cap": 2.0, "lr_end": 2e-4, "critic_updates": 12}
-    launch(folder / "whole", script=ROOT / "tests" / "traced_train.py", **flags)
+    (folder / "mine.py").write_text(MINE)
+    flags = tiny | {"data": folder / "few.json", "save_interval": 1, "keep_last": 0}
+    flags |= {"variant": [*NAMES, folder / "mine.py"], "first_stage": 2, "lr_end": 2e-4}
+    # Most responses end early, so that limits are below --generate_max_len and can be seen.
+    flags |= {"log_kl": True, "eval_interval": 1, "stop": list("0123456789abcdef")}
+    flags |= {"lora_rank": 4} if "lora" in NAMES else {}
+    whole = launch(folder / "whole", **flags)
     # As a power cut in step 3 leaves it.
     shutil.copytree(folder / "whole", folder / "parts")
     shutil.rmtree(folder / "parts" / "step_000003")
     (folder / "parts" / "result.json").unlink()
     launch(folder / "parts", **flags)
-    return folder
+    return folder, flags, whole.stdout + whole.stderr
 
 
 def memory_of(run: Path, step: int) -> dict:
     return json.loads((run / f"step_{step:06d}" / "state.json").read_text())["memory"]
 
 
-def test_variants_of_drawing_work_together_in_a_whole_run(runs):
-    samples = jsonl(runs / "whole" / "samples.jsonl")
-    lengths = {step: [s["length"] for s in samples if s["step"] == step] for step in (1, 2, 3)}
-    assert [len(lengths[step]) for step in (1, 2, 3)] == [16, 8, 8], "hopeless once seen"
-    lines = jsonl(runs / "whole" / "metrics.jsonl")
-    assert all(line["ratio_max"] < 1.001 for line in lines)
-    assert [line["prompts_expanded"] for line in lines] == [1, 0, 0]
-    saved = [line["tokens_saved"] for line in lines]
-    assert saved == [0, sum(lengths[2]), sum(lengths[3])], "two of four: as many again"
+def test_variants_work_together_in_a_whole_run(runs):
+    folder, _, said = runs
+    whole = folder / "whole"
+    lines = jsonl(whole / "metrics.jsonl")
+    samples = jsonl(whole / "samples.jsonl")
+    assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8]
+    assert [line["prompts_expanded"] for line in lines] == [1, 0, 0], "hopeless once seen"
+    assert [line["reward"] for line in lines] == [0, 0, 0] and lines[0]["paid"] > 0
+    assert all(line["ratio_max"] < 1.001 for line in lines), "the sampler has the policy's weights"
     rates = [line["policy_lr"] for line in lines]
     assert rates == [5e-4, 1e-3, pytest.approx(2e-4)], "two steps of warm-up, then to lr_end"
-    memory = memory_of(runs / "whole", 3)
-    assert memory["first_stage"] == dict.fromkeys("0123", False)
-    assert memory["adaptive_len"].keys() == {"", *"0123"}
-
-
-def test_a_step_asks_for_no_more_than_the_limits_of_the_step_before(runs):
-    """In both of its draws. A loop could learn limits and still ask for --generate_max_len."""
-    calls = json.loads((runs / "whole" / "calls.json").read_text())
-    # The first call is the check at the start, the second the first evaluation, the last the other.
-    asked = [what for name, what in calls if name == "generate"][2:-1]
-    # A step in which nothing more is worth drawing draws once.
-    assert len(asked) == 2 + 1 + 1
-    limits = []
-    for requests in asked:
-        limits.append({(str(problem), limit) for problem, *_, limit in requests})
-    assert {limit for _, limit in limits[0] | limits[1]} == {32}, "nothing is known yet"
+    # A step asks for no more than the limits of the step before.
     for step in (1, 2):
-        caps = memory_of(runs / "whole", step)["adaptive_len"]
-        assert min(caps.values()) < 32, "a limit is below that of the run"
-        assert limits[1 + step] == {(problem, caps[problem]) for problem in "0123"}
-
-
-def test_a_critic_takes_no_more_updates_than_there_are_samples(runs):
-    """--first_stage leaves 8 samples of 16 for 12 updates."""
-    for line in jsonl(runs / "whole" / "metrics.jsonl"):
-        samples = 16 if line["step"] == 1 else 8
-        tokens_of_an_update = line["total_length"] * samples / min(12, samples)
-        assert line["critic_tokens"] == pytest.approx(tokens_of_an_update)
+        limits = memory_of(whole, step)["adaptive_len"]
+        assert limits.keys() == {"", *"0123"} and min(limits.values()) < 32
+        for drawn in [s for s in samples if s["step"] == step + 1]:
+            limit = limits[str(drawn["problem"])]
+            is_cut = drawn["finish_reason"] == "length"
+            assert drawn["length"] == limit if is_cut else drawn["length"] <= limit
+    assert "variants: mine wraps adaptive_len wraps first_stage wraps draw_step\n" in said
+    assert said.count("not called in the first learning step: mine.compute_values;") == 1
+    kept = json.loads((whole / "config.json").read_text())["variants"]
+    assert [name for name, _ in kept] == [*NAMES, "mine"]
 
 
 def test_a_run_with_variants_resumes_exactly(runs):
     """Without their memory the resumed run would sample other numbers of other lengths."""
-    equal_runs(runs / "whole", runs / "parts")
+    equal_runs(runs[0] / "whole", runs[0] / "parts")
 
 
-# ---- two ranks -----------------------------------------------------------------------------------
-
-STOPS = '''"""Asks rank 1 to stop at the second draw of step 3, if a file says so."""
-
-from pathlib import Path
-
-import torch.distributed as dist
-
-_DRAWS = []
-
-
-def draw(original, rollout, requests, clock):
-    _DRAWS.append(clock.step)
-    marker = Path(rollout.cfg.run_dir).parent / "stop"
-    if _DRAWS.count(3) == 2 and dist.get_rank() == 1 and marker.exists():
-        rollout.signals.asked = True
-    return original(rollout, requests, clock)
-'''
+@pytest.mark.skipif("lora" not in NAMES, reason="peft is not installed")
+def test_lora_changes_each_linear_layer_by_a_matrix_of_its_rank(runs, tiny):
+    """And nothing else. What is exported is a plain model."""
+    base = load_file(Path(tiny["model"]) / "model.safetensors")
+    learnt = load_file(runs[0] / "whole" / "policy" / "model.safetensors")
+    assert learnt.keys() == base.keys()
+    for name, tensor in learnt.items():
+        change = tensor - base[name]
+        most = 4 if name.endswith("proj.weight") else 0
+        rank = torch.linalg.matrix_rank(torch.atleast_2d(change), atol=1e-5)
+        assert bool(most) <= rank <= most, name
 
 
-def test_a_run_that_stops_between_two_draws_resumes_exactly_on_two_ranks(tiny, tmp_path):
-    """first_stage is around adaptive_len, so the first draw of the step has changed the limits when
-    the second one stops the run. What is saved is the memory of the step before."""
-    (tmp_path / "stops.py").write_text(STOPS)
-    marker = tmp_path / "stop"
-    names = ["adaptive_len", "first_stage", str(tmp_path / "stops.py")]
-    flags = tiny | ENDS_EARLY | {"variant": names, "first_stage": 2, "ranks": 2}
-    launch(tmp_path / "whole", **flags)
-    marker.touch()
-    said = launch(tmp_path / "parts", **flags).stdout
-    assert "stopped at step 2" in said and len(jsonl(tmp_path / "parts" / "metrics.jsonl")) == 2
-    marker.unlink()
-    before = memory_of(tmp_path / "parts", 2)
-    launch(tmp_path / "parts", **flags)
-    equal_runs(tmp_path / "whole", tmp_path / "parts")
-    after = memory_of(tmp_path / "parts", 3)
-    assert len(before["first_stage"]) == 8 and len(after["first_stage"]) == 12
-    assert len(before["adaptive_len"]) == 1 + 8 and len(after["adaptive_len"]) == 1 + 12
-    assert min(after["adaptive_len"].values()) < 32, "a limit is below that of the run"
+def test_an_error_on_one_rank_ends_all_ranks_and_saves_the_step_before(runs, tmp_path):
+    """With the memory of that step."""
+    done = launch(tmp_path, ranks=2, check=False, **runs[1] | {"save_interval": 100})
+    assert done.returncode != 0
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
+    assert "ValueError: a fault of mine" in line and "mine.py" in line
+    assert "goes on from step 2" in line
+    assert memory_of(tmp_path, 2)["mine"] == {"steps": 2}
+    assert "in draw_step" in (tmp_path / "run.log").read_text()
 
 
 # ---- each variant --------------------------------------------------------------------------------
 
-# What a run of the tiny model needs, and a number of metrics.jsonl that shows the variant.
-TRAINED = dict.fromkeys(
-    sorted(path.stem for path in (ROOT / "variants").glob("*.py")), ({}, "paid")
-)
-for name in ("updates", "cispo", "gspo", "clip_higher"):
-    TRAINED[name] = ({"policy_updates": 4}, "clipped" if name == "gspo" else "policy_loss")
-TRAINED |= {
-    "kl_loss": ({}, "kl"),
-    "kl_penalty": ({}, "kl"),
-    "entropy_bonus": ({}, "entropy"),
-    "fuse_values": ({}, "critic_values"),
-    "overlong_penalty": ({"overlong_cache": 8}, "paid"),
-    "dynamic_sampling": ({}, "reward_drawn"),
-    "first_stage": ({"first_stage": 2}, "prompts_expanded"),
-    "adaptive_len": ({}, "response_length"),
-    "pass_at_k": ({"pass_k": 2}, "advantage"),
-    "tis_cap": ({}, "ratio"),
-    "fp16": ({"bf16": "true", "zero_stage": 2}, "policy_loss"),
-}
-# These decide what is sampled and what is paid, which all ranks must see alike.
-SAMPLED = ["dynamic_sampling", "majority_vote", "random_reward", "curriculum"]
-SAMPLED += ["first_stage", "adaptive_len"]
-
-
-@pytest.fixture(scope="module")
-def trained(tiny, tmp_path_factory):
-    """trained(name, ranks, steps): the folder of a run with that variant, made once.
-
-    warnings.txt there has what it wrote to stderr.
-    """
-    runs = {}
-
-    def train(name: str, ranks: int, steps: int) -> Path:
-        if (name, ranks) not in runs:
-            before = ["updates"] if name == "clip_higher" else []
-            flags = tiny | {"max_steps": steps, "variant": [*before, name]} | TRAINED[name][0]
-            runs[name, ranks] = tmp_path_factory.mktemp(f"{name}_{ranks}")
-            said = launch(runs[name, ranks], ranks=ranks, timeout=800, **flags)
-            (runs[name, ranks] / "warnings.txt").write_text(said.stderr)
-        return runs[name, ranks]
-
-    return train
-
-
-def mark_training(name: str):
-    return pytest.param(name, marks=pytest.mark.gpu) if name == "fp16" else name
+# Variants that go together, a number of metrics.jsonl that shows one of them, and flags.
+GROUPS = [
+    ("updates clip_higher format_reward overlong_drop maxrl dynamic_sampling", "reward_drawn", {}),
+    ("cispo lenient_reward inverted_reward positive", "paid", {}),
+    ("gspo majority_vote negative kl_penalty", "clipped", {}),
+    (
+        "random_reward overlong_penalty pass_at_k kl_loss entropy_bonus",
+        "kl",
+        {"pass_k": 2, "overlong_cache": 8},
+    ),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", map(mark_training, TRAINED))
-def test_three_steps_of_training_with_a_variant(name, trained):
-    """Each of its functions is called, and metrics.jsonl shows it."""
-    if name == "lora":
-        pytest.importorskip("peft", reason="pip install --no-deps -r requirements-extras.txt")
-    if name == "fp16" and not torch.cuda.is_available():
-        pytest.skip("DeepSpeed trains in fp16 on a GPU alone")
-    run = trained(name, ranks=1, steps=3)
-    lines = jsonl(run / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(TRAINED[name][1] in line for line in lines), lines[0]
-    assert "was not called" not in (run / "warnings.txt").read_text()
+def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
+    """Each of its functions is called, and metrics.jsonl shows it. The first run ends by an error
+    in the advantages of its second step, and saves the first one."""
+    breaks = tmp_path / "breaks.py"
+    breaks.write_text(
+        "_CALLS = []\n\n"
+        "def compute_advantages(original, batch, cfg):\n"
+        "    _CALLS.append(1 / (1 - len(_CALLS)))\n"
+        "    return original(batch, cfg)\n"
+    )
+    processes = []
+    done = {*NAMES, "lora", "fp16"}
+    for number, (names, _, more) in enumerate(GROUPS):
+        flags = SMALL | tiny | more | {"max_steps": 2, "run_dir": tmp_path / str(number)}
+        own = [breaks] if number == 0 else []
+        words = arguments(flags | {"variant": [*names.split(), *own]})
+        processes.append(start_python(ROOT / "train.py", *words, output=tmp_path / f"{number}.txt"))
+        done |= set(names.split())
+    assert done == {path.stem for path in HOME.glob("*.py")}
+    try:
+        assert [process.wait(500) for process in processes] == [2, 0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    for number, (_, key, _) in enumerate(GROUPS):
+        said = (tmp_path / f"{number}.txt").read_text()
+        assert "not called in the first learning step" not in said
+        lines = jsonl(tmp_path / str(number) / "metrics.jsonl")
+        assert all(key in line for line in lines)
+        assert len(lines) == 1 if number == 0 else "2 steps in" in said
+    assert (tmp_path / "0" / "step_000001").is_dir()
+    said = (tmp_path / "0.txt").read_text()
+    assert "ZeroDivisionError" in said and "goes on from step 1" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLED)
-def test_two_ranks_train_with_a_variant_as_one_does(name, trained):
-    """The first step has the same samples, and the same numbers up to rounding.
-
-    Afterwards rounding may change a sample. That the ranks still agree is for the run's own checks.
-    """
-    runs = [trained(name, ranks=1, steps=3), trained(name, ranks=2, steps=2)]
-    assert len(jsonl(runs[1] / "metrics.jsonl")) == 2
-    samples = []
-    for run in runs:
-        lines = jsonl(run / "samples.jsonl")
-        keys = ("problem", "index", "response", "reward")
-        samples.append([[line[key] for key in keys] for line in lines if line["step"] == 1])
-    assert samples[0] == samples[1] and len(samples[0]) == 16
-    one, two = (same_metrics(jsonl(run / "metrics.jsonl")[0]) for run in runs)
-    assert one.keys() == two.keys()
-    for key in one:
-        if not key.endswith("micro_batches"):
-            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+@pytest.mark.gpu
+def test_fp16_trains_on_a_gpu(tiny, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    launch(tmp_path, **tiny | {"variant": ["fp16"], "bf16": True, "zero_stage": 2})
+    assert len(jsonl(tmp_path / "metrics.jsonl")) == 3
