@@ -63,6 +63,7 @@ ORZ |= {"eval_interval": 10, "save_interval": 50}
 def test_the_defaults_are_orz_s():
     cfg = train.parse_flags([])
     assert {name: getattr(cfg, name) for name in ORZ} == ORZ
+    assert not (cfg.log_kl or cfg.log_ratio or cfg.enforce_eager), "they cost time"
 
 
 @pytest.mark.parametrize(
@@ -703,9 +704,10 @@ def processes(run, script=None) -> list[Path]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_text().split("\0")
-            is_script = script in (None, words[1]) and "libtorch" in (folder / "maps").read_text()
-            if is_script and any(word.startswith(str(run)) for word in words):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            is_ours = any(word.startswith(bytes(run)) for word in words)
+            is_script = is_ours and script in (None, words[1].decode())
+            if is_script and "libtorch" in (folder / "maps").read_text():
                 found.append(folder)
     return found
 
