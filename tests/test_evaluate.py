@@ -78,20 +78,14 @@ def test_a_published_figure_stands_beside_ours(model, name, said):
         assert figure.set in evaluate.SETS and set(figure.settings) <= set(vars(cfg))
 
 
-@pytest.fixture(scope="module")
-def sets(tiny, tmp_path_factory):
-    """Two sets. The second has another name than train.json, which is no name for a set."""
-    path = tmp_path_factory.mktemp("sets") / "larger.json"
-    shutil.copy(tiny["data"], path)
-    return [tiny["eval_data"], str(path)]
-
-
 def words_of(tiny, sets, out, **flags) -> list[str]:
     return [tiny["model"], "--data", *sets, "--out", str(out), *arguments(SMALL | flags)]
 
 
-def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, sets, tmp_path):
+def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, tmp_path):
     """The training has one rank here. The two ranks of the evaluation share the samples."""
+    # train.json is no name for a set.
+    sets = [tiny["eval_data"], str(shutil.copy(tiny["data"], tmp_path / "larger.json"))]
     flags = {"eval_n": 2, "eval_temperature": 0.7, "eval_top_p": 0.9}
     run = tmp_path / "run"
     launch(run, **tiny | flags | {"eval_data": sets, "max_steps": 1})
@@ -120,7 +114,7 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, sets, tmp_path)
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_000002/manifest.json"])
-def test_a_training_run_is_not_touched(tiny, sets, tmp_path, trace, process_group):
+def test_a_training_run_is_not_touched(tiny, tmp_path, trace, process_group):
     """Nor one that was killed before its first checkpoint: an evaluation once emptied its logs.
 
     What only training reads is not in the way: long answers need no long packed rows, and three
@@ -129,7 +123,7 @@ def test_a_training_run_is_not_touched(tiny, sets, tmp_path, trace, process_grou
     file = tmp_path / trace
     file.parent.mkdir(exist_ok=True)
     file.write_text('{"step": 1}\n')
-    cfg = evaluate.read_flags(words_of(tiny, sets, tmp_path, max_len=32768))
+    cfg = evaluate.read_flags(words_of(tiny, ["x.json"], tmp_path, max_len=32768))
     with pytest.raises(UserError, match="holds a training run"):
         evaluate.main(cfg, world=3, store=None)
     assert file.read_text() == '{"step": 1}\n'
