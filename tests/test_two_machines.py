@@ -24,14 +24,13 @@ from conftest import (
     wait_until,
 )
 
-HOSTS = []  # (namespace, end of the cable, address)
-for number in (0, 1):
-    namespace = f"nanoorz{os.getpid()}m{number}"
-    HOSTS.append((namespace, f"cable{os.getpid() % 9999}{number}", f"192.168.77.{number + 1}"))
+PID = os.getpid()
+# (namespace, end of the cable, address)
+HOSTS = [(f"nanoorz{PID}m{k}", f"cable{PID % 9999}{k}", f"192.168.77.{k + 1}") for k in (0, 1)]
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -58,42 +57,32 @@ def machines():
         first = "127.0.1.1" if host == HOSTS[0][0] else HOSTS[0][2]
         names.write_text(f"127.0.0.1 localhost\n{first} first\n")
     yield
-    for host, _, _ in HOSTS:
+    for machine, (host, _, _) in enumerate(HOSTS):
+        power_off(machine)
         ip("netns", "del", host)
         shutil.rmtree(Path("/etc/netns") / host)
 
 
 def start(run: Path, **flags) -> list[subprocess.Popen]:
     """The command that the docs tell to run on each machine."""
+    multinode = "--use_deepspeed --deepspeed_multinode_launcher standard --num_machines 2"
+    multinode += " --num_processes 2 --main_process_ip first --main_process_port 29577"
     processes = []
     for rank, (host, _, _) in enumerate(HOSTS):
-        command = ["ip", "netns", "exec", host, sys.executable, *ACCELERATE, "--use_deepspeed"]
-        command += ["--deepspeed_multinode_launcher", "standard"]
-        command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(rank)]
-        command += ["--main_process_ip", "first", "--main_process_port", "29577"]
-        command += [str(ROOT / "train.py"), *arguments(SMALL | flags | {"run_dir": run})]
+        command = ["ip", "netns", "exec", host, sys.executable, *ACCELERATE, *multinode.split()]
+        command += ["--machine_rank", str(rank), str(ROOT / "train.py")]
+        command += arguments(SMALL | flags | {"run_dir": run})
         with open(f"{run}.{rank}.txt", "w") as log:
-            outputs = {"stdout": log, "stderr": log, "start_new_session": True}
-            processes.append(subprocess.Popen(command, env=clean_environment(), **outputs))
+            options = {"stdout": log, "stderr": log, "start_new_session": True}
+            processes.append(subprocess.Popen(command, env=clean_environment(), **options))
     return processes
 
 
 def power_off(machine: int) -> None:
     """kill -9 for every process of a machine."""
-    command = ["ip", "netns", "pids", HOSTS[machine][0]]
-    pids = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    for pid in pids:
+    for pid in ip("netns", "pids", HOSTS[machine][0]).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-
-
-def finish(processes, run: Path) -> None:
-    try:
-        codes = [process.wait(200) for process in processes]
-        assert codes == [0, 0], Path(f"{run}.0.txt").read_text()[-3000:]
-    finally:
-        for machine in (0, 1):
-            power_off(machine)
 
 
 @pytest.mark.slow
@@ -110,13 +99,16 @@ def test_a_machine_that_dies_is_named_and_the_run_goes_on(machines, tiny, tmp_pa
     power_off(1)
     assert processes[0].wait(200) != 0, "the launcher gives its ranks 30 s"
     address = re.escape(HOSTS[1][2])
+    power_off(0)
     screen = Path(f"{run}.0.txt").read_text()
     assert re.search(rf"(?s)Traceback.*Error: [^\n]*{address}", screen), screen[-3000:]
     for path in run.glob("step_*"):
         if path.name > "step_000002":
             shutil.rmtree(path)
     before = jsonl(metrics)
-    finish(start(run, **flags | {"max_steps": len(before) + 1}), run)
+    again = start(run, **flags | {"max_steps": len(before) + 1})
+    codes = [process.wait(200) for process in again]
+    assert codes == [0, 0], Path(f"{run}.0.txt").read_text()[-3000:]
     after = jsonl(metrics)
     assert [line["step"] for line in after] == list(range(1, len(before) + 2))
     assert list(map(same_metrics, before)) == list(map(same_metrics, after[:-1]))
