@@ -209,15 +209,15 @@ def test_all_is_on_disk_before_the_name_is(group, tmp_path, calls):
     assert {name for _, name in names[:-2]} == flushed
 
 
-@pytest.mark.parametrize("place", ["_optim_states.pt", "manifest.json", "/.saving_000002"])
-def test_a_flush_that_fails_is_a_save_that_failed(group, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("sick", ["_optim_states.pt", "manifest.json", "/.saving_000002"])
+def test_a_flush_that_fails_is_a_save_that_failed(group, tmp_path, monkeypatch, sick):
     """The kernel tells it once, and the next fsync finds nothing left to do."""
     fsync = os.fsync
     told = []
 
     def sick_fsync(handle):
-        if not told and os.readlink(f"/proc/self/fd/{handle}").endswith(place):
-            told.append(place)
+        if not told and os.readlink(f"/proc/self/fd/{handle}").endswith(sick):
+            told.append(sick)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(handle)
 

@@ -653,7 +653,7 @@ def test_real_problems_with_the_orz_template(tmp_path):
     assert len(jsonl(run / "eval_samples.jsonl")) == 2 * 8
 
 
-@SLOW
+@pytest.mark.long
 def test_the_demo(tmp_path):
     """Launched by accelerate, it says its flags and trains. Flags of the user win."""
     launcher = [*ACCELERATE, "--num_machines", 1, "--num_processes", 1, ROOT / "train.py"]
