@@ -131,6 +131,8 @@ def test_a_run_says_its_libraries_and_its_commit(tmp_path, monkeypatch):
 def make_log(process_group):
     """make_log(folder, **flags): a RunLog of rank 0 of one."""
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    # It imports train.py here: accelerate must not find a stand-in for wandb.
+    config()
 
     def make(folder, **flags) -> report.RunLog:
         return report.RunLog(folder, config(**flags), tokenizer)
