@@ -159,7 +159,7 @@ def launch(run_dir, ranks=1, script=ROOT / "train.py", check=True, timeout=300, 
     """train.py with SMALL sizes, changed by flags.
 
     Several ranks are launched by accelerate. One rank is spared it: it does nothing there but
-    import itself for 5 s, and test_trainer_does_not_outlive_its_launcher has it.
+    import itself for 5 s, and test_the_end_of_its_launcher_ends_a_trainer_that_starts has it.
     """
     launcher = []
     if ranks > 1:
