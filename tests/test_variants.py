@@ -23,6 +23,7 @@ ONE = PAID + "original(samples, cfg)\n"
 TWICE = PAID + "[2 * x for x in original(samples, cfg)]\n"
 MORE = PAID + "[1 + x for x in original(samples, cfg)]\n"
 ZERO = "def paid(_original, samples, cfg):\n    return [0.0 for _ in samples]\n"
+WHITEN = "def whiten(original, advantages, batch, cfg):\n    return advantages\n"
 FLAGS = "from dataclasses import dataclass\n@dataclass\nclass Flags:\n    "
 
 
@@ -72,9 +73,10 @@ def test_functions_in_tables_are_wrapped(write):
     given = (torch.tensor([0.0, 1.0]).double(), None, None, torch.tensor([0, 0]), None)
     stage = SimpleNamespace(__name__="ppo", grpo=ppo.grpo, TABLE={"x": ppo.grpo, "y": ppo.rloo})
     with Variants(write(half=text)).installed([ppo, stage]):
-        assert ppo.ESTIMATORS["grpo"].function(*given).tolist() == [-0.5, 0.5]
+        for function in (ppo.ESTIMATORS["grpo"].function, stage.TABLE["x"]):
+            assert function(*given).tolist() == [-0.5, 0.5]
         assert ppo.ESTIMATORS["grpo"].least_samples == 2
-        assert stage.TABLE["x"] is not ppo.ESTIMATORS["rloo"].function is ppo.rloo
+        assert stage.TABLE["y"] is ppo.ESTIMATORS["rloo"].function is ppo.rloo
     assert stage.TABLE["x"] is ppo.grpo
 
 
@@ -131,7 +133,7 @@ REFUSED = [
     (["def run(original, argv):\n    return original(argv)\n"], "run runs before the variants"),
     (["from ppo import k3\n" + ONE], "import ppo and call ppo.k3"),
     # It says that it calls the original, and does not; or the other way round.
-    ([PAID + "[1.0]\n"], "paid does not call `original`; name this argument _original"),
+    ([ONE + WHITEN], "whiten does not call `original`; name this argument _original"),
     ([ONE.replace("original", "_original")], "name this argument original"),
     # A file that cannot be run.
     (["def paid(original\n"], "SyntaxError"),
