@@ -54,17 +54,17 @@ ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
 
-# Files are dealt to two processes in this order. A long one at the end would leave one idle.
-LONGEST_FIRST = ["resume", "two_machines", "variants", "variant_runs", "ckpt", "train"]
-LONGEST_FIRST += ["models", "ppo"]
-LONGEST_FIRST += ["evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
+# Each of the two processes that run the tests has one of two cores.
+torch.set_num_threads(1)
 
+# Files are dealt to two processes in this order. A long one at the end would leave one idle.
+LONGEST_FIRST = ["resume", "two_machines", "variant_runs", "variants", "ckpt", "train", "models"]
+LONGEST_FIRST += ["ppo", "evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
 
 # A test of these files, or with one of these fixtures, starts engines.
-ENGINE_FILES = {"test_resume", "test_two_machines", "test_evaluate", "test_demo"}
-ENGINE_FILES |= {"test_variant_runs"}
-ENGINE_FIXTURES = {"results", "wide", "one_rank", "two_ranks", "whole", "found", "found_in_bf16"}
-ENGINE_FIXTURES |= {"runs", "run", "trained", "place"}
+ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs"}
+ENGINE_FIXTURES = {"results", "wide", "one_rank", "whole", "found", "found_in_bf16", "runs"}
+ENGINE_FIXTURES |= {"place"}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -158,8 +158,7 @@ def started_ranks(words, world=2, of_rank=lambda rank, words: words, env=None, *
 def launch(run_dir, ranks=1, script=ROOT / "train.py", check=True, timeout=300, env=None, **flags):
     """train.py with SMALL sizes, changed by flags.
 
-    Several ranks are launched by accelerate. One rank is spared it: it does nothing there but
-    import itself for 5 s, and test_the_end_of_its_launcher_ends_a_trainer_that_starts has it.
+    Several ranks are launched by accelerate. For one rank accelerate would cost 5 s.
     """
     launcher = []
     if ranks > 1:

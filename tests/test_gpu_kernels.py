@@ -5,11 +5,12 @@ Where a GPU has nothing of its own to show, or a kernel is absent, a test says w
 The bodies are tried on a CPU too, at sizes of milliseconds.
 """
 
+import kernels
 import pytest
 import torch
 from conftest import config
 from gpu_worker import distance, make_batch, worker
-from torch.nn.functional import cosine_similarity, linear, scaled_dot_product_attention
+from torch.nn.functional import cosine_similarity, linear
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -21,23 +22,8 @@ from tools import bench_gpu, memory
 # ---- attention -----------------------------------------------------------------------------------
 
 
-def attend_by_sample(query, key, value, lengths: list[int]) -> torch.Tensor:
-    """Causal attention of each sample alone, in float64: (1, heads, L, d) -> (1, L, heads, d)."""
-    outputs = []
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        inputs = [tensor[:, :, part].double() for tensor in (query, key, value)]
-        output = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-        outputs.append(output.transpose(1, 2))
-        start += length
-    return torch.cat(outputs, dim=1)
-
-
-def varlen(query, key, value, lengths: list[int]) -> torch.Tensor:
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    borders = ends.to(query.device, torch.int32)  # (samples + 1,)
-    options = {"cu_seq_lens_q": borders, "max_length_q": max(lengths)}
+def varlen(query, key, value, borders) -> torch.Tensor:
+    options = {"cu_seq_lens_q": borders, "max_length_q": int(borders.diff().max())}
     scaling = query.shape[-1] ** -0.5
     return packed_attention(None, query, key, value, None, scaling=scaling, **options)[0]
 
@@ -50,20 +36,21 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size):
         pytest.skip("torch finds no GPU")
     if not has_varlen():
         pytest.skip("varlen_attn of this torch is absent, or cannot scale")
-    lengths = [1, 7, 4095, 8192]
+    borders = torch.tensor([0, 1, 8, 4103, 12295], dtype=torch.int32, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    total = sum(lengths)
+    total = int(borders[-1])
     inputs = [torch.randn((1, n, total, size), **options) for n in (heads, keys, keys)]
     upstream = torch.randn((1, total, heads, size), **options)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    output = varlen(*leaves, lengths)
+    output = varlen(*leaves, borders)
     (output * upstream).sum().backward()
     # In float64 there is room for the scores of one key's heads. The last key's show the grouping.
     group = heads // keys
     last = [slice(-group, None), slice(-1, None), slice(-1, None)]
     references = [x[:, part].clone().requires_grad_() for x, part in zip(inputs, last)]
-    expected = attend_by_sample(*references, lengths)
+    rows = [x[0].transpose(0, 1).double() for x in references]  # (tokens, heads, d)
+    expected = kernels.attend_in_parts(*rows, borders, causal=True, scale=None)[None]
     (expected * upstream[:, :, -group:].double()).sum().backward()
     assert distance(output[:, :, -group:], expected) < 1e-2
     for leaf, part, reference in zip(leaves, last, references):
@@ -72,8 +59,8 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size):
     changed = [tensor.clone() for tensor in inputs]
     for tensor in changed:
         tensor[:, :, 8:] = torch.randn(tensor[:, :, 8:].shape, **options)
-    first = varlen(*inputs, lengths)[:, :8]
-    assert torch.equal(varlen(*changed, lengths)[:, :8], first), "it sees the samples behind it"
+    first = varlen(*inputs, borders)[:, :8]
+    assert torch.equal(varlen(*changed, borders)[:, :8], first), "it sees the samples behind it"
 
 
 # ---- log-probs -----------------------------------------------------------------------------------
