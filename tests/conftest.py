@@ -54,9 +54,6 @@ ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
 
-# Each of the two processes that run the tests has one of two cores.
-torch.set_num_threads(1)
-
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
 LONGEST_FIRST = ["resume", "two_machines", "variant_runs", "variants", "ckpt", "train", "models"]
 LONGEST_FIRST += ["ppo", "evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
@@ -75,6 +72,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.stem in ENGINE_FILES or ENGINE_FIXTURES & set(item.fixturenames):
             item.add_marker("engine")
+
+
+def use_one_thread() -> None:
+    """Each of the two processes that run the tests has one of two cores."""
+    torch.set_num_threads(1)
+
+
+use_one_thread()
 
 
 def arguments(flags: dict) -> list[str]:
@@ -337,13 +342,14 @@ def compare(one, two, where: str) -> None:
 
 @pytest.fixture(scope="session")
 def process_group():
-    """The process group of a run of one rank, in this process."""
+    """The process group of a run of one rank, in this process, which has one thread."""
     import torch.distributed as dist
 
     from lib.common import start_distributed
 
     if not dist.is_initialized():
         start_distributed()
+        use_one_thread()
 
 
 @pytest.fixture

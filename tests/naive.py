@@ -1,8 +1,7 @@
 """PPO the slow and obvious way: python loops, one sample at a time, full logits, float64.
 
-What ppo.py and lib/ compute is compared with these. Nothing here imports them; a batch is theirs,
-but only its fields are read. Shapes: T response tokens, S those of one sample, L its length with
-the prompt, V vocabulary, H hidden.
+Tests compare ppo.py and lib/ with these functions, which import neither. Shapes: T response tokens,
+S those of one sample, L its length with the prompt, V vocabulary, H hidden.
 """
 
 import itertools
@@ -16,15 +15,13 @@ from transformers import AutoModelForCausalLM
 
 
 def gae(rewards: list[float], values: list[list], gamma: float, lambd: float) -> list[list]:
-    """The double sum, straight from the definition."""
+    """The double sum of the definition."""
     advantages = []
     for reward, of_sample in zip(rewards, values):
         length = len(of_sample)
         token_rewards = [0.0] * (length - 1) + [reward]
-        next_values = of_sample[1:] + [0.0]
-        deltas = []
-        for r, value, next_value in zip(token_rewards, of_sample, next_values):
-            deltas.append(r + gamma * next_value - value)
+        following = of_sample[1:] + [0.0]
+        deltas = [token_rewards[t] + gamma * following[t] - of_sample[t] for t in range(length)]
         of_tokens = []
         for t in range(length):
             of_tokens.append(sum((gamma * lambd) ** (k - t) * deltas[k] for k in range(t, length)))
@@ -75,16 +72,16 @@ def scores(estimator: str, rewards: list[float], groups: list[int], k: int = 2) 
 
 
 def mean_over_sets(i: int, group: list[float], k: int) -> float:
-    """GRPO over all sets of k of the group: a set is right if one of it is. A response's number is
-    the mean of those of the sets that it is in."""
+    """GRPO over all sets of k of the group, of which a set is right if a member is right. Returns
+    the mean score of the sets with member i."""
     of_sets = {}
     for members in itertools.combinations(range(len(group)), k):
         of_sets[members] = float(any(group[j] > 0 for j in members))
     rewards = list(of_sets.values())
     if not rewards or std(rewards) == 0:
         return 0.0
-    its_own = [reward for members, reward in of_sets.items() if i in members]
-    return (mean(its_own) - mean(rewards)) / std(rewards)
+    own = mean([reward for members, reward in of_sets.items() if i in members])
+    return (own - mean(rewards)) / std(rewards)
 
 
 def per_sample(batch, flat: Tensor) -> list[list[float]]:
@@ -92,23 +89,26 @@ def per_sample(batch, flat: Tensor) -> list[list[float]]:
     return [part.tolist() for part in flat.split([len(ids) for ids in batch.response_ids])]
 
 
-def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
-    """Advantages, whitened for some, and returns, (T,) each. No --loss_mean is in them."""
-    values = per_sample(batch, batch.per_token["values"].double())
+def raw_advantages(batch, cfg, lambd: float) -> Tensor:
+    """The estimator's, (T,)."""
     rewards = batch.rewards.tolist()
     if cfg.estimator == "gae":
-        parts = gae(rewards, values, cfg.gamma, cfg.lambd)
+        values = per_sample(batch, batch.per_token["values"])
+        parts = gae(rewards, values, cfg.gamma, lambd)
     else:
         of_samples = scores(cfg.estimator, rewards, batch.groups.tolist())
-        parts = [[score] * len(v) for score, v in zip(of_samples, values)]
-    targets = flat = sum(parts, [])
+        parts = [[score] * len(ids) for score, ids in zip(of_samples, batch.response_ids)]
+    return torch.tensor(sum(parts, []), dtype=torch.float64)
+
+
+def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
+    """Advantages, whitened for some, and returns, (T,) each. No --loss_mean is in them."""
+    found = targets = raw_advantages(batch, cfg, cfg.lambd)
     if cfg.critic_lambd is not None:
-        targets = sum(gae(rewards, values, cfg.gamma, cfg.critic_lambd), [])
-    returns = [a + v for a, v in zip(targets, sum(values, []))]
+        targets = raw_advantages(batch, cfg, cfg.critic_lambd)
     if cfg.estimator in ("gae", "reinforce", "reinforce_pp") and cfg.advantage_normalization:
-        center, spread = mean(flat), std(flat)
-        flat = [(a - center) / spread for a in flat]
-    return torch.tensor(flat, dtype=torch.float64), torch.tensor(returns, dtype=torch.float64)
+        found = (found - mean(found.tolist())) / std(found.tolist())
+    return found, targets + batch.per_token["values"]
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def mean_loss(losses: Tensor, batch, cfg) -> Tensor:
 
 
 def policy_gradient(model, batch, cfg) -> dict[str, Tensor]:
-    """Of clipped PPO at old = current, a mean over all response tokens or samples; by name."""
+    """Of clipped PPO at old = current, by name."""
     of_tokens, _ = advantages(batch, cfg)
     current, _ = logprobs(model, batch, cfg.temperature)
     mean_loss(clipped_ppo(current, current.detach(), of_tokens), batch, cfg).backward()
@@ -174,7 +174,7 @@ def policy_gradient(model, batch, cfg) -> dict[str, Tensor]:
 
 
 def critic_gradient(body, head: Tensor, batch, old, returns, clip: float) -> dict[str, Tensor]:
-    """Of the clipped value loss, a mean over all response tokens; by name."""
+    """Of the mean of the clipped value loss over all response tokens, by name."""
     body.zero_grad()
     head = head.detach().clone().requires_grad_()
     clipped_value_loss(values(body, head, batch), old.double(), returns, clip).mean().backward()

@@ -34,16 +34,14 @@ SGD = {"optimizer_class": torch.optim.SGD}
 CPU = torch.device("cpu")
 
 
-@functools.cache
-def usual_config():
-    """No clipping of gradients, no warm-up, and a temperature that matters."""
-    settings = {"max_norm": 1e9, "temperature": 1.3, "attention": "sdpa", "warmup_updates": 1}
-    settings |= {"actor_learning_rate": LR, "critic_learning_rate": LR, "critic_updates": 1}
-    return conftest.config(**settings, micro_train_batch_size=2, generate_max_len=50)
+# No clipping of gradients, no warm-up, and a temperature that matters.
+SETTINGS = {"max_norm": 1e9, "temperature": 1.3, "attention": "sdpa", "warmup_updates": 1}
+SETTINGS |= {"actor_learning_rate": LR, "critic_learning_rate": LR, "critic_updates": 1}
+CONFIG = conftest.config(**SETTINGS, micro_train_batch_size=2, generate_max_len=50)
 
 
 def config(model="-", **changes):
-    return dataclasses.replace(usual_config(), model=str(model), **changes)
+    return dataclasses.replace(CONFIG, model=str(model), **changes)
 
 
 def cell(name: str, kind: str, tied=True, whole=False, spec=None, **settings) -> dict:
@@ -57,8 +55,7 @@ def cell(name: str, kind: str, tied=True, whole=False, spec=None, **settings) ->
 
 
 def make_models(root: Path) -> dict[bool, Path]:
-    """Tied and untied. Their configs ask for dropout, which must stay off: a dropped unit would
-    break ratio = 1."""
+    """Tied and untied. Their configs ask for dropout, which would break ratio = 1."""
     folders = {}
     for tied in (True, False):
         folders[tied] = tiny.make_model(root / f"tied-{tied}", tied=tied)
@@ -75,8 +72,7 @@ def reader(one: list[dict], two: list[dict], folder: Path, folders: dict):
     @functools.cache
     def launch() -> str:
         (folder / "cells.json").write_text(json.dumps(two))
-        # Freed memory goes back at once, since a cell measures peaks.
-        env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "20000000"}
+        env = {"MALLOC_MMAP_THRESHOLD_": "20000000"}  # freed memory goes back at once
         with open(folder / "log.txt", "w") as log, contextlib.suppress(subprocess.TimeoutExpired):
             options = {"env": env, "stdout": log, "stderr": log}
             with conftest.started_ranks([__file__, folder], **options) as ranks:
@@ -120,8 +116,7 @@ def make_batch(kind: str = "ragged") -> ppo.Batch:
     response_ids = [[rng.randint(1, 55) for _ in range(length)] for length in responses]
     values = torch.randn(sum(responses), generator=torch.Generator().manual_seed(1)) * 0.5  # (T,)
     if kind == "copies":
-        prompt_ids = prompt_ids[:1] * 8
-        response_ids = response_ids[:1] * 8
+        prompt_ids, response_ids = prompt_ids[:1] * 8, response_ids[:1] * 8
         values = torch.zeros_like(values)
     return batch_of_lists(prompt_ids, response_ids, groups, rewards, {"values": values})
 
@@ -148,10 +143,8 @@ def masters(engine) -> torch.Tensor:
 
 
 def cell_step(cfg, spec) -> dict:
-    """One SGD step of critic and policy over the whole batch, after the passes without gradient.
-
-    calls: of the first layers of both in the step.
-    """
+    """One SGD step of critic and policy, after the passes without gradient. calls: of both models'
+    first layers in the step."""
     batch = make_batch(spec["batch"])
     policy = models.make_policy(cfg, **SGD)
     critic = models.make_critic(cfg, **SGD)
@@ -196,15 +189,14 @@ def cell_nonfinite(cfg, spec) -> dict:
     elif spec["how"] == "ratio":
         # As with --log_ratio. The largest ratio is no sum, and NaN is larger than nothing.
         batch.per_token["logprobs"] = torch.full_like(batch.per_token["advantages"], float("nan"))
-    calls = []
+    is_sick = spec["how"] == "inf" and dist.get_rank() == dist.get_world_size() - 1
+    hooks = []
 
     def loss_fn(*inputs):
-        calls.append(1)
         loss, stats = original_loss(*inputs)
-        is_last_rank = dist.get_rank() == dist.get_world_size() - 1
-        if spec["how"] == "inf" and is_last_rank and len(calls) == 1:
+        if is_sick and not hooks:
             # The loss looks healthy.
-            loss.register_hook(lambda gradient: gradient * float("inf"))
+            hooks.append(loss.register_hook(lambda gradient: gradient * float("inf")))
         return loss, stats
 
     raised = ""
@@ -212,8 +204,7 @@ def cell_nonfinite(cfg, spec) -> dict:
         ppo.update(engine, loss_fn, batch, batch.all_samples(), LR, cfg)
     except FloatingPointError as error:
         raised = str(error)
-    after = weights(engine)
-    unchanged = all(torch.equal(after[name], before[name]) for name in before)
+    unchanged = all(map(torch.equal, before.values(), weights(engine).values()))
     return {"ranks": gather((raised, unchanged))}
 
 
@@ -291,25 +282,21 @@ def cell_adamw(cfg, spec) -> dict:
 
 def run(cell: dict) -> dict:
     cell_function = globals()[f"cell_{cell['kind']}"]
-    cfg = config(**cell["settings"])
-    if cell["whole"]:
-        return cell_function(cfg, cell["spec"])
     engine_config = models.engine_config
+    as_large = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 3000}
 
-    def as_for_a_large_model(cfg, stage: int) -> dict:
+    def of_cell(cfg, stage: int) -> dict:
         settings = engine_config(cfg, stage)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        settings["zero_optimization"]["reduce_bucket_size"] = 3000
+        settings["zero_optimization"] |= {} if cell["whole"] else as_large
         return settings
 
-    with mock.patch.object(models, "engine_config", as_for_a_large_model):
-        return cell_function(cfg, cell["spec"])
+    with mock.patch.object(models, "engine_config", of_cell):
+        return cell_function(config(**cell["settings"]), cell["spec"])
 
 
 if __name__ == "__main__":
     common.PATIENCE = timedelta(seconds=120)  # a hang becomes an error
     common.start_distributed()
-    torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     for job in json.loads((folder / "cells.json").read_text()):
         result = run(job)

@@ -1,18 +1,15 @@
-"""Makes runs of the demo that are sick on purpose, and two healthy ones, for tools/doctor.py.
+"""Makes sick and healthy runs of the demo, and writes their numbers into tests/doctor_runs.
 
-    python tests/sick_runs.py FOLDER [NAME ...]    trains FOLDER/NAME, all runs or those named
-
-The numbers of a run that the doctor reads are written into tests/doctor_runs, to four digits.
+`python tests/sick_runs.py FOLDER [NAME ...]` trains FOLDER/NAME: all runs, or those named.
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT, run_python
+
 RECORDED = ROOT / "tests" / "doctor_runs"
 GRPO = ["--estimator", "grpo"]
 SHARP = ["--temperature", "0.3", "--actor_learning_rate", "1e-3"]
@@ -29,7 +26,6 @@ RUNS = {
     # The demo's rate is 3e-4.
     "steps_too_large": [*GRPO, "--actor_learning_rate", "3e-3"],
     "too_slow": [*GRPO, "--actor_learning_rate", "3e-5"],
-    # Its script is tests/stale_train.py.
     "stale_sampler": [*GRPO, "--log_ratio", "true"],
     "entropy_collapse": [*GRPO, "--template", "{question}<think></think>", *SHARP],
     # A thousand times the demo's.
@@ -43,7 +39,7 @@ NUMBERS += ["seconds", "tokens_per_second"]
 def main(folder: str, *names: str) -> None:
     folder = Path(folder).absolute()
     base = folder / "base"
-    subprocess.check_call([sys.executable, ROOT / "tools/demo.py", base, "--seed", "42"])
+    run_python(ROOT / "tools/demo.py", base, "--seed", 42, timeout=None)
     problems = json.loads((base / "train.json").read_text())
     for number, (_, answer) in enumerate(problems):
         if number % 16:
@@ -56,19 +52,15 @@ def main(folder: str, *names: str) -> None:
         script = "tests/stale_train.py" if name == "stale_sampler" else "train.py"
         # Evaluations and logs are left out.
         flags = ["--eval_interval", "0", "--log_with", "none", *RUNS[name], "--run_dir", run]
-        # As under accelerate launch. Relative paths are those of FOLDER.
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.check_call([sys.executable, ROOT / script, *flags], cwd=folder, env=env)
+        # One thread, as under accelerate launch. Relative paths are those of FOLDER.
+        env = {"OMP_NUM_THREADS": "1"}
+        run_python(ROOT / script, *flags, cwd=folder, env=env, timeout=None)
         (RECORDED / name).mkdir(parents=True, exist_ok=True)
         with (RECORDED / name / "metrics.jsonl").open("w") as file:
             for text in (run / "metrics.jsonl").read_text().splitlines():
-                line = json.loads(text)
-                for key, value in list(line.items()):
-                    if key not in NUMBERS:
-                        del line[key]
-                    elif isinstance(value, float):
-                        line[key] = float(f"{value:.4g}")
-                file.write(json.dumps(line) + "\n")
+                line = json.loads(text, parse_float=lambda x: float(f"{float(x):.4g}"))
+                numbers = {key: value for key, value in line.items() if key in NUMBERS}
+                file.write(json.dumps(numbers) + "\n")
 
 
 if __name__ == "__main__":

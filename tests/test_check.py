@@ -1,7 +1,5 @@
 """Flags and models that cannot work: each is refused in one line that says what to do."""
 
-from importlib.util import find_spec
-
 import kernels
 import pytest
 import tiny as maker
@@ -103,8 +101,8 @@ def test_varlen_of_another_version_is_refused_or_works(version, monkeypatch):
             check_config(attention="varlen", **ON_GPU)
 
 
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="here it is installed")
 def test_flash_attention_needs_its_package(monkeypatch):
+    monkeypatch.setattr(check, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="^--attention flash_attention_2: .*`pip install flash"):
         check_config(attention="flash_attention_2", **ON_GPU)
@@ -122,17 +120,15 @@ def test_same_values_pass_and_an_error_is_raised_as_it_is(process_group):
 @pytest.mark.parametrize(
     "reports, words",
     [
-        ([(None, 1), (None, 2)], "machine b, rank 1: --seed: 2, of rank 0: 1; give all the same"),
-        ([(None, 1), ("bad line", 1)], "machine b, rank 1: bad line"),
-        ([("bad line", 1), ("bad line", 1)], "bad line"),
+        ([(None, "1"), (None, "2")], "machine b, rank 1: --seed: 2, of rank 0: 1; give .*"),
+        ([(None, "1"), (UserError("bad line"), "1")], "machine b, rank 1: bad line"),
+        ([(UserError("bad line"), "1"), (UserError("bad line"), "1")], "bad line"),
     ],
 )
 def test_all_ranks_hear_of_the_one_that_differs(monkeypatch, reports, words):
     """What two ranks would gather: they must end alike, or one would wait for the other."""
-    everyone = []
-    for rank, (error, seed) in enumerate(reports):
-        place = f"machine {'ab'[rank]}, rank {rank}"
-        everyone.append((place, error and UserError(error), {"--seed": repr(seed)}))
+    places = ("machine a, rank 0", "machine b, rank 1")
+    everyone = [(place, error, {"--seed": seed}) for place, (error, seed) in zip(places, reports)]
     monkeypatch.setattr(check, "here", lambda: "")
     monkeypatch.setattr(check, "gather", lambda mine: everyone)
     with pytest.raises(UserError, match=f"^{words}$"):
@@ -151,16 +147,11 @@ LAYERS = ["full_attention", "sliding_attention"]
         (transformers.T5Config(), "T5Config"),
         (transformers.PhiConfig(**SIZES), "head has a bias"),
         (transformers.MistralConfig(**SIZES, sliding_window=8), "sliding_window=8"),
-        (
-            transformers.Qwen2Config(**SIZES, layer_types=LAYERS),
-            "sliding_attention cannot be packed",
-        ),
+        (transformers.Qwen2Config(**SIZES, layer_types=LAYERS), "sliding_attention cannot be"),
         (None, "cannot be used"),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path, model, words):
-    """They are no causal LM, have a head with a bias, a window over the keys, or are not there."""
     if model:
         model.save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match=f"^--model, --critic: {tmp_path}/model .*{words}.*$"):
@@ -185,7 +176,6 @@ def test_room_is_for_all_checkpoints_to_come(tmp_path):
     smaller = str(maker.make_model(tmp_path / "smaller", hidden=32))
     policy = 16 * check.count_parameters(check.load_config(larger))
     critic = 16 * check.count_parameters(check.load_config(smaller))
-    assert 0 < critic < policy
 
     def needed(has_critic, present, **changes):
         cfg = train.Config(model=larger, **{"keep_last": 1} | changes)

@@ -39,12 +39,6 @@ def models(tmp_path_factory) -> dict:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread(process_group):
-    """Others use this machine's cores too."""
-    torch.set_num_threads(1)
-
-
 # ---- the chunked head ----------------------------------------------------------------------------
 
 
@@ -56,33 +50,31 @@ def full_logprobs(hidden, weight, token_ids, temperature):
 
 def differentiate(function, hidden, weight, *inputs, upstream) -> list:
     """Both outputs of function(hidden, weight, *inputs), and the gradients of their product with
-    `upstream`, a pair of which None leaves an output out."""
+    `upstream`, {number of an output: (T,)}."""
     hidden = hidden.clone().requires_grad_()
     weight = weight.clone().requires_grad_()
     outputs = function(hidden, weight, *inputs)
-    loss = 0
-    for output, gradient in zip(outputs, upstream):
-        if gradient is not None:
-            loss = loss + (output * gradient).sum()
-    loss.backward()
+    sum((outputs[k] * gradient).sum() for k, gradient in upstream.items()).backward()
     return [*outputs, hidden.grad, weight.grad]
+
+
+def draw(tokens, hidden, vocabulary):
+    """Hidden states (T, H), the weights of a head (V, H), and token ids (T,)."""
+    rng = torch.Generator().manual_seed(2)
+    states = torch.randn((tokens, hidden), generator=rng)
+    weight = torch.randn((vocabulary, hidden), generator=rng)
+    return states, weight, torch.randint(vocabulary, (tokens,), generator=rng)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, "each token's own"])
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
-@pytest.mark.parametrize("through", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize("through", [(0,), (1,), (0, 1)])  # the log-probs, the entropy, both
 def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
-    """Forward and backward, with respect to hidden states and head, for chunks that do and do not
-    divide T."""
-    rng = torch.Generator().manual_seed(2)
-    hidden = torch.randn((50, 24), generator=rng) / 24**0.25
-    weight = torch.randn((97, 24), generator=rng) / 24**0.25
-    ids = torch.randint(97, (50,), generator=rng)
-    upstream = list(torch.randn((2, 50), generator=rng))
-    if through == "logprobs":
-        upstream[1] = None
-    elif through == "entropy":
-        upstream[0] = None
+    """Outputs and gradients of hidden states and head, for chunks that do and do not divide T."""
+    hidden, weight, ids = draw(50, 24, 97)
+    hidden, weight = hidden / 24**0.25, weight / 24**0.25
+    rng = torch.Generator().manual_seed(3)
+    upstream = {number: torch.randn(50, generator=rng) for number in through}
     divisor = temperature
     if temperature == "each token's own":
         temperature = torch.linspace(0.5, 2, 50)  # (T,)
@@ -96,12 +88,9 @@ def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
 
 
 def test_an_entropy_that_nobody_logs_is_not_computed():
-    """A pass without a gradient, as the reference's, needs none. Its log-probs are those of an
-    update to the bit."""
-    rng = torch.Generator().manual_seed(2)
+    """The log-probs of a pass without a gradient are those of an update to the bit."""
     head = ChunkedHead(24, 97, bias=False)
-    hidden = torch.randn((50, 24), generator=rng)
-    ids = torch.randint(97, (50,), generator=rng)
+    hidden, _, ids = draw(50, 24, 97)
     logged, _ = head(hidden, ids, 0.6)
     with torch.no_grad():
         logprobs, entropy = head(hidden, ids, 0.6)
@@ -110,16 +99,12 @@ def test_an_entropy_that_nobody_logs_is_not_computed():
 
 
 def test_chunked_head_sums_bf16_gradients_in_fp32():
-    """The head's gradient is a sum over chunks: in bf16 it would lose small terms, the more the
-    smaller the chunks are."""
-    rng = torch.Generator().manual_seed(2)
-    hidden = torch.randn((2048, 8), generator=rng).bfloat16()
-    weight = torch.randn((40, 8), generator=rng).bfloat16()
-    ids = torch.randint(40, (2048,), generator=rng)
+    """The head's gradient is a sum over chunks. In bf16 small chunks would lose small terms."""
+    hidden, weight, ids = draw(2048, 8, 40)
     gradients = []
     for chunk in (4, 2048):
-        leaf = weight.clone().requires_grad_()
-        ChunkedLogprob.apply(hidden, leaf, ids, 1.0, chunk)[0].sum().backward()
+        leaf = weight.bfloat16().requires_grad_()
+        ChunkedLogprob.apply(hidden.bfloat16(), leaf, ids, 1.0, chunk)[0].sum().backward()
         gradients.append(leaf.grad.double())
     small, whole = gradients
     assert (small - whole).norm() < 3e-3 * whole.norm()
@@ -160,9 +145,9 @@ def load(folder, auto_class, attention: str, **settings):
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize("row_len, rows", [(48, 1), (100, 2), (640, 1)])
 def test_packed_equals_unpacked(attention, row_len, rows, models, process_group):
-    """Segments of a row must not see each other. Without use_cache=False they do, silently (ORZ's
-    fault 8), and under FlashAttention with several rows, without their borders. A value is read
-    before its token: a baseline that knew the token would teach nothing."""
+    """Samples of a row do not see each other. Without use_cache=False they would (ORZ's fault 8),
+    and without borders under FlashAttention with several rows. A value is read before its token,
+    because a baseline that knew the token would teach nothing."""
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)
     policy = Policy(load(models[False], AutoModelForCausalLM, attention))
     critic = Critic(load(models[False], AutoModel, attention), seed=5)
@@ -175,7 +160,7 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
 
 @pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
 def test_gradients_do_not_depend_on_the_attention(attention, models, process_group):
-    """With checkpoints, which call it again in backward; and of a filler, which is one token."""
+    """Checkpoints call the attention again in backward. A filler is one token."""
     cfg = config(packing_max_len=100, micro_train_batch_size=2)
     batch = make_batch()
     micros = ppo.micro_batches(batch, batch.all_samples(), cfg)
@@ -224,7 +209,7 @@ def test_models_load_with_any_version_of_varlen(version, models, monkeypatch):
 
 
 def test_a_model_with_its_own_attention_is_one_line(tmp_path):
-    """It would not ask for the one that we register, and would get no mask either."""
+    """It would never call packed_attention, and would get no mask."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     StableLmForCausalLM(StableLmConfig(**shape, **heads)).save_pretrained(tmp_path)
@@ -235,8 +220,7 @@ def test_a_model_with_its_own_attention_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("form", ["ours", "orz", "classifier"])
 def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
-    """Body and head are those of the folder, whose size is not the policy's: its values are those
-    of a plain pass. What is exported is a folder from which the next run's critic starts alike.
+    """The values are those of a plain pass. From an export the next run's critic starts alike.
 
     ours: what a run exports. orz: OpenRLHF's, the head in the file of the body. classifier: of
     tokens, as Transformers has it.
@@ -282,7 +266,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
 
 @pytest.mark.parametrize("fault", ["no head", "three labels", "another size"])
 def test_a_folder_without_a_head_that_fits_is_one_line(fault, models, tmp_path, process_group):
-    """It would start from a random one, silently."""
+    """Its critic would start from a random head, silently."""
     model = Qwen2ForCausalLM.from_pretrained(models[True])
     model.save_pretrained(tmp_path)
     if fault == "three labels":
@@ -291,9 +275,9 @@ def test_a_folder_without_a_head_that_fits_is_one_line(fault, models, tmp_path, 
     elif fault == "another size":
         head = {"value_head.weight": torch.ones(1, 32)}
         save_file(head, tmp_path / "value_head.safetensors")
-    match = f"^--critic {tmp_path} has no value head of one number .*{{}}"
     words = "Missing key" if fault == "no head" else "size mismatch"
-    with pytest.raises(UserError, match=match.format(words)) as error:
+    told = f"^--critic {tmp_path} has no value head of one number .*{words}"
+    with pytest.raises(UserError, match=told) as error:
         make_critic(config(models[True], critic=str(tmp_path)))
     assert "\n" not in str(error.value)
 
@@ -321,10 +305,8 @@ def test_deepspeed_knows_the_settings_of_its_buckets(stage, models):
     settings = engine_config(config(models[True]), stage)["zero_optimization"]
     zero = DeepSpeedZeroConfig(**settings)
     assert set(settings) <= {field.alias or name for name, field in type(zero).model_fields.items()}
-    assert zero.reduce_bucket_size == 10**8
-    assert zero.param_persistence_threshold == 640
-    assert zero.overlap_comm == (stage > 1)
-    assert not zero.memory_efficient_linear
+    assert (zero.reduce_bucket_size, zero.param_persistence_threshold) == (10**8, 640)
+    assert (zero.overlap_comm, zero.memory_efficient_linear) == (stage > 1, False)
 
 
 # ---- load_body -----------------------------------------------------------------------------------
@@ -343,8 +325,7 @@ def test_dropout_is_off(family, models, tmp_path):
     dropping = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
     assert not torch.equal(dropping(ids).logits, dropping(ids).logits), "there is none to turn off"
     body = load_body(config(folder), AutoModelForCausalLM)
-    assert body.training
-    assert torch.equal(body(ids).logits, body(ids).logits)
+    assert body.training and torch.equal(body(ids).logits, body(ids).logits)
 
 
 def test_zero_3_shards_a_model_while_it_is_loaded(models, process_group):

@@ -16,12 +16,6 @@ def write_lines(path, rows: list, end: str = "") -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
 
 
-def is_picture(path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG")
-
-
-# ---- the picture ---------------------------------------------------------------------------------
-
 WRONG_TYPES = '{"step": "1", "reward": 1}\n{"step": NaN, "reward": 1}\n{"step": null}\n'
 WRONG_TYPES += '{"step": 2, "reward": "x", "entropy": [1], "seconds": null, "set": null}\n'
 WRONG_TYPES += '{"step": 3, "reward": NaN, "kl": Infinity, "entropy": 1e999}\n'
@@ -36,8 +30,7 @@ WRONG_TYPES += '{"step": 3, "reward": NaN, "kl": Infinity, "entropy": 1e999}\n'
         (WRONG_TYPES, True),
         ('{"step": 1, "reward": 0.5}\n{"step": 2, "rew', True),
         ('{"step": 0, "reward": 0, "policy_grad_norm": 0, "seconds": 0}\n' * 3, True),
-        ('{"step": 1, "reward": -1e12, "explained_variance": -1e9, "seconds": 1}\n', True),
-        ('{"step": 0, "set": "a $long_{name", "accuracy": 0.25}\n', True),
+        ('{"step": 1, "reward": -1e12, "kl": -1e9, "set": "$long_{", "accuracy": 0.25}\n', True),
     ],
 )
 def test_any_file_gives_a_picture_or_one_line(text, is_drawn, tmp_path):
@@ -46,7 +39,7 @@ def test_any_file_gives_a_picture_or_one_line(text, is_drawn, tmp_path):
         (tmp_path / "eval.jsonl").write_text(text)
     code, _, errors = run_tool("plot", tmp_path)
     if is_drawn:
-        assert code == 0 and is_picture(tmp_path / "curves.png")
+        assert code == 0 and (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     else:
         assert code == 2 and not (tmp_path / "curves.png").exists()
         assert errors.startswith(f"error: {tmp_path} has no number") and errors.count("\n") == 1
@@ -57,8 +50,8 @@ def test_one_run_has_its_picture_and_several_have_one_here_or_in_out(tmp_path, m
     for name in ("gae", "$grpo_{"):
         row = {"reward": 0.5, "seconds": 3.0, "seconds_rollout": 1.5, "kl": 0.1, "truncated": 0.1}
         write_lines(tmp_path / name / "metrics.jsonl", [{"step": k} | row for k in range(1, 60)])
-    assert run_tool("plot", "gae")[0] == 0 and is_picture(tmp_path / "gae" / "curves.png")
-    assert run_tool("plot", "gae", "$grpo_{")[0] == 0 and is_picture(tmp_path / "curves.png")
+    assert run_tool("plot", "gae")[0] == 0 and (tmp_path / "gae" / "curves.png").exists()
+    assert run_tool("plot", "gae", "$grpo_{")[0] == 0 and (tmp_path / "curves.png").exists()
     # The tool once printed a warning and ended with 0, because training called it.
     code, _, errors = run_tool("plot", "gae", "$grpo_{", "--out", tmp_path / "none" / "x.png")
     assert code == 2 and errors.startswith("error: ") and "none/x.png: No such file" in errors
@@ -105,15 +98,6 @@ def test_a_page_has_whole_problems_of_each_step_and_evaluations_before_and_after
     assert data["title"].endswith(": 58 samples, 85 left out")
     kept = [row for row in rows if row["problem"] * 4 + row["index"] < 6]
     assert data["samples"] == kept + [row for row in tests if row["step"] != 4]
-
-
-@pytest.mark.parametrize("size, most", [(1, 5000), (100_000, 200)])
-def test_a_full_page_has_5000_samples_or_20_mb_of_steps_of_the_whole_run(tmp_path, size, most):
-    rows = [sample(k % 100, k // 100, 0, response="x" * size) for k in range(most + 100)]
-    write_lines(tmp_path / "samples.jsonl", rows)
-    data, _ = make_page(tmp_path, "--max_per_step", 100)
-    assert 0.95 * most < len(data["samples"]) <= most
-    assert {row["step"] for row in data["samples"]} == set(range(100))
 
 
 def test_hostile_text_stays_text(tmp_path):

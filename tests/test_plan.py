@@ -1,7 +1,4 @@
-"""tools/plan.py: memory and time against sums by hand, real engines and a real backward.
-
-Every recipe in runs/ can be planned without a GPU, and says the numbers of its plan.
-"""
+"""tools/plan.py: memory and time against sums by hand, real engines and a real backward."""
 
 import gc
 import json
@@ -31,8 +28,6 @@ LARGE = "--model Qwen/Qwen2.5-7B --data x"
 GSM8K = "--model Qwen/Qwen2.5-0.5B-Instruct --data x --estimator grpo --zero_stage 2 "
 GSM8K += "--rollout_batch_size 16 --n_samples_per_prompt 16 --generate_max_len 512 "
 GSM8K += "--prompt_max_len 512 --max_len 1024"
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 def planned(flags: str, world: int):
@@ -67,8 +62,7 @@ def test_the_memory_of_7b_is_the_sum_by_hand(column, stage, world):
     found["rollout sync"] = plan.peak("rollout")
     is_by_hand("The memory of a rank, worked by hand", column, found)
     assert plan.peak("sync") == plan.peak("rollout")
-    assert plan.kv_tokens == 404_878
-    assert plan.card == pytest.approx(79.1, abs=0.05)
+    assert (plan.kv_tokens, round(plan.card, 1)) == (404_878, 79.1)
 
 
 def held_bytes() -> int:
@@ -117,7 +111,6 @@ def test_activations_are_those_of_a_real_backward(checkpointing, changes):
         for parameter in body.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         ids = torch.zeros((1, 4096), dtype=torch.long)
-
         tracker = MemTracker()
         tracker.track_external(body)
         with tracker:
@@ -137,16 +130,12 @@ def test_activations_are_those_of_a_real_backward(checkpointing, changes):
 )
 def test_the_time_of_a_step_is_the_sum_by_hand(column, flags, world):
     cfg, shape, plan = planned(flags, world)
-    times = cost.Times(cfg, shape, world, cost.find_card("H100"), 0.5)
-    seconds = times.of_step(plan.kv_tokens)
+    seconds = cost.Times(cfg, shape, world, cost.find_card("H100"), 0.5).of_step(plan.kv_tokens)
     found = {f"{phase} s": x for phase, x in seconds.items()} | {"a step s": sum(seconds.values())}
     is_by_hand("The time of a step, worked by hand", column, found)
-    assert len(seconds) == 3 + column
 
 
 # ---- the command ---------------------------------------------------------------------------------
-
-PASS = f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 4 --n_samples_per_prompt"
 
 
 @pytest.mark.parametrize(
@@ -157,13 +146,12 @@ PASS = f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 4 --n_sample
         (f"{GSM8K} --card H100", " for 100 steps on 1 x H100; how many there are, --max_steps or"),
         (f"{GSM8K} --card H100 --data DATA", " for 50 steps on"),
         (f"{GSM8K} --card H100 --bf16 false", "time: not estimated with --bf16 false"),
-        # 1.6 s for the policy are four forward passes of 0.4 s.
-        (f"{GSM8K} --card H100 --log_kl true", r"\+ policy 2.0 "),
+        # 1.6 s for the policy are four forward passes of 0.4 s. Of parameters there are 0.46 GiB.
+        (f"{GSM8K} --card H100 --log_kl true", r"weights 1.8 .* moments 5.5 .*\+ policy 2.0 "),
         (f"{GSM8K} --card H100 --gradient_checkpointing false", r"\+ policy 1.2 "),
-        (f"{PASS} 8 --card_gb 48", "of 47 GiB"),
-        # 0.46 GiB of parameters. Without ZeRO the fp32 weights are their own masters.
+        (f"{GSM8K} --card_gb 48", "of 47 GiB"),
+        # Without ZeRO the fp32 weights are their own masters.
         (f"{GSM8K} --zero_stage 0 --bf16 false", "always: weights 1.8 .* moments 3.7 "),
-        (f"{GSM8K} --log_kl true", "always: weights 1.8 .* moments 5.5 "),
         (f"{LARGE} --gpus 8 --kv_cache_gb 4", "KV cache: 74,898 tokens"),
         # Embedding and head stay in bf16. Fp8 needs a GPU, but the plan needs none.
         (f"{LARGE} --gpus 8 --rollout_quantization fp8", "KV cache: 518,67[67] tokens"),
@@ -171,9 +159,8 @@ PASS = f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 4 --n_sample
         (f"{GSM8K} --card B52", "error: --card B52 is not known: .*A100, .*4090.* --card_gb"),
         (f"{GSM8K} --card H100 --price nan", "error: --price nan: must be a number above 0"),
         (f"{GSM8K} --price 2.5", "error: --price: a --card must say"),
-        (f"{GSM8K} --rollout_batchsize 3", "error: .*did you mean --rollout_batch_size"),
         (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: use a multiple of 3"),
-        (f"{PASS} 4", "error: --n_samples_per_prompt 4: .* at least 5"),
+        (f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 16", "error: .* at least 17"),
         (LARGE, "error: .*: phase rollout .*, critic .*, policy .*, sync .*--offload optimizer"),
         (f"{LARGE} --gpus 8 --micro_train_batch_size 8", "error: .* fit: phase critic .*, policy "),
         (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "error: .*rollout: the KV cache .*"),
@@ -185,7 +172,7 @@ def test_a_plan_says_hours_money_and_memory_or_one_line(tiny, flags, told):
     if told.startswith("error: "):
         assert code == 2 and re.fullmatch(f"{told}.*\n", errors)
     else:
-        assert (code, errors) == (0, "") and re.search(told, output)
+        assert (code, errors) == (0, "") and re.search(told, output, re.DOTALL)
         assert ("$" in output) == ("--price" in flags)
         assert ("\ntime" in output) == ("--card " in flags)
 
@@ -194,10 +181,7 @@ def test_a_plan_says_hours_money_and_memory_or_one_line(tiny, flags, told):
 
 
 def run_recipe(recipe: str, tmp_path, *words, code=0) -> list[list[str]]:
-    """What the recipe's own shell code starts: the words of `python` and of `accelerate`.
-
-    Both are stand-ins. The plan ends with that exit code.
-    """
+    """The words of each `python`, which ends with that code, and `accelerate` in the recipe."""
     programs = tmp_path / "bin"
     dump = f"{sys.executable} -IS -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"
     stand_in(programs, "python", f'{dump} "$@"\nexit {code}')
@@ -206,8 +190,7 @@ def run_recipe(recipe: str, tmp_path, *words, code=0) -> list[list[str]]:
     shutil.copytree(ROOT / "runs", copy)
     env = clean_environment()
     env["PATH"] = f"{programs}:{env['PATH']}"
-    command = ["bash", copy / recipe, *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    done = subprocess.run(["bash", copy / recipe, *words], capture_output=True, text=True, env=env)
     assert done.returncode == code, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -215,14 +198,10 @@ def run_recipe(recipe: str, tmp_path, *words, code=0) -> list[list[str]]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_the_memory_and_the_time_of_its_plan(recipe, tiny, tmp_path, monkeypatch):
     # As if it were installed, which the variant lora asks for.
-    peft = SimpleNamespace(__spec__=ModuleSpec("peft", None))
-    monkeypatch.setitem(sys.modules, "peft", peft)
-    words = ["--dry_run"]
-    if recipe.stem == "orz_32b_anneal":
-        # Its own model is made by a run that is still to come.
-        words += ["--model", "Qwen/Qwen2.5-32B"]
-    if recipe.stem == "smollm2_cpu":
-        words = [tiny["model"], *words]
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(__spec__=ModuleSpec("peft", None)))
+    # The models of these two are not there yet.
+    given = {"orz_32b_anneal": ["--model", "Qwen/Qwen2.5-32B"], "smollm2_cpu": [tiny["model"]]}
+    words = [*given.get(recipe.stem, []), "--dry_run"]
     *_, [script, *flags] = run_recipe(recipe.name, tmp_path, *words)
     assert script == "tools/plan.py"
     code, output, errors = run_tool("plan", *flags)
@@ -241,8 +220,7 @@ def test_a_recipe_says_the_memory_and_the_time_of_its_plan(recipe, tiny, tmp_pat
         ("orz_0p5b_24gb", "echo 81559; echo 24564", ["--seed", "7"], "--card_gb 24", 0),
         ("orz_0p5b_24gb", "echo 8192", [], "--card_gb 8", 2),
         ("orz_0p5b_24gb", "echo 8192", ["--dry_run"], "--card 4090", 0),
-        ("demo", "exit 9", [], "--card_gb 80", 0),
-        ("demo", "echo '[N/A]'", [], "--card_gb 80", 0),
+        ("demo", "echo '[N/A]'; exit 9", [], "--card_gb 80", 0),
     ],
 )
 def test_a_start_is_planned_for_the_smallest_card_of_this_machine(

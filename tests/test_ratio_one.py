@@ -1,8 +1,10 @@
-"""What named losses become where no ratio is needed: at pi = pi_old = sampler, docs/ratio_one.md.
+"""What named losses become at ratio 1, where pi = pi_old = sampler: docs/ratio_one.md.
 
 Each loss is written as it was published, as the mean that is maximised, and differentiated in
-float64 on a toy. That --loss_mean token and sequence are PPO's and GRPO's mean is in test_ppo.py.
+float64 on a toy. test_ppo.py shows that --loss_mean token and sequence are PPO's and GRPO's means.
 """
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ LENGTHS = [2, 3, 5, 6, 8, 9]  # of six sequences
 GROUPS = [0, 0, 0, 1, 1, 1]
 REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 VOCABULARY = 5
-MEAN_LENGTH = 5.5
 BETA = 0.1  # of the KL penalties
 
 
@@ -39,6 +40,8 @@ class Toy:
         self.scores = ppo.grpo(rewards, None, None, torch.tensor(GROUPS), None)  # (N,)
         self.advantages = self.scores.repeat_interleave(torch.tensor(LENGTHS))  # (T,)
         self.ratio = (self.logprobs - self.old).exp()  # (T,)
+        self.sequence_ratio = of_sequences(self.logprobs - self.old).exp()  # (N,)
+        self.old_to_sampler = (self.old - self.sampler).exp()  # (T,)
 
     def gradient(self, objective: Tensor) -> Tensor:
         return torch.autograd.grad(objective, self.table, retain_graph=True)[0].flatten()
@@ -52,12 +55,11 @@ def of_sequences(numbers: Tensor) -> Tensor:
     return torch.stack([part.mean() for part in numbers.split(LENGTHS)])
 
 
-def token_mean(numbers: Tensor) -> Tensor:
-    return numbers.sum() / sum(LENGTHS)
+token_mean = torch.mean  # (T,) -> ()
 
 
 def sequence_mean(numbers: Tensor) -> Tensor:
-    return of_sequences(numbers).sum() / len(LENGTHS)
+    return of_sequences(numbers).mean()
 
 
 def mean_of_sums(numbers: Tensor) -> Tensor:
@@ -71,15 +73,10 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tenso
     return torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
-def clip(toy: Toy) -> Tensor:
+def clip(toy: Toy, high: float = 0.2) -> Tensor:
     """PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3, without its KL term; Dr. GRPO,
-    arXiv 2503.20783."""
-    return clipped(toy.ratio, toy.advantages, 0.2, 0.2)
-
-
-def clip_higher(toy: Toy) -> Tensor:
-    """DAPO, arXiv 2503.14476, eq. 8."""
-    return clipped(toy.ratio, toy.advantages, 0.2, 0.28)
+    arXiv 2503.20783. DAPO, arXiv 2503.14476, eq. 8, has another `high`."""
+    return clipped(toy.ratio, toy.advantages, 0.2, high)
 
 
 def cispo(toy: Toy) -> Tensor:
@@ -104,20 +101,19 @@ def dppo(toy: Toy) -> Tensor:
 
 def tis(toy: Toy) -> Tensor:
     """fengyao.notion.site/off-policy-rl: the clipped term, weighted by old policy over sampler."""
-    return (toy.old - toy.sampler).exp().clamp(max=2.0) * clip(toy)
+    return toy.old_to_sampler.clamp(max=2.0) * clip(toy)
 
 
 def mis(toy: Toy) -> Tensor:
     """IcePop, arXiv 2510.18855, section 2: weights outside of 0.5 to 5 are 0. INTELLECT-3, arXiv
     2512.16144, eq. 1, takes the mean over tokens."""
-    weight = (toy.old - toy.sampler).exp()
-    return torch.where((weight >= 0.5) & (weight <= 5.0), weight, 0.0) * clip(toy)
+    is_near = (toy.old_to_sampler >= 0.5) & (toy.old_to_sampler <= 5.0)
+    return torch.where(is_near, toy.old_to_sampler, 0.0) * clip(toy)
 
 
 def gspo(toy: Toy) -> Tensor:
     """arXiv 2507.18071, eq. 5 and 7: one ratio a sequence, the geometric mean of its tokens'."""
-    ratio = of_sequences(toy.logprobs - toy.old).exp()
-    return clipped(ratio, toy.scores, 3e-4, 4e-4)
+    return clipped(toy.sequence_ratio, toy.scores, 3e-4, 4e-4)
 
 
 def gmpo(toy: Toy) -> Tensor:
@@ -130,32 +126,19 @@ def gmpo(toy: Toy) -> Tensor:
 
 def luspo(toy: Toy) -> Tensor:
     """arXiv 2602.05261: GSPO, each sequence times its length."""
-    ratio = of_sequences(toy.logprobs - toy.old).exp()
-    return clipped(ratio, toy.scores, 2e-3, 2.5e-3) * torch.tensor(LENGTHS)
-
-
-def penalised(toy: Toy, penalty: Tensor) -> Tensor:
-    """arXiv 1707.06347, eq. 8, with an estimate of KL(pi_old, pi) a token."""
-    return toy.ratio * toy.advantages - BETA * penalty
+    return clipped(toy.sequence_ratio, toy.scores, 2e-3, 2.5e-3) * torch.tensor(LENGTHS)
 
 
 def kl_exact(toy: Toy) -> Tensor:
-    """The whole distributions' KL, as in PPO's paper."""
+    """The KL(pi_old, pi) of a token's whole distribution, as in PPO's paper."""
     old = toy.log_p.detach()
-    return penalised(toy, (old.exp() * (old - toy.log_p)).sum(1))
+    return (old.exp() * (old - toy.log_p)).sum(1)
 
 
-def kl_k1(toy: Toy) -> Tensor:
-    """joschu.net/blog/kl-approx.html."""
-    return penalised(toy, -toy.ratio.log())
-
-
-def kl_k2(toy: Toy) -> Tensor:
-    return penalised(toy, toy.ratio.log() ** 2 / 2)
-
-
-def kl_k3(toy: Toy) -> Tensor:
-    return penalised(toy, toy.ratio - 1 - toy.ratio.log())
+def penalised(kl) -> Callable[[Toy], Tensor]:
+    """arXiv 1707.06347, eq. 8. kl: of a toy's tokens; k1 to k3 of joschu.net/blog/kl-approx.html
+    estimate it."""
+    return lambda toy: toy.ratio * toy.advantages - BETA * kl(toy)
 
 
 def kl_in_reward(toy: Toy) -> Tensor:
@@ -166,13 +149,18 @@ def kl_in_reward(toy: Toy) -> Tensor:
     return toy.ratio * (toy.advantages + from_here)
 
 
-TOKEN, SEQUENCE = "the token mean", "the sequence mean"
-SCALED = "the token mean times the mean length"
-SHIFTED = "the token mean with beta added to every advantage"
-# {loss: (what it sums up, the mean as published, what the page says that is left)}
+TOKEN, SEQUENCE, SCALED, SHIFTED = "token mean", "sequence mean", "times mean length", "plus beta"
+# What the page says that is left.
+LEFT = {
+    TOKEN: lambda toy: token_mean(toy.advantages * toy.logprobs),
+    SEQUENCE: lambda toy: sequence_mean(toy.advantages * toy.logprobs),
+    SCALED: lambda toy: 5.5 * token_mean(toy.advantages * toy.logprobs),
+    SHIFTED: lambda toy: token_mean((toy.advantages + BETA) * toy.logprobs),
+}
+# {loss: (what it sums up, the mean as published, what is left)}
 LOSSES = {
     "PPO's clip": (clip, token_mean, TOKEN),
-    "clip-higher": (clip_higher, token_mean, TOKEN),
+    "clip-higher": (lambda toy: clip(toy, 0.28), token_mean, TOKEN),
     "CISPO": (cispo, token_mean, TOKEN),
     "TIS": (tis, token_mean, TOKEN),
     "GRPO": (clip, sequence_mean, SEQUENCE),
@@ -184,35 +172,23 @@ LOSSES = {
     "DPPO's mask": (dppo, mean_of_sums, SCALED),
     "Dr. GRPO": (clip, mean_of_sums, SCALED),
     "LUSPO": (luspo, torch.mean, SCALED),
-    "KL penalty, exact": (kl_exact, token_mean, TOKEN),
-    "KL penalty, k2": (kl_k2, token_mean, TOKEN),
-    "KL penalty, k3": (kl_k3, token_mean, TOKEN),
-    "KL penalty, k1": (kl_k1, token_mean, SHIFTED),
+    "KL penalty, exact": (penalised(kl_exact), token_mean, TOKEN),
+    "KL penalty, k2": (penalised(lambda toy: toy.ratio.log() ** 2 / 2), token_mean, TOKEN),
+    "KL penalty, k3": (penalised(lambda toy: toy.ratio - 1 - toy.ratio.log()), token_mean, TOKEN),
+    "KL penalty, k1": (penalised(lambda toy: -toy.ratio.log()), token_mean, SHIFTED),
     "KL in the reward": (kl_in_reward, token_mean, TOKEN),
 }
 
 
-def reference(toy: Toy, kind: str) -> Tensor:
-    """The gradient of sum A log p, by its mean."""
-    if kind == SEQUENCE:
-        return toy.gradient(sequence_mean(toy.advantages * toy.logprobs))
-    shift = BETA if kind == SHIFTED else 0.0
-    scale = MEAN_LENGTH if kind == SCALED else 1.0
-    return scale * toy.gradient(token_mean((toy.advantages + shift) * toy.logprobs))
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_at_ratio_one_a_loss_is_no_more_than_its_mean(name):
-    """At another ratio it is something else."""
+    """At another ratio a loss is something else."""
     terms, mean, kind = LOSSES[name]
-    toy = Toy()
-    gradient = toy.gradient(mean(terms(toy)))
-    assert difference(gradient, reference(toy, kind)) < 1e-12
-    for other in {TOKEN, SEQUENCE, SCALED, SHIFTED} - {kind}:
-        assert difference(gradient, reference(toy, other)) > 0.01
-    moved = Toy(moved=0.5)
-    assert difference(moved.gradient(mean(terms(moved))), reference(moved, kind)) > 0.01
+
+    def difference(toy: Toy, left: str) -> float:
+        expected = toy.gradient(LEFT[left](toy))
+        return ((toy.gradient(mean(terms(toy))) - expected).norm() / expected.norm()).item()
+
+    assert difference(Toy(), kind) < 1e-12
+    assert all(difference(Toy(), other) > 0.01 for other in LEFT.keys() - {kind})
+    assert difference(Toy(moved=0.5), kind) > 0.01

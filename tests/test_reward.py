@@ -1,7 +1,4 @@
-"""reward.py: problems, extraction, grading and metrics, in the order of its functions.
-
-The rules of equality and hostile text are in test_equal.py.
-"""
+"""reward.py, in the order of its functions. Equality and hostile text are in test_equal.py."""
 
 import fcntl
 import hashlib
@@ -32,10 +29,8 @@ def write(folder, name, content):
     return str(path)
 
 
-ORZ_TRAIN = [
-    {"from": "human", "value": "1+1?"},
-    {"from": "assistant", "ground_truth": {"value": "2"}},
-]
+ORZ_TRAIN = [{"from": "human", "value": "1+1?"}]
+ORZ_TRAIN += [{"from": "assistant", "ground_truth": {"value": "2"}}]
 ORZ_EVAL = {"prompt": [{"from": "user", "value": "1+1?"}], "final_answer": "2"}
 GSM8K = {"question": "1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2"}
 
@@ -57,22 +52,18 @@ def test_prompt_is_filled_without_format(tmp_path):
 
 @pytest.mark.parametrize("record", [ORZ_TRAIN, ORZ_EVAL, GSM8K, {"question": "1+1?", "answer": 2}])
 def test_every_form_is_read_as_json_and_as_jsonl(tmp_path, record):
-    expected = [
-        reward.Problem(0, "1+1?", "2", "1+1?<think>"),
-        reward.Problem(1, "1+1?", "2", "1+1?<think>"),
-    ]
-    assert reward.load_problems(write(tmp_path, "a.json", [record, record]), "demo") == expected
-    assert reward.load_problems(write(tmp_path, "no_suffix", [record] * 2), "demo") == expected
+    expected = [reward.Problem(index, "1+1?", "2", "1+1?<think>") for index in (0, 1)]
     lines = f"\ufeff{json.dumps(record)}\n\n{json.dumps(record)}\n"
-    assert reward.load_problems(write(tmp_path, "a.jsonl", lines), "demo") == expected
+    contents = {"a.json": [record] * 2, "no_suffix": [record] * 2, "a.jsonl": lines}
+    for name, content in contents.items():
+        assert reward.load_problems(write(tmp_path, name, content), "demo") == expected, name
 
 
 def test_forms_are_told_apart_by_record_and_columns_can_be_named(tmp_path):
     other = {"problem": "1+1?", "solution": "2"}
     path = write(tmp_path, "a.json", [ORZ_TRAIN, ORZ_EVAL, other])
     problems = reward.load_problems(path, "plain", columns=("problem", "solution"))
-    found = [(problem.index, problem.question, problem.label) for problem in problems]
-    assert found == [(0, "1+1?", "2"), (1, "1+1?", "2"), (2, "1+1?", "2")]
+    assert problems == [reward.Problem(index, "1+1?", "2", "1+1?") for index in range(3)]
 
 
 BAD_FILES = [
@@ -143,16 +134,8 @@ def test_datasets_are_read_by_folder_name_and_split(tmp_path, monkeypatch):
     datasets.DatasetDict({"train": rows, "test": one}).save_to_disk("splits")
     rows.to_parquet("openai/gsm8k/main/train-00000-of-00001.parquet")
     one.to_parquet("openai/gsm8k/main/test-00000-of-00001.parquet")
-    card = """---
-configs:
-- config_name: main
-  data_files:
-  - split: train
-    path: main/train-*
-  - split: test
-    path: main/test-*
----
-"""
+    files = "[{split: train, path: main/train-*}, {split: test, path: main/test-*}]"
+    card = f"---\nconfigs:\n- config_name: main\n  data_files: {files}\n---\n"
     Path("openai/gsm8k/README.md").write_text(card)
     for path in ("saved", "splits", "openai/gsm8k:main"):
         problems = reward.load_problems(path, "plain")
@@ -309,10 +292,7 @@ GSM8K_WAYS = {
 
 @pytest.mark.parametrize("form", GSM8K_WAYS)
 def test_known_answers_of_gsm8k_in_every_form(form):
-    """The data set's own solutions are responses of a model that was trained on it.
-
-    Each response is right for its own problem and wrong for the next one.
-    """
+    """Each response is right for its own problem and wrong for the next one."""
     path = DATA / "gsm8k.jsonl"
     right = []
     for line, problem in zip(jsonl(path), reward.load_problems(str(path), "plain"), strict=True):
@@ -341,8 +321,7 @@ def test_known_answers_of_math500_in_a_box():
 
 def test_is_equiv_works_in_threads():
     """They once shared a table of verdicts: errors, and other pairs' verdicts."""
-    pairs = [("2x", "x+x"), ("3x", "x+x")]
-    pairs += [(f"{n}", f"{n}.{n % 2}") for n in range(60)]
+    pairs = [("2x", "x+x"), ("3x", "x+x"), *((f"{n}", f"{n}.{n % 2}") for n in range(60))]
     with futures.ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda pair: reward.is_equiv(*pair), pairs))
     assert found == [n % 2 == 0 for n in range(2 + 60)]
@@ -386,10 +365,8 @@ def stop(process):
 
 
 def test_check_that_uses_up_its_cpu_time_is_0_once_in_a_run_and_holds_up_no_other():
-    """8,192 answers 1000000! would have cost hours: each step forgot what the one before lost.
-
-    The limit holds although the process inherits that its signal is ignored.
-    """
+    """8,192 answers 1000000! would have cost hours: each step forgot what the one before lost."""
+    # The limit holds although the process inherits that its signal is ignored.
     handler = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     with reward.Grader(workers=1, cpu_seconds=0.5) as grader:
         process = only_process(grader)
@@ -407,8 +384,7 @@ def test_check_that_uses_up_its_cpu_time_is_0_once_in_a_run_and_holds_up_no_othe
             grader.compare(key, "999999999!", "x+1")
             assert grader.pending(0) == 0, "no process is asked"
             assert grader.results() == {key: 0.0}
-        assert grader.counts == counts
-        assert grader.lost == 1
+        assert (grader.counts, grader.lost) == (counts, 1)
     signal.signal(signal.SIGPROF, handler)
 
 
@@ -433,8 +409,7 @@ def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
         grader.compare("hung", "x+2", "2+x")
         assert grader.results() == {"hung": 0.0}
         assert process.returncode == -signal.SIGKILL
-        counts = {"symbolic": 3, "cpu_timeouts": 0, "wall_timeouts": 1, "crashes": 0}
-        assert grader.counts == counts
+        assert grader.counts == {"symbolic": 3, "cpu_timeouts": 0, "wall_timeouts": 1, "crashes": 0}
         grader.wall_seconds = 120.0
         grader.compare("hung", "x+2", "2+x")
         assert grader.results() == {"hung": 1.0}
@@ -452,8 +427,8 @@ def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
         process = only_process(grader)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        grader.compare("idle", "x+3", "3+x")
-        assert grader.results() == {"idle": 1.0}
+        # A process that died idle is replaced and not counted.
+        only_process(grader)
         assert grader.lost == 2
 
 
@@ -485,8 +460,7 @@ def test_slow_check_does_not_hold_up_the_others():
         wait_until(lambda: waiting(idle.stdin))
         grader.compare("queued", "x+31", "31+x")
         queued = grader.running["x+31", "31+x"]
-    ends = [worker.process.returncode for worker in grader.workers]
-    assert ends == [-signal.SIGKILL, -signal.SIGKILL]
+    assert [worker.process.returncode for worker in grader.workers] == [-signal.SIGKILL] * 2
     assert queued.cancelled()
 
 
@@ -528,8 +502,7 @@ def test_verdicts_do_not_depend_on_load(count, many):
             for pair in pairs:
                 grader.compare(pair, *pair)
             assert grader.results() == expected
-            assert grader.counts["symbolic"] == count
-            assert grader.lost == 0
+            assert (grader.counts["symbolic"], grader.lost) == (count, 0)
 
 
 # ---- text metrics -------------------------------------------------------------------------------

@@ -99,13 +99,10 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
-    threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    try:
-        sampler = rollout.Sampler(config(stop=["User:", "<|im_end|>", "</answer>"]))
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
+    sampler = rollout.Sampler(config(stop=["User:", "<|im_end|>", "</answer>"]))
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)
     end = sampler.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert sampler.stop_ids == [end], "stops that are special tokens are known"
 

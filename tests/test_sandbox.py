@@ -1,18 +1,18 @@
-"""The task "code": what it pays, what each mode of its jail contains, and the forms of problems."""
+"""The task "code": what it pays, what its jail contains, its processes, filter and problems."""
 
 import base64
 import contextlib
 import errno
 import functools
+import itertools
 import json
+import operator
 import os
 import pickle
 import re
 import shutil
 import signal
-import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -20,6 +20,7 @@ import time
 import tracemalloc
 import zlib
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 from conftest import ROOT, wait_until
@@ -38,6 +39,10 @@ def label(*tests, calls=False, is_json=False, setup=""):
     return json.dumps({"setup": setup, "calls": calls, "json": is_json, "tests": tests})
 
 
+of_calls = functools.partial(label, calls=True)
+of_json_calls = functools.partial(label, calls=True, is_json=True)
+
+
 def submit(grader, key, code, tests):
     return grader.submit(key, f"<answer>\n```python\n{code}\n```\n</answer>", "stop", tests)
 
@@ -49,10 +54,7 @@ def grade(grader, code, tests):
 
 @pytest.fixture
 def room(monkeypatch):
-    """A folder that any user may change. Jails run its copy of jail.py and have their folders here.
-
-    At the end none of them may be left.
-    """
+    """A folder for any user, where jails run a copy of jail.py. At the end no jail may be left."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         jails = Path(name, "jails")
         jails.mkdir()
@@ -75,38 +77,26 @@ def processes(room, limit=""):
     return found
 
 
-# ---- what is paid --------------------------------------------------------------------------------
+# (output, expected)
+SAME = [("3.0", "3"), ("0.33333333", "0.3333333"), ("1e-17", "0.0"), ("1  2 \n3\n\n", "1 2\n3")]
+DIFFERENT = [("1000000008.0", "1000000007"), ("9007199254740993.0", "9007199254740992")]
+DIFFERENT += [("-1.0000000001", "-1"), ("0.333333", "0.333334"), ("1e-17", "0"), ("1e-8", "0.0")]
+DIFFERENT += [("9" * 5000 + ".0", "9" * 5000), ("sNaN", "1"), ("0010", "10")]
+DIFFERENT += [("1\n2 3", "1 2\n3"), ("1 2 3", "1 2")]
 
 
-@pytest.mark.parametrize(
-    "output, expected, is_right",
-    [
-        ("3.0", "3", True),
-        ("0010", "10", False),
-        ("1000000008.0", "1000000007", False),
-        ("9007199254740993.0", "9007199254740992", False),
-        ("-1.0000000001", "-1", False),
-        ("0.33333333", "0.3333333", True),
-        ("0.333333", "0.333334", False),
-        ("1e-17", "0.0", True),
-        ("1e-17", "0", False),
-        ("1e-8", "0.0", False),
-        ("9" * 5000 + ".0", "9" * 5000, False),
-        ("sNaN", "1", False),
-        ("1  2 \n3\n\n", "1 2\n3", True),
-        ("1\n2 3", "1 2\n3", False),
-        ("1 2 3", "1 2", False),
-    ],
-)
-def test_words_of_programs_are_compared(output, expected, is_right):
+@pytest.mark.parametrize("pair", SAME + DIFFERENT)
+def test_words_of_programs_are_compared(pair):
     """1000000008.0 once passed for 1000000007, and 1e-17 did not for 0.0."""
-    assert task.same_lines(output, expected) is is_right
+    assert task.same_lines(*pair) is (pair in SAME)
 
 
 ADDS = label(*PAIRS)
 ADDS_ONCE = label(PAIRS[0])
 SILENT = label(["", ""])
-DOUBLES = label(["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"], calls=True)
+DOUBLES = of_calls(["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"])
+ROOTS = of_calls(["f(2)", "1.41421", 1e-3])
+IN_JSON = of_json_calls(["f(2)", "[[2, 2], []]"])
 WRONG_ADDS = ["print(3)", "print(", "print(3)\nprint()\nprint(3)", f"{ADD}\nraise ValueError"]
 WRONG_ADDS += ["", "\ud800", "\0", "x" * 10**6]
 
@@ -116,20 +106,13 @@ PROGRAMS = [
     # Only the exit status is wrong.
     (ADDS_ONCE, [ADD], [f"{ADD}\nimport os, sys\nsys.stdout.flush()\nos.abort()"]),
     (SILENT, ["pass"], ["import os\nos._exit(1)"]),
-    (
-        label(["f(2)", "1.41421", 1e-3], calls=True),
-        ["f = lambda x: x ** .5"],
-        ["f = lambda x: 1.5", "f = lambda x: float('nan')"],
-    ),
-    (label(["f('aa')", "{'a': 2}"], calls=True), ["from collections import Counter as f"], []),
+    (ROOTS, ["f = lambda x: x ** .5"], ["f = lambda x: 1.5", "f = lambda x: float('nan')"]),
+    (of_calls(["f('aa')", "{'a': 2}"]), ["from collections import Counter as f"], []),
     # The judges of APPS and LiveCodeBench take a tuple for a list, but Python's == does not.
-    (label(["f(2)", "[[2, 2], []]"], calls=True), [], ["f = lambda x: ((x, x), [])"]),
-    (
-        label(["f(2)", "[[2, 2], []]"], calls=True, is_json=True),
-        ["f = lambda x: ((x, x), [])"],
-        ["f = lambda x: {2}", "f = lambda x: '[[2, 2], []]'", "f = lambda x: ((2, 2),)"],
-    ),
-    (label(["f(1)", "2"], calls=True, is_json=True), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
+    (of_calls(["f(2)", "[[2, 2], []]"]), [], ["f = lambda x: ((x, x), [])"]),
+    (IN_JSON, ["f = lambda x: ((x, x), [])"], ["f = lambda x: {2}", "f = lambda x: ((2, 2),)"]),
+    (IN_JSON, [], ["f = lambda x: '[[2, 2], []]'"]),
+    (of_json_calls(["f(1)", "2"]), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
 ]
 # They end early, write replies of their own, have a value that equals all or whose literal never
 # ends, patch the checker or the frames above, or look for what is expected.
@@ -173,8 +156,6 @@ def test_partial_share_and_last_block(room):
         grader.submit("cut off", f"<answer>{block}</answer>", "length", ADDS)
         assert grader.results() == {"last": 1, "outside": 0, "cut off": 0}
 
-
-# ---- what is contained ---------------------------------------------------------------------------
 
 # What a program tries, by the name that docs/rewards.md gives it. It raises where it is contained.
 OF_PAGE = {
@@ -251,16 +232,15 @@ ALLOWED = {
     "leave locked folders": "os.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')",
     "leave deep folders": "for i in range(1200):\n    os.mkdir('a')\n    os.chdir('a')",
 }
-CELLS = [
-    (IN_EACH_MODE, ["yes", "yes", "yes"]),
-    (BY_LANDLOCK, ["yes", "yes", "no"]),
-    (BY_LANDLOCK_OR_USER, ["yes", "yes", "as root"]),
-    (BY_USER, ["as root", "as root", "as root"]),
-    (ALLOWED, ["no", "no", "no"]),
-    ({"use a thread": "start_thread(time.sleep, 0)"}, ["no", "", ""]),
-]
-# The output says whether the attack was refused. After an error of another kind, or where the jail
-# died, it says nothing, which is always wrong.
+ATTACKS = OF_PAGE | IN_EACH_MODE | BY_LANDLOCK | BY_LANDLOCK_OR_USER | BY_USER | ALLOWED
+ATTACKS["use a thread"] = "start_thread(time.sleep, 0)"
+# Is it refused? There is a cell for each mode, as in the table of the page.
+CELLS = dict.fromkeys(IN_EACH_MODE, ["yes", "yes", "yes"])
+CELLS |= dict.fromkeys(BY_LANDLOCK, ["yes", "yes", "no"])
+CELLS |= dict.fromkeys(BY_LANDLOCK_OR_USER, ["yes", "yes", "as root"])
+CELLS |= dict.fromkeys(BY_USER, ["as root", "as root", "as root"])
+CELLS |= dict.fromkeys(ALLOWED, ["no", "no", "no"]) | {"use a thread": ["no", "", ""]}
+# After an error of another kind, or where the jail died, nothing is printed: always wrong.
 PROGRAM = """import ctypes, fcntl, os, resource, signal, socket, struct, threading, time
 CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 def call(name, *arguments):
@@ -281,17 +261,21 @@ else:
     print("done")"""
 
 TRAINER = """
-import json, os, subprocess, sys, tempfile, types
+import json, os, select, socket, subprocess, sys, tempfile, types
 # The other user may have no torch, which all of lib/common.py would import.
 sys.modules["lib.common"] = types.SimpleNamespace(UserError=RuntimeError)
 from tasks import code as task
 room = sys.argv[1]
-mode, programs = json.load(open(f"{room}/job"))
-task.MODES = [mode]
+task.MODES, programs = json.load(open(f"{room}/job"))
 task.JAIL = f"{room}/jail.py"
 tempfile.tempdir = f"{room}/jails"
 os.environ["SECRET"] = "of the trainer"
 os.close(os.open(f"{room}/private", os.O_CREAT, 0o600))
+# Everyone may send to these servers.
+servers = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+servers[0].bind(f"{room}/letters")
+servers[1].bind(f"\\0{room}/letters")
+os.chmod(f"{room}/letters", 0o777)
 victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 values = f"ROOM, TRAINER, VICTIM, USER = {room!r}, {os.getpid()}, {victim.pid}, {os.getuid()}"
 with task.Grader(workers=4, memory_mb=256) as grader:
@@ -301,17 +285,16 @@ with task.Grader(workers=4, memory_mb=256) as grader:
     assert grader.pending(300) == 0
     rewards = grader.results()
     output, _ = victim.communicate(b"alive")
-    print(json.dumps([rewards, output.decode(), os.listdir(tempfile.tempdir)]), flush=True)
+    letters, _, _ = select.select(servers, [], [], 0)
+    left = os.listdir(tempfile.tempdir)
+    print(json.dumps([rewards, output.decode(), len(letters), left]), flush=True)
     grader.submit("", "<answer>```\\nimport time\\ntime.sleep(99)\\n```</answer>", "stop", label)
     grader.results()
 """
 
 
 def as_user(user, room):
-    """The start of a command of that user in the repository.
-
-    Python may lie where only root can go, so it is mounted elsewhere for others.
-    """
+    """The start of that user's command. Mounts lead another user to Python, also below /root."""
     if user == "mine":
         return [sys.executable]
     mount = 'mount --bind "$0" "$2/python" && mount --bind "$1" "$2/house" && cd "$2/house"'
@@ -321,27 +304,10 @@ def as_user(user, room):
     return ["unshare", "-m", "bash", "-c", script, sys.base_prefix, ROOT, room, program]
 
 
-@pytest.fixture
-def servers(room):
-    """Everyone may send to these servers, and nobody may have sent."""
-    with contextlib.ExitStack() as stack:
-        made = []
-        for name in (f"{room}/letters", f"\0{room}/letters"):
-            made.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)))
-            made[-1].bind(name)
-        yield
-        for server in made:
-            with pytest.raises(BlockingIOError):
-                server.recv(9, socket.MSG_DONTWAIT)
-
-
 @pytest.mark.parametrize("user", ["mine", pytest.param("another", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", task.MODES)
-def test_the_page_says_what_is_contained(mode, user, room, servers):
-    """Tried with real files, servers and a process to kill, in each mode, as root or another user.
-
-    Then the trainer dies, and its program with it.
-    """
+def test_the_page_says_what_is_contained(mode, user, room):
+    """The attacks have real targets. At the end the trainer dies, and its program with it."""
     if user == "another" and os.getuid():
         pytest.skip("only root can be another user")
     is_root = user == "mine" and os.getuid() == 0
@@ -350,38 +316,32 @@ def test_the_page_says_what_is_contained(mode, user, room, servers):
     lines = page[page.index(f"| {' | '.join(task.MODES)} |") :].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     cells_of = {name: cells for name, *cells in rows}
-    code_of = dict(OF_PAGE)
-    assert cells_of.keys() == code_of.keys()
-    for attacks, cells in CELLS:
-        code_of |= attacks
-        cells_of |= dict.fromkeys(attacks, cells)
+    assert cells_of.keys() == OF_PAGE.keys()
     expected = {}
     programs = {}
-    for name, code in code_of.items():
-        cell = cells_of[name][task.MODES.index(mode)]
+    for name, cells in (cells_of | CELLS).items():
+        cell = cells[task.MODES.index(mode)]
         if cell:
             folder = room / str(len(programs))
             (folder / "empty").mkdir(parents=True)
             (folder / "public").write_text("public")
             expected[name] = word_of[cell]
-            program = PROGRAM % textwrap.indent(code, "    ")
+            program = PROGRAM % textwrap.indent(ATTACKS[name], "    ")
             programs[name] = (str(folder), program, label(["", expected[name]]))
-    (room / "job").write_text(json.dumps([mode, programs]))
+    (room / "job").write_text(json.dumps([[mode], programs]))
     for path in [room, *room.rglob("*")]:
         path.chmod(0o777)
 
     command = [*as_user(user, room), "-c", TRAINER, room]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as trainer:
+    with Popen(command, cwd=ROOT, text=True, stdout=PIPE, stderr=PIPE) as trainer:
         report = trainer.stdout.readline()
         if report:
             # A program has this limit, but not the jail around it.
             wait_until(lambda: processes(room, limit="open files +64 "), trainer)
             (program,) = processes(room, limit="open files +64 ")
-            namespaces = [program / "ns" / kind for kind in ("net", "pid", "mnt", "ipc", "uts")]
             if "namespaces" in mode and os.getuid() == 0:
-                for path in namespaces:
-                    assert path.readlink() != Path("/proc/self/ns", path.name).readlink()
+                for name in ("ns/net", "ns/pid", "ns/mnt", "ns/ipc", "ns/uts"):
+                    assert (program / name).readlink() != Path("/proc/self", name).readlink()
         trainer.kill()
         errors = trainer.stderr.read()
     if "namespaces" in mode and "nothing contains programs here" in errors:
@@ -389,9 +349,9 @@ def test_the_page_says_what_is_contained(mode, user, room, servers):
     if "unshare failed" in errors:
         pytest.skip("this machine lets no other user reach Python")
     assert errors.count("\n") == (mode == "plain"), errors
-    rewards, output, left = json.loads(report)
+    rewards, *others = json.loads(report)
     assert [name for name in programs if rewards[name] != 1] == []
-    assert (output, left) == ("alive", [])
+    assert others == ["alive", 0, []]
     for name, (folder, _, _) in programs.items():
         if expected[name] == "refused" or name in ALLOWED:
             names = sorted(path.name for path in Path(folder).iterdir())
@@ -400,36 +360,33 @@ def test_the_page_says_what_is_contained(mode, user, room, servers):
     shutil.rmtree(room / "jails")
 
 
-# (how its verdict was lost, code)
-BOMBS = [
-    (None, "import os\nwhile True: os.fork()"),
-    (
-        None,
-        "import os, time\nfor i in range(8):\n    if not os.fork(): os.setsid() or time.sleep(600)",
-    ),
-    (None, "x = []\nwhile True: x.append(bytearray(1 << 24))"),
-    (None, "x = 'a' * (1 << 40)"),
-    (None, "while True: print('3' * 10000)"),
-    # A call of another architecture.
-    (None, "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)\nwhile True: pass"),
-    ("cpu_timeouts", "while True: pass"),
-    ("cpu_timeouts", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"),
-    ("cpu_timeouts", "import os\nwhile True: os.write(2, b'3' * 10000)"),
-    (
-        "crashes",
+# By the way in which their verdicts are lost.
+BOMBS = {
+    None: [
+        "import os\nwhile True: os.fork()",
+        "import os, time\nfor _ in range(8):\n    if not os.fork(): os.setsid() or time.sleep(600)",
+        "x = []\nwhile True: x.append(bytearray(1 << 24))",
+        "x = 'a' * (1 << 40)",
+        "while True: print('3' * 10000)",
+        # A call of another architecture.
+        "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)\nwhile True: pass",
+    ],
+    "cpu_timeouts": [
+        "while True: pass",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import os\nwhile True: os.write(2, b'3' * 10000)",
+    ],
+    "crashes": [
         "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass",
-    ),
-    # A timer of its own sends it SIGKILL, like the kernel where memory runs out. That once counted
-    # as the limit of CPU time.
-    (
-        "crashes",
+        # A timer of its own sends it SIGKILL, like the kernel where memory runs out. That once
+        # counted as the limit of CPU time.
         "import ctypes, signal\nlibc = ctypes.CDLL(None)\ntimer = ctypes.c_void_p()\n"
         "libc.timer_create(1, (ctypes.c_int * 16)(0, 0, 9), ctypes.byref(timer))\n"
         "libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1), None)\n"
         "while True: signal.pause()",
-    ),
-]
+    ],
+}
 RECURSION = "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
 DISK_BOMB = "i = 0\nwhile True:\n    open(str(i), 'wb').write(bytes(1 << 22))\n    i += 1"
 IN_WEAKER = [pytest.param(mode, marks=pytest.mark.slow) for mode in task.MODES[1:]]
@@ -438,7 +395,7 @@ IN_WEAKER = [pytest.param(mode, marks=pytest.mark.slow) for mode in task.MODES[1
 @pytest.mark.parametrize("mode", [task.MODES[0], *IN_WEAKER])
 def test_bombs_get_nothing_and_end_and_are_counted(room, mode, monkeypatch):
     monkeypatch.setattr(task, "MODES", [mode])
-    expected = {code: (0, loss) for loss, code in BOMBS}
+    expected = {code: (0, loss) for loss, codes in BOMBS.items() for code in codes}
     if "namespaces" in mode:
         expected[DISK_BOMB] = (0, None)
     try:
@@ -476,9 +433,6 @@ def test_waiting_has_a_limit_for_each_test_and_for_all(room):
         assert time.monotonic() - started < 50
         assert 0 < hasty.results()["many"] < 1
         assert hasty.counts["wall_timeouts"] == patient.counts["wall_timeouts"] == 1
-
-
-# ---- the processes of a grader -------------------------------------------------------------------
 
 
 def test_output_is_read_no_further_than_its_verdict_needs(room):
@@ -525,13 +479,11 @@ def test_a_jail_that_goes_wrong_leaves_no_process_and_is_a_crash(room):
     with task.Grader(partial=True) as grader:
         (room / "jail.py").write_text(f"{start}print((0, False, '9'), flush=True)")
         assert grade(grader, ADD, ADDS) == 1
-        start += "print(end='(0, ', flush=True)\n"
-        (room / "jail.py").write_text(f"{start}os.kill(os.getpid(), 9)")
+        start += "print(end='(0, ', flush=True)\nos.kill(os.getpid(), 9)"
+        (room / "jail.py").write_text(start)
         assert grade(grader, ADD, ADDS) == 0.5
         assert grader.counts["crashes"] == 1
 
-
-# ---- the filter of system calls ------------------------------------------------------------------
 
 REFUSED = """
 fork vfork prctl socket io_uring_setup kill rt_sigqueueinfo tkill tgkill rt_tgsigqueueinfo
@@ -542,6 +494,7 @@ fremovexattr setxattrat removexattrat file_setattr truncate ptrace process_vm_re
 process_vm_writev shmget semget msgget mq_open memfd_create unshare setns add_key request_key keyctl
 perf_event_open bpf userfaultfd
 """
+PASSES = {jail.IF_EQUAL: operator.eq, jail.IF_AT_LEAST: operator.ge, jail.IF_ANY_BIT: operator.and_}
 HEADERS = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
 
 
@@ -549,22 +502,17 @@ def verdict(machine, number, first=0, second=0, architecture=None):
     """What the filter returns for a system call, by following its instructions."""
     words = {jail.CALL_NUMBER: number, jail.FIRST_ARGUMENT: first, jail.SECOND_ARGUMENT: second}
     words[jail.ARCHITECTURE] = jail.ARCHITECTURES[architecture or machine]
-    instructions = iter(jail.call_filter(machine))
-    loaded = None
-    while True:
-        operation, if_true, if_false, value = struct.unpack("=HBBI", next(instructions))
-        if operation == jail.RETURN:
+    skips = 0
+    for instruction in jail.call_filter(machine):
+        operation, if_true, if_false, value = struct.unpack("=HBBI", instruction)
+        if skips:
+            skips -= 1
+        elif operation == jail.RETURN:
             return value
-        if operation == jail.LOAD:
+        elif operation == jail.LOAD:
             loaded = words[value]
-            continue
-        passes = {
-            jail.IF_EQUAL: loaded == value,
-            jail.IF_AT_LEAST: loaded >= value,
-            jail.IF_ANY_BIT: loaded & value != 0,
-        }
-        for _ in range(if_true if passes[operation] else if_false):
-            next(instructions)
+        else:
+            skips = if_true if PASSES[operation](loaded, value) else if_false
 
 
 @pytest.mark.parametrize("machine", HEADERS)
@@ -597,67 +545,49 @@ def test_verdicts_of_the_filter(machine):
     of_files = [*range(0x5400, 0x5500), *range(0x8900, 0x8A00)]
     requests = {n for n in of_files if decide(partly["ioctl"], 3, n) != jail.ALLOW}
     assert requests == {0x8901, 0x8902}
-    for flags in (0, 0x800, 0x80000, 0x80800):
-        for family in (1, 2, 30):
-            for kind in range(1, 11):
-                is_fine = family == kind == 1
-                decided = decide(partly["socketpair"], family, kind | flags)
-                assert decided == (jail.ALLOW if is_fine else no_permission)
+    flags = (0, 0x800, 0x80000, 0x80800)
+    for family, kind, more in itertools.product((1, 2, 30), range(1, 11), flags):
+        expected = jail.ALLOW if family == kind == 1 else no_permission
+        assert decide(partly["socketpair"], family, kind | more) == expected
 
     # The kernel's headers, where the machine has them, give the same numbers.
     header = Path("/usr/include", HEADERS[machine])
     if header.exists():
         known = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text()))
-        ours = {name: number for name, number in (partly | refused).items() if name in known}
-        assert len(ours) > 40
-        assert ours == {name: int(known[name]) for name in ours}
-
-
-# ---- tasks/code_data.py --------------------------------------------------------------------------
+        ours = {name: str(number) for name, number in (partly | refused).items() if name in known}
+        assert len(ours) > 40 and ours.items() <= known.items()
 
 
 def packed(value):
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
-ASSERTS = ["assert f(2) == 4", "assert f(1)", "assert not f(0)", "assert abs(f(1) - 2.5) < 1"]
-ASSERTS += ["assert math.isclose(f(1), 2.5, rel_tol=0.5)"]
-OF_ASSERTS = [["f(2)", "4"], ["not f(1)", "False"], ["not f(0)", "True"]]
-OF_ASSERTS += [["f(1)", "2.5", 1], ["f(1)", "2.5", 1.25]]
+# In merged sets items have empty columns of other sets.
+MBPP = ["assert f(2) == 4", "assert f(1)", "assert not f(0)", "assert abs(f(1) - 2.5) < 1"]
+MBPP += ["assert math.isclose(f(1), 2.5, rel_tol=0.5)"]
+OF_MBPP = [["f(2)", "4"], ["not f(1)", "False"], ["not f(0)", "True"]]
+OF_MBPP += [["f(1)", "2.5", 1], ["f(1)", "2.5", 1.25]]
 CHECK = "def check(candidate):\n    assert candidate(3) == 1.5\n"
+HUMANEVAL = {"prompt": "half = 1.5\n", "entry_point": "f", "test": CHECK}
+OF_HUMANEVAL = of_calls(["f(3)", "1.5"], setup="half = 1.5\n")
 APPS = {"inputs": [["1 2", ""], "4 5\n"], "outputs": [["3\n"], "9\n"]}
-APPS_CALL = {"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}
 CLASS = "class Solution:\n    def f(self, a, b):"
-CASES = [[{"input": text, "output": output}] for text, output in PAIRS]
-CASE_OF_CALL = {"input": "1\n[2]", "output": "3"}
+APPS_CALL = {"question": "?", "starter_code": CLASS}
+APPS_CALL["input_output"] = json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]})
+CASES = [json.dumps([{"input": text, "output": output}]) for text, output in PAIRS]
+LIVECODEBENCH = {"question_content": "?", "input_output": ""}
+LIVECODEBENCH |= {"public_test_cases": CASES[0], "private_test_cases": packed(CASES[1])}
+LIVE_CALL = {"question_content": "?", "metadata": '{"func_name": "f"}', "private_test_cases": ""}
+LIVE_CALL["public_test_cases"] = [{"input": "1\n[2]", "output": "3"}]
 
-# (item, a right program, label) of MBPP, HumanEval, APPS, LiveCodeBench and of columns. In merged
-# sets they have empty columns of other sets.
+# (item, a right program, label)
 FORMS = [
-    ({"text": "?", "test_list": ASSERTS}, "f = lambda x: 2 * x", label(*OF_ASSERTS, calls=True)),
-    (
-        {"prompt": "half = 1.5\n", "entry_point": "f", "test": CHECK},
-        "f = lambda x: x * half / 3",
-        label(["f(3)", "1.5"], calls=True, setup="half = 1.5\n"),
-    ),
+    ({"text": "?", "test_list": MBPP}, "f = lambda x: 2 * x", of_calls(*OF_MBPP)),
+    (HUMANEVAL, "f = lambda x: x * half / 3", OF_HUMANEVAL),
     ({"question": "?", "input_output": APPS}, ADD, ADDS),
-    (
-        {"question": "?", "input_output": json.dumps(APPS_CALL), "starter_code": CLASS},
-        f"{CLASS} return a + b",
-        label(["Solution().f(*[1, 2])", "3"], calls=True, is_json=True),
-    ),
-    (
-        {"question_content": "?", "input_output": "", "public_test_cases": json.dumps(CASES[0])}
-        | {"private_test_cases": packed(json.dumps(CASES[1]))},
-        ADD,
-        ADDS,
-    ),
-    (
-        {"question_content": "?", "metadata": json.dumps({"func_name": "f"})}
-        | {"public_test_cases": [CASE_OF_CALL], "private_test_cases": ""},
-        "def f(a, b): return a + b[0]",
-        label(["f(*[1, [2]])", "3"], calls=True, is_json=True),
-    ),
+    (APPS_CALL, f"{CLASS} return a + b", of_json_calls(["Solution().f(*[1, 2])", "3"])),
+    (LIVECODEBENCH, ADD, ADDS),
+    (LIVE_CALL, "def f(a, b): return a + b[0]", of_json_calls(["f(*[1, [2]])", "3"])),
     ({"question": "?", "tests": PAIRS, "input_output": None}, ADD, ADDS),
 ]
 

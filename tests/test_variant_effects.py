@@ -1,8 +1,8 @@
 """Each variant does what its docstring says, and each pair is refused or does what neither does.
 
 Three steps are taken without engines. Samples come from a hash of their requests, and policy and
-critic are 23 numbers each. All else is the product's code. What the steps make of these numbers is
-compared with `expected`, which is written from the variants' docstrings, in loops and float64.
+critic are 23 numbers each. All other code is the product's. `expected`, which is written from the
+variants' docstrings in loops and float64, says what the steps must make of these numbers.
 `python test_variant_effects.py` compares in one of several ranks.
 """
 
@@ -392,10 +392,8 @@ def expected_step(name, cfg, step, tables, memory):
         return loss(advantages, now, before)
 
     count = 8 if name in ("updates", "clip_higher", "cispo", "gspo") else 1
-    rates = []
-    for update in range(step * count + 1, step * count + count + 1):
-        rise = min(1, update / 2)
-        rates.append(9 * rise - 8.5 * max(0, update - 2) / (STEPS * count - 2))
+    updates = range(step * count + 1, step * count + count + 1)
+    rates = [9 * min(1, n / 2) - 8.5 * max(0, n - 2) / (STEPS * count - 2) for n in updates]
     seed = hash64(cfg.seed, step, "policy")
     tables["policy"] = learn(tables["policy"], policy_loss, owner, counting, rates, seed)
     return log
@@ -417,10 +415,7 @@ def learn(table, loss, owner, counting, rates, seed):
 
 
 def with_needs(*names):
-    words = []
-    for name in names:
-        words += NEEDS.get(name, []) + [name]
-    return tuple(dict.fromkeys(words))
+    return tuple(dict.fromkeys(word for name in names for word in [*NEEDS.get(name, []), name]))
 
 
 def hold(name, flags):
@@ -431,15 +426,6 @@ def hold(name, flags):
         assert {key: log[key] for key in numbers} == pytest.approx(numbers)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads of so little work would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("name, flags", CASES)
 def test_a_variant_does_what_it_says(name, flags):
     hold(name, flags)
@@ -447,9 +433,8 @@ def test_a_variant_does_what_it_says(name, flags):
 
 @pytest.mark.slow
 def test_a_variant_does_the_same_on_two_ranks():
-    """What is learnt is that of all samples, where a rank has its share of the samples only."""
-    one_stream = {"stderr": subprocess.STDOUT, "env": {"OMP_NUM_THREADS": "1"}}
-    with started_ranks([__file__], **one_stream) as ranks:
+    """All samples are learnt from, where a rank has its share of the samples only."""
+    with started_ranks([__file__], stderr=subprocess.STDOUT) as ranks:
         for rank in ranks:
             said, _ = rank.communicate(timeout=300)
             assert f"{len(CASES)} cases hold" in said.splitlines(), said[-3000:]
@@ -469,10 +454,9 @@ def differs(one, two):
 
 
 def test_each_variant_changes_what_is_learnt():
-    """With its own defaults, and everything else alike."""
+    """Its own defaults suffice for that."""
     for name in NAMES:
-        assert learnt(name).isfinite().all(), name
-        assert differs(learnt(name), learnt()), f"{name} does nothing here"
+        assert learnt(name).isfinite().all() and differs(learnt(name), learnt()), name
 
 
 @pytest.mark.parametrize("name", naive.VARIANTS_COMPARE)
@@ -551,8 +535,8 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
 
 @pytest.mark.slow
 def test_fp16_learns_what_fp32_learns(tmp_path):
-    """The engines compute in fp16, and the loss is multiplied and divided again. Where it overflows
-    no update is taken and the factor is halved, which a checkpoint remembers."""
+    """The loss is multiplied, and the gradient divided again. Where a gradient overflows, no update
+    is taken and the factor is halved; a checkpoint remembers the factor."""
     model = tiny.make_model(tmp_path / "model", tied=False)
     cfg = config(variant="fp16", model=model, actor_learning_rate=1e-2, warmup_updates=1)
     requests = rollout.requests_of_step(make_problems(cfg), cfg, 0)

@@ -11,48 +11,36 @@ from conftest import ROOT, clean_environment, jsonl, run_python
 def solve(question: str) -> int:
     """Reads the story from left to right, which the generator does not do."""
     total = 0
-    boxes = None
     story = question.partition("How many")[0]
-    for word, number in re.findall(r"(\w+) (\d+)", story):
-        if word == "of":
-            total += boxes * int(number)
-        elif f"{word} {number} boxes" in story:
-            boxes = int(number)
-        elif word == "loses":
-            total -= int(number)
-        else:
-            assert word in ("has", "buys", "finds"), question
-            total += int(number)
+    for verb, number, each in re.findall(r"(\w+) (\d+)(?: boxes of (\d+))?", story):
+        assert verb in ("has", "buys", "finds", "loses"), question
+        value = int(number) * int(each or 1)
+        total += -value if verb == "loses" else value
     return total
 
 
 def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run_python("tools/word_problems.py", tmp_path / name, "--seed", seed)
-    train = jsonl(tmp_path / "a" / "train.jsonl")
     held_out = jsonl(tmp_path / "a" / "eval.jsonl")
-    assert len({problem["question"] for problem in train + held_out}) == 4200
-    for problem in train + held_out:
+    problems = jsonl(tmp_path / "a" / "train.jsonl") + held_out
+    assert len({problem["question"] for problem in problems}) == 4200 and len(held_out) == 200
+    for problem in problems:
         assert "\n" not in problem["question"]
         assert solve(problem["question"]) == int(problem["answer"]) > 0, problem
-    assert len(held_out) == 200
     texts = {name: (tmp_path / name / "train.jsonl").read_text() for name in "abc"}
     assert texts["a"] == texts["b"] != texts["c"]
 
 
-@pytest.mark.parametrize(
-    "words, error",
-    [
-        (["words", "--train", "0"], "--train, --held_out: "),
-        (["words", "--held_out", "-1"], "--train, --held_out: "),
-        # It never came to an end.
-        (["words", "--train", "1000000"], "--train, --held_out: "),
-        (["file/words"], "[Errno 20]"),
-    ],
-)
+# A million never came to an end.
+COUNTS = ["words --train 0", "words --held_out -1", "words --train 1000000"]
+REFUSED = dict.fromkeys(COUNTS, "--train, --held_out: ") | {"file/words": "[Errno 20]"}
+
+
+@pytest.mark.parametrize("words, error", REFUSED.items())
 def test_what_cannot_be_made_is_refused_in_one_line(words, error, tmp_path):
     (tmp_path / "file").write_text("")
-    done = run_python(ROOT / "tools" / "word_problems.py", *words, code=2, cwd=tmp_path)
+    done = run_python(ROOT / "tools" / "word_problems.py", *words.split(), code=2, cwd=tmp_path)
     assert done.stderr.startswith(f"error: {error}") and done.stderr.count("\n") == 1
     assert not (tmp_path / "words").exists()
 
@@ -61,8 +49,7 @@ def test_the_recipe_without_a_folder_starts_nothing():
     """torchrun's forty lines stood around the error."""
     command = ["bash", ROOT / "runs/smollm2_cpu.sh", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.slow
@@ -76,8 +63,6 @@ def test_the_recipe_trains_a_folder(tmp_path):
     flags += ["--prompt_max_len", "400", "--max_len", "450", "--packing_max_len", "450"]
     command = ["bash", ROOT / "runs/smollm2_cpu.sh", model, *flags]
     # With 0 the system chooses the port.
-    environment = clean_environment() | {"MASTER_PORT": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    subprocess.run(command, env=clean_environment() | {"MASTER_PORT": "0"}, check=True)
     assert len(jsonl(run / "metrics.jsonl")) == 1
     assert jsonl(run / "eval.jsonl")[0]["problems"] == 200
