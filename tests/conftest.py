@@ -8,6 +8,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -350,6 +351,23 @@ def process_group():
     if not dist.is_initialized():
         start_distributed()
         use_one_thread()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MB (tmpfs), where the machine lets us mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no permission to mount")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(disk: Path, room: int) -> None:
+    """Leaves this many bytes free."""
+    (disk / "ballast").write_bytes(b"x" * max(0, shutil.disk_usage(disk).free - room))
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import tiny as maker
 import torch
+from conftest import fill
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -85,22 +85,6 @@ def test_a_folder_is_cleaned_and_belongs_to_one_run_if_it_can_be_written_and_is_
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="not writable"):
         ckpt.claim(tmp_path / "file" / "run", 0)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A tmpfs of 1 MB, where the machine lets us mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no permission to mount")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(disk: Path, room: int):
-    (disk / "ballast").write_bytes(b"x" * max(0, shutil.disk_usage(disk).free - room))
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(group, small_disk, capsys):
