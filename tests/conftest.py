@@ -167,12 +167,12 @@ def launch(run_dir, ranks=1, script=ROOT / "train.py", check=True, timeout=300, 
     Several ranks are launched by accelerate. For one rank accelerate would cost 5 s.
     """
     launcher = []
-    if ranks > 1:
-        launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", ranks]
-        # Port 0 is a free one: other tests launch at the same time.
-        launcher += ["--num_machines", 1, "--main_process_port", 0]
-    words = [*launcher, script, *arguments(SMALL | flags | {"run_dir": run_dir})]
-    return run_python(*words, code=0 if check else None, timeout=timeout, env=env)
+    with held_port() as port:
+        if ranks > 1:
+            launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", ranks]
+            launcher += ["--num_machines", 1, "--main_process_port", port]
+        words = [*launcher, script, *arguments(SMALL | flags | {"run_dir": run_dir})]
+        return run_python(*words, code=0 if check else None, timeout=timeout, env=env)
 
 
 @contextlib.contextmanager
@@ -180,7 +180,7 @@ def held_port():
     """A port for a rendezvous that starts much later.
 
     It is bound, so that nobody else is given it, but not listened on, so that the rendezvous can.
-    Chosen and let go, it was another test's by then now and then.
+    Chosen and released, it could be another test's by then.
     """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -372,7 +372,7 @@ def fill(disk: Path, room: int) -> None:
 
 @pytest.fixture
 def shared_memory():
-    """Removes what a run that shares an engine leaves behind, before and after the test.
+    """Removes what a run whose ranks share a sampler leaves behind, before and after the test.
 
     On a CPU vLLM gives its shared memory the same name in every run, and refuses to start where
     that of a dead run lies.

@@ -169,7 +169,7 @@ def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
 
 
 def adam_by_hand(start, gradient, cfg, eps: float) -> torch.Tensor:
-    """The first step of AdamW with betas 0.9 and 0.95, after clipping at cfg.max_norm."""
+    """The first update of AdamW with betas 0.9 and 0.95, after clipping at cfg.max_norm."""
     gradient = gradient * min(1.0, cfg.max_norm / gradient.norm().item())
     first = 0.1 * gradient / (1 - 0.9)
     second = 0.05 * gradient**2 / (1 - 0.95)
@@ -177,7 +177,7 @@ def adam_by_hand(start, gradient, cfg, eps: float) -> torch.Tensor:
 
 
 def find_of_step(model: str, row_len: str) -> dict:
-    """A step by hand and a step of the engine at each stage, and then one whose gradient is NaN."""
+    """At each stage an update by hand, one of the engine, and then one whose gradient is NaN."""
     device = start_distributed()[2]
     changes = {"bf16": True, "attention": "sdpa", "estimator": "grpo", "warmup_updates": 1}
     changes |= {"max_norm": 0.5, "micro_train_batch_size": 1, "packing_max_len": row_len}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 def attend_in_parts(query, key, value, borders, causal, scale):
-    """Of rows laid end to end, (tokens, heads, D): each part by itself, on any device."""
+    """Of rows laid end to end, (tokens, heads, D): each part alone, on any device."""
     parts = []
     for start, end in itertools.pairwise(borders.tolist()):
         q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))

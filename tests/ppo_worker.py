@@ -143,8 +143,8 @@ def masters(engine) -> torch.Tensor:
 
 
 def cell_step(cfg, spec) -> dict:
-    """One SGD step of critic and policy, after the passes without gradient. calls: of both models'
-    first layers in the step."""
+    """One SGD update of critic and policy, after the passes without gradient. calls: of both
+    models' first layers in the update."""
     batch = make_batch(spec["batch"])
     policy = models.make_policy(cfg, **SGD)
     critic = models.make_critic(cfg, **SGD)
@@ -161,7 +161,7 @@ def cell_step(cfg, spec) -> dict:
 
 
 def cell_flat(cfg, spec) -> dict:
-    """A healthy AdamW step, which fills the moments; then rollouts with nothing to learn from."""
+    """A healthy AdamW update, which fills the moments; then rollouts with nothing to learn from."""
     policy = models.make_policy(cfg)
     result = {"start": weights(policy)}
     healthy = make_batch("half flat")
@@ -171,7 +171,7 @@ def cell_flat(cfg, spec) -> dict:
     flat = make_batch("flat")
     ppo.compute_advantages(flat, cfg)
     result["stats"] = ppo.train_policy(policy, flat, cfg, step=1, total_steps=2)
-    # An empty list of samples is not all of them, though these have signal.
+    # An empty list of samples does not mean all samples, though there are some to learn from.
     result["no_samples"] = ppo.update(policy, ppo.policy_loss, healthy, [], 1e-3, cfg)
     return result | {"after": weights(policy), "steps": policy.deepspeed.global_steps}
 
@@ -264,7 +264,7 @@ def cell_bf16(cfg, spec) -> dict:
 
 
 def cell_adamw(cfg, spec) -> dict:
-    """Two AdamW steps of the policy."""
+    """Two AdamW updates of the policy."""
     batch = make_batch()
     policy = models.make_policy(cfg)
     start = weights(policy)

@@ -1,7 +1,7 @@
 """torchrun tests/reshard_worker.py MODEL OUT [SOURCE]
 
 Without SOURCE it saves a policy at each ZeRO stage after three steps, as OUT/<stage>/step_000003.
-Then rank 1's disk fails once, while step 4 is saved in OUT.sick: each rank writes what it was told.
+Then rank 1's disk fails once, while step 4 is saved in OUT.sick: each rank writes the error it got.
 With SOURCE it loads each resharded checkpoint of SOURCE into each stage, and saves what it loaded
 at once, untouched, as OUT/<from>to<stage>.
 """

@@ -26,7 +26,7 @@ def test_the_flops_of_an_update_are_those_counted_by_hand():
 
 
 def test_every_second_response_counts_as_right():
-    """A random model is never right. All rewards were 0, and no policy update was measured."""
+    """Graded by its answers, a random model has reward 0, and no policy update is measured."""
     task = train.find_task(config(task=ROOT / "tools" / "bench_task.py"))
     with task.Grader(1, "orz") as grader:
         for position in range(4):

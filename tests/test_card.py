@@ -25,9 +25,10 @@ def test_what_a_part_started_ends_with_it(tmp_path):
     """A process of another session ends too: a train.py once went on and held the GPU."""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    child = f"setsid sleep 1000 > {tmp_path}/pipe & wait"
-    assert card.run_process(["sh", "-c", child], tmp_path / "log", 1) == "timed out"
+    child = f"setsid sh -c 'echo started; sleep 1000' > {tmp_path}/pipe & wait"
+    assert card.run_process(["sh", "-c", child], tmp_path / "log", 3) == "timed out"
     with open(reader, "rb", buffering=0) as pipe:
+        assert pipe.read() == b"started\n"
         wait_until(lambda: pipe.read() == b"", seconds=60)  # None while the child lives
 
 
@@ -69,7 +70,7 @@ def test_a_page_has_all_parts_that_ran_beside_their_plan(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_a_signal_ends_the_part_and_keeps_those_that_have_ended(tmp_path):
-    """The part lived on, and would have held the GPU."""
+    """A part that lived on would hold the GPU."""
     process = start_python(ROOT / "tools" / "card.py", "attention", "zero2", "--out", tmp_path)
 
     def running() -> list:

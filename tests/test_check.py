@@ -88,8 +88,8 @@ def test_files_of_problems_must_have_names(flags):
 
 
 @pytest.mark.parametrize("version", kernels.VARLEN)
-def test_varlen_of_another_version_is_refused_or_works(version, monkeypatch):
-    """It died with a traceback: PyTorch 2.9 has no such function, 2.10 not the arguments."""
+def test_varlen_needs_pytorch_2_11(version, monkeypatch):
+    """PyTorch 2.9 lacks varlen_attn, and that of 2.10 lacks two arguments."""
     kernels.use_varlen(monkeypatch, version)
     _, is_usable = kernels.VARLEN[version]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -125,8 +125,8 @@ def test_same_values_pass_and_an_error_is_raised_as_it_is(process_group):
         ([(UserError("bad line"), "1"), (UserError("bad line"), "1")], "bad line"),
     ],
 )
-def test_all_ranks_hear_of_the_one_that_differs(monkeypatch, reports, words):
-    """What two ranks would gather: they must end alike, or one would wait for the other."""
+def test_a_difference_is_reported_on_every_rank(monkeypatch, reports, words):
+    """Two ranks that gather these reports end alike. One would else wait for the other."""
     places = ("machine a, rank 0", "machine b, rank 1")
     everyone = [(place, error, {"--seed": seed}) for place, (error, seed) in zip(places, reports)]
     monkeypatch.setattr(check, "here", lambda: "")
@@ -171,7 +171,7 @@ def test_parameters_are_counted_without_memory(tmp_path, tied):
     assert all(p.is_meta for p in check.skeleton(model.config).parameters())
 
 
-def test_room_is_for_all_checkpoints_to_come(tmp_path):
+def test_the_space_needed_counts_the_checkpoints_to_come(tmp_path):
     larger = str(maker.make_model(tmp_path / "larger"))
     smaller = str(maker.make_model(tmp_path / "smaller", hidden=32))
     policy = 16 * check.count_parameters(check.load_config(larger))

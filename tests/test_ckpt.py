@@ -69,9 +69,8 @@ def find_start(run: Path, choice="auto", **changes):
 # ---- the folder, save, export --------------------------------------------------------------------
 
 
-def test_a_folder_is_cleaned_and_belongs_to_one_run_if_it_can_be_written_and_is_large_enough(
-    group, tmp_path
-):
+def test_claim_refuses_a_folder_that_is_used_full_or_not_writable(group, tmp_path):
+    """A claimed folder is also cleaned of what an unfinished save left there."""
     (tmp_path / ".saving_000003").mkdir()
     lock = ckpt.claim(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -88,7 +87,7 @@ def test_a_folder_is_cleaned_and_belongs_to_one_run_if_it_can_be_written_and_is_
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(group, small_disk, capsys):
-    """It said `unexpected pos 864384 vs 864272`, and neither what is free nor what was needed."""
+    """The warning says how many bytes a save needs and how many are free."""
     assert save(small_disk, 1, group) is None
     fill(small_disk, room=20_000)
     capsys.readouterr()
@@ -107,9 +106,9 @@ def test_a_full_disk_keeps_the_checkpoint_before(group, small_disk, capsys):
 
 
 @pytest.mark.parametrize("room", [0, 3000])
-def test_disk_that_fills_up_at_the_end_of_a_save(group, small_disk, room):
-    """After all ranks' files, while rank 0 writes the small ones: tokenizers raises a bare
-    Exception."""
+def test_a_disk_full_at_the_end_of_a_save_leaves_no_checkpoint(group, small_disk, room):
+    """The disk is full when rank 0 writes the tokenizer, after all ranks have written their files.
+    The library tokenizers raises a bare Exception then."""
 
     class Last:
         def save_pretrained(self, folder):
@@ -121,7 +120,7 @@ def test_disk_that_fills_up_at_the_end_of_a_save(group, small_disk, room):
     assert not ckpt.checkpoints(small_disk)
 
 
-def test_an_error_while_a_stop_is_handled_is_told_as_itself():
+def test_an_error_while_a_stop_is_handled_is_reported_as_itself():
     """A run that is stopped saves while it handles Stopped, which every error refers to then."""
     try:
         raise Stopped
@@ -155,7 +154,7 @@ def calls(tmp_path, monkeypatch):
     return done
 
 
-def test_all_is_on_disk_before_the_name_is(group, tmp_path, calls):
+def test_all_files_are_flushed_before_a_checkpoint_gets_its_name(group, tmp_path, calls):
     """A power cut keeps what was flushed. Every rank flushes its own files before rank 0 begins to
     publish; all files, folders and logs come before the rename, and the run folder after it."""
 
@@ -194,8 +193,8 @@ def test_all_is_on_disk_before_the_name_is(group, tmp_path, calls):
 
 
 @pytest.mark.parametrize("sick", ["_optim_states.pt", "manifest.json", "/.saving_000002"])
-def test_a_flush_that_fails_is_a_save_that_failed(group, tmp_path, monkeypatch, sick):
-    """The kernel tells it once, and the next fsync finds nothing left to do."""
+def test_a_flush_that_fails_makes_the_save_fail(group, tmp_path, monkeypatch, sick):
+    """The kernel reports a failed flush once. The next fsync of that file succeeds."""
     fsync = os.fsync
     told = []
 
@@ -225,7 +224,7 @@ def test_prune_keeps_the_last_complete_ones_or_all(group, tmp_path):
     assert not list(tmp_path.glob(".saving*")), "the deleted ones must not eat the space"
 
 
-def test_an_export_that_fails_is_the_user_s_to_mend(group, tiny, small_disk):
+def test_an_export_to_a_full_disk_is_a_user_error(group, tiny, small_disk):
     model = AutoModelForCausalLM.from_pretrained(tiny["model"])
     fill(small_disk, room=0)
     with pytest.raises(UserError, match="policy is NOT written: .*No space left"):
@@ -270,7 +269,7 @@ def copy(two_saves, tmp_path):
 
 @pytest.mark.parametrize("how", ["missing", "cut", "flipped"])
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(group, copy, how, capsys):
-    """Of one flipped bit the hash alone can tell, since the size is the same."""
+    """Only the hash shows one flipped bit, because the size stays the same."""
     newest = copy / "step_000002"
     victim = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
     content = bytearray(victim.read_bytes())
@@ -300,8 +299,8 @@ ODD += ['{"\\ud800": {"size": 1}}', '{"%s": {"size": 1}}' % ("x" * 5000)]
 
 @pytest.mark.parametrize("number", range(len(ODD)))
 def test_a_manifest_of_any_shape_is_damage(group, copy, capsys, number):
-    """JSON of another shape ended in a traceback. The run must go back a step, and what reshard
-    wrote must be asked for again."""
+    """The run goes back one step. Where the manifest of a resharded checkpoint is damaged, the line
+    asks for a new reshard."""
     newest = copy / "step_000002"
     (newest / "manifest.json").write_text(ODD[number], errors="surrogateescape")
     assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
@@ -320,7 +319,7 @@ def test_a_manifest_of_any_shape_is_damage(group, copy, capsys, number):
 
 
 def test_a_state_of_any_shape_is_damage_or_of_another_version(copy):
-    """It is damage where the manifest disagrees, and another version's where it agrees."""
+    """A state file that the manifest contradicts is damage. Else it is another version's."""
     newest = copy / "step_000002"
     for text in [*ODD[:5], "{}}", '{"of_another_version": 1}']:
         (newest / "state.json").write_text(text)
@@ -335,9 +334,9 @@ def test_a_state_of_any_shape_is_damage_or_of_another_version(copy):
             convert.verified_state(newest)
 
 
-def test_a_run_never_starts_over_by_itself(copy, tmp_path):
-    """A disk that cannot be read for a minute must not cost a run: with nothing left to go back to,
-    it ends."""
+def test_a_run_never_starts_over_unasked(copy, tmp_path):
+    """Where no checkpoint can be read the run ends. A disk that cannot be read for a minute must
+    not cost the run."""
     for path in ckpt.checkpoints(copy):
         os.truncate(path / "state.json", 1)
     with pytest.raises(UserError, match="step_000001: files are missing.*--resume none"):
@@ -364,12 +363,6 @@ def test_the_same_run_goes_on_where_it_was(saved_run):
     assert find_start(saved_run, "none") == (None, run_state(0, **SAVED))
 
 
-@pytest.mark.parametrize("variants", [[], [["mine", "hash of another text"]]])
-def test_other_variants_are_refused_with_the_kept_files(saved_run, variants):
-    with pytest.raises(UserError, match=f"use --variant {saved_run}/variants/mine.py, or"):
-        find_start(saved_run, variants=variants)
-
-
 def test_flags_that_decide_what_is_learnt_must_stay_and_the_others_may_change(saved_run, capsys):
     for name, old in run_state(3).config.items():
         # Of the same kind, as far as that is known.
@@ -383,8 +376,8 @@ def test_flags_that_decide_what_is_learnt_must_stay_and_the_others_may_change(sa
         find_start(saved_run, config={"seed": 7, "task": "code"})
 
 
-def test_problems_must_stay_and_steps_where_the_learning_rate_falls():
-    """A checkpoint from before a flag was made by its default."""
+def test_other_problems_and_with_lr_end_other_steps_are_refused():
+    """A checkpoint that is older than a flag counts as made with the flag's default."""
     falling = {"lr_end": 1e-7}
     for then, now, changed in [
         ({}, {}, []),
@@ -452,8 +445,8 @@ def test_checkpoint_files_need_no_arbitrary_pickle(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_rewind_leaves_neither_gap_nor_double(group, tmp_path):
-    """A later checkpoint would be resumed next time. It is set aside: only the user deletes it."""
+def test_rewind_cuts_the_logs_and_sets_later_checkpoints_aside(group, tmp_path):
+    """A later checkpoint would be resumed, so it is set aside. Only the user deletes it."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     memory = {"mine": {}}
     state = run_state(0)

@@ -1,4 +1,4 @@
-"""What the ranks do together: errors told once, the process group, signals. And the launcher."""
+"""What the ranks do together: errors reported once, process group, signals. And the launcher."""
 
 import datetime
 import os
@@ -17,9 +17,9 @@ from lib import common, launcher
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-def test_an_error_of_several_ranks_is_told_once(capsys, monkeypatch):
+def test_an_error_of_several_ranks_is_reported_once(capsys, monkeypatch):
     store = dist.HashStore()
-    # The store goes with rank 0, which has told the error before.
+    # The store goes with rank 0, which has reported the error before.
     lost = mock.Mock(add=mock.Mock(side_effect=dist.DistNetworkError("connection reset")))
     for found, told in ((store, "error\n"), (store, ""), (lost, "")):
         common.tell_once(found, "error")
@@ -33,13 +33,13 @@ def test_an_error_of_several_ranks_is_told_once(capsys, monkeypatch):
         assert capsys.readouterr().err == told
 
 
-def test_half_of_a_launcher_s_variables_is_one_line(monkeypatch):
+def test_half_of_a_launcher_s_variables_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"})
     with pytest.raises(common.UserError, match="not LOCAL_RANK, MASTER_PORT: use .*$"):
         common.start_distributed()
 
 
-def test_ranks_that_cannot_be_met_are_one_line(monkeypatch):
+def test_ranks_that_cannot_be_met_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(common, "PATIENCE", datetime.timedelta(seconds=1))
     monkeypatch.setattr(common, "choose_device", lambda ranks_here: torch.device("cpu"))
     with held_port() as port:
@@ -69,7 +69,7 @@ def test_seeds_are_the_same_in_every_process():
 
 
 def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
-    """An old driver, or a job on the wrong machine, became a run on the CPU."""
+    """Else an old driver, or a job on the wrong machine, would train on the CPU without a word."""
     common.check_stack("13.0", has_gpu=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -78,7 +78,7 @@ def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("answer, is_told", [("exit 0", True), ("exit 9", False), (None, False)])
-def test_a_torch_for_cpus_beside_a_gpu_is_told(answer, is_told, tmp_path, monkeypatch, capsys):
+def test_a_torch_for_cpus_beside_a_gpu_warns(answer, is_told, tmp_path, monkeypatch, capsys):
     """nvidia-smi is also installed where there is no GPU."""
     if answer:
         stand_in(tmp_path, "nvidia-smi", answer)
@@ -116,7 +116,7 @@ def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
 
 
 def test_only_a_second_interrupt_ends_a_rank_at_once(handlers):
-    """The first one may come after another signal or rank. It must not cut off the save."""
+    """The first interrupt may come after another signal, and must not cut off the save."""
     signals = common.Signals(dist.HashStore())
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         assert signal.getsignal(number) == signals.handle
@@ -127,7 +127,7 @@ def test_only_a_second_interrupt_ends_a_rank_at_once(handlers):
 
 
 def test_ranks_agree_on_a_fault_of_one_of_them(handlers, process_group, monkeypatch):
-    """Raised in that rank alone, its error left the others waiting, and nothing was saved."""
+    """If one rank alone raised its error, the others would wait, and nothing would be saved."""
     signals = common.Signals(dist.HashStore())
     assert signals.agree() is None
     with pytest.raises(common.Stopped, match="^it is broken$"):
@@ -142,7 +142,7 @@ def test_ranks_agree_on_a_fault_of_one_of_them(handlers, process_group, monkeypa
         assert stop.value.fault == told
 
 
-def test_an_error_of_one_rank_stops_all_ranks(process_group, monkeypatch, capfd):
+def test_share_errors_stops_all_ranks_for_an_error_of_one(process_group, monkeypatch, capfd):
     with common.share_errors():
         pass
     faults = {
@@ -161,7 +161,7 @@ def test_an_error_of_one_rank_stops_all_ranks(process_group, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("later, expected", [(0, ValueError), (1, common.Stopped)])
-def test_only_an_error_of_all_ranks_is_shared(later, expected, handlers, monkeypatch):
+def test_share_same_error_raises_an_error_of_one_rank_alone(later, expected, handlers, monkeypatch):
     signals = common.Signals(dist.HashStore())
     clock = mock.Mock(sleep=lambda _: signals.store.add("failed", later))
     clock.monotonic.side_effect = range(40)
@@ -251,7 +251,7 @@ print(number.value)
         ("nohup bash accelerate launch.sh", {}, 0),
     ],
 )
-def test_only_under_a_launcher_of_one_process_does_a_trainer_follow_its_parent(parent, env, number):
-    """Followed always, the parent took `nohup python train.py &` along when that shell left."""
+def test_a_trainer_follows_its_parent_only_if_that_launches_one_process(parent, env, number):
+    """If a trainer always did, `nohup python train.py &` would end when its shell ends."""
     start = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[-1]])"
     assert int(run_python("-c", start, *parent.split(), READ_BACK, env=env).stdout) == number

@@ -19,8 +19,8 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 EXAMPLES = dict(re.findall(BLOCKS, PAGE, re.MULTILINE | re.DOTALL))
 
 
-def test_estimator(monkeypatch):
-    """As if pasted into ppo.py."""
+def test_the_page_s_estimator_has_its_advantages(monkeypatch):
+    """The example is run as if it were pasted into ppo.py."""
     monkeypatch.setattr(ppo, "ESTIMATORS", dict(ppo.ESTIMATORS))
     exec(EXAMPLES["estimator"], dict(vars(ppo)))
     responses = [[2], [2, 2], [2]]
@@ -30,8 +30,8 @@ def test_estimator(monkeypatch):
     assert batch.per_token["advantages"].tolist() == pytest.approx([0.1, -1, -1, 0.1])
 
 
-def test_task(tmp_path):
-    """It has all that a run asks of a task."""
+def test_the_page_s_task_grades_by_length(tmp_path):
+    """The example has all that a run asks of a task."""
     path = tmp_path / "my_task.py"
     path.write_text(EXAMPLES["task"])
     task = train.find_task(config(task=path))
@@ -46,7 +46,7 @@ def test_task(tmp_path):
         assert (grader.lost, grader.broken) == (0, None)
 
 
-def test_dataset(tmp_path, monkeypatch):
+def test_the_page_s_data_set_loads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(EXAMPLES["dataset"], {})
     problems = reward.load_problems("squares.jsonl", "Q: {question} A:")
@@ -56,7 +56,7 @@ def test_dataset(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_page_s_estimator_and_exercise_1_pass_make_check_together(tmp_path):
-    """Somebody's first change must break nothing. Once ppo.py had no room for either of them."""
+    """The first change of a newcomer who follows the page passes every check."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in filter(None, names.split("\0")):

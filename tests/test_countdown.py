@@ -64,7 +64,7 @@ def test_text_metrics_tell_a_search():
 
 
 def test_both_kinds_of_records_are_read_from_files_and_from_folders(tmp_path, monkeypatch):
-    """A folder of parquet files was taken for one that the datasets library had saved."""
+    """A folder of parquet files is not taken for one that the datasets library saved."""
     path = tmp_path / "problems.json"
     mini = {"nums": [5, 9, 8, 4], "target": 17, "pick": 2}
     path.write_text(json.dumps([mini, {"nums": [19, 36, 55, 7], "target": 65}]))
@@ -99,7 +99,7 @@ def test_a_bad_record_is_named_in_one_line(tmp_path, record, reason):
 
 
 def test_an_example_is_what_the_recipe_says():
-    """The shares of stops, slips and shown hits, over many lines; weights lie on their tokens."""
+    """Over many lines, stops, slips and hits have the recipe's shares. Weights lie on tokens."""
     recipe = maker.Recipe(seed=1, updates=1, batch=4)
     rng = random.Random(0)
     tries = maker.all_tries((4, 5, 8, 9))

@@ -60,7 +60,7 @@ def test_the_folder_holds_a_model_problems_and_flags_by_the_seed(make, tmp_path)
         assert contents(tmp_path / "other")[name][1] != contents(base)[name][1]
 
 
-def test_a_base_is_never_half_and_never_overwritten(make, tmp_path, monkeypatch, capsys):
+def test_a_base_is_never_incomplete_and_never_overwritten(make, tmp_path, monkeypatch, capsys):
     """Only flags.txt is written again, because its paths change when a base model is copied."""
     base = tmp_path / "base"
     interrupt = mock.patch.object(demo, "write_problems", side_effect=KeyboardInterrupt)

@@ -40,10 +40,11 @@ def test_commands_can_be_given(name, monkeypatch, process_group, tmp_path):
     lines = "".join(block for language, block in blocks if language == "sh").splitlines()
     prose = re.sub(BLOCK, "", text, flags=re.MULTILINE | re.DOTALL)
     lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
-    for line in lines:
-        for command in re.sub(r"\s# .*", "", line).strip().split(" && "):
-            if re.fullmatch(COMMAND, command):
-                check_command(shlex.split(re.sub(r"^(\w+=\S+ )+", "", command)))
+    commands = [part for x in lines for part in re.sub(r"\s# .*", "", x).strip().split(" && ")]
+    commands = [command for command in commands if re.fullmatch(COMMAND, command)]
+    assert commands or name.startswith("docs/")
+    for command in commands:
+        check_command(shlex.split(re.sub(r"^(\w+=\S+ )+", "", command)))
 
 
 def check_command(words: list[str]):

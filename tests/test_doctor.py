@@ -10,7 +10,7 @@ from tools import doctor
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_recorded_run_is_named_by_its_illness_and_a_healthy_one_has_none(name):
+def test_the_doctor_names_the_fault_of_each_recorded_run_and_none_of_a_healthy_one(name):
     cause = name.replace("_", " ")
     expected = "nothing looks wrong\n" if name in ("ppo", "grpo") else f"{cause}: "
     code, output, _ = run_tool("doctor", RECORDED / name)
@@ -70,7 +70,7 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         ("flat groups", "9%", well(pass_at_n=0.3, reward=0.25, policy_tokens=900, without=GRPO)),
     ],
 )
-def test_a_sign_is_said_with_its_number_and_a_run_that_is_well_has_none(cause, number, lines):
+def test_the_doctor_gives_each_cause_with_its_number_and_none_if_all_is_well(cause, number, lines):
     found = doctor.examine(lines)
     assert list(found) == [cause] * bool(cause)
     assert number in found.get(cause, "")

@@ -237,7 +237,7 @@ def test_quick_verdict_takes_bounded_time(piece):
 
 @pytest.mark.slow
 def test_few_questions_hold_an_expression_that_solves_them(grader):
-    """A copied expression is right only where the label is an expression too, or stands there."""
+    """Where the label is a number, a right copy from the question is a number too."""
     problems = jsonl(DATA / "math.jsonl")
     copies = {}
     for index, problem in enumerate(problems):

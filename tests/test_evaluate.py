@@ -22,7 +22,7 @@ TOOL = ROOT / "tools" / "evaluate.py"
         ("--greedy", (1, 0, 1)),
     ],
 )
-def test_the_tool_has_a_distribution_of_its_own(flags, expected):
+def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
     cfg = evaluate.read_flags(["model", "--data", "a.json", "b.json", *flags.split()])
     assert (cfg.eval_n, cfg.eval_temperature, cfg.eval_top_p) == expected
     assert (cfg.model, cfg.eval_data, cfg.temperature) == ("model", ["a.json", "b.json"], 1)
@@ -36,7 +36,7 @@ def test_the_tool_has_a_distribution_of_its_own(flags, expected):
         ("--temprature 0.6", "unknown flag --temprature: did you mean --temperature"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(flags, told, capsys):
+def test_bad_input_is_refused_in_one_line_with_exit_code_2(flags, told, capsys):
     assert evaluate.run(["model", "--data", "a.json", *flags.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {told}")
@@ -59,7 +59,7 @@ def test_after_a_signal_the_exit_code_is_1(monkeypatch, capsys):
     ],
 )
 def test_a_published_figure_stands_beside_ours(model, name, said):
-    """With the settings that differ, or it would be taken for the same measurement."""
+    """The line names the settings that differ, because such figures cannot be compared."""
     cfg = evaluate.read_flags([model, "--data", "a.json"])
     line = {"set": name, "problems": 200, "accuracy": 0.3021, "stderr": 0.012}
     texts = [evaluate.compare(x, line, cfg) for x in evaluate.published_for(line, cfg)]

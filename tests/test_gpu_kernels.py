@@ -132,10 +132,10 @@ def test_the_head_is_that_of_full_logits(bf16, device):
             assert distance(found, reference) < 1e-4
 
 
-# ---- an optimizer step ---------------------------------------------------------------------------
+# ---- an update -----------------------------------------------------------------------------------
 
 
-def test_a_bf16_step_is_adamw_on_fp32_masters(device, folder_of, tmp_path):
+def test_a_bf16_update_is_adamw_on_fp32_masters(device, folder_of, tmp_path):
     """ZeRO-3's gathered weights lie elsewhere in memory, where products in bf16 round otherwise."""
     row_len = 512 if device.type == "cuda" else 64
     found = worker("step", tmp_path / "found.json", folder_of(device.type), row_len)

@@ -54,7 +54,7 @@ in_bf16 = pytest.mark.parametrize("found", list(SETTINGS)[:3], indirect=True)
 
 
 @in_bf16
-def test_a_sleeping_sampler_gives_the_card_back(found, place):
+def test_a_sleeping_sampler_frees_the_card_s_memory(found, place):
     if place == "cpu":
         pytest.skip("no sampler sleeps on a CPU")
     assert found["kept"] < 3, "GiB of a sleeping sampler"
@@ -64,7 +64,7 @@ def test_a_sleeping_sampler_gives_the_card_back(found, place):
 
 @in_bf16
 def test_a_sync_replaces_every_weight(found):
-    """Without it the sampler is one step behind, and the check of a run's start says so.
+    """Without a sync the log-probs differ by more than the check at a run's start allows.
 
     Two implementations in bf16 differ by 0.005 to 0.014 without noise, and with it by 3 % of the
     stale gap (2 to 24 layers of two shapes, as measured on a CPU).

@@ -78,7 +78,7 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_read_and_a_folder_is_of_one_line(tmp_path, monkeypatch):
+def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monkeypatch):
     """A setting has the flags of `base` first. A variant is found here, then beside the plan."""
     here = tmp_path / "here"
     here.mkdir()
@@ -138,7 +138,7 @@ GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero
         (GOOD, "--jobs 0", "--jobs 0: choose 1 to"),
     ],
 )
-def test_a_bad_plan_is_one_line_and_nothing_runs(text, words, told, tmp_path):
+def test_a_bad_plan_is_refused_in_one_line_and_nothing_runs(text, words, told, tmp_path):
     (tmp_path / "plan.txt").write_text(text)
     out = tmp_path / "out"
     code, _, errors = run_tool("lab", tmp_path / "plan.txt", "--out", out, *words.split())
@@ -175,7 +175,9 @@ def test_our_plans_can_run_and_share_names_only_for_equal_settings(tmp_path):
     base = ["--model", "m", "--data", "d", "--eval_data", "e", *shlex.split(countdown.FLAGS)]
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "train.json").write_text("[]")
-    for path in (ROOT / "variants" / "plans").glob("*.txt"):
+    plans = list((ROOT / "variants" / "plans").glob("*.txt"))
+    assert plans
+    for path in plans:
         for setting in lab.read_plan(path, tmp_path):
             setting.flags = [*base, *setting.flags]
             # A name that two plans have is refused where their lines differ.

@@ -49,7 +49,7 @@ def make(folder, words: str, path: str, **programs) -> list[str]:
         ("install STACK=rocm", NO_CARD, None, None, "STACK=rocm: choose cuda or cpu.  Stop."),
     ],
 )
-def test_what_is_installed_and_run(words, card, there, installed, end, tmp_path):
+def test_make_installs_the_stack_of_the_machine(words, card, there, installed, end, tmp_path):
     for name in ("requirements.txt", "requirements-cpu.txt"):
         (tmp_path / name).touch()
     if there:
@@ -73,7 +73,7 @@ def test_what_is_installed_and_run(words, card, there, installed, end, tmp_path)
         ("test-gpu", "nvidia-smi finds no GPU here", {"nvidia_smi": NO_CARD}),
     ],
 )
-def test_what_is_needed_is_looked_for_first(target, lacks, programs, tmp_path):
+def test_make_looks_for_compiler_and_gpu_first(target, lacks, programs, tmp_path):
     (tmp_path / "requirements.txt").touch()
     programs = {"nvidia_smi": CARD, "python3.11": "exit 1"} | programs
     line, end = make(tmp_path, target, "", **programs)
@@ -82,7 +82,7 @@ def test_what_is_needed_is_looked_for_first(target, lacks, programs, tmp_path):
 
 
 def test_the_gpu_stack_cannot_be_a_torch_for_cpus():
-    """pip took 2.13.0+cpu where it also saw an index of CPU builds."""
+    """pip takes 2.13.0+cpu where it sees an index of CPU builds, unless the list forbids it."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     [torch] = [Requirement(line) for line in lines if line.startswith("torch")]
     builds = ["2.13.0+cpu", "2.13.0", "2.13.0+cu130"]

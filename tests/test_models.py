@@ -87,8 +87,8 @@ def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
         assert (x.double() - y).norm() < 1e-5 * y.norm()
 
 
-def test_an_entropy_that_nobody_logs_is_not_computed():
-    """The log-probs of a pass without a gradient are those of an update to the bit."""
+def test_a_pass_without_gradients_computes_no_entropy():
+    """The log-probs of a pass without gradients are those of an update to the bit."""
     head = ChunkedHead(24, 97, bias=False)
     hidden, _, ids = draw(50, 24, 97)
     logged, _ = head(hidden, ids, 0.6)
@@ -160,7 +160,7 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
 
 @pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
 def test_gradients_do_not_depend_on_the_attention(attention, models, process_group):
-    """Checkpoints call the attention again in backward. A filler is one token."""
+    """Gradient checkpointing calls the attention again in backward. A filler has one token."""
     cfg = config(packing_max_len=100, micro_train_batch_size=2)
     batch = make_batch()
     micros = ppo.micro_batches(batch, batch.all_samples(), cfg)
@@ -181,7 +181,7 @@ def test_gradients_do_not_depend_on_the_attention(attention, models, process_gro
 
 @pytest.mark.parametrize("version", ["2.11", "2.13"])
 def test_varlen_is_called_with_what_its_version_takes(version, monkeypatch):
-    """PyTorch 2.11 has no enable_gqa, which every bf16 run on a GPU gave to it."""
+    """PyTorch 2.11's varlen_attn has no argument enable_gqa, so it must not be given."""
     kernels.use_varlen(monkeypatch, version)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn((2, 4, 16, 8), generator=generator)  # (R, heads, L, D)
@@ -199,8 +199,8 @@ def test_varlen_is_called_with_what_its_version_takes(version, monkeypatch):
 
 
 @pytest.mark.parametrize("version", kernels.VARLEN)
-def test_models_load_with_any_version_of_varlen(version, models, monkeypatch):
-    """With PyTorch 2.9 every run died at the import of lib/models.py, with sdpa too."""
+def test_lib_models_imports_with_any_version_of_varlen(version, models, monkeypatch):
+    """sdpa must work where PyTorch has no varlen_attn."""
     kernels.use_varlen(monkeypatch, version)
     _, is_usable = kernels.VARLEN[version]
     assert has_varlen() == is_usable
@@ -208,7 +208,7 @@ def test_models_load_with_any_version_of_varlen(version, models, monkeypatch):
     spec.loader.exec_module(module_from_spec(spec))
 
 
-def test_a_model_with_its_own_attention_is_one_line(tmp_path):
+def test_a_model_with_its_own_attention_is_refused_in_one_line(tmp_path):
     """It would never call packed_attention, and would get no mask."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -265,8 +265,8 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
 
 
 @pytest.mark.parametrize("fault", ["no head", "three labels", "another size"])
-def test_a_folder_without_a_head_that_fits_is_one_line(fault, models, tmp_path, process_group):
-    """Its critic would start from a random head, silently."""
+def test_a_folder_without_a_head_that_fits_is_refused(fault, models, tmp_path, process_group):
+    """The error is one line. The critic would else start from a random head without a word."""
     model = Qwen2ForCausalLM.from_pretrained(models[True])
     model.save_pretrained(tmp_path)
     if fault == "three labels":
@@ -329,7 +329,7 @@ def test_dropout_is_off(family, models, tmp_path):
 
 
 def test_zero_3_shards_a_model_while_it_is_loaded(models, process_group):
-    """No rank ever holds all of it."""
+    """After loading no rank holds a whole parameter. reshard_worker.py asserts it on two ranks."""
     for stage in (2, 3):
         body = load_body(config(models[True], zero_stage=stage), AutoModel)
         assert {hasattr(p, "ds_id") for p in body.parameters()} == {stage == 3}

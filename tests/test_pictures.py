@@ -33,7 +33,7 @@ WRONG_TYPES += '{"step": 3, "reward": NaN, "kl": Infinity, "entropy": 1e999}\n'
         ('{"step": 1, "reward": -1e12, "kl": -1e9, "set": "$long_{", "accuracy": 0.25}\n', True),
     ],
 )
-def test_any_file_gives_a_picture_or_one_line(text, is_drawn, tmp_path):
+def test_any_file_gives_a_picture_or_is_refused_in_one_line(text, is_drawn, tmp_path):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
         (tmp_path / "eval.jsonl").write_text(text)
@@ -45,7 +45,7 @@ def test_any_file_gives_a_picture_or_one_line(text, is_drawn, tmp_path):
         assert errors.startswith(f"error: {tmp_path} has no number") and errors.count("\n") == 1
 
 
-def test_one_run_has_its_picture_and_several_have_one_here_or_in_out(tmp_path, monkeypatch):
+def test_plot_writes_into_the_run_or_for_several_here_or_to_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gae", "$grpo_{"):
         row = {"reward": 0.5, "seconds": 3.0, "seconds_rollout": 1.5, "kl": 0.1, "truncated": 0.1}

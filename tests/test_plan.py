@@ -53,7 +53,7 @@ def is_by_hand(title: str, column: int, found: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("column, stage, world", [(0, 3, 8), (1, 3, 32), (2, 2, 8), (3, 2, 32)])
 def test_the_memory_of_7b_is_the_sum_by_hand(column, stage, world):
-    """The plan left out buckets, copies and what CUDA itself takes, and said of 78 GiB 73."""
+    """The plan counts buckets, copies and what CUDA itself takes."""
     _, _, plan = planned(f"{LARGE} --zero_stage {stage}", world)
     found = plan.always | plan.phases["rollout"] | plan.phases["policy"]
     found["gradients"] = plan.always.get("gradients", 0)
@@ -85,7 +85,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     batch = make_batch()
     ppo.compute_advantages(batch, cfg)
     engines = [models.make_policy(cfg), models.make_critic(cfg)]
-    # The moments are made by the first step.
+    # The moments are made by the first update.
     for engine, loss in zip(engines, (ppo.policy_loss, ppo.critic_loss)):
         ppo.update(engine, loss, batch, batch.all_samples(), 1e-3, cfg)
     plan = memory.resident_bytes(cfg, memory.Sizes(memory.model_config(cfg.model)), world=1)
@@ -99,7 +99,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
 )
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
 def test_activations_are_those_of_a_real_backward(checkpointing, changes):
-    """The plan counted a third of a layer's fp32 copies."""
+    """The plan counts all fp32 copies of a layer."""
     # Attention on a CPU keeps what FlashAttention keeps, if all heads have keys.
     changes = changes | {"num_hidden_layers": 3, "num_key_value_heads": 28}
     shape = memory.model_config("Qwen/Qwen2.5-7B", **changes)
@@ -166,7 +166,7 @@ def test_the_time_of_a_step_is_the_sum_by_hand(column, flags, world):
         (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "error: .*rollout: the KV cache .*"),
     ],
 )
-def test_a_plan_says_hours_money_and_memory_or_one_line(tiny, flags, told):
+def test_a_plan_says_hours_money_and_memory_or_is_refused_in_one_line(tiny, flags, told):
     """There is no time without a card, and no money without a price. DATA has 40 problems."""
     code, output, errors = run_tool("plan", *flags.replace("DATA", tiny["data"]).split())
     if told.startswith("error: "):

@@ -144,7 +144,7 @@ def test_a_batch_holds_what_the_sampler_drew(process_group):
     assert ppo.make_batch(samples, CPU, config()).per_token == {}
 
 
-def test_samples_to_learn_from():
+def test_samples_to_learn_from_are_those_with_an_advantage():
     """One advantage that is not 0 is enough. Without any, the list is empty."""
     batch = make_batch("half flat")
     cfg = config(estimator="grpo")
@@ -292,8 +292,8 @@ def test_gae_is_the_double_sum(gamma, lambd):
 
 
 @pytest.mark.parametrize("estimator", sorted(naive.COMPARES))
-def test_group_estimators_against_loops(estimator):
-    """ORZ's GRPO never divided by the std. Groups of any size and order; the population's std."""
+def test_group_estimators_equal_loops(estimator):
+    """Groups have any size and order. The std is the population's. ORZ never divided by it."""
     for seed in range(3):
         batch = make_batch()
         rng = random.Random(seed)
@@ -306,8 +306,8 @@ def test_group_estimators_against_loops(estimator):
 @pytest.mark.parametrize("estimator", [x for x in naive.COMPARES if naive.COMPARES[x]])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 12345.678])
 def test_a_flat_group_is_exactly_zero(estimator, reward):
-    """The mean of 7 times 0.1 is not 0.1, and rounding over a std that is rounding would be an
-    advantage of 1. Whitening moved flat groups off zero (ORZ's fault 1)."""
+    """Rounding makes the mean of seven 0.1 differ from 0.1. Divided by a std that is rounding too,
+    this would be 1. ORZ's whitening moved flat groups off zero (fault 1)."""
     for size in (1, 2, 7, 49):
         count = size + 3
         groups = [5] * size + [1] * 3
@@ -323,7 +323,7 @@ def test_a_flat_group_is_exactly_zero(estimator, reward):
 
 @pytest.mark.parametrize("estimator", naive.COMPARES)
 def test_an_estimator_says_how_many_samples_it_needs(estimator):
-    """With one sample a problem, those that compare have no advantage, and take no step."""
+    """With one sample a problem, estimators that compare have no advantage and make no update."""
     batch = make_batch()
     batch.groups = torch.arange(len(batch.sample_lengths))
     compares = not np.any(sum(estimate(estimator, batch), []))
@@ -338,7 +338,7 @@ CASES += [("gae", {"lambd": 0.5, "critic_lambd": lambd}) for lambd in (1.0, 0.9,
 
 
 @pytest.mark.parametrize("estimator, settings", CASES)
-def test_compute_advantages(estimator, settings):
+def test_advantages_and_returns_equal_the_naive_ones(estimator, settings):
     """Some estimators are whitened, over all response tokens, with the population's std. The log
     and the critic's targets do not depend on --loss_mean."""
     batch = make_batch()
@@ -401,7 +401,7 @@ class Card(TorchFunctionMode):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_advantages_are_computed_on_the_device(estimator):
-    """On the CPU they took ten seconds of every step at 8,192 samples of 8,000 tokens."""
+    """On the CPU, advantages of 8,192 samples of 8,000 tokens take ten seconds a step."""
     for settings in ({}, SEQUENCE, {"lambd": 0.9, "critic_lambd": 1.0}):
         cfg = config(estimator=estimator, **settings)
         expected = make_batch()
@@ -422,7 +422,7 @@ def test_advantages_are_computed_on_the_device(estimator):
         assert ppo.samples_to_learn_from(batch, cfg) == learnt
 
 
-# ---- passes, losses and updates: one step against its naive gradient -----------------------------
+# ---- passes, losses and updates: one update against its naive gradient ---------------------------
 
 LEARNT = ("estimator", "loss_mean", "lambd", "critic_lambd")
 
@@ -455,7 +455,7 @@ def subtract(one: dict, two: dict) -> dict:
 
 
 def moved_by(gradient: dict, before: dict, after: dict, lr: float, tolerance=1e-5) -> None:
-    """The SGD step from `before` to `after` used this gradient: as a whole, and each tensor."""
+    """The SGD update from `before` to `after` used this gradient: as a whole, and each tensor."""
     whole = norm_of(gradient)
     errors = subtract(gradient, {name: x / lr for name, x in subtract(before, after).items()})
     for name, expected in gradient.items():
@@ -517,7 +517,7 @@ def each(cells: list[dict]):
 
 @each(ONE)
 def test_step_on_one_rank(job, results, models):
-    """The policy's step is that of naive clipped PPO at ratio 1, the critic's that of the naive
+    """The policy's update is that of naive clipped PPO at ratio 1, the critic's that of the naive
     value loss, to 1e-5. ORZ took means of means and duplicated packs (faults 2 and 3)."""
     check_step(results(1, job["name"]), job, models)
 
@@ -575,9 +575,9 @@ def part_of(batch: ppo.Batch, samples) -> ppo.Batch:
 
 
 @pytest.mark.parametrize("updates", [12, 4])
-def test_twelve_critic_steps_see_each_token_once(updates, results, models):
-    """ORZ dropped the packs left over by 12 and trained padding packs twice. The updates are naive
-    steps in a row, each divided by its own tokens."""
+def test_critic_updates_use_each_token_once(updates, results, models):
+    """The updates equal naive ones in a row, each divided by its own tokens. ORZ dropped the packs
+    left over by 12 and trained padding packs twice."""
     result = results(2, f"{updates} parts")
     batch = make_batch()
     cfg = config()
@@ -602,9 +602,9 @@ def test_twelve_critic_steps_see_each_token_once(updates, results, models):
 # ---- train_policy --------------------------------------------------------------------------------
 
 
-def test_all_flat_rollout_takes_no_step(results):
-    """Adam's moments of earlier steps would move the weights in a step with zero gradients. An
-    empty list of samples is not all of them, though these have signal."""
+def test_an_all_flat_rollout_makes_no_update(results):
+    """An update with zero gradients would move the weights by Adam's old moments. An empty list of
+    samples does not mean all samples."""
     result = results(2, "flat")
     for stats in (result["stats"], result["no_samples"]):
         names = ("policy_micro_batches", "policy_grad_norm", "policy_tokens")
@@ -615,14 +615,14 @@ def test_all_flat_rollout_takes_no_step(results):
 
 
 def test_skipped_samples_count_in_the_denominator(results):
-    """Flat groups are left out of the passes. test_step_* show that the step is the whole sum's."""
+    """The passes leave out flat groups. test_step_* show that the update is the whole sum's."""
     stats = results(1, "grpo")["stats"]
     assert stats["policy_micro_batches"] < stats["critic_micro_batches"]
     assert stats["policy_tokens"] < stats["critic_tokens"]
 
 
-def test_learning_rate():
-    """ORZ's warm-up starts at 0: the first step of each optimizer changed nothing (fault 6)."""
+def test_the_rate_rises_then_falls_to_lr_end():
+    """The first update uses lr / n. ORZ's uses 0, so it changes nothing (fault 6)."""
     rates = [ppo.learning_rate(1e-6, 4, step) for step in range(6)]
     assert rates == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6, 1e-6])
     assert ppo.learning_rate(1e-6, 0, 0) == 1e-6
@@ -658,9 +658,9 @@ class Listener:
 
 
 @pytest.mark.parametrize("samples, parts, alone", [(16, 3, 0), (2, 2, 0), (16, 3, 2)])
-def test_engines_get_the_rates_of_the_closed_form(samples, parts, alone, process_group):
-    """Over a run with warm-up and fall. Fewer samples than critic updates do not slow the critic's
-    warm-up down. The policy and its rates begin when the critic has learnt alone."""
+def test_learners_get_the_rates_of_the_schedule(samples, parts, alone, process_group):
+    """Over a run the rates rise and fall. Fewer samples than critic updates do not slow the
+    critic's warm-up down. The policy and its rates begin when the critic has learnt alone."""
     batch = part_of(make_batch("equal sizes"), range(samples))
     batch.per_token["values"] = torch.zeros(int(batch.response_lengths.sum()))
     batch.rewards = torch.arange(samples, dtype=torch.float64)
@@ -688,7 +688,7 @@ def test_engines_get_the_rates_of_the_closed_form(samples, parts, alone, process
 
 @each(NONFINITE)
 def test_nan_or_inf_stops_all_ranks_with_unchanged_weights(job, results):
-    """ZeRO 0 would apply a NaN, ZeRO 1 to 3 skip the step silently, and a rank that goes on alone
+    """ZeRO 0 would apply a NaN, ZeRO 1 to 3 skip the update silently, and a rank that goes on alone
     hangs the others. The fault is in one micro-batch of one rank."""
     ranks = results(2, job["name"])["ranks"]
     assert ["not finite" in raised and unchanged for raised, unchanged in ranks] == [True, True]
@@ -712,7 +712,7 @@ def test_bf16_gradients_are_summed_and_communicated_in_fp32(stage, results):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_offload_steps_equal_those_without(precision, results):
+def test_offload_updates_equal_those_without(precision, results):
     """Masters and moments live on the CPU, and AdamW does the same there. It has ORZ's numbers, and
     the rate of the second of four updates of warm-up."""
     plain = results(2, f"{precision} none")

@@ -181,8 +181,8 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_at_ratio_one_a_loss_is_no_more_than_its_mean(name):
-    """At another ratio a loss is something else."""
+def test_at_ratio_one_only_the_mean_of_a_loss_matters(name):
+    """Each loss has the gradient of one of four means. At another ratio the gradients differ."""
     terms, mean, kind = LOSSES[name]
 
     def difference(toy: Toy, left: str) -> float:

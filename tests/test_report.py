@@ -57,7 +57,7 @@ def test_memory_is_what_is_in_use_on_the_device(monkeypatch):
     assert metrics.memory_in_use() == 50
 
 
-def test_an_error_says_its_phase():
+def test_memory_and_non_finite_errors_say_their_phase_and_a_bug_does_not():
     for kind in (FloatingPointError, torch.cuda.OutOfMemoryError):
         with pytest.raises(kind) as error, metrics.Clock(4)("policy"):
             raise kind("the gradient is not finite")
@@ -69,7 +69,7 @@ def test_an_error_says_its_phase():
     assert not hasattr(error.value, "__notes__"), "a bug is not explained away"
 
 
-def test_numbers_of_samples():
+def test_numbers_of_samples_are_those_worked_by_hand():
     samples = [
         sample(0, 0, 1.0, length=2, words=4),
         sample(0, 1, 1.0, length=6, words=0),
@@ -205,7 +205,7 @@ def test_a_full_disk_costs_no_line(make_log, small_disk, capsys):
     assert jsonl(small_disk / "samples.jsonl") == lines
 
 
-def test_a_tracker_that_fails_ends_alone(make_log, tmp_path, capsys):
+def test_a_tracker_that_fails_does_not_end_the_run(make_log, tmp_path, capsys):
     """TensorBoard's thread dies of a full disk, and from then on each call raises, close() too."""
 
     def fail(*words):

@@ -41,7 +41,8 @@ def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, script=SHARDE
     for step in range(interrupt + 1, 4):
         shutil.rmtree(parts / f"step_{step:06d}")
     (parts / "result.json").unlink()
-    launch(parts, ranks=ranks, script=script, **same)
+    said = launch(parts, ranks=ranks, script=script, **same).stdout
+    assert f"from step {interrupt}," in said, "a run that starts over would be equal too"
     equal_runs(whole, parts)
     assert (parts / "result.json").exists()
 
@@ -115,7 +116,7 @@ def check_copy_of_rollout(folder: Path, policy: Path):
 
 
 @pytest.mark.parametrize("command", ["list", "export", "reshard"])
-def test_a_folder_without_checkpoints_is_one_line(tmp_path, command):
+def test_a_folder_without_checkpoints_is_refused_in_one_line(tmp_path, command):
     words = [tmp_path / "out"] if command == "export" else []
     code, _, errors = run_tool("convert", command, tmp_path, *words)
     assert code == 2
@@ -148,9 +149,9 @@ def saved_by(tmp_path_factory):
     return save
 
 
-def test_all_ranks_hear_of_one_sick_disk(saved_by):
+def test_a_disk_that_fails_is_reported_on_every_rank(saved_by):
     """Rank 1 cannot write, under ZeRO 3: nothing is published, the checkpoint before stays, and the
-    next try works. Both ranks are told who could not, what was needed and what is free."""
+    next try works. Both ranks report who could not, what was needed and what is free."""
     folder = saved_by(2)
     run = folder / "saved.sick"
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -203,7 +204,7 @@ def test_run_goes_on_with_other_ranks(tiny, tmp_path):
         shutil.rmtree(run / f"step_{step:06d}")
     assert run_tool("convert", "reshard", run)[0] == 0
     assert "any number of ranks" in run_tool("convert", "list", run)[1]
-    launch(run, **same | {"zero_stage": 0})
+    assert "from step 1," in launch(run, **same | {"zero_stage": 0}).stdout
     metrics = jsonl(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]
     for one, two in zip(metrics, jsonl(whole / "metrics.jsonl")):

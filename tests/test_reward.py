@@ -320,7 +320,7 @@ def test_known_answers_of_math500_in_a_box():
 
 
 def test_is_equiv_works_in_threads():
-    """They once shared a table of verdicts: errors, and other pairs' verdicts."""
+    """No table of verdicts is shared between threads."""
     pairs = [("2x", "x+x"), ("3x", "x+x"), *((f"{n}", f"{n}.{n % 2}") for n in range(60))]
     with futures.ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda pair: reward.is_equiv(*pair), pairs))
@@ -365,7 +365,7 @@ def stop(process):
 
 
 def test_check_that_uses_up_its_cpu_time_is_0_once_in_a_run_and_holds_up_no_other():
-    """8,192 answers 1000000! would have cost hours: each step forgot what the one before lost."""
+    """A check that exceeds its CPU time is not repeated: 8,192 times 1000000! would cost hours."""
     # The limit holds although the process inherits that its signal is ignored.
     handler = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     with reward.Grader(workers=1, cpu_seconds=0.5) as grader:
@@ -394,7 +394,7 @@ def waiting(pipe):
 
 
 def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
-    """That may have been an accident. What a check cannot do within its CPU time it never can."""
+    """A killed process may be an accident. A check that exceeds its CPU time would do so again."""
     with reward.Grader(workers=1) as grader:
         process = only_process(grader)
         # 2 GiB of memory, of which a normal check needs 80 MB.
@@ -434,7 +434,7 @@ def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
 
 @pytest.mark.parametrize("command", ["/bin/false", "/nonexistent/python"])
 def test_process_that_cannot_start_is_noted_before_it_is_an_error(monkeypatch, command):
-    """An error in one rank alone ended the run without a save: a rank asks for `broken` first."""
+    """A rank reads `broken` first, because its own error would end the run without a save."""
     monkeypatch.setattr(equal.sys, "executable", command)
     with reward.Grader(workers=1) as grader:
         assert grader.broken is None
@@ -465,7 +465,7 @@ def test_slow_check_does_not_hold_up_the_others():
 
 
 def test_processes_end_with_their_parent():
-    """And what is slow to import is imported where it is needed."""
+    """Importing reward.py also imports none of the slow packages."""
     # The output ends with the last process that holds it.
     code = """import os, signal, sys, reward
 assert not {"sympy", "math_verify", "datasets", "transformers", "vllm"} & set(sys.modules)
@@ -495,7 +495,7 @@ def symbolic_pairs(count):
 
 @pytest.mark.parametrize("count, many", [(32, 2), pytest.param(8192, 16, marks=pytest.mark.long)])
 def test_verdicts_do_not_depend_on_load(count, many):
-    """ORZ loses right answers when checks queue up. Neither does their order count."""
+    """Neither the number of workers nor the order of the pairs changes a verdict."""
     expected = symbolic_pairs(count)
     for workers, pairs in ((1, list(expected)), (many, list(reversed(expected)))):
         with reward.Grader(workers) as grader:

@@ -34,7 +34,7 @@ def make_problems(count: int) -> list[Problem]:
 
 
 def test_a_step_asks_for_samples_of_the_next_problems():
-    """The same ones each time, and no seed twice, also where a later pass has a problem again."""
+    """Equal calls give equal requests. No seed comes twice, also when a problem comes again."""
     problems = make_problems(10)
     seeds = []
     for seed, step in itertools.product((3, 4), range(9)):
@@ -107,21 +107,21 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
     assert sampler.stop_ids == [end], "stops that are special tokens are known"
 
 
-def test_vllm_tells_nobody_that_it_runs(found):
+def test_vllm_sends_no_report_of_its_use(found):
     assert found["reports usage"] is False
 
 
-def test_a_cache_that_cannot_hold_one_sequence_is_one_line(found):
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_in_one_line(found):
     line = found["small cache"]
     assert line.startswith("vLLM cannot start with --model ")
     assert "--kv_cache_gb 1e-05" in line and "\n" not in line
 
 
-def test_every_call_of_the_sampler_starts_cold(found):
+def test_every_call_of_the_sampler_starts_with_an_empty_cache(found):
     """A resumed run checks its sampler, and an evaluation comes before some steps.
 
-    Blocks that were left warm by them would change the schedule of what follows, so the bits could
-    depend on what ran before.
+    If their blocks stayed in the cache, they would change the schedule of what follows, so the bits
+    could depend on what ran before.
     """
     assert found["cached"] == [[0, 384]] * 2, "the second prompt has the first one's blocks"
 
@@ -140,9 +140,9 @@ def test_a_sample_does_not_depend_on_what_else_is_sampled(found):
 
 
 def test_a_response_ends_at_its_own_limit_or_fills_max_len_to_the_last_token(found):
-    """max_len is 20 here, below the engine's own, which would hide one token too many.
+    """max_len is 20 here, below vLLM's own, which would hide one token too many.
 
-    A random model may end its response by itself before."""
+    A random model may also end its response earlier."""
     room = 20 - 6  # tokens of "10+20<think>"
     ends = set()
     for k in range(0, 16, 2):
@@ -162,7 +162,7 @@ def test_temperature_0_is_greedy(found):
 
 
 def test_a_stopped_call_drops_what_has_not_ended(found):
-    assert len(found["stopped"]) < len(found["together"])
+    assert 0 < len(found["stopped"]) < len(found["together"])
     for position, sample in found["stopped"].items():
         assert sample == {**found["together"][position], "logprobs": None}
 
@@ -183,7 +183,7 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(found):
 
 
 def test_a_special_token_ends_a_response_and_stays_in_it(found):
-    """As a stop string it was never found, so every response went on to the limit."""
+    """vLLM never finds a special token as a stop string, so the sampler stops at its id."""
     ends = set(found["ids to stop at"])
     ended = 0
     for sample in found["stop ids"].values():
@@ -198,7 +198,7 @@ def test_a_special_token_ends_a_response_and_stays_in_it(found):
 
 
 def test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each(found):
-    """Although vLLM says LOCAL_WORLD_SIZE=1 afterwards."""
+    """vLLM sets LOCAL_WORLD_SIZE=1 later. The grader keeps to its half of the cores."""
     assert found["workers"] == max(1, len(os.sched_getaffinity(0)) // 2)
     assert found["form"] == "last_number", "--answer_form"
 
@@ -213,9 +213,9 @@ def test_a_rollout_answers_in_the_order_of_its_requests(found):
 
 
 def test_a_rollout_stops_for_a_signal_and_for_a_grader_that_is_broken(found):
-    """Before the sampling nothing is sampled: ranks that share an engine would sample it all.
+    """Before the sampling nothing is drawn: ranks that share a sampler would draw it all.
 
-    The error of a broken grader ended its rank alone once, and nothing was saved."""
+    A rank whose grader is broken does not end alone, because nothing would be saved then."""
     assert found["stops"] == {
         "before": [None, 0],
         "amid": [None, 2],
@@ -225,8 +225,8 @@ def test_a_rollout_stops_for_a_signal_and_for_a_grader_that_is_broken(found):
 
 @pytest.mark.parametrize("world, tensor_parallel", [(1, 1), (2, 1), (3, 1), (4, 2)])
 def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world, tensor_parallel):
-    """An engine with all samples of one hard problem would hold up the others. Ranks that share an
-    engine ask alike, and one of them hands on."""
+    """A sampler with all samples of one hard problem would hold up the others. Ranks that share a
+    sampler ask alike, and one of them hands on."""
     requests = rollout.make_requests(make_problems(4), [0, 1, 2, 3], 6, 9, 1.0, 1.0)
     handed_on = []
 
@@ -259,8 +259,8 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_task_that_does_not_tell_its_answers_is_refused_in_one_line(said):
-    """Tasks once told only whether there is an answer, and True is no text."""
+def test_a_task_that_does_not_return_its_answers_is_refused_in_one_line(said):
+    """`submit` returns the answer's text or None. True and False are refused."""
     one = SimpleNamespace(
         cfg=CFG,
         task=SimpleNamespace(text_metrics=lambda text: {}),
@@ -272,8 +272,8 @@ def test_a_task_that_does_not_tell_its_answers_is_refused_in_one_line(said):
 
 
 @pytest.mark.parametrize("tensor_parallel, stops", [(1, True), (2, False)])
-def test_ranks_that_share_an_engine_finish_their_rollout(tensor_parallel, stops):
-    """They must leave it at the same step. A rank alone stops at once."""
+def test_ranks_that_share_a_sampler_finish_their_rollout(tensor_parallel, stops):
+    """Ranks that share a sampler must leave it at the same decode. A rank alone stops at once."""
     signals = SimpleNamespace(poll=lambda: True)
     one = SimpleNamespace(cfg=config(tensor_parallel=tensor_parallel), signals=signals)
     assert Rollout.stopped(one) == stops
@@ -290,7 +290,7 @@ def test_the_right_weights_are_accepted_with_both_numbers(found):
 
 
 def test_wrong_weights_are_refused_with_both_numbers(found):
-    """A sampler one step of Adam behind the trainer is too far from it."""
+    """A sampler one update of Adam behind the trainer is too far from it."""
     line = found["one step behind"]["refused"]
     mean, worst = map(float, re.search(NUMBERS, line).groups())
     assert worst >= mean > 1e-4
@@ -307,5 +307,5 @@ def test_wrong_weights_are_refused_with_both_numbers(found):
     ],
 )
 def test_a_sampler_that_rounds_may_be_farther_away(flags, is_gpu, mean_and_worst):
-    """In bf16 it was a coin toss: the largest difference of few samples was allowed 0.05."""
+    """The gap may be larger in bf16, and larger still with quantized weights."""
     assert train.allowed_gap(config(**flags), is_gpu) == mean_and_worst

@@ -16,7 +16,6 @@ import struct
 import sys
 import tempfile
 import textwrap
-import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -62,7 +61,7 @@ def room(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(jails))
         yield Path(name)
         assert list(jails.glob("*")) == []
-        wait_until(lambda: processes(name) == [], seconds=10)
+        wait_until(lambda: processes(name) == [], seconds=60)
 
 
 def processes(room, limit=""):
@@ -87,7 +86,7 @@ DIFFERENT += [("1\n2 3", "1 2\n3"), ("1 2 3", "1 2")]
 
 @pytest.mark.parametrize("pair", SAME + DIFFERENT)
 def test_words_of_programs_are_compared(pair):
-    """1000000008.0 once passed for 1000000007, and 1e-17 did not for 0.0."""
+    """Decimals are equal up to rounding. Whole numbers must be exact."""
     assert task.same_lines(*pair) is (pair in SAME)
 
 
@@ -146,7 +145,7 @@ def test_right_programs_are_paid_and_wrong_ones_and_cheats_are_not(room):
         assert grader.results() == expected
 
 
-def test_partial_share_and_last_block(room):
+def test_partial_pays_a_share_and_the_last_block_counts(room):
     with task.Grader(partial=True) as grader:
         assert grade(grader, "print(3)", ADDS) == 0.5
         assert grade(grader, "f = lambda x: 4", DOUBLES) == pytest.approx(1 / 3)
@@ -418,8 +417,7 @@ def test_bombs_get_nothing_and_end_and_are_counted(room, mode, monkeypatch):
 
 @pytest.mark.slow
 def test_waiting_has_a_limit_for_each_test_and_for_all(room):
-    """The wall time of all tests together once was one sum: 30 minutes for 150 tests."""
-    started = time.monotonic()
+    """Each test has `wall_seconds`, and all tests of a program have ten times as many."""
     with task.Grader(partial=True) as hasty, task.Grader(2, cpu_seconds=1, partial=True) as patient:
         hasty.wall_seconds = 1
         patient.wall_seconds = 6
@@ -430,13 +428,12 @@ def test_waiting_has_a_limit_for_each_test_and_for_all(room):
         tests = label(*PAIRS, *PAIRS[:1] * 38)
         submit(patient, "one", f"import time\n{ADD}\nif a > 1: time.sleep(99)", tests)
         assert patient.results() == {"few": 1, "one": 1 / 40}
-        assert time.monotonic() - started < 50
         assert 0 < hasty.results()["many"] < 1
         assert hasty.counts["wall_timeouts"] == patient.counts["wall_timeouts"] == 1
 
 
 def test_output_is_read_no_further_than_its_verdict_needs(room):
-    """It all was kept, and ten tests of a hostile program took 2 GB of the trainer's memory."""
+    """Output that no verdict needs is dropped, so ten tests cannot fill the trainer's memory."""
     flood = "import os\nos.write(1, b'\\xff' * (7 << 20))"
     with task.Grader(partial=True) as grader:
         tracemalloc.start()
@@ -451,15 +448,15 @@ def test_output_is_read_no_further_than_its_verdict_needs(room):
 
 
 def test_a_program_on_its_way_when_the_grader_closes_is_ended(room):
-    """A job that was taken but not yet started held up the end of a run for minutes."""
+    """A job that is taken but not started would else hold up the end of a run for minutes."""
     with task.Grader() as grader:
         # `close` sets this before it looks for processes.
         grader.closed = True
         assert grader.check(SLEEP, ADDS, grader.mode) == (0.0, "crashes")
 
 
-def test_a_process_that_cannot_be_started_is_told_and_ends_no_run(room, monkeypatch):
-    """It was an OSError out of `results`, which ended the run without a save."""
+def test_a_process_that_cannot_be_started_is_reported_and_ends_no_run(room, monkeypatch):
+    """The error is kept in `broken`, because an exception would end the run without a save."""
     with task.Grader() as grader:
         assert grader.broken is None
         with monkeypatch.context() as patch:
@@ -473,7 +470,7 @@ def test_a_process_that_cannot_be_started_is_told_and_ends_no_run(room, monkeypa
 
 
 def test_a_jail_that_goes_wrong_leaves_no_process_and_is_a_crash(room):
-    """A jail that was killed after a good reply was counted as nothing."""
+    """A jail that is killed counts as a crash, also after a good reply."""
     start = "import os, sys, time\nsys.stdin.buffer.read()\n"
     start += "if not os.fork():\n    os.close(1)\n    time.sleep(60)\nprint((0, False, '3'))\n"
     with task.Grader(partial=True) as grader:
@@ -516,7 +513,7 @@ def verdict(machine, number, first=0, second=0, architecture=None):
 
 
 @pytest.mark.parametrize("machine", HEADERS)
-def test_verdicts_of_the_filter(machine):
+def test_the_filter_refuses_the_calls_of_its_table(machine):
     """This includes the architecture that the test does not run on."""
     column = list(jail.ARCHITECTURES).index(machine)
     partly = {name: numbers[column] for name, numbers in jail.PARTLY_REFUSED.items()}
@@ -592,7 +589,7 @@ FORMS = [
 ]
 
 
-def test_forms(room):
+def test_problems_of_every_form_are_read_and_graded(room):
     lines = [json.dumps(item) for item, _, _ in FORMS]
     (room / "data.jsonl").write_text("\n".join(lines))
     problems = task.load_problems(str(room / "data.jsonl"), "orz", bos="<s>")
@@ -619,7 +616,7 @@ def test_bad_items_are_named(tmp_path, change):
         task.load_problems(str(tmp_path / "data.jsonl"), "no room")
 
 
-def test_unusable_asserts_are_counted_aloud(tmp_path, capsys):
+def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
     unusable = ["assert all(f(i) == i for i in range(3))", "for y in (1, 2): assert f(y) == 3"]
     unusable += ["assert isinstance(f(1), int) and f(2) == 2", "assert f(1) in (1, 2)"]
     items = [

@@ -95,8 +95,8 @@ def test_flags_are_read_and_a_file_of_flags_beside_the_script_is_not(monkeypatch
     assert (cfg.max_len, cfg.bf16) == (9, False)
 
 
-def test_wrong_flags_are_one_line():
-    """An unknown one names the nearest, and an old one its new name."""
+def test_wrong_flags_are_refused_in_one_line():
+    """The line for an unknown flag names the nearest one, and that for an old flag its new name."""
     wrong = {
         ("--actor_learningrate", "1"): ".*did you mean --actor_learning_rate",
         ("--actor_learning", "1"): ".*did you mean --actor_learning_rate",
@@ -166,7 +166,7 @@ def test_without_a_model_a_run_is_the_demo(alone, monkeypatch, tmp_path, capsys)
     assert capsys.readouterr().err == "error: the demo's base model was not made, see above\n"
 
 
-def test_a_complete_run_starts_no_engine(tiny, alone, monkeypatch, tmp_path, capsys):
+def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, capsys):
     """A run without its result.json, or before its last step, is not complete."""
     cfg = config(**tiny, max_steps=3)
     step = 3
@@ -221,7 +221,7 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
 # ---- problems, tasks, steps, evaluate, check_sampler ---------------------------------------------
 
 
-def test_prompts_that_are_empty_or_too_long_are_left_out_aloud(process_group, tiny, capsys):
+def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_group, tiny, capsys):
     texts = ["1", "", "1+1+1+", "1+1+1"]
     task = SimpleNamespace()
     task.load_problems = lambda *_, **__: [reward.Problem(9, "", "", text) for text in texts]
@@ -274,7 +274,7 @@ def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, 
     assert problems[0].label == "18"
 
 
-def test_a_chat_that_cannot_be_made_is_one_line(process_group, tiny):
+def test_a_chat_that_cannot_be_made_is_refused_in_one_line(process_group, tiny):
     cfg = train.Config(model="base", template="chat", system="Be brief.")
     wrong = [(None, "chat_template is not set"), ("{% if %}", "Expected an expression")]
     for template, words in [*wrong, ("{{ raise_exception('no system') }}", "no system")]:
@@ -338,8 +338,8 @@ BAD_TASKS = {
 }
 
 
-def test_what_is_no_task_is_one_line(monkeypatch, tmp_path):
-    """A dot in a name was a traceback."""
+def test_what_is_no_task_is_refused_in_one_line(monkeypatch, tmp_path):
+    """A name with a dot is refused too."""
     wrong = [(str(tmp_path / "absent.py"), "FileNotFoundError")]
     for number, (text, words) in enumerate(BAD_TASKS.items()):
         (tmp_path / f"{number}.py").write_text(text)
@@ -474,7 +474,7 @@ def test_a_run_writes_everything(one_rank):
     assert (one_rank / "run.log").stat().st_size > 0, "their words are here"
 
 
-def test_the_first_step_is_on_policy(one_rank):
+def test_every_step_is_on_policy_and_has_its_warm_up_rate(one_rank):
     lines = jsonl(one_rank / "metrics.jsonl")
     assert all(abs(line["ratio"] - 1) < 1e-4 for line in lines), "the sampler's weights are old"
     assert abs(lines[0]["kl"]) < 1e-6, "the first step's policy is the reference"
@@ -503,7 +503,7 @@ def step_calls(step: int) -> list:
     ]
 
 
-def test_the_order_of_the_loop(one_rank):
+def test_the_loop_keeps_its_order(one_rank):
     """The critic computes values before it learns. Advantages come before both models learn, the
     sync before an evaluation, and a step's log lines before its checkpoint."""
     calls = json.loads((one_rank / "calls.json").read_text())
@@ -572,8 +572,8 @@ def first_samples(run: Path) -> list[list]:
     return [[sample[name] for name in names] for sample in jsonl(run / "samples.jsonl")[:16]]
 
 
-def test_two_ranks_with_everything_sharded(one_rank, untied, tmp_path):
-    """The check at the start compares every rank's sampler with the gathered policy."""
+def test_two_ranks_that_shard_everything_draw_what_one_rank_draws(one_rank, untied, tmp_path):
+    """Every sample is logged once, and an evaluation at temperature 0 is greedy."""
     run = tmp_path / "run"
     flags = {"zero_stage": 3, "max_steps": 2, "log_ratio": True}
     flags |= {"eval_n": 2, "eval_temperature": 0, "log_samples": 0}
@@ -591,7 +591,7 @@ def test_two_ranks_with_everything_sharded(one_rank, untied, tmp_path):
 
 
 @SLOW
-def test_a_sampler_that_two_ranks_share(tiny, whole, shared_memory, tmp_path):
+def test_two_ranks_sharing_a_sampler_draw_what_one_rank_draws(tiny, whole, shared_memory, tmp_path):
     """The samples of one rank, dealt to the trainer once; synced under ZeRO 3."""
     run = tmp_path / "run"
     launch(run, ranks=2, **tiny, zero_stage=3, max_steps=2, log_ratio=True, tensor_parallel=2)
@@ -601,7 +601,7 @@ def test_a_sampler_that_two_ranks_share(tiny, whole, shared_memory, tmp_path):
 
 
 @pytest.mark.engine
-def test_real_problems_with_the_orz_template(tmp_path):
+def test_real_problems_train_with_the_orz_template(tmp_path):
     """The model is tied: vLLM on a CPU would keep the old head silently if it were not named."""
     model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=4096)
     lines = (DATA / "math.jsonl").read_text().splitlines()
@@ -617,7 +617,7 @@ def test_real_problems_with_the_orz_template(tmp_path):
 
 
 @pytest.mark.long
-def test_the_demo(tmp_path):
+def test_the_demo_trains(tmp_path):
     """Launched by accelerate, it says its flags and trains. Flags of the user win."""
     flags = {"run_dir": tmp_path / "run", "max_steps": 1, "eval_n": 2}
     said = run_python(*LAUNCHER, *arguments(flags)).stdout
@@ -660,14 +660,16 @@ def test_all_ranks_refuse_what_one_of_them_finds_with_exit_code_2_and_one_line(t
 
 
 def processes(run, script=None) -> list[Path]:
-    """The folders in /proc of a run's processes, or of those of a script, once they have torch."""
+    """The folders in /proc of a run's processes, or of those of one script that have torch."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             is_ours = any(word.startswith(bytes(run)) for word in words)
-            is_script = is_ours and script in (None, words[1].decode())
-            if is_script and "libtorch" in (folder / "maps").read_text():
+            if is_ours and script:
+                has_torch = "libtorch" in (folder / "maps").read_text()
+                is_ours = words[1].decode() == script and has_torch
+            if is_ours:
                 found.append(folder)
     return found
 
@@ -693,7 +695,7 @@ def test_the_end_of_its_launcher_ends_a_trainer_that_starts(tmp_path, script):
 
 @SLOW
 def test_a_signal_to_one_rank_of_two_while_the_engines_start_leaves_no_checkpoint(tiny, tmp_path):
-    """A checkpoint of step 0 refused the user who had stopped the run to mend a flag."""
+    """With a checkpoint of step 0, a user who restarts with another flag would be refused."""
     run = tmp_path / "run"
     said = launch(run, ranks=2, script=TRACED, env={"STOP_AT": "restore 1"}, **tiny).stdout
     assert said.count("stopped at step 0; --resume auto goes on from there") == 1

@@ -108,7 +108,8 @@ def test_a_machine_that_dies_is_named_and_the_run_goes_on(machines, tiny, tmp_pa
     before = jsonl(metrics)
     again = start(run, **flags | {"max_steps": len(before) + 1})
     codes = [process.wait(200) for process in again]
-    assert codes == [0, 0], Path(f"{run}.0.txt").read_text()[-3000:]
+    screen = Path(f"{run}.0.txt").read_text()
+    assert codes == [0, 0] and "from step 2," in screen, screen[-3000:]
     after = jsonl(metrics)
     assert [line["step"] for line in after] == list(range(1, len(before) + 2))
     assert list(map(same_metrics, before)) == list(map(same_metrics, after[:-1]))

@@ -476,7 +476,7 @@ EXCEPTIONS = [{"overlong_penalty", "pass_at_k"}, {"updates", "clip_higher"}]
 
 @pytest.mark.slow
 def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
-    """Where one order is refused the line gives one that works."""
+    """Where the line of a refusal advises an order, Variants accepts that order."""
     wrong = []
     refused = 0
     for one, two in itertools.permutations(NAMES, 2):
@@ -535,8 +535,8 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
 
 @pytest.mark.slow
 def test_fp16_learns_what_fp32_learns(tmp_path):
-    """The loss is multiplied, and the gradient divided again. Where a gradient overflows, no update
-    is taken and the factor is halved; a checkpoint remembers the factor."""
+    """The loss is multiplied by a factor, and the gradient divided by it. On overflow no update is
+    made, and the factor is halved. A checkpoint keeps the factor."""
     model = tiny.make_model(tmp_path / "model", tied=False)
     cfg = config(variant="fp16", model=model, actor_learning_rate=1e-2, warmup_updates=1)
     requests = rollout.requests_of_step(make_problems(cfg), cfg, 0)

@@ -51,7 +51,7 @@ def runs(tiny, tmp_path_factory):
     shutil.copytree(folder / "whole", folder / "parts")
     shutil.rmtree(folder / "parts" / "step_000003")
     (folder / "parts" / "result.json").unlink()
-    launch(folder / "parts", **flags)
+    assert "from step 2," in launch(folder / "parts", **flags).stdout
     return folder, flags, whole.stdout + whole.stderr
 
 
@@ -133,6 +133,8 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
     """Each of its functions is called, and metrics.jsonl shows it. An error in the advantages ends
     the first run in its second step, and saves the first step."""
     (tmp_path / "breaks.py").write_text(BREAKS)
+    in_groups = " ".join(names for names, _ in GROUPS).split()
+    assert {*NAMES, "lora", "fp16", *in_groups} == {path.stem for path in HOME.glob("*.py")}
     processes = []
     for number, (names, _) in enumerate(GROUPS):
         flags = SMALL | tiny | {"max_steps": 2, "run_dir": tmp_path / str(number)}
@@ -140,8 +142,6 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
         own = [tmp_path / "breaks.py"] if number == 0 else []
         words = arguments(flags | {"variant": [*names.split(), *own]})
         processes.append(start_python(ROOT / "train.py", *words, output=tmp_path / f"{number}.txt"))
-    in_groups = " ".join(names for names, _ in GROUPS).split()
-    assert {*NAMES, "lora", "fp16", *in_groups} == {path.stem for path in HOME.glob("*.py")}
     try:
         assert [process.wait(500) for process in processes] == [2, 0, 0, 0]
     finally:

@@ -259,7 +259,7 @@ def test_what_comes_back_from_a_seam_is_checked(name, result, words):
     assert found is None if words is None else words in found
 
 
-def test_a_wrong_result_is_one_line_that_names_the_chain(write):
+def test_a_wrong_result_is_refused_in_one_line_that_names_the_chain(write):
     with pytest.raises(UserError, match="^--variant: b wraps a wraps paid: 1 rewards for 2"):
         paid_with(write(a=PAID + "original(samples, cfg)[1:]\n", b=ONE))
     with pytest.raises(UserError, match="a wraps paid: the result is None; does the function"):
@@ -312,7 +312,7 @@ def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
     assert said.count("WARNING") == 1 and f"first learning step: {names};" in said
 
 
-def test_all_ranks_hear_of_a_variant_that_is_absent_or_another_one_on_one_rank(monkeypatch):
+def test_a_variant_that_is_absent_or_differs_on_one_rank_is_reported_on_every_rank(monkeypatch):
     """Two machines may have different files."""
     heard = []
 

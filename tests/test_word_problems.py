@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 import tiny as maker
-from conftest import ROOT, clean_environment, jsonl, run_python
+from conftest import ROOT, clean_environment, held_port, jsonl, run_python
 
 
 def solve(question: str) -> int:
@@ -46,7 +46,7 @@ def test_what_cannot_be_made_is_refused_in_one_line(words, error, tmp_path):
 
 
 def test_the_recipe_without_a_folder_starts_nothing():
-    """torchrun's forty lines stood around the error."""
+    """The launcher torchrun is never started, so the error is one line."""
     command = ["bash", ROOT / "runs/smollm2_cpu.sh", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -62,7 +62,7 @@ def test_the_recipe_trains_a_folder(tmp_path):
     # This tokenizer needs more tokens for a text.
     flags += ["--prompt_max_len", "400", "--max_len", "450", "--packing_max_len", "450"]
     command = ["bash", ROOT / "runs/smollm2_cpu.sh", model, *flags]
-    # With 0 the system chooses the port.
-    subprocess.run(command, env=clean_environment() | {"MASTER_PORT": "0"}, check=True)
+    with held_port() as port:
+        subprocess.run(command, env=clean_environment() | {"MASTER_PORT": port}, check=True)
     assert len(jsonl(run / "metrics.jsonl")) == 1
     assert jsonl(run / "eval.jsonl")[0]["problems"] == 200
