@@ -33,9 +33,9 @@ def make_problems(tokenizer, count: int = 8) -> list[reward.Problem]:
     return problems
 
 
-def generated(sampler, requests, **options) -> dict:
-    """{position: what is known of the sample}."""
-    found = {}
+def generated(sampler, requests, found=None, **options) -> dict:
+    """{position: what is known of the sample}, which are put into `found` as they end."""
+    found = {} if found is None else found
     for position, sample in sampler.generate(requests, **options):
         known = dataclasses.asdict(sample) | {"request": None}
         known["decoded"] = sampler.tokenizer.decode(sample.response_ids)
@@ -89,8 +89,9 @@ def behaviour(rollout, problems) -> dict:
     found["limits"] = generated(sampler, limited)
     cfg.max_len = 512
 
-    looks = iter([False] * 4 + [True] * 99)
-    found["stopped"] = generated(sampler, requests, stopped=lambda: next(looks))
+    ended = {}
+    generated(sampler, requests, ended, stopped=lambda: len(ended) > 2)
+    found["stopped"] = ended
     cfg.stop = ["1", "2"]
     found["stop strings"] = generated(sampler, requests)
     cfg.stop = []
