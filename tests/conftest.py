@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forks import Fork
 
 ROOT = Path(__file__).parent.parent
 # 500 problems of MATH and 100 of GSM8K, with their license.
@@ -61,8 +62,7 @@ LONGEST_FIRST += ["ppo", "evaluate", "sandbox", "reward", "demo", "copies", "rol
 
 # A test of these files, or with one of these fixtures, starts engines.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs"}
-ENGINE_FIXTURES = {"results", "wide", "one_rank", "whole", "found", "found_in_bf16", "runs"}
-ENGINE_FIXTURES |= {"place"}
+ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "found_in_bf16", "runs", "place"}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -141,19 +141,17 @@ def run_python(*words, code=0, timeout=300, env=None, **options) -> subprocess.C
 
 
 @contextlib.contextmanager
-def started_ranks(words, world=2, of_rank=lambda rank, words: words, env=None, **options):
-    """Two ranks or more of a script, which are killed at the end.
-
-    of_rank changes the words of one rank. The rendezvous has a port of its own.
-    """
+def started_ranks(words, world=2, env=None):
+    """The ranks of a script, which are killed at the end. The rendezvous has a port of its own."""
     ranks = []
     with held_port() as port:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        place |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        names = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if world > 1 else {}
         try:
             for rank in range(world):
-                names = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {})
-                ranks.append(start_python(*of_rank(rank, words), env=names, **options))
+                names |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = clean_environment() | (names if world > 1 else {}) | (env or {})
+                ranks.append(Fork(words, own, ROOT))
             yield ranks
         finally:
             for process in ranks:
@@ -161,18 +159,13 @@ def started_ranks(words, world=2, of_rank=lambda rank, words: words, env=None, *
                 process.wait()
 
 
-def launch(run_dir, ranks=1, script=ROOT / "train.py", check=True, timeout=300, env=None, **flags):
-    """train.py with SMALL sizes, changed by flags.
-
-    Several ranks are launched by accelerate. For one rank accelerate would cost 5 s.
-    """
-    launcher = []
-    with held_port() as port:
-        if ranks > 1:
-            launcher = [*ACCELERATE, "--use_deepspeed", "--num_processes", ranks]
-            launcher += ["--num_machines", 1, "--main_process_port", port]
-        words = [*launcher, script, *arguments(SMALL | flags | {"run_dir": run_dir})]
-        return run_python(*words, code=0 if check else None, timeout=timeout, env=env)
+def launch(run_dir, ranks=1, script=ROOT / "train.py", code=0, env=None, **flags):
+    """train.py with SMALL sizes, changed by flags. Every rank must end with this exit code."""
+    words = [script, *arguments(SMALL | flags | {"run_dir": run_dir})]
+    with started_ranks(words, ranks, env) as processes:
+        said = [process.communicate(timeout=300) for process in processes]
+        assert {process.returncode for process in processes} == {code}, said
+    return subprocess.CompletedProcess(words, code, *("".join(texts) for texts in zip(*said)))
 
 
 @contextlib.contextmanager
@@ -385,18 +378,3 @@ def shared_memory():
     remove()
     yield
     remove()
-
-
-@pytest.fixture(scope="session")
-def whole(tiny, tmp_path_factory):
-    """The folder of an undisturbed run with these flags, made once."""
-    runs = {}
-
-    def run(ranks=1, **flags) -> Path:
-        key = json.dumps([ranks, flags], sort_keys=True)
-        if key not in runs:
-            runs[key] = tmp_path_factory.mktemp("whole")
-            launch(runs[key], ranks=ranks, **tiny | flags)
-        return runs[key]
-
-    return run

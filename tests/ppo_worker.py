@@ -5,14 +5,13 @@ process of the tests; two ranks are two processes of this file: `ppo_worker.py F
 in FOLDER/cells.json. Their optimizer is mostly SGD, whose step is the gradient itself.
 """
 
-import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
 import os
 import random
 import re
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +31,7 @@ from lib.common import gather
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
 SGD = {"optimizer_class": torch.optim.SGD}
 CPU = torch.device("cpu")
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 # No clipping of gradients, no warm-up, and a temperature that matters.
@@ -72,13 +72,9 @@ def reader(one: list[dict], two: list[dict], folder: Path, folders: dict):
     @functools.cache
     def launch() -> str:
         (folder / "cells.json").write_text(json.dumps(two))
-        env = {"MALLOC_MMAP_THRESHOLD_": "20000000"}  # freed memory goes back at once
-        with open(folder / "log.txt", "w") as log, contextlib.suppress(subprocess.TimeoutExpired):
-            options = {"env": env, "stdout": log, "stderr": log}
-            with conftest.started_ranks([__file__, folder], **options) as ranks:
-                for process in ranks:
-                    process.wait(timeout=600)
-        return (folder / "log.txt").read_text()
+        with conftest.started_ranks([__file__, folder]) as ranks:
+            said = [process.communicate(timeout=600) for process in ranks]
+        return "".join(text[-2000:] for texts in said for text in texts)
 
     @functools.cache
     def result(ranks: int, name: str) -> dict:
@@ -224,6 +220,7 @@ def cell_memory(cfg, spec) -> dict:
     the head's gradients of a token."""
     if dist.get_rank() > 0:
         return {}
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 20_000_000)  # freed memory goes back at once
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     shape |= {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 151_936}
     policy = models.Policy(Qwen2ForCausalLM(Qwen2Config(**shape)))

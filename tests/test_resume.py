@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, equal_runs, jsonl, launch, run_python, run_tool
+from conftest import ROOT, equal_runs, jsonl, launch, run_python, run_tool, started_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -127,8 +127,9 @@ def test_a_folder_without_checkpoints_is_refused_in_one_line(tmp_path, command):
 
 
 def run_worker(ranks: int, *words):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-    run_python(*launcher, ROOT / "tests" / "reshard_worker.py", *words, timeout=500)
+    with started_ranks([ROOT / "tests" / "reshard_worker.py", *words], ranks) as processes:
+        said = [process.communicate(timeout=500) for process in processes]
+    assert {process.returncode for process in processes} == {0}, said
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import tiny as maker
 import torch
-from conftest import ROOT, SMALL, arguments, config, run_python
+from conftest import ROOT, SMALL, arguments, config, started_ranks
 
 import rollout
 import train
@@ -79,8 +79,10 @@ def found(tmp_path_factory):
     flags = {"model": model, "data": "-", "temperature": 0.7, "answer_form": "last_number"}
     words = arguments(SMALL | flags | {"max_len": 512, "packing_max_len": 512})
     out = folder / "found.json"
-    worker = ROOT / "tests" / "rollout_worker.py"
-    run_python(worker, out, *words, env={"LOCAL_WORLD_SIZE": "2"})
+    worker = [ROOT / "tests" / "rollout_worker.py", out, *words]
+    with started_ranks(worker, 1, {"LOCAL_WORLD_SIZE": "2"}) as (rank,):
+        said = rank.communicate(timeout=300)
+    assert rank.returncode == 0, said
     return json.loads(out.read_text())
 
 

@@ -8,7 +8,6 @@ variants' docstrings in loops and float64, says what the steps must make of thes
 
 import functools
 import itertools
-import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -434,10 +433,10 @@ def test_a_variant_does_what_it_says(name, flags):
 @pytest.mark.slow
 def test_a_variant_does_the_same_on_two_ranks():
     """All samples are learnt from, where a rank has its share of the samples only."""
-    with started_ranks([__file__], stderr=subprocess.STDOUT) as ranks:
+    with started_ranks([__file__]) as ranks:
         for rank in ranks:
-            said, _ = rank.communicate(timeout=300)
-            assert f"{len(CASES)} cases hold" in said.splitlines(), said[-3000:]
+            said, errors = rank.communicate(timeout=300)
+            assert f"{len(CASES)} cases hold" in said.splitlines(), errors[-3000:]
 
 
 @functools.cache

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch, start_python
+from conftest import (
+    ACCELERATE,
+    ROOT,
+    SMALL,
+    arguments,
+    equal_runs,
+    held_port,
+    jsonl,
+    launch,
+    run_python,
+    start_python,
+)
 from safetensors.torch import load_file
 
 from lib.variants import HOME
@@ -102,7 +113,11 @@ def test_lora_changes_each_linear_layer_by_a_matrix_of_its_rank(runs, tiny):
 
 def test_an_error_on_one_rank_ends_all_ranks_and_saves_the_step_before(runs, tmp_path):
     """With the memory of that step."""
-    done = launch(tmp_path, ranks=2, check=False, **runs[1] | {"save_interval": 100})
+    flags = SMALL | runs[1] | {"run_dir": tmp_path, "save_interval": 100}
+    with held_port() as port:
+        words = [*ACCELERATE, "--use_deepspeed", "--num_machines", 1, "--num_processes", 2]
+        words += ["--main_process_port", port, ROOT / "train.py", *arguments(flags)]
+        done = run_python(*words, code=None)
     assert done.returncode != 0
     (line,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
     assert all(x in line for x in ("ValueError: a fault of mine", "mine.py", "goes on from step 2"))
