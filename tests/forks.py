@@ -33,9 +33,10 @@ class Fork:
     """`python WORDS`, with the methods of a Popen. The server has one thread, so forks are safe."""
 
     def __init__(self, words, env: dict, cwd: Path):
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder = tempfile.TemporaryDirectory()  # it is removed with this object
         self.args = list(map(str, words))
-        self.process = SERVER.Process(target=run_script, args=(self.args, env, cwd, self.folder))
+        args = (self.args, env, cwd, Path(self.folder.name))
+        self.process = SERVER.Process(target=run_script, args=args)
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}):
             self.process.start()
 
@@ -52,7 +53,7 @@ class Fork:
     def communicate(self, timeout=None) -> tuple[str, str]:
         """Its output and its errors, once it has ended."""
         self.wait(timeout)
-        output, errors = ((self.folder / name).read_text() for name in ("output", "errors"))
+        output, errors = (Path(self.folder.name, name).read_text() for name in ("output", "errors"))
         return output, errors
 
     def kill(self) -> None:

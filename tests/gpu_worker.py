@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from conftest import config, run_python
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import safe_get_full_fp32_param
+from ppo_worker import masters
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -147,12 +147,6 @@ def make_batch(device, count: int, longest: int, vocab: int) -> ppo.Batch:
     groups = torch.arange(count) // 2  # (N,)
     rewards = (torch.arange(count) % 2).double()  # (N,)
     return ppo.Batch(prompts, responses, groups, rewards, device, {}, [])
-
-
-def masters(learner) -> torch.Tensor:
-    """All fp32 master weights as one vector."""
-    parts = [safe_get_full_fp32_param(p).flatten() for p in learner.module.parameters()]
-    return torch.cat(parts).clone()
 
 
 def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:

@@ -4,6 +4,7 @@ order of their functions. test_ppo.py has what needs ranks or ZeRO's stages.
 
 import functools
 from importlib.util import module_from_spec, spec_from_file_location
+from types import SimpleNamespace
 
 import kernels
 import naive
@@ -121,6 +122,18 @@ def loops(monkeypatch):
     monkeypatch.setattr(flash_utils, "_loaded_implementation", "flash_attention_2")
     monkeypatch.setattr(flash_utils, "_flash_varlen_fn", kernels.flash_attn)
     monkeypatch.setattr(flash_utils, "_process_flash_kwargs_fn", reader)
+
+
+def test_a_new_value_head_is_normal_with_std_1_over_h_plus_1():
+    """As in ORZ's code; its paper says otherwise. It is a function of the seed alone."""
+    body = SimpleNamespace(config=SimpleNamespace(hidden_size=4), dtype=torch.float32)
+    heads = [Critic(body, seed).value_head.weight.detach() for seed in [*range(999), 998]]
+    assert torch.equal(heads[-1], heads[-2])
+    drawn = 5 * torch.cat(heads[:-1])  # (999, H)
+    assert drawn.std() == pytest.approx(1, abs=0.05) and drawn.mean().abs() < 0.05
+    assert (drawn.abs() > 2).double().mean() == pytest.approx(0.0455, abs=0.01), (
+        "as a normal's tail"
+    )
 
 
 @functools.cache

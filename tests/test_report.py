@@ -267,8 +267,9 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
             drawn.text = "x" * 999 + f"the answer is {k}."
             drawn.answer = "3" if answered and k == 3 else None
         log.step(step, samples, batch_of(samples), {}, metrics.Clock(step))
-        said += capsys.readouterr().err.splitlines()
-    (line,) = said
+        said.append(capsys.readouterr().err)
+    line = said[0].rstrip("\n")
+    assert said == [f"{line}\n", "", "", ""], "one line, of the first step"
     assert re.match("WARNING: no response has an .*--task math and --answer_form hashes", line)
     assert re.findall(r"the answer is (\d)", line) == ["0", "2", "4"], "of three problems"
     assert len(line) < 1200

@@ -5,20 +5,10 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
-from conftest import (
-    ACCELERATE,
-    ROOT,
-    SMALL,
-    arguments,
-    equal_runs,
-    held_port,
-    jsonl,
-    launch,
-    run_python,
-    start_python,
-)
+from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch, start_python
 from safetensors.torch import load_file
 
 from lib.variants import HOME
@@ -114,10 +104,10 @@ def test_lora_changes_each_linear_layer_by_a_matrix_of_its_rank(runs, tiny):
 def test_an_error_on_one_rank_ends_all_ranks_and_saves_the_step_before(runs, tmp_path):
     """With the memory of that step."""
     flags = SMALL | runs[1] | {"run_dir": tmp_path, "save_interval": 100}
-    with held_port() as port:
-        words = [*ACCELERATE, "--use_deepspeed", "--num_machines", 1, "--num_processes", 2]
+    with conftest.held_port() as port:
+        words = [*conftest.ACCELERATE, "--use_deepspeed", "--num_machines", 1, "--num_processes", 2]
         words += ["--main_process_port", port, ROOT / "train.py", *arguments(flags)]
-        done = run_python(*words, code=None)
+        done = conftest.run_python(*words, code=None)
     assert done.returncode != 0
     (line,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
     assert all(x in line for x in ("ValueError: a fault of mine", "mine.py", "goes on from step 2"))
