@@ -53,15 +53,14 @@ SMALL = {
 }
 
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
-LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-LAUNCHER_NAMES |= {"MASTER_ADDR", "MASTER_PORT"}
+PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
 LONGEST_FIRST = ["resume", "two_machines", "variant_runs", "variants", "ckpt", "train", "models"]
 LONGEST_FIRST += ["ppo", "evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
 
 # A test of these files, or with one of these fixtures, starts engines.
-ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs"}
+ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
 ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "found_in_bf16", "runs", "place"}
 
 
@@ -183,7 +182,7 @@ def held_port():
 
 def clean_environment() -> dict:
     """Without the process group that a test of this process may have joined."""
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
+    return {name: value for name, value in os.environ.items() if name not in PLACE}
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:

@@ -1,6 +1,7 @@
 """Runs as forks of a server that has imported the libraries, which costs 15 s for each process.
 
-A fork runs the script that `python SCRIPT WORDS` runs, with the same words and variables.
+A fork runs the script that `python SCRIPT WORDS` runs, with the same words and variables. It finds
+what the tests find: multiprocessing hands their sys.path on.
 """
 
 import multiprocessing

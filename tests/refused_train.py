@@ -9,11 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import torch.distributed as dist
 
-import torch.distributed as dist  # noqa: E402
-
-import train  # noqa: E402
+import train
 
 if __name__ == "__main__":
     rank, world, device, store = train.start_distributed()

@@ -11,17 +11,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import reward  # noqa: E402
-import train  # noqa: E402
-from lib import models  # noqa: E402
-from lib.common import Signals, Stopped, UserError, start_distributed  # noqa: E402
-from lib.metrics import Clock  # noqa: E402
-from rollout import Rollout, Sampler, draw, make_requests, problem_seeds  # noqa: E402
+import reward
+import train
+from lib import models
+from lib.common import Signals, Stopped, UserError, start_distributed
+from lib.metrics import Clock
+from rollout import Rollout, Sampler, draw, make_requests, problem_seeds
 
 # After rollout.py, whose settings vLLM reads.
-from vllm.usage.usage_lib import is_usage_stats_enabled  # noqa: E402 isort: skip
+from vllm.usage.usage_lib import is_usage_stats_enabled  # isort: skip
 
 
 def make_problems(tokenizer, count: int = 8) -> list[reward.Problem]:

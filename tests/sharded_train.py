@@ -2,12 +2,9 @@
 
 import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import train  # noqa: E402
-from lib import models  # noqa: E402
+import train
+from lib import models
 
 
 def engine_config(cfg, stage, usual=models.engine_config):

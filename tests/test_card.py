@@ -21,6 +21,7 @@ def test_every_file_of_gpu_tests_and_every_measurement_is_a_part():
     assert set(bench_gpu.PARTS_ON_GPU) == set(bench_gpu.PARTS_ON_CPU) == measured
 
 
+@pytest.mark.engine
 def test_what_a_part_started_ends_with_it(tmp_path):
     """A process of another session ends too: a train.py once went on and held the GPU."""
     os.mkfifo(tmp_path / "pipe")

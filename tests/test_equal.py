@@ -283,6 +283,7 @@ equal.serve(5.0)
 """
 
 
+@pytest.mark.engine
 def test_worker_answers_one_byte_a_line_empties_sympy_s_cache_and_compiles_no_text():
     """The audit hook sees whatever eval, exec or compile are given.
 

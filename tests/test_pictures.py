@@ -45,6 +45,7 @@ def test_any_file_gives_a_picture_or_is_refused_in_one_line(text, is_drawn, tmp_
         assert errors.startswith(f"error: {tmp_path} has no number") and errors.count("\n") == 1
 
 
+@pytest.mark.engine
 def test_plot_writes_into_the_run_or_for_several_here_or_to_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gae", "$grpo_{"):

@@ -98,6 +98,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     [(True, {}), (False, {}), (False, {"intermediate_size": 9000, "vocab_size": 999})],
 )
 @pytest.mark.filterwarnings("ignore:Expected a tensor")
+@pytest.mark.engine
 def test_activations_are_those_of_a_real_backward(checkpointing, changes):
     """The plan counts all fp32 copies of a layer."""
     # Attention on a CPU keeps what FlashAttention keeps, if all heads have keys.

@@ -305,6 +305,7 @@ def as_user(user, room):
 
 @pytest.mark.parametrize("user", ["mine", pytest.param("another", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", task.MODES)
+@pytest.mark.engine
 def test_the_page_says_what_is_contained(mode, user, room):
     """The attacks have real targets. At the end the trainer dies, and its program with it."""
     if user == "another" and os.getuid():
@@ -392,6 +393,7 @@ IN_WEAKER = [pytest.param(mode, marks=pytest.mark.slow) for mode in task.MODES[1
 
 
 @pytest.mark.parametrize("mode", [task.MODES[0], *IN_WEAKER])
+@pytest.mark.engine
 def test_bombs_get_nothing_and_end_and_are_counted(room, mode, monkeypatch):
     monkeypatch.setattr(task, "MODES", [mode])
     expected = {code: (0, loss) for loss, codes in BOMBS.items() for code in codes}

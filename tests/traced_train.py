@@ -10,13 +10,11 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import ckpt  # noqa: E402
-import ppo  # noqa: E402
-import train  # noqa: E402
-from lib.report import RunLog  # noqa: E402
-from rollout import Sampler  # noqa: E402
+import ckpt
+import ppo
+import train
+from lib.report import RunLog
+from rollout import Sampler
 
 CALLS = []
 
