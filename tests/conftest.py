@@ -56,8 +56,8 @@ ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
-LONGEST_FIRST = ["resume", "two_machines", "variant_runs", "variants", "ckpt", "train", "models"]
-LONGEST_FIRST += ["ppo", "evaluate", "sandbox", "reward", "demo", "copies", "rollout"]
+LONGEST_FIRST = ["contributing", "resume", "two_machines", "variant_effects", "variant_runs"]
+LONGEST_FIRST += ["train", "ppo", "evaluate", "demo", "countdown", "lab", "sandbox", "reward"]
 
 # A test of these files, or with one of these fixtures, starts engines.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}

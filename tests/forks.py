@@ -51,11 +51,10 @@ class Fork:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
-    def communicate(self, timeout=None) -> tuple[str, str]:
+    def communicate(self, timeout=None) -> tuple[str, ...]:
         """Its output and its errors, once it has ended."""
         self.wait(timeout)
-        output, errors = (Path(self.folder.name, name).read_text() for name in ("output", "errors"))
-        return output, errors
+        return tuple(Path(self.folder.name, name).read_text() for name in ("output", "errors"))
 
     def kill(self) -> None:
         self.process.kill()

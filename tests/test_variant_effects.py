@@ -532,7 +532,7 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fp16_learns_what_fp32_learns(tmp_path):
     """The loss is multiplied by a factor, and the gradient divided by it. On overflow no update is
     made, and the factor is halved. A checkpoint keeps the factor."""

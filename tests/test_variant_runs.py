@@ -8,7 +8,8 @@ from pathlib import Path
 import conftest
 import pytest
 import torch
-from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch, start_python
+from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch
+from forks import Fork
 from safetensors.torch import load_file
 
 from lib.variants import HOME
@@ -146,13 +147,13 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
         flags |= {"pass_k": 2, "overlong_cache": 8} if "pass_at_k" in names else {}
         own = [tmp_path / "breaks.py"] if number == 0 else []
         words = arguments(flags | {"variant": [*names.split(), *own]})
-        processes.append(start_python(ROOT / "train.py", *words, output=tmp_path / f"{number}.txt"))
+        processes.append(Fork([ROOT / "train.py", *words], conftest.clean_environment(), ROOT))
     try:
-        assert [process.wait(500) for process in processes] == [2, 0, 0, 0]
+        said = ["".join(process.communicate(500)) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    said = [(tmp_path / f"{number}.txt").read_text() for number in range(4)]
+    assert [process.returncode for process in processes] == [2, 0, 0, 0]
     assert "not called in the first learning step" not in "".join(said)
     for number, (_, key) in enumerate(GROUPS):
         lines = jsonl(tmp_path / str(number) / "metrics.jsonl")
