@@ -59,7 +59,7 @@ PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 LONGEST_FIRST = ["contributing", "resume", "two_machines", "variant_effects", "variant_runs"]
 LONGEST_FIRST += ["train", "ppo", "evaluate", "demo", "countdown", "lab", "sandbox", "reward"]
 
-# A test of these files, or with one of these fixtures, starts engines.
+# A test of these files, or with one of these fixtures, starts engines or many processes.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
 ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "found_in_bf16", "runs", "place"}
 

@@ -1,4 +1,4 @@
-"""torchrun tests/reshard_worker.py MODEL OUT [SOURCE]
+"""On several ranks: reshard_worker.py MODEL OUT [SOURCE]
 
 Without SOURCE it saves a policy at each ZeRO stage after three steps, as OUT/<stage>/step_000003.
 Then rank 1's disk fails once, while step 4 is saved in OUT.sick: each rank writes the error it got.
