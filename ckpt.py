@@ -449,9 +449,6 @@ def find_changes(saved: RunState, new: RunState, fixed):
             changed.append(name)
     if saved.problems_hash != new.problems_hash and not changed:
         changed.append("data")
-    # A falling learning rate depends on the last step.
-    if new.config["lr_end"] is not None and saved.total_steps != new.total_steps:
-        changed.append("max_steps")
     return changed
 
 

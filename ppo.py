@@ -17,7 +17,6 @@ Shapes: N samples, S tokens of the longest response, T response tokens of the ba
 tokens of a micro-batch, R packed rows, L row length.
 """
 
-import copy
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -324,20 +323,19 @@ def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
 
     The advantages in the batch have the weights of --loss_mean, those in the log do not.
     """
-    values = flat_values(batch)  # (T,)
     advantages = raw_advantages(batch, cfg)  # (T,)
-    returns = advantages + values  # (T,)
-    if cfg.critic_lambd is not None:
-        # This decouples the critic's lambda from the policy's (VAPO, arXiv 2504.05118, section 4).
-        critic_cfg = copy.copy(cfg)
-        critic_cfg.lambd = cfg.critic_lambd
-        returns = raw_advantages(batch, critic_cfg) + values  # (T,)
+    returns = critic_targets(batch, advantages, cfg)  # (T,)
     if cfg.advantage_normalization and ESTIMATORS[cfg.estimator].is_whitened:
         advantages = whiten(advantages, batch, cfg)
     stats = advantage_stats(batch, advantages, returns)
     batch.per_token["advantages"] = (advantages * token_weights(batch, cfg)).float()
     batch.per_token["returns"] = returns.float()
     return stats
+
+
+def critic_targets(batch: Batch, advantages: Tensor, cfg) -> Tensor:
+    """Returns what the critic learns: raw advantages + values, (T,)."""
+    return advantages + flat_values(batch)
 
 
 def raw_advantages(batch: Batch, cfg) -> Tensor:
@@ -509,23 +507,17 @@ def train_critic(critic, batch: Batch, cfg, step):
 
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
-    """Learns from the batch, once the critic has learnt alone for critic_only_steps."""
-    # These are ORZ's freezing_actor_steps. The policy counts its rate and its end from its own
-    # first step.
-    step -= cfg.critic_only_steps
-    total_steps -= cfg.critic_only_steps
-    if step < 0:
-        return {}
-    return update_policy(policy, batch, cfg, step, total_steps)
-
-
-def update_policy(policy, batch: Batch, cfg, step, total_steps):
     """Takes one update over all samples, so the ratio is 1 and a clip would do nothing."""
-    lr = learning_rate(cfg.actor_learning_rate, cfg.warmup_updates, step, cfg.lr_end, total_steps)
-    # A sample without a gradient does not pass through the model, but its tokens still count.
+    lr = policy_rate(cfg, step, total_steps)
+    # A sample without a gradient does not pass through the model. Its tokens still count.
     denominator = int(batch.response_lengths[samples_that_count(batch, cfg)].sum())
     samples = samples_to_learn_from(batch, cfg)
     return update(policy, policy_loss, batch, samples, lr, cfg, denominator)
+
+
+def policy_rate(cfg, past_updates, total_updates):
+    """The policy's learning rate after so many updates of a run of `total_updates`."""
+    return learning_rate(cfg.actor_learning_rate, cfg.warmup_updates, past_updates)
 
 
 def update_in_parts(learner, loss_fn, batch: Batch, samples, rates, cfg, step):
@@ -541,18 +533,11 @@ def update_in_parts(learner, loss_fn, batch: Batch, samples, rates, cfg, step):
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
-def learning_rate(peak, warmup, past_updates, end=None, total=0):
-    """Returns the rate of the update that comes after so many `past_updates`.
-
-    It rises linearly from peak / warmup, and then stays, or falls linearly to `end`, which it
-    reaches at the last of `total` updates.
-    """
+def learning_rate(peak, warmup, past_updates):
+    """The rate of the next update. It rises linearly from peak / warmup to peak, and stays."""
     if past_updates < warmup:
         return peak * (past_updates + 1) / warmup
-    if end is None:
-        return peak
-    progress = (past_updates + 1 - warmup) / max(1, total - warmup)
-    return peak + (end - peak) * min(1.0, progress)
+    return peak
 
 
 def update(learner, loss_fn, batch: Batch, samples: list[int], lr, cfg, denominator=None):

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.common import UserError, gather, hash64, one_line, start_distributed
+from lib.common import UserError, agree, gather, hash64, one_line, start_distributed
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,7 @@ class Sampler:
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
             raise UserError(
                 f"vLLM cannot start with --model {cfg.model}, --max_len {cfg.max_len}, "
-                f"--kv_cache_gb {cfg.kv_cache_gb}, --rollout_quantization "
-                f"{cfg.rollout_quantization}: {one_line(error)}"
+                f"--kv_cache_gb {cfg.kv_cache_gb}: {one_line(error)}"
             ) from error
         # On a GPU it leaves one thread, and the trainer still works on the CPU.
         torch.set_num_threads(threads)
@@ -232,7 +231,6 @@ def sampler_settings(cfg, is_gpu) -> dict:
         "max_model_len": cfg.max_len,
         "max_num_seqs": cfg.micro_rollout_batch_size,
         "gpu_memory_utilization": cfg.gpu_memory_utilization,
-        "quantization": cfg.rollout_quantization,
         "tensor_parallel_size": cfg.tensor_parallel,
         "enforce_eager": cfg.enforce_eager,
         "enable_sleep_mode": is_gpu,
@@ -277,7 +275,7 @@ class Rollout:
     """The sampler and the grader together: requests in, scored samples out, alike on all ranks."""
 
     def __init__(self, task, signals, cfg):
-        """task: a module like reward.py. signals: of lib/common.py. Raises UserError."""
+        """task: a module like reward.py. signals: of lib/signals.py. Raises UserError."""
         # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted first.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
@@ -309,7 +307,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
     """
     signals = rollout.signals
     grader = rollout.grader
-    signals.agree()
+    agree(signals.poll())
     lost_before = grader.lost
     with clock("rollout"):
         mine = draw_my_share(rollout, requests)
@@ -318,7 +316,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
             pass
     with clock("gather"):
         # The first collective since sampling began: here the ranks wait for each other.
-        signals.agree(grader.broken)
+        agree(signals.poll(), grader.broken)
         for position, reward in grader.results().items():
             mine[position].reward = reward
         # Of this step: the checks of all ranks that ended without a verdict.
@@ -395,7 +393,6 @@ if __name__ == "__main__":
         micro_rollout_batch_size=4,
         gpu_memory_utilization=0.5,
         kv_cache_gb=None,
-        rollout_quantization=None,
         tensor_parallel=1,
         enforce_eager=True,
     )

@@ -82,13 +82,8 @@ def check_batch(cfg, world):
 def check_estimator(cfg, estimator):
     """estimator: an entry of ppo.ESTIMATORS."""
     check_samples(cfg, estimator, "n_samples_per_prompt")
-    idle = {"critic": None, "critic_lambd": None, "critic_only_steps": 0}
-    for name, default in idle.items():
-        given = getattr(cfg, name)
-        require(
-            estimator.needs_critic or given == default,
-            f"--{name} {given}: --estimator {cfg.estimator} has no critic",
-        )
+    has_critic = not cfg.critic or estimator.needs_critic
+    require_all(cfg, {"critic": (has_critic, f"--estimator {cfg.estimator} has no critic")})
 
 
 def check_samples(cfg, estimator, flag):
@@ -145,10 +140,6 @@ def check_hardware(cfg, world):
             cfg.offload == "none" or cfg.zero_stage > 0,
             "it is ZeRO's own; add --zero_stage 1, 2 or 3",
         ),
-        "rollout_quantization": (
-            not cfg.rollout_quantization or torch.cuda.is_available(),
-            "needs a GPU that vLLM can quantize on (fp8: compute capability 8.9 or more)",
-        ),
         "log_with": (cfg.log_with != "wandb" or find_spec("wandb"), "`pip install wandb` first"),
     }
     require_all(cfg, table)
@@ -156,24 +147,20 @@ def check_hardware(cfg, world):
     require(cfg.data, "--data: name at least one file of training problems")
 
 
-def check_same(values, error=None):
-    """Raises UserError on all ranks where one has an error, or another value than rank 0.
+def require_same(values):
+    """Raises UserError on all ranks if a rank has another value than rank 0. A collective.
 
-    Ranks that differ would train on samples behind each other's prompts, or wait for each other
-    for ever.
+    values: {name: value}. Ranks with different flags would wait for each other for ever.
     """
     shown = {name: repr(value) for name, value in values.items()}
-    reports = gather((here(), error, shown))
-    errors = [why for _, why, _ in reports if why]
-    if len(errors) == len(reports):
-        raise errors[0]
-    for place, why, found in reports:
-        if why:
-            raise UserError(f"{place}: {why}")
-        for name, ours in reports[0][2].items():
-            theirs = found.get(name)
-            if theirs != ours:
-                raise UserError(f"{place}: {name}: {theirs}, of rank 0: {ours}; give all the same")
+    reports = gather((here(), shown))
+    _, first = reports[0]
+    for place, found in reports:
+        for name in first:
+            require(
+                found.get(name) == first[name],
+                f"{place}: {name}: {found.get(name)}, of rank 0: {first[name]}; give all the same",
+            )
 
 
 def load_config(model):

@@ -104,8 +104,6 @@ def raw_advantages(batch, cfg, lambd: float) -> Tensor:
 def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
     """Advantages, whitened for some, and returns, (T,) each. No --loss_mean is in them."""
     found = targets = raw_advantages(batch, cfg, cfg.lambd)
-    if cfg.critic_lambd is not None:
-        targets = raw_advantages(batch, cfg, cfg.critic_lambd)
     if cfg.estimator in ("gae", "reinforce", "reinforce_pp") and cfg.advantage_normalization:
         found = (found - mean(found.tolist())) / std(found.tolist())
     return found, targets + batch.per_token["values"]

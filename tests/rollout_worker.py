@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import reward
 import train
 from lib import models
-from lib.common import Signals, Stopped, UserError, start_distributed
+from lib.common import Stopped, UserError, start_distributed
 from lib.metrics import Clock
+from lib.signals import Signals
 from rollout import Rollout, Sampler, draw, make_requests, problem_seeds
 
 # After rollout.py, whose settings vLLM reads.

@@ -1,4 +1,4 @@
-"""What the ranks do together: errors reported once, process group, signals. And the launcher."""
+"""What the ranks do together: errors reported once, process group, signals."""
 
 import datetime
 import os
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import held_port, run_python, stand_in, start_python, wait_until
 
-from lib import common, launcher
+from lib import common, signals
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -88,6 +88,30 @@ def test_a_torch_for_cpus_beside_a_gpu_warns(answer, is_told, tmp_path, monkeypa
     assert ("torch is built for CPUs" in capsys.readouterr().err) == is_told
 
 
+@pytest.mark.parametrize(
+    "errors, words",
+    [
+        ([None, "bad line"], "machine b, rank 1: bad line"),
+        (["bad line", "bad line"], "bad line"),
+        (["bad line", None], "machine a, rank 0: bad line"),
+    ],
+)
+def test_raise_together_raises_an_error_of_one_rank_on_every_rank(
+    errors, words, process_group, monkeypatch
+):
+    """Both ranks end alike. One rank would else wait for the other."""
+    places = ("machine a, rank 0", "machine b, rank 1")
+    found = [error and common.UserError(error) for error in errors]
+    monkeypatch.setattr(common, "gather", lambda mine: list(zip(places, found)))
+    for error in found:
+        with pytest.raises(common.UserError, match=f"^{words}$"), common.raise_together():
+            if error:
+                raise error
+    monkeypatch.undo()
+    with common.raise_together():
+        pass
+
+
 # ---- signals -------------------------------------------------------------------------------------
 
 
@@ -108,8 +132,8 @@ def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
             return super().check(keys)
 
     store = Store()
-    assert common.Signals(store).poll()
-    other = common.Signals(store)
+    assert signals.Signals(store).poll()
+    other = signals.Signals(store)
     assert not dist.HashStore.check(store, ["stop"])
     assert other.poll() and other.poll(), "the second look tells the other ranks"
     assert dist.HashStore.check(store, ["stop"])
@@ -117,28 +141,27 @@ def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
 
 def test_only_a_second_interrupt_ends_a_rank_at_once(handlers):
     """The first interrupt may come after another signal, and must not cut off the save."""
-    signals = common.Signals(dist.HashStore())
+    mine = signals.Signals(dist.HashStore())
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        assert signal.getsignal(number) == signals.handle
+        assert signal.getsignal(number) == mine.handle
         signal.raise_signal(number)
-    assert signals.poll()
+    assert mine.poll()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) == signals.handle
+    assert signal.getsignal(signal.SIGTERM) == mine.handle
 
 
-def test_ranks_agree_on_a_fault_of_one_of_them(handlers, process_group, monkeypatch):
+def test_ranks_agree_on_a_fault_of_one_of_them(process_group, monkeypatch):
     """If one rank alone raised its error, the others would wait, and nothing would be saved."""
-    signals = common.Signals(dist.HashStore())
-    assert signals.agree() is None
+    assert common.agree(False) is None
     with pytest.raises(common.Stopped, match="^it is broken$"):
-        signals.agree("it is broken")
+        common.agree(False, "it is broken")
     fault = "it is broken there"
     cases = [([(False, None), (False, fault), (False, None)], fault)]
     cases += [([(True, None), (False, fault)], fault), ([(True, None), (False, None)], None)]
     for others, told in cases:
         monkeypatch.setattr(common, "gather", lambda mine, others=others: [mine, *others])
         with pytest.raises(common.Stopped) as stop:
-            signals.agree()
+            common.agree(False)
         assert stop.value.fault == told
 
 
@@ -161,20 +184,20 @@ def test_share_errors_stops_all_ranks_for_an_error_of_one(process_group, monkeyp
 
 
 @pytest.mark.parametrize("later, expected", [(0, ValueError), (1, common.Stopped)])
-def test_share_same_error_raises_an_error_of_one_rank_alone(later, expected, handlers, monkeypatch):
-    signals = common.Signals(dist.HashStore())
-    clock = mock.Mock(sleep=lambda _: signals.store.add("failed", later))
+def test_share_same_error_raises_an_error_of_one_rank_alone(later, expected, monkeypatch):
+    store = dist.HashStore()
+    clock = mock.Mock(sleep=lambda _: store.add("failed", later))
     clock.monotonic.side_effect = range(40)
     monkeypatch.setattr(common, "time", clock)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(expected, match="of this rank"), signals.share_same_error():
+    with pytest.raises(expected, match="of this rank"), common.share_same_error(store):
         raise ValueError("of this rank")
 
 
-# ---- lib/launcher.py -----------------------------------------------------------------------------
+# ---- before the slow imports ---------------------------------------------------------------------
 
 IN_C = """import ctypes
-from lib.launcher import leave_on_signals
+from lib.signals import leave_on_signals
 leave_on_signals()
 print("ready", flush=True)
 mutex = ctypes.create_string_buffer(256)
@@ -218,20 +241,20 @@ def test_a_signal_that_the_thread_of_the_start_up_gets_later_stops_the_run(handl
     """The kernel may choose that thread, where the main one has another signal. It would end the
     rank at once, unsaved."""
     exits = []
-    monkeypatch.setattr(launcher.os, "_exit", exits.append)
+    monkeypatch.setattr(signals.os, "_exit", exits.append)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    thread = threading.Thread(target=launcher.leave, daemon=True)
+    thread = threading.Thread(target=signals.leave, daemon=True)
     thread.start()
-    signals = common.Signals(dist.HashStore())
+    mine = signals.Signals(dist.HashStore())
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOPS)
     signal.pthread_kill(thread.ident, signal.SIGUSR1)
     thread.join()
     assert exits == []
-    wait_until(lambda: signals.asked)
+    wait_until(lambda: mine.asked)
 
 
 READ_BACK = """import ctypes
-from lib.launcher import follow_launcher
+from lib.signals import follow_launcher
 follow_launcher()
 number = ctypes.c_int(-1)
 PR_GET_PDEATHSIG = 2

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 import ppo
+import train
 from lib.common import hash64
 
 
@@ -42,7 +43,7 @@ CONSTANT = {"loss_mean": "constant"}
 ONE = [  # ranks: 1
     step("zero0, short rows", tied=False, warmup_updates=2, **SHORT_ROWS),
     step("zero1, one micro-batch, clipped", zero_stage=1, micro_train_batch_size=99, max_norm=0.1),
-    step("zero2, offload", zero_stage=2, tied=False, lambd=0.5, critic_lambd=0.9, **OFFLOAD),
+    step("zero2, offload", zero_stage=2, tied=False, lambd=0.5, **OFFLOAD),
     step("zero3, checkpointing", zero_stage=3, gradient_checkpointing=True, **LONG_ROWS),
     step("grpo", **FLAT_GROUPS),
     step("grpo, sequence", **FLAT_GROUPS, **SEQUENCE, **SHORT_ROWS),
@@ -333,8 +334,7 @@ def test_an_estimator_says_how_many_samples_it_needs(estimator):
 ESTIMATORS = ["gae", *naive.COMPARES]
 SETTINGS = [{}, {"advantage_normalization": False}, SEQUENCE, CONSTANT]
 CASES = list(itertools.product(ESTIMATORS, SETTINGS))
-# The critic's target alone has this lambda (VAPO). 0 is a lambda and not an absent one.
-CASES += [("gae", {"lambd": 0.5, "critic_lambd": lambd}) for lambd in (1.0, 0.9, 0.0)]
+CASES += [("gae", {"lambd": 0.5})]
 
 
 @pytest.mark.parametrize("estimator, settings", CASES)
@@ -402,7 +402,7 @@ class Card(TorchFunctionMode):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_advantages_are_computed_on_the_device(estimator):
     """On the CPU, advantages of 8,192 samples of 8,000 tokens take ten seconds a step."""
-    for settings in ({}, SEQUENCE, {"lambd": 0.9, "critic_lambd": 1.0}):
+    for settings in ({}, SEQUENCE, {"lambd": 0.9}):
         cfg = config(estimator=estimator, **settings)
         expected = make_batch()
         batch = make_batch()
@@ -424,7 +424,7 @@ def test_advantages_are_computed_on_the_device(estimator):
 
 # ---- passes, losses and updates: one update against its naive gradient ---------------------------
 
-LEARNT = ("estimator", "loss_mean", "lambd", "critic_lambd")
+LEARNT = ("estimator", "loss_mean", "lambd")
 
 
 def new_head(cfg) -> torch.Tensor:
@@ -621,17 +621,23 @@ def test_skipped_samples_count_in_the_denominator(results):
     assert stats["policy_tokens"] < stats["critic_tokens"]
 
 
-def test_the_rate_rises_then_falls_to_lr_end():
+def test_the_rate_rises_and_stays():
     """The first update uses lr / n. ORZ's uses 0, so it changes nothing (fault 6)."""
     rates = [ppo.learning_rate(1e-6, 4, step) for step in range(6)]
     assert rates == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6, 1e-6])
     assert ppo.learning_rate(1e-6, 0, 0) == 1e-6
-    rates = [ppo.learning_rate(1e-6, 4, step, 3e-7, 100) for step in range(101)]
-    assert rates[3] == pytest.approx(1e-6)
+
+
+def test_with_lr_end_the_rate_falls_linearly():
+    words = ["--variant", "lr_end", "--actor_learning_rate", "1e-6", "--warmup_updates", "4"]
+    cfg = train.parse_flags([*words, "--lr_end", "3e-7"])
+    with cfg.variants.installed(train.stages()):
+        rates = [ppo.policy_rate(cfg, step, 100) for step in range(101)]
+        last = [ppo.policy_rate(cfg, 4, total) for total in (0, 4, 5)]
+    assert rates[:4] == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6])
     assert rates[99] == rates[100] == pytest.approx(3e-7)
     assert np.diff(rates[3:100]) == pytest.approx([-7e-7 / 96] * 96), "not linear"
-    for total in (0, 4, 5):
-        assert ppo.learning_rate(1e-6, 4, 4, 3e-7, total) == pytest.approx(3e-7)
+    assert last == pytest.approx([3e-7] * 3)
 
 
 class Listener:
@@ -657,29 +663,26 @@ class Listener:
         return 1.0
 
 
-@pytest.mark.parametrize("samples, parts, alone", [(16, 3, 0), (2, 2, 0), (16, 3, 2)])
-def test_learners_get_the_rates_of_the_schedule(samples, parts, alone, process_group):
-    """Over a run the rates rise and fall. Fewer samples than critic updates do not slow the
-    critic's warm-up down. The policy and its rates begin when the critic has learnt alone."""
+@pytest.mark.parametrize("samples, parts", [(16, 3), (2, 2)])
+def test_learners_get_the_rates_of_the_schedule(samples, parts, process_group):
+    """Fewer samples than critic updates do not slow the critic's warm-up down."""
     batch = part_of(make_batch("equal sizes"), range(samples))
     batch.per_token["values"] = torch.zeros(int(batch.response_lengths.sum()))
     batch.rewards = torch.arange(samples, dtype=torch.float64)
-    settings = {"critic_updates": 3, "warmup_updates": 4, "lr_end": 0.0, "critic_only_steps": alone}
+    settings = {"critic_updates": 3, "warmup_updates": 4}
     cfg = config(actor_learning_rate=1.0, critic_learning_rate=12.0, **settings)
     ppo.compute_advantages(batch, cfg)
     policy = Listener("policy", batch)
     critic = Listener("critic", batch)
     expected = []
-    for step in range(6 + alone):
+    for step in range(6):
         rates = [min(12, 3 * (3 * step + k + 1)) for k in range(parts)]
         expected += rates
         logged = ppo.train_critic(critic, batch, cfg, step)
         assert logged["critic_lr"] == pytest.approx(np.mean(rates))
-        logged = ppo.train_policy(policy, batch, cfg, step, total_steps=6 + alone)
-        assert len(policy.rates) == max(0, step + 1 - alone)
-        assert [logged[name] for name in logged if name == "policy_lr"] == policy.rates[-1:]
-        assert bool(logged) == (step >= alone), "the policy's numbers are absent"
-    assert policy.rates == pytest.approx([0.25, 0.5, 0.75, 1, 0.5, 0])
+        logged = ppo.train_policy(policy, batch, cfg, step, total_steps=6)
+        assert logged["policy_lr"] == policy.rates[-1] and len(policy.rates) == step + 1
+    assert policy.rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
     assert critic.rates == pytest.approx(expected)
 
 

@@ -56,7 +56,7 @@ ORZ |= {"stop": ["User:", "Human:", "Assistant:", "</answer>"], "template": "orz
 ORZ |= {"temperature": 1, "top_p": 1, "eval_temperature": 1, "eval_top_p": 1}
 ORZ |= {"prompt_max_len": 2048, "generate_max_len": 8000, "max_len": 8192}
 ORZ |= {"estimator": "gae", "gamma": 1, "lambd": 1, "advantage_normalization": True}
-ORZ |= {"critic_updates": 12, "critic_only_steps": 0, "warmup_updates": 50, "lr_end": None}
+ORZ |= {"critic_updates": 12, "warmup_updates": 50}
 ORZ |= {"actor_learning_rate": 1e-6, "critic_learning_rate": 5e-6, "loss_mean": "token"}
 ORZ |= {"value_clip": 0.2, "max_norm": 1, "bf16": True, "gradient_checkpointing": True}
 ORZ |= {"packing_max_len": 16384, "micro_train_batch_size": 1, "zero_stage": 3}
@@ -205,10 +205,10 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         ({"model": tmp_path / "nowhere"}, "--model, --critic: .*nowhere cannot be used"),
         ({"critic": tmp_path / "nowhere"}, "--model, --critic: .*nowhere cannot be used"),
         ({"model": no_eos}, "its tokenizer has no eos token"),
-        ({"max_len": 257}, "--max_len 257.* exceed the model's 256"),
-        ({"critic": short}, "--max_len 64.* exceed the critic's 32"),
-        ({"critic": other}, f"^--critic {other}: its tokenizer is not that of"),
-        ({"critic": no_tokenizer}, f"^--critic {no_tokenizer}: its tokenizer is not that of"),
+        ({"max_len": 257}, "--max_len 257.* exceed the 256 positions"),
+        ({"critic": short}, f"--max_len 64.* exceed the 32 positions of {short}"),
+        ({"critic": other}, f"^--critic {other}: its tokenizer is not the tokenizer of"),
+        ({"critic": no_tokenizer}, f"^--critic {no_tokenizer}: its tokenizer is not"),
     ]
     for changes, words in wrong:
         with pytest.raises(UserError, match=words):
@@ -367,13 +367,15 @@ def test_an_answer_form_is_one_of_the_task_s():
 
 def test_steps_are_counted_from_the_passes_and_an_interval_of_0_is_never():
     def count(problems, **changes):
-        cfg = train.Config(num_episodes=3, rollout_batch_size=8, **changes)
-        return train.count_steps(cfg, problems)
+        cfg = config(num_episodes=3, rollout_batch_size=8, **{"max_steps": None} | changes)
+        with cfg.variants.installed(train.stages()):
+            return train.count_steps(cfg, problems)
 
-    assert [count(20), count(1), count(20, critic_only_steps=6)] == [7, 1, 7]
+    first = {"variant": "critic_first", "critic_only_steps": 6}
+    assert [count(20), count(1), count(20, **first)] == [7, 1, 7]
     assert [count(20, max_steps=5), count(20, max_steps=0)] == [5, 0]
-    with pytest.raises(UserError, match="^--critic_only_steps 6: .* in none of 6 steps$"):
-        count(16, critic_only_steps=6)
+    with pytest.raises(UserError, match="^--critic_only_steps 6: .* in none of 6 steps; .*$"):
+        count(16, **first)
     for interval, steps in [(3, [0, 3, 6]), (0, [])]:
         assert [step for step in range(7) if train.is_due(step, interval)] == steps
 

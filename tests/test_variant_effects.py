@@ -29,18 +29,21 @@ from lib.common import UserError, hash64
 from lib.variants import HOME, Variants
 
 pytestmark = pytest.mark.usefixtures("process_group")
-# fp16 needs DeepSpeed's engines, and lora those of a whole run (test_variant_runs.py).
-NAMES = sorted({path.stem for path in HOME.glob("*.py")} - {"fp16", "lora"})
+# fp16 needs DeepSpeed's engines, lora those of a whole run (test_variant_runs.py), fp8 a GPU.
+NAMES = sorted({path.stem for path in HOME.glob("*.py")} - {"fp16", "fp8_rollout", "lora"})
 # The variants that must stand before another one.
 NEEDS = {"clip_higher": ["updates"]}
 STEPS = 3
 SETTINGS = {"task": "countdown", "seed": 8, "n_samples_per_prompt": 8, "generate_max_len": 12}
 SETTINGS |= {"max_len": 14, "prompt_max_len": 8, "packing_max_len": 40, "critic_updates": 3}
-SETTINGS |= {"actor_learning_rate": 9, "critic_learning_rate": 9, "lr_end": 0.5}
+SETTINGS |= {"actor_learning_rate": 9, "critic_learning_rate": 9}
 OWN = {
     "overlong_penalty": {"overlong_cache": 6},
     "tis_cap": {"tis_cap": 1.1},
     "kl_penalty": {"gamma": 0.9, "lambd": 0.8},
+    "critic_first": {"critic_only_steps": 1},
+    "critic_lambd": {"lambd": 0.5, "critic_lambd": 0.9},
+    "lr_end": {"lr_end": 0.5},
     # Its loss is that of whole samples if all tokens of a sample have the same advantage.
     "gspo": {"estimator": "reinforce", "policy_clip": 0.03, "policy_clip_high": 0.04},
 }
@@ -353,6 +356,8 @@ def expected_step(name, cfg, step, tables, memory):
                 advantages.append(base[t] + sum(0.72**k * x for k, x in enumerate(penalty[t:])))
         advantages = torch.tensor(advantages).double()
         returns = advantages + values
+        if name == "critic_lambd":
+            returns = torch.tensor(sum(naive.gae(paid, parts, 1, 0.9), [])).double() + values
         # The critic of fuse_values notes each value before it learns from it.
         is_fused = name == "fuse_values"
         rates = [9 * min(1, (3 * step + k) / 2) for k in (1, 2, 3)]
@@ -392,7 +397,12 @@ def expected_step(name, cfg, step, tables, memory):
 
     count = 8 if name in ("updates", "clip_higher", "cispo", "gspo") else 1
     updates = range(step * count + 1, step * count + count + 1)
-    rates = [9 * min(1, n / 2) - 8.5 * max(0, n - 2) / (STEPS * count - 2) for n in updates]
+    fall = 8.5 / (STEPS * count - 2) if name == "lr_end" else 0
+    if name == "critic_first":
+        updates = range(step, step + 1) if step > 0 else []
+    rates = [9 * min(1, n / 2) - fall * max(0, n - 2) for n in updates]
+    if not rates:
+        return log
     seed = hash64(cfg.seed, step, "policy")
     tables["policy"] = learn(tables["policy"], policy_loss, owner, counting, rates, seed)
     return log
@@ -443,7 +453,9 @@ def test_a_variant_does_the_same_on_two_ranks():
 def learnt(*names):
     """What the steps make of policy and critic, or the text of their refusal."""
     try:
-        return take_steps(with_needs(*names), {})[0]
+        # By default the policy would learn in none of the three steps.
+        flags = {"critic_only_steps": 1} if "critic_first" in names else {}
+        return take_steps(with_needs(*names), flags)[0]
     except UserError as error:
         return str(error)
 
@@ -492,7 +504,7 @@ def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
             if not differs(found, learnt(*alone)) and {one, two} not in EXCEPTIONS:
                 wrong.append(f"{one} {two} is like {alone}")
     assert not wrong, "\n".join(wrong)
-    assert refused < 100
+    assert refused < 120
 
 
 REFUSED = [
@@ -505,7 +517,12 @@ REFUSED = [
     (["fuse_values"], {"estimator": "grpo"}, "fuse_values needs --estimator gae"),
     (["fuse_values"], {"gamma": 0.95}, "depend on values"),
     (["fuse_values"], {"lambd": 0.95}, "depend on values"),
-    (["fuse_values"], {"critic_lambd": 0.95}, "depend on values"),
+    (["critic_lambd", "fuse_values"], {"lambd": 1}, "--variant critic_lambd: fuse_values would"),
+    (["critic_lambd"], {"critic_lambd": 1.5}, "--critic_lambd 1.5.*0 to 1"),
+    (["critic_lambd"], {"estimator": "grpo"}, "--estimator grpo has no critic"),
+    (["critic_first"], {"estimator": "rloo"}, "--estimator rloo has no critic"),
+    (["lr_end"], {"lr_end": -1}, "--lr_end -1.*0 or more"),
+    (["fp8_rollout"], {}, "--variant fp8_rollout needs a GPU"),
     (["overlong_penalty"], {"overlong_cache": 0}, "--overlong_cache 0.*at least 1"),
     (["maxrl", "overlong_penalty"], {}, "--estimator maxrl.* negative"),
     (["tis_cap"], {"tis_cap": 0.5}, "--tis_cap 0.5.*at least 1"),

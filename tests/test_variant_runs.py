@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from lib.variants import HOME
 
 NAMES = ["curriculum", "hash_reward", "fuse_values", "first_stage", "adaptive_len", "tis_cap"]
+NAMES += ["lr_end"]
 # `pip install --no-deps -r requirements-extras.txt`
 NAMES += ["lora"] * bool(find_spec("peft"))
 MINE = """
@@ -122,7 +123,7 @@ def test_an_error_on_one_rank_ends_all_ranks_and_saves_the_step_before(runs, tmp
 GROUPS = [
     ("updates clip_higher format_reward overlong_drop maxrl dynamic_sampling", "reward_drawn"),
     ("cispo lenient_reward inverted_reward positive", "paid"),
-    ("gspo majority_vote negative kl_penalty", "clipped"),
+    ("gspo majority_vote negative kl_penalty critic_first critic_lambd", "clipped"),
     ("random_reward overlong_penalty pass_at_k kl_loss entropy_bonus", "kl"),
 ]
 BREAKS = """
@@ -140,11 +141,14 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
     the first run in its second step, and saves the first step."""
     (tmp_path / "breaks.py").write_text(BREAKS)
     in_groups = " ".join(names for names, _ in GROUPS).split()
-    assert {*NAMES, "lora", "fp16", *in_groups} == {path.stem for path in HOME.glob("*.py")}
+    assert {*NAMES, "lora", "fp16", "fp8_rollout", *in_groups} == {
+        path.stem for path in HOME.glob("*.py")
+    }
     processes = []
     for number, (names, _) in enumerate(GROUPS):
         flags = SMALL | tiny | {"max_steps": 2, "run_dir": tmp_path / str(number)}
         flags |= {"pass_k": 2, "overlong_cache": 8} if "pass_at_k" in names else {}
+        flags |= {"critic_only_steps": 1} if "critic_first" in names else {}
         own = [tmp_path / "breaks.py"] if number == 0 else []
         words = arguments(flags | {"variant": [*names.split(), *own]})
         processes.append(Fork([ROOT / "train.py", *words], conftest.clean_environment(), ROOT))

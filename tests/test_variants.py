@@ -14,6 +14,7 @@ import ckpt
 import ppo
 import reward
 import train
+from lib import common
 from lib.common import UserError
 from lib.variants import CHECKS, Variants, functions_of
 from tasks import code, countdown
@@ -312,18 +313,21 @@ def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
     assert said.count("WARNING") == 1 and f"first learning step: {names};" in said
 
 
-def test_a_variant_that_is_absent_or_differs_on_one_rank_is_reported_on_every_rank(monkeypatch):
+def test_a_variant_that_is_absent_or_differs_on_one_rank_is_reported_on_every_rank(
+    process_group, monkeypatch, capsys
+):
     """Two machines may have different files."""
     heard = []
 
-    def check_same(values, error=None):
-        heard.append((values, error))
-        if error or values:
-            raise error or UserError("the ranks differ")
+    def require_same(values):
+        heard.append(values)
+        raise UserError("the ranks differ")
 
     monkeypatch.setattr(train, "start_distributed", lambda: (0, 1, None, None))
-    monkeypatch.setattr(train.check, "check_same", check_same)
+    monkeypatch.setattr(train.check, "require_same", require_same)
+    everyone = [("machine a, rank 0", UserError("absent: there is no file")), ("b, rank 1", None)]
+    monkeypatch.setattr(common, "gather", lambda mine: everyone if mine[1] else [mine])
     assert train.run(["--variant", "absent"]) == 2
-    assert "there is no file" in str(heard[0][1])
+    assert "error: machine a, rank 0: absent: there is no file" in capsys.readouterr().err
     assert train.run(["--variant", "kl_loss", "--model", "m"]) == 2
-    assert heard[2][0]["--variant"] == Variants(["kl_loss"]).hashes
+    assert heard[0]["--variant"] == Variants(["kl_loss"]).hashes

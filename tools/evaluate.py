@@ -33,7 +33,8 @@ import torch.distributed as dist
 import ckpt
 import train
 from lib import check, metrics, report
-from lib.common import Signals, Stopped, UserError, print0, start_distributed, tell_once
+from lib.common import Stopped, UserError, print0, start_distributed, tell_once
+from lib.signals import Signals
 from rollout import Rollout
 
 # ---- what others have measured ---------------------------------------------------------------
@@ -217,7 +218,7 @@ def main(cfg: train.Config, world: int, store) -> None:
     cfg.packing_max_len = cfg.max_len
     values = {f"--{name}": value for name, value in vars(cfg).items()}
     # The machines may have these files in other folders.
-    check.check_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
+    check.require_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
     check.check_config(cfg, world, train.ppo.ESTIMATORS)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.

@@ -45,7 +45,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from lib.common import UserError, hash64, one_line  # noqa: E402
-from lib.launcher import PR_SET_PDEATHSIG  # noqa: E402
+from lib.signals import PR_SET_PDEATHSIG  # noqa: E402
 
 # The code without variants, of which each setting keeps its own.
 CODE = ("*.py", "lib/*.py", "tasks/*.py", "tools/*.py")

@@ -21,11 +21,13 @@ def check_config(original, cfg, world, estimators):
     check.require(
         estimators[cfg.estimator].needs_critic, "--variant fuse_values needs --estimator gae"
     )
-    is_one = cfg.gamma == cfg.lambd == 1 and cfg.critic_lambd is None
-    advice = "needs --gamma 1, --lambd 1 and no --critic_lambd: other returns depend on values"
+    is_one = cfg.gamma == cfg.lambd == 1
+    advice = "needs --gamma 1 and --lambd 1: other returns depend on values"
     check.require(is_one, f"--variant fuse_values {advice}")
-    has_penalty = "kl_penalty" in [Path(word).stem for word in cfg.variant]
-    check.require(not has_penalty, "--variant kl_penalty: fuse_values would learn other returns")
+    for word in cfg.variant:
+        changes_returns = Path(word).stem in ("kl_penalty", "critic_lambd")
+        advice = "fuse_values would learn other returns; leave one of the two out"
+        check.require(not changes_returns, f"--variant {word}: {advice}")
 
 
 def token_passes(original, policy, critic, reference, batch, cfg, step):

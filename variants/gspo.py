@@ -31,14 +31,13 @@ def token_passes(original, policy, critic, reference, batch, cfg, step):
     batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
 
 
-def update_policy(_original, policy, batch, cfg, step, total_steps):
+def train_policy(_original, policy, batch, cfg, step, total_steps):
     samples = ppo.samples_that_count(batch, cfg)
-    peak = cfg.actor_learning_rate
     past = step * cfg.policy_updates
     total = total_steps * cfg.policy_updates
     rates = []
     for k in range(cfg.policy_updates):
-        rates.append(ppo.learning_rate(peak, cfg.warmup_updates, past + k, cfg.lr_end, total))
+        rates.append(ppo.policy_rate(cfg, past + k, total))
     return ppo.update_in_parts(policy, ppo.policy_loss, batch, samples, rates, cfg, step)
 
 
