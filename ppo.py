@@ -1,17 +1,19 @@
-"""PPO without what it does not need: batch, packing, advantages, the two losses and their updates.
+"""PPO without its redundant parts: batch, packing, advantages, the two losses, the updates.
 
-Never sees text, and needs torch and numpy alone. A learner is any object with `name` and `device`
-that is called like the model, and has `backward(loss, is_last)` and `apply_update(lr) -> gradient
-norm`. lib/models.py makes learners of DeepSpeed engines. An update is one optimizer step.
+This file never sees text. It needs torch and numpy alone. An update is one optimizer step.
+A learner is the policy or the critic: it is called like a model, and has `name`, `device`,
+`backward(loss, is_last)` and `apply_update(lr)`, which returns the gradient's norm. lib/models.py
+has the class.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - There is one denominator. A loss is a sum over response tokens divided by the *global* number of
-  response tokens in the update, so packing, micro-batches and ranks do not change the gradient.
-  ORZ takes a mean of per-pack means.
+  response tokens in the update. So packing, micro-batches and ranks do not change the gradient.
+  ORZ takes a mean of the means of its packs.
 - The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
-  rollout that ratio is 1 and the clip does nothing. (`ratio` in this file is trainer to sampler.)
-- `grpo` divides by the group's standard deviation, and its scores are not whitened. ORZ's GRPO does
-  not divide, and whitens.
+  rollout this ratio is 1 and the clip does nothing. (The `ratio` below is another one: trainer to
+  sampler.)
+- `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO does not divide
+  and whitens.
 
 Shapes: N samples, S tokens of the longest response, T response tokens of the batch, t response
 tokens of a micro-batch, R packed rows, L row length.
@@ -32,26 +34,27 @@ from lib.common import gather, hash64, share_errors
 
 @dataclass
 class Batch:
-    """A whole rollout, the same on every rank.
+    """All samples of a step, the same on every rank.
 
-    In flat token tensors sample i owns start[i] to start[i] + response_lengths[i].
+    A flat tensor (T,) holds the response tokens of all samples one after the other. Those of sample
+    i are start[i] to start[i] + response_lengths[i].
     """
 
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
-    groups: Tensor  # (N,) which problem a sample answers
-    rewards: Tensor  # (N,) float64, what is learnt from: `paid`
-    device: torch.device  # of the token tensors
-    # (T,) each: values, advantages, returns, logprobs (of the sampler), ref_logprobs
+    groups: Tensor  # (N,) number of the sample's problem in the step
+    rewards: Tensor  # (N,) float64, what `paid` returns
+    device: torch.device  # of the flat tensors
+    # (T,) each: values, advantages, returns, logprobs (the sampler's), ref_logprobs
     per_token: dict[str, Tensor]
-    samples: list  # (N) what rollout.py has drawn
+    samples: list  # (N) the samples of rollout.py
 
     def __post_init__(self):
         self.response_lengths = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
-        # (N,) tokens of each sample, with its prompt
+        # (N,) tokens of prompt and response together
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
-        # The mask comes from the lengths alone: a padding id may be an answer's token too.
+        # The mask comes from the lengths alone, because a response may contain the padding id.
         self.mask = (
             torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
         )  # (N, S)
@@ -60,7 +63,7 @@ class Batch:
         return list(range(len(self.sample_lengths)))
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Cuts (T,) into one tensor a sample."""
+        """Cuts (T,) into one tensor for each sample."""
         return numbers.split(self.response_lengths.tolist())
 
     def spread(self, numbers: Tensor) -> Tensor:
@@ -70,26 +73,27 @@ class Batch:
 
 @dataclass
 class MicroBatch:
-    """R rows of packed samples, and which of their positions predict a response token."""
+    """R rows of packed samples. A model computes them in one forward pass.
+
+    The t response tokens of these rows are predicted, each from the position before it.
+    """
 
     input_ids: Tensor  # (R, L)
-    # The positions restart at 0 with each sample, which isolates the samples from each other.
+    # In each sample the positions restart at 0. So attention does not cross the samples' borders.
     position_ids: Tensor  # (R, L)
-    # Is the next token a response token?
-    predict: Tensor  # (R, L) bool
-    token_ids: Tensor  # (t,) those next tokens
-    # Where those tokens lie in the batch's flat token tensors.
-    flat_index: Tensor  # (t,)
-    mask: Tensor  # (t,) 1.0; 0.0 for a filler
-    # With the rows laid end to end: where each sample and each padding starts, and the end.
-    borders: Tensor  # (samples and paddings + 1,) int32
-    longest: int  # tokens of the longest of them
+    predict: Tensor  # (R, L) bool: is the next token a response token?
+    token_ids: Tensor  # (t,) the response tokens
+    flat_index: Tensor  # (t,) their places in the batch's flat tensors
+    mask: Tensor  # (t,) 1.0, or 0.0 for a filler
+    # The start of each sample and of each padding, and the end, with all rows in one line.
+    borders: Tensor  # (samples + paddings + 1,) int32
+    longest: int  # tokens of the longest sample or padding
 
 
 def make_batch(samples, device, cfg, rewards=None) -> Batch:
-    """Makes a batch of the sampler's samples. Responses to one problem form a group.
+    """Makes a batch of samples. The samples of one problem form a group.
 
-    rewards: what is learnt from. Without them rank 0 calls `paid`, and all ranks must call this.
+    rewards: (N). Without them rank 0 calls `paid`, and this function is a collective.
     """
     if rewards is None:
         with share_errors():
@@ -106,15 +110,15 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     return batch
 
 
-# HACK HERE: what is learnt from. The samples keep the verifier's rewards, which the logs show.
+# HACK HERE: the rewards to learn from. The logs show the grader's rewards too (sample.reward).
 def paid(samples, cfg) -> list[float]:
-    """A reward for each sample: the verifier's."""
+    """A reward for each sample: the grader's."""
     return [sample.reward for sample in samples]
 
 
 def samples_that_count(batch: Batch, cfg) -> list[int]:
-    """The samples of which losses, whitening and mean length are made: all. Each sample counts in
-    its group's mean, whatever is returned here."""
+    """The samples that count in losses, in whitening and in the mean length: all of them. In the
+    mean of a group each sample counts, also one that is not returned here."""
     return batch.all_samples()
 
 
@@ -126,9 +130,9 @@ def longest_first(sizes: list[int], samples: list[int]) -> list[int]:
 
 
 def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
-    """Deals samples to ranks, the longest first, each to the rank with the fewest tokens.
+    """Deals samples to ranks: the longest first, each to the rank with the fewest tokens.
 
-    From 32 samples a rank on, the ranks' tokens differ by less than 2 %.
+    With 32 or more samples for each rank, the ranks' tokens differ by less than 2 %.
     """
     loads = [0] * world  # tokens
     dealt = [[] for _ in range(world)]
@@ -140,7 +144,7 @@ def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
 
 
 def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample goes into the fullest row that still has room for it."""
+    """Best-fit decreasing: each sample goes into the fullest row that has room for it."""
     rows = []
     rooms = []  # (tokens left, row), sorted
     for i in longest_first(sizes, samples):
@@ -157,7 +161,7 @@ def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
 
 
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
-    """Makes the tensors of some packed rows of samples."""
+    """Makes the tensors of these rows. rows: the samples of each row."""
     row_len = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     parts = []  # tokens of each sample and each padding
     columns = {
@@ -177,12 +181,13 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             ids += prompt + response
             parts.append(batch.sample_lengths[i])
             positions += range(batch.sample_lengths[i])
-            # Position t predicts token t + 1: the prompt's last to the response's last but one.
+            # Position t predicts token t + 1. So the prompt's last position predicts the first
+            # response token, and the last position predicts nothing.
             predict += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
             start = int(batch.start[i])
             columns["token_ids"] += response
             columns["flat_index"] += range(start, start + len(response))
-        # The padding is one more sample, of which nothing is predicted.
+        # The padding of a row is like one more sample without response tokens.
         padding = row_len - len(ids)
         if padding > 0:
             parts.append(padding)
@@ -196,7 +201,7 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
 
 
 def filler(device) -> MicroBatch:
-    """Makes one token of mask 0, for a rank that has fewer micro-batches than another one."""
+    """Makes a micro-batch of one token with mask 0, for a rank with fewer micro-batches."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)  # (1,)
     return MicroBatch(
         input_ids=zero[None],  # (1, 1)
@@ -211,9 +216,10 @@ def filler(device) -> MicroBatch:
 
 
 def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
-    """Makes this rank's share of `samples`; it is empty on all ranks if there are none.
+    """Makes this rank's micro-batches. Without samples the list is empty on all ranks.
 
-    Every rank gets the same number of micro-batches, since ZeRO's collectives must match.
+    Each rank gets the same number of micro-batches, because the forward and backward passes of ZeRO
+    have collectives.
     """
     mine = deal(batch.sample_lengths, samples, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
@@ -232,15 +238,15 @@ def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
 
 
 # HACK HERE: an estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
-# advantages (N, S), or to one score (N,) for all tokens of a sample, in float64 on the device.
+# advantages (N, S), or to scores (N,): then all tokens of a sample have its score. float64.
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16)."""
     if cfg.gamma == cfg.lambd == 1:
-        # The sum telescopes to reward - V_t.
+        # Then the sum is the reward minus V_t.
         return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
-    # V is 0 behind a response, so all delta are 0 there. The reward is on the last token.
+    # Values are 0 after the response, so all delta are 0 there. The last token has the reward.
     sums = -values  # (N, S)
     sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
     sums.scatter_add_(1, last, rewards[:, None])
@@ -250,29 +256,30 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """(r - group mean) / group population std for all tokens alike; exactly 0 where all rewards
-    of the group are equal (arXiv 2402.03300)."""
+    """(r - group mean) / group population std (arXiv 2402.03300). In a flat group, where all
+    rewards are equal, it is exactly 0."""
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
     return torch.where(std > 0, (rewards - mean) / std, 0.0)
 
 
 def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - mean of the *other* samples of the group = (r - mean) * n / (n - 1)
-    (arXiv 2402.14740)."""
+    """r - mean of the *other* samples of the group (arXiv 2402.14740). It is the same as
+    (r - mean of all n samples) * n / (n - 1)."""
     mean, std, count = group_stats(rewards, groups)  # (N,), (N,), (N,)
     return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)
 
 
 def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - mean over the batch of samples (Williams 1992 with a constant baseline)."""
+    """r - mean of all samples of the batch (Williams 1992 with a constant baseline)."""
     return rewards - rewards.mean()
 
 
 def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - group mean, not divided by the std (arXiv 2503.20783, with --loss_mean constant).
+    """r - group mean (arXiv 2503.20783; that paper has --loss_mean constant).
 
-    Whitened over the batch it is the REINFORCE++-baseline (arXiv 2501.03262), `reinforce_pp`. Lite
-    PPO divides by the std of the batch's rewards, which is another scale (arXiv 2508.08221).
+    `reinforce_pp` whitens these scores over the batch. It is the REINFORCE++-baseline of arXiv
+    2501.03262. Lite PPO has another scale: it divides by the std of the batch's rewards
+    (arXiv 2508.08221).
     """
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
     return torch.where(std > 0, rewards - mean, 0.0)
@@ -280,17 +287,15 @@ def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function, and what a run must have for it."""
+    """The function of an estimator, and what the run must do for it."""
 
     function: Callable
     needs_critic: bool = False
-    # Are its advantages whitened? The others have their scale already.
-    is_whitened: bool = False
-    # Of a problem. A function that compares samples needs two.
-    least_samples: int = 1
+    is_whitened: bool = False  # Does compute_advantages whiten the result?
+    least_samples: int = 1  # of a problem; 2 where the function compares samples
 
 
-# By the names of --estimator. No other code knows an estimator. A variant can add some.
+# The keys are the values of --estimator. No other place in the code names an estimator.
 ESTIMATORS = {
     "gae": Estimator(gae, needs_critic=True, is_whitened=True),
     "grpo": Estimator(grpo, least_samples=2),
@@ -304,24 +309,24 @@ ESTIMATORS = {
 def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean, population std and size of each sample's group, (N,) each.
 
-    The std is exactly 0 where all rewards are equal.
+    In a flat group the std is exactly 0.
     """
-    # A GPU would add up in any order, and the ranks must agree on which advantages are 0.
+    # A GPU adds in a random order. All ranks must find the same advantages to be 0.
     on_cpu = rewards.cpu()  # (N,)
     _, inverse, count = groups.cpu().unique(return_inverse=True, return_counts=True)  # (groups,)
     zeros = torch.zeros(len(count), dtype=rewards.dtype)  # (groups,)
     mean = (zeros.index_add(0, inverse, on_cpu) / count)[inverse]  # (N,)
     squares = (on_cpu - mean) ** 2  # (N,)
     std = (zeros.index_add(0, inverse, squares) / count).sqrt()[inverse]  # (N,)
-    # The std of equal rewards is nothing but rounding.
+    # A std below this is rounding: the rewards are equal.
     std = std.where(std > 1e-9, 0.0)
     return tuple(numbers.to(rewards.device) for numbers in (mean, std, count[inverse]))
 
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
-    """Adds `advantages` and `returns`, (T,), to the batch; returns what to log.
+    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log.
 
-    The advantages in the batch have the weights of --loss_mean, those in the log do not.
+    The batch's advantages are multiplied by the weights of --loss_mean. The log's are not.
     """
     advantages = raw_advantages(batch, cfg)  # (T,)
     returns = critic_targets(batch, advantages, cfg)  # (T,)
@@ -340,7 +345,7 @@ def critic_targets(batch: Batch, advantages: Tensor, cfg) -> Tensor:
 
 def raw_advantages(batch: Batch, cfg) -> Tensor:
     """Returns the estimator's advantages before whitening, (T,)."""
-    # These tensors are large, and the sampler sleeps: on a GPU they are computed there.
+    # The tensors (N, S) are large. The sampler sleeps, so the GPU has room for them.
     mask = batch.mask.to(batch.device)  # (N, S)
     values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
     values[mask] = flat_values(batch)
@@ -350,7 +355,7 @@ def raw_advantages(batch: Batch, cfg) -> Tensor:
 
 
 def flat_values(batch: Batch) -> Tensor:
-    """The critic's values in float64, (T,); 0 without a critic."""
+    """The critic's values in float64, (T,). Without a critic they are 0."""
     if "values" in batch.per_token:
         return batch.per_token["values"].double()
     count = int(batch.response_lengths.sum())
@@ -376,18 +381,18 @@ def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[s
 
 
 def token_weights(batch: Batch, cfg) -> Tensor:
-    """--loss_mean as a weight of each token's advantage: (T,), or one number for all.
+    """The weight of each token's advantage that makes the mean of --loss_mean: (T,) or ().
 
-    `update` divides a loss by all tokens, which is N times the mean length. To divide by another
-    length, the advantages are weighted; packing, micro-batches and ranks do not matter then.
+    `update` divides a loss by the number of tokens, which is N times the mean length. A weight of
+    mean length / other length makes `update` divide by N times the other length.
     """
     counting = samples_that_count(batch, cfg) or batch.all_samples()
     mean_length = batch.response_lengths[counting].double().mean()  # ()
     if cfg.loss_mean == "sequence":
-        # Each sample is divided by its own length (GRPO, arXiv 2402.03300, eq. 3).
+        # Divide each sample by its own length (GRPO, arXiv 2402.03300, eq. 3).
         return mean_length / batch.spread(batch.response_lengths)
     if cfg.loss_mean == "constant":
-        # All samples are divided by the same length (Dr. GRPO, arXiv 2503.20783).
+        # Divide all samples by the same length (Dr. GRPO, arXiv 2503.20783).
         return mean_length / cfg.generate_max_len
     return torch.ones(())
 
@@ -396,21 +401,21 @@ def token_weights(batch: Batch, cfg) -> Tensor:
 
 
 def token_passes(policy, critic, reference, batch: Batch, cfg, step):
-    """Adds to the batch what must be computed before anything is learnt, (T,) each."""
+    """Adds values and reference log-probs, (T,) each. All passes come before the first update."""
     if critic:
         batch.per_token["values"] = compute_values(critic, batch, cfg)
     if reference:
-        # It is only logged.
+        # --log_kl logs the KL. Nothing is learnt from it.
         batch.per_token["ref_logprobs"] = compute_logprobs(reference, batch, cfg)
 
 
 def compute_values(critic, batch: Batch, cfg) -> Tensor:
-    """Computes V(s_t) of every response token, (T,), the same on every rank."""
+    """V(s_t) of every response token, (T,), the same on every rank. A collective."""
     return token_pass(batch, cfg, critic)
 
 
 def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
-    """Computes log p of every response token, (T,), the same on every rank."""
+    """log p of every response token, (T,), the same on every rank. A collective."""
 
     def forward(micro):
         return policy(micro, temperatures(batch, micro, cfg))[0]  # (t,)
@@ -420,28 +425,28 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
 
 @torch.no_grad()
 def token_pass(batch: Batch, cfg, forward) -> Tensor:
-    """Computes one number per response token, (T,), by `forward(micro)`."""
+    """One number for each response token, (T,). forward(micro) returns those of a micro-batch."""
     numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
     for micro in micro_batches(batch, batch.all_samples(), cfg):
         numbers.index_add_(0, micro.flat_index, forward(micro) * micro.mask)
-    # Exactly one rank has computed each token; the others add 0.
+    # One rank has computed the token's number. The other ranks add 0.
     dist.all_reduce(numbers)
     return numbers
 
 
 def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
-    """The samples with an advantage that is not 0. The others have no gradient."""
+    """The samples that have an advantage other than 0. The other samples have no gradient."""
     parts = batch.split(batch.per_token["advantages"].cpu())
     return [i for i in samples_that_count(batch, cfg) if parts[i].any()]
 
 
 def temperatures(batch: Batch, micro: MicroBatch, cfg) -> float | Tensor:
-    """The temperature of the log-probs: one for all tokens, or (t,)."""
+    """The temperature of the log-probs: one number for all tokens, or (t,)."""
     return cfg.temperature
 
 
 def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """Sums `token_loss`. Returns it with what to log: sums over tokens."""
+    """Returns the sum of `token_loss`, and the numbers to log as sums over tokens."""
     logprobs, entropy = policy(micro, temperatures(batch, micro, cfg))  # (t,), (t,)
     advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (t,)
     stats = {"entropy": (entropy.detach() * micro.mask).sum()}
@@ -460,14 +465,14 @@ def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 # HACK HERE: the policy's loss.
 def token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats) -> Tensor:
-    """-A_t log p(a_t), which has the clipped objective's gradient at ratio 1
-    (arXiv 1707.06347, eq. 7). logprobs, entropy, advantages and what comes back are (t,); a sum
-    over tokens that is put into `stats` is logged."""
+    """-A_t log p(a_t), (t,). At ratio 1 its gradient is that of PPO's clipped objective
+    (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (t,). To log a number, put its
+    sum over the tokens into `stats`."""
     return -(advantages * logprobs)
 
 
 def ratio_stats(log_ratio: Tensor, mask: Tensor):
-    """Trainer against sampler, both (t,): the ratio is 1 up to rounding, or something is wrong."""
+    """To log: ratio = p(trainer) / p(sampler). It is 1, up to rounding, if both have one model."""
     ratio = log_ratio.exp()  # (t,)
     stats = {"ratio": (ratio * mask).sum(), "ratio_max": ratio.max()}
     stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
@@ -476,13 +481,13 @@ def ratio_stats(log_ratio: Tensor, mask: Tensor):
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """An unbiased, never negative estimate of a KL divergence (joschu.net/blog/kl-approx.html)."""
+    """An estimate of a KL divergence: unbiased, never negative (joschu.net/blog/kl-approx.html)."""
     return log_ratio.exp() - 1 - log_ratio
 
 
 def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2), summed
-    (ORZ's ValueLoss)."""
+    """The sum of 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2)
+    (ORZ's ValueLoss). Returns it and the numbers to log."""
     values = critic(micro)  # (t,)
     old = batch.per_token["values"][micro.flat_index]  # (t,)
     returns = batch.per_token["returns"][micro.flat_index]  # (t,)
@@ -497,7 +502,7 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 
 def train_critic(critic, batch: Batch, cfg, step):
-    """Takes critic_updates updates, each over its part of the samples."""
+    """Makes critic_updates updates. Each learns from its part of the samples."""
     samples = samples_that_count(batch, cfg)
     past = step * cfg.critic_updates
     rates = []
@@ -507,7 +512,7 @@ def train_critic(critic, batch: Batch, cfg, step):
 
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
-    """Takes one update over all samples, so the ratio is 1 and a clip would do nothing."""
+    """Makes one update over all samples. So PPO's ratio is 1, and its clip would do nothing."""
     lr = policy_rate(cfg, step, total_steps)
     # A sample without a gradient does not pass through the model. Its tokens still count.
     denominator = int(batch.response_lengths[samples_that_count(batch, cfg)].sum())
@@ -521,9 +526,10 @@ def policy_rate(cfg, past_updates, total_updates):
 
 
 def update_in_parts(learner, loss_fn, batch: Batch, samples, rates, cfg, step):
-    """Takes an update at each of the learning rates, over its part of one shuffle of `samples`.
+    """Shuffles the samples and cuts them into parts. Each rate makes one update over its part.
 
-    There are never more updates than samples. Returns the means of what the updates return.
+    With fewer samples than rates there is one sample in each part. Returns the means over the
+    updates of the numbers to log.
     """
     shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(samples)
     parts = np.array_split(shuffled, max(1, min(len(rates), len(samples))))
@@ -541,13 +547,12 @@ def learning_rate(peak, warmup, past_updates):
 
 
 def update(learner, loss_fn, batch: Batch, samples: list[int], lr, cfg, denominator=None):
-    """Takes one update over `samples`, dealt to all ranks. Returns global means.
+    """Makes one update over `samples`, which are dealt to all ranks. Returns global means to log.
 
-    The loss is a sum over response tokens, divided by `denominator`: the response tokens on all
-    ranks together (those of `samples` if no denominator is given). That number is known beforehand,
-    so packing, micro-batches and ranks do not change the gradient. Without samples nothing is
-    updated. Raises FloatingPointError on all ranks, with the weights unchanged, if a number is not
-    finite.
+    The loss is a sum over response tokens divided by `denominator`. Its default is the number of
+    response tokens of `samples`, on all ranks together. It is known before the first pass, so
+    packing, micro-batches and ranks do not change the gradient. Without samples there is no update.
+    If a number is not finite, no weight is changed, and all ranks raise FloatingPointError.
     """
     passed = int(batch.response_lengths[samples].sum())
     if denominator is None:
@@ -556,7 +561,7 @@ def update(learner, loss_fn, batch: Batch, samples: list[int], lr, cfg, denomina
     history = []
     for micro in micros:
         loss, stats = loss_fn(learner, batch, micro, cfg)
-        # The learner averages gradients over ranks. The number of ranks makes the mean a sum.
+        # The learner takes the mean of the ranks' gradients. We need their sum.
         scaled = loss * (dist.get_world_size() / denominator)
         learner.backward(scaled, is_last=micro is micros[-1])
         history.append(stats)
@@ -573,10 +578,10 @@ def update(learner, loss_fn, batch: Batch, samples: list[int], lr, cfg, denomina
 
 
 def reduce_stats(history, denominator, passed):
-    """Joins the statistics of all micro-batches and ranks.
+    """Joins the numbers to log of all micro-batches and ranks.
 
-    A loss is divided by the update's denominator, another sum by the tokens that passed through the
-    model, and what ends in _max is a maximum.
+    A sum whose name ends in "loss" is divided by the update's denominator. Other sums are divided
+    by `passed`, the tokens in the passes. A name that ends in "_max" is a maximum.
     """
     totals = {}
     for key in history[0]:

@@ -1,17 +1,17 @@
-"""The sampler: vLLM inside the training process, one per `tensor_parallel` ranks, synced in memory.
+"""Requests and samples; the sampler, which is vLLM inside the training process; the rollout.
 
-Owns requests and samples, generation, weight sync, sleep and wake. Never sees a loss.
+A request asks for one sample. The sampler draws it, and the grader scores it. This file owns the
+sampler's weight sync, sleep and wake. It never sees a loss.
 
 Deviations from Open-Reasoner-Zero (ORZ):
-- There is no Ray and there are no sampler processes. The sampler lives in the trainer's process and
-  takes turns with the trainer on the same device.
-- The sampled ids are what is returned and trained on. ORZ decodes and encodes again, and the last
-  action is often another one then.
-- A sample's randomness is a hash of the seed, the step, the purpose, the problem's place in the
-  step, and the sample's index. It does not depend on the rank that draws it, on the order, or on
-  what ran before.
-- The prefix cache is reset before every call. ORZ forgets that in one mode and reuses the keys of
-  old weights.
+- There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
+  same GPU.
+- The policy is trained on the sampled token ids. ORZ decodes the ids and encodes the text again.
+  Then the last token is often another one.
+- The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in
+  the step, and the sample's index. The rank, the order and earlier samples do not change it.
+- The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
+  holds keys of old weights.
 
 Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
 """
@@ -23,14 +23,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-# vLLM runs in this process, uses the trainer's threads, and logs errors only.
+# vLLM runs in this process, with as many threads as the trainer, and logs errors only.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# vLLM sends no usage statistics. Triton's products of fp32 are exact (no TF32), also on a GPU.
+# vLLM sends no usage statistics. On a GPU Triton multiplies in fp32 and not in TF32.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-# With a seed for each sample vLLM never uses flashinfer's sampler, but would import it.
+# vLLM does not import flashinfer's sampler. It cannot give each sample its own seed.
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 import numpy as np
@@ -44,34 +44,33 @@ from lib.common import UserError, agree, gather, hash64, one_line, start_distrib
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to draw."""
+    """Asks for one sample of a problem."""
 
-    # Its prompt_ids are what is sampled from, its label is for the grader.
-    problem: object
-    group: int  # position of the problem in its step
-    index: int  # which of the problem's samples
+    problem: object  # has prompt_ids for the sampler and a label for the grader
+    group: int  # position of the problem among the problems of the step
+    index: int  # number of the sample among the samples of the problem
     seed: int
-    max_tokens: int  # of the response
+    max_tokens: int  # the limit of the response
     temperature: float
     top_p: float
 
 
 @dataclass
 class Sample:
-    """A finished response. Its ids include the stop token or the tokens of the stop string."""
+    """A drawn response. response_ids include the stop token or the tokens of the stop string."""
 
     request: Request
     response_ids: list[int]
-    logprobs: list[float] | None  # of these ids, temperature applied
+    logprobs: list[float] | None  # log p of each of response_ids, at the sampling temperature
     text: str
     finish_reason: str  # "stop" or "length"
     reward: float = 0.0
-    answer: str | None = None  # what the grader took for its answer, if it has one
+    answer: str | None = None  # the answer that the grader found in the text
     text_metrics: dict[str, float] = field(default_factory=dict)
 
 
 def requests_of_step(problems, cfg, step) -> list[Request]:
-    """Asks for n samples of each problem whose turn it is. It is a function of seed and step."""
+    """The requests of a training step. They depend on the seed and the step alone."""
     chosen = problem_order(problems, cfg, step)
     seeds = problem_seeds(cfg.seed, step, "train", len(chosen))
     return make_requests(
@@ -80,12 +79,12 @@ def requests_of_step(problems, cfg, step) -> list[Request]:
 
 
 def problem_seeds(seed, step, purpose, count) -> list[int]:
-    """A seed for each of `count` problems. Two purposes in one step share no randomness."""
+    """A seed for each of `count` problems. Another purpose gives other seeds."""
     return [hash64(seed, step, purpose, group) for group in range(count)]
 
 
 def make_requests(problems, seeds, count, max_tokens, temperature, top_p) -> list[Request]:
-    """Asks for `count` samples of every problem. The randomness depends on `seeds` alone."""
+    """Asks for `count` samples of each problem. seeds: one for each problem."""
     requests = []
     for group, problem in enumerate(problems):
         for index in range(count):
@@ -95,68 +94,68 @@ def make_requests(problems, seeds, count, max_tokens, temperature, top_p) -> lis
 
 
 def problem_order(problems, cfg, step) -> list:
-    """Returns the problems of a step: the next ones of an endless order of all problems."""
-    passes = {}
+    """The problems of a step. The run passes over all problems again and again."""
+    orders = {}  # number of a pass: its order
     chosen = []
     start = step * cfg.rollout_batch_size
     for position in range(start, start + cfg.rollout_batch_size):
         number, offset = divmod(position, len(problems))
-        if number not in passes:
-            passes[number] = pass_order(problems, cfg, number)
-        chosen.append(problems[passes[number][offset]])
+        if number not in orders:
+            orders[number] = pass_order(problems, cfg, number)
+        chosen.append(problems[orders[number][offset]])
     return chosen
 
 
 def pass_order(problems, cfg, number) -> list[int]:
-    """Returns the indices of the problems in a pass over them: each pass is shuffled anew."""
+    """The order of the problems in a pass, as indices. Each pass has another random order."""
     rng = np.random.default_rng(hash64(cfg.seed, "order", number))
     return rng.permutation(len(problems)).tolist()
 
 
 class Sampler:
-    """vLLM on this rank. With `tensor_parallel` above 1, so many consecutive ranks share a sampler.
+    """vLLM on this rank. `tensor_parallel` consecutive ranks share one sampler.
 
-    Ranks that share a sampler must make the same calls. On a GPU the sampler sleeps, without
-    weights and KV cache, while the trainer works. The last lines of this file list the fields of
-    cfg that the sampler reads.
+    Ranks that share a sampler must make the same calls. On a GPU the sampler sleeps while the
+    trainer works: it has neither weights nor KV cache then. The last lines of this file list the
+    fields of cfg that the sampler reads.
     """
 
     def __init__(self, cfg):
-        """Raises UserError where vLLM refuses the model, or the cache cannot hold one sequence."""
-        # vLLM takes 6 to 15 s to import, which whoever only needs a Request should not pay.
+        """Raises UserError if vLLM cannot start with this model and these limits."""
+        # The import of vLLM takes 6 to 15 s. Code that needs only a Request does not wait for it.
         from vllm import LLM
 
         self.cfg = cfg
         self.gpu = torch.cuda.is_available()
         if not self.gpu:
-            # vLLM compiles two helpers of its log-prob path: 18 s on a CPU for nothing.
+            # Without this vLLM compiles two small functions, which takes 18 s on a CPU.
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
         try:
             self.llm = LLM(**sampler_settings(cfg, self.gpu))
-        # What vLLM raises is not one class.
+        # vLLM has no error class of its own.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
             raise UserError(
                 f"vLLM cannot start with --model {cfg.model}, --max_len {cfg.max_len}, "
                 f"--kv_cache_gb {cfg.kv_cache_gb}: {one_line(error)}"
             ) from error
-        # On a GPU it leaves one thread, and the trainer still works on the CPU.
+        # On a GPU vLLM sets one thread. The trainer needs more for its work on the CPU.
         torch.set_num_threads(threads)
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
 
     def generate(self, requests: list[Request], stopped=None, with_logprobs=False):
-        """Yields (position in `requests`, sample) as samples end, in any order.
+        """Yields (position in `requests`, sample) as soon as a sample ends.
 
-        `stopped()` is asked before each decode. If it says yes, or the generator is closed, the
-        samples that have not ended are dropped. A response is cut where prompt and response
-        together fill max_len.
+        `stopped()` is called before each decode. If it returns True, or if the caller closes the
+        generator, the samples that have not ended are dropped. A response also ends when prompt
+        and response together have max_len tokens.
         """
         from vllm.inputs import tokens_input
 
-        # A block that is still warm has keys of old weights, or would change the schedule.
-        is_cold = self.llm.reset_prefix_cache()
-        assert is_cold, "requests are still running: blocks would be reused"
+        # A cached prefix would have keys of old weights. It would also change vLLM's schedule.
+        is_empty = self.llm.reset_prefix_cache()
+        assert is_empty, "the cache is not empty: requests of an earlier call are still running"
         llm_engine = self.llm.llm_engine
         waiting = {str(position) for position in range(len(requests))}
         try:
@@ -182,10 +181,10 @@ class Sampler:
         return Sample(request, ids, logprobs, text, completion.finish_reason)
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]):
-        """Replaces the weights by (Hugging Face name, tensor) pairs, and wakes the sampler.
+        """Wakes the sampler and replaces its weights. weights: (Hugging Face name, tensor) pairs.
 
-        All ranks call it. On a GPU the order bounds the peak: the weights wake up, are replaced,
-        and only then the KV cache wakes up.
+        All ranks call this together. The KV cache wakes up last, because the new weights need
+        memory while they are gathered.
         """
         if self.gpu:
             self.llm.wake_up(tags=["weights"])
@@ -194,37 +193,37 @@ class Sampler:
             self.llm.wake_up(tags=["kv_cache"])
 
     def sleep(self):
-        """Frees weights and KV cache on a GPU; the next sync brings the weights (level 2)."""
+        """On a GPU, frees weights and KV cache. `sync` brings the weights back (vLLM's level 2)."""
         if self.gpu:
             self.llm.sleep(level=2)
 
 
 def sampling_params(request, cfg, stop_ids, with_logprobs):
-    """vLLM's form of a request."""
+    """vLLM's parameters for a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     room = cfg.max_len - len(request.problem.prompt_ids)
-    most = min(request.max_tokens, room)
     params = SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
         seed=request.seed,
-        max_tokens=most,
+        max_tokens=min(request.max_tokens, room),
         stop=cfg.stop,
         stop_token_ids=stop_ids,
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    # Without stop strings vLLM need not detokenize, which is faster on small models.
+    # vLLM needs the text only to find stop strings. Without the text small models are faster.
     params.detokenize = bool(params.stop)
     if with_logprobs:
+        # 0 means the log-prob of the sampled token, and of no other token.
         params.logprobs = 0
     return params
 
 
 def sampler_settings(cfg, is_gpu) -> dict:
-    """The arguments of vLLM."""
+    """The arguments of vLLM's LLM."""
     settings = {
         "model": cfg.model,
         "dtype": "bfloat16" if cfg.bf16 else "float32",
@@ -242,17 +241,16 @@ def sampler_settings(cfg, is_gpu) -> dict:
         settings["kv_cache_memory_bytes"] = int(cfg.kv_cache_gb * 2**30)
     if not is_gpu:
         settings["enforce_eager"] = True
-        # A prompt in pieces rewinds its seeded generator, which CPU generators cannot do.
+        # A prompt in chunks needs a random generator that can go back. A CPU's cannot.
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
-        # A cache sized from the memory that is free changes the schedule between runs, and
-        # with it the last bits.
+        # Without a size vLLM takes the free memory. Then schedule and last bits change each run.
         settings.setdefault("kv_cache_memory_bytes", 2**30)
     return settings
 
 
 def finished_outputs(llm_engine, stopped):
-    """Decodes until nothing is left to do or `stopped` says so."""
+    """Yields vLLM's outputs as they finish. Ends when all are finished or `stopped()` is True."""
     while llm_engine.has_unfinished_requests() and not (stopped and stopped()):
         for output in llm_engine.step():
             if output.finished:
@@ -262,7 +260,7 @@ def finished_outputs(llm_engine, stopped):
 def special_ids(tokenizer, texts):
     """The ids of those texts that are special tokens, such as the end of a chat's turn.
 
-    vLLM strips them before it looks for stop strings, and so needs their ids.
+    vLLM removes special tokens from the text, so it cannot find them there as stop strings.
     """
     ids = []
     for id, token in tokenizer.added_tokens_decoder.items():
@@ -272,11 +270,11 @@ def special_ids(tokenizer, texts):
 
 
 class Rollout:
-    """The sampler and the grader together: requests in, scored samples out, alike on all ranks."""
+    """The sampler, the grader and the signals of this rank. `draw` uses all three."""
 
     def __init__(self, task, signals, cfg):
-        """task: a module like reward.py. signals: of lib/signals.py. Raises UserError."""
-        # vLLM sets LOCAL_WORLD_SIZE to 1, so the ranks that share the cores are counted first.
+        """task: a module like reward.py. signals: a Signals of lib/signals.py. Raises UserError."""
+        # Sampler() changes LOCAL_WORLD_SIZE to 1, so read it before.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
         workers = max(1, len(os.sched_getaffinity(0)) // ranks_here)
@@ -286,24 +284,22 @@ class Rollout:
         self.cfg = cfg
 
     def stopped(self):
-        """Asked before each decode. Ranks that share a sampler must leave it at the same decode, so
-        they finish their rollout before they stop."""
+        """The sampler calls this before each decode. Ranks that share a sampler must make the same
+        decodes, so they finish their rollout before they stop."""
         if self.cfg.tensor_parallel > 1:
             return False
         return self.signals.poll()
 
 
 def draw_step(rollout, requests, problems, cfg, step, clock) -> list[Sample]:
-    """Draws the samples that a step learns from. A variant may draw fewer, more or others."""
+    """Draws the samples of a training step. A variant may draw fewer, more or other samples."""
     return draw(rollout, requests, clock)
 
 
 def draw(rollout, requests: list[Request], clock) -> list[Sample]:
-    """Draws and scores every request; the samples have the requests' order. Raises Stopped.
+    """Returns a graded sample for each request, in the order of the requests. Raises Stopped.
 
-    All ranks call it together, in evaluations too.
-
-    A sample is handed to the grader as soon as it ends, while the others are still sampled.
+    A collective: all ranks call it with the same requests, and get the same samples.
     """
     signals = rollout.signals
     grader = rollout.grader
@@ -315,11 +311,11 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
         while grader.pending(0.5) and not signals.poll():
             pass
     with clock("gather"):
-        # The first collective since sampling began: here the ranks wait for each other.
+        # This is the first collective after sampling. Here the ranks wait for the slowest one.
         agree(signals.poll(), grader.broken)
         for position, reward in grader.results().items():
             mine[position].reward = reward
-        # Of this step: the checks of all ranks that ended without a verdict.
+        # The checks without a verdict, of all ranks, since this step began.
         lost = sum(gather(grader.lost - lost_before))
         clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
         seconds = gather(clock.seconds["rollout"])
@@ -328,10 +324,9 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
 
 
 def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
-    """Returns {position: sample} of this rank's sampler.
+    """Draws this rank's part of the requests, and returns {position: sample}.
 
-    Single samples are dealt to the samplers in turn, so that no sampler is left with all the long
-    samples of one hard problem.
+    The requests are dealt one by one. So the long samples of one hard problem go to all samplers.
     """
     cfg = rollout.cfg
     sampler, rank_in_sampler = divmod(dist.get_rank(), cfg.tensor_parallel)
@@ -343,16 +338,16 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
     with contextlib.closing(
         rollout.sampler.generate(share, rollout.stopped, cfg.log_ratio)
     ) as stream:
-        # Rank 0 shows a bar, if it has a terminal: that is what None asks tqdm to find out.
+        # Rank 0 shows a progress bar. With None, tqdm hides it where there is no terminal.
         hidden = dist.get_rank() > 0 or None
         for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
-            # All ranks of a sampler get its samples; only its first rank hands them on.
+            # All ranks of a sampler get the same samples. Its first rank keeps them.
             if rank_in_sampler == 0:
                 mine[positions[k]] = sample
                 try:
                     grade(rollout, positions[k], sample)
                 except Exception as error:
-                    # The ranks that share a sampler must leave it together.
+                    # Go on with the decodes, because other ranks may share the sampler.
                     broken = error
     if broken:
         raise broken
@@ -360,7 +355,7 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
 
 
 def grade(rollout, position, sample):
-    """Hands a sample to the grader. Raises UserError where the task does not return its answer."""
+    """Gives a sample to the grader. Raises UserError if the task does not return the answer."""
     sample.text_metrics = rollout.task.text_metrics(sample.text)
     label = sample.request.problem.label
     sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
@@ -372,7 +367,8 @@ def grade(rollout, position, sample):
 
 
 def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:
-    """Gives every rank the samples of all ranks. The problems are not sent: each rank has them."""
+    """Gives each rank the samples of all ranks, in the order of the requests."""
+    # Each rank has the requests, so they are not sent.
     for sample in mine.values():
         sample.request = None
     samples = {}

@@ -1,7 +1,7 @@
-"""What --help prints, and what is said of an unknown flag.
+"""The text of --help, and the message for an unknown flag.
 
-A flag's advice is the comment behind its field in Config, or in a variant's Flags. train.py loads
-this file for --help, for unknown flags and for variants alone.
+The advice on a flag is the comment behind its field in Config, or in the Flags of a variant.
+train.py loads this file for --help, for an unknown flag, and with --variant.
 """
 
 import argparse
@@ -14,13 +14,12 @@ from lib.check import CHOICES
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
-# Old flags, and what they are called now.
+# Old names of flags, and the new names.
 RENAMED = {
     "reward": "task",
     "answer": "answer_form",
     "num_warmup_steps": "warmup_updates",
     "critic_update_steps": "critic_updates",
-    "critic_warmup_steps": "critic_only_steps",
 }
 
 

@@ -1,9 +1,9 @@
-"""Attention within each sample of packed rows, by varlen_attn, PyTorch's own FlashAttention."""
+"""--attention varlen: attention within each sample of a row, by PyTorch's own FlashAttention."""
 
 import functools
 import inspect
 
-# The arguments that packed_attention needs. The varlen_attn of PyTorch 2.10 has neither.
+# The arguments of varlen_attn that packed_attention needs. PyTorch 2.10 does not have them.
 NEEDED = {"scale", "window_size"}
 
 
@@ -13,7 +13,7 @@ def arguments_of(function):
 
 
 def has_varlen():
-    """Can this PyTorch compute packed_attention? PyTorch 2.10 and older versions cannot."""
+    """Can this PyTorch compute packed_attention? It needs PyTorch 2.11 or newer."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -22,20 +22,21 @@ def has_varlen():
 
 
 def packed_attention(module, query, key, value, mask, **options):
-    """Causal attention within each sample. It needs no mask, and no package besides PyTorch.
+    """Causal attention within each sample, in the form that transformers calls.
 
-    query: (R, heads, L, D); key and value may have fewer heads. Returns (R, L, heads, D), None.
+    query: (R, heads, L, D). key and value may have fewer heads. `mask` is not used. Returns
+    (R, L, heads, D) and None.
     """
-    # A run with --attention sdpa must also work where PyTorch has no varlen_attn.
+    # Older versions of PyTorch do not have varlen_attn.
     from torch.nn.attention.varlen import varlen_attn
 
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
     borders = options["cu_seq_lens_q"]  # (parts + 1,)
     longest = options["max_length_q"]  # tokens
-    # A window without end to the left and of 0 tokens to the right: a token sees no later one.
+    # The window of a token: all tokens before it (-1), and no token after it (0).
     settings = {"window_size": (-1, 0), "scale": options["scaling"]}
-    # The queries may have more heads than the keys. PyTorch 2.11 has no argument to say so, and its
-    # source does not ask for one. No GPU has shown yet that this works.
+    # The query may have more heads than the key. PyTorch 2.11 needs no argument for that, says its
+    # source. This has not run on a GPU yet.
     if "enable_gqa" in arguments_of(varlen_attn):
         settings["enable_gqa"] = True
     out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)

@@ -1,4 +1,4 @@
-"""--template chat: a prompt in the tokenizer's own chat template. Only then train.py loads this."""
+"""--template chat: prompts in the tokenizer's chat template. Only such a run loads this file."""
 
 from lib.common import UserError, one_line
 
@@ -10,7 +10,7 @@ def as_chat(text, tokenizer, cfg):
         turns = [{"role": "system", "content": cfg.system}, *turns]
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    # A chat template is a program of the model's author.
+    # A chat template is a program by the model's author. It may raise anything.
     except Exception as error:
         raise UserError(
             f"--template chat: {cfg.model}: {one_line(error)}; give another --template"

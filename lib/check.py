@@ -1,4 +1,4 @@
-"""Flags that cannot work, refused in one line before a model is read."""
+"""Refuses flags and models that cannot work, in one line, before any weight is read."""
 
 from importlib.util import find_spec
 
@@ -15,7 +15,7 @@ CHOICES = {
     "loss_mean": ("token", "sequence", "constant"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
-# These count something that must be there; all other numbers may be 0.
+# These numbers must be at least 1. All other numbers may be 0.
 COUNTS = (
     "rollout_batch_size",
     "n_samples_per_prompt",
@@ -37,13 +37,13 @@ def require(holds, message):
 
 
 def require_all(cfg, table):
-    """table: {flag: (does its value work, what to do if not)}."""
+    """table: {flag: (is its value right, what to do if not)}. Raises UserError."""
     for name, (holds, advice) in table.items():
         require(holds, f"--{name} {getattr(cfg, name)}: {advice}")
 
 
 def check_config(cfg, world, estimators):
-    """Raises UserError. estimators: the table of ppo.py."""
+    """Raises UserError for the first wrong flag. estimators: ppo.ESTIMATORS."""
     for name, allowed in {**CHOICES, "estimator": estimators}.items():
         advice = f"choose {' or '.join(map(str, allowed))}"
         require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
@@ -51,7 +51,7 @@ def check_config(cfg, world, estimators):
         least = 1 if name in COUNTS else 0
         # A variant checks its own flags.
         if type(value) in (int, float) and name not in cfg.variants.added:
-            # Not negative, not infinite, not NaN.
+            # A NaN is refused too, because each comparison with it is false.
             advice = f"must be a number, at least {least}"
             require_all(cfg, {name: (least <= value < 2**63, advice)})
     check_batch(cfg, world)
@@ -68,8 +68,8 @@ def check_batch(cfg, world):
         ),
         "prompt_max_len": (
             cfg.prompt_max_len < cfg.max_len,
-            f"leaves no room for a response in --max_len {cfg.max_len}: lower the one or raise "
-            "the other",
+            f"leaves no room for a response in --max_len {cfg.max_len}: lower --prompt_max_len or "
+            "raise --max_len",
         ),
         "packing_max_len": (
             cfg.packing_max_len >= cfg.max_len,
@@ -104,8 +104,8 @@ def check_sampling(cfg):
         "system": (cfg.system is None or cfg.template == "chat", "needs --template chat"),
         "top_p": (
             cfg.top_p == 1 or not cfg.log_ratio,
-            "choose 1 with --log_ratio, since log-probs of a cut distribution are not the "
-            "trainer's",
+            "choose 1 with --log_ratio, because the sampler's log-probs of a cut distribution are "
+            "not the trainer's",
         ),
     }
     require_all(cfg, table)
@@ -121,7 +121,7 @@ def has_varlen():
 
 
 def check_hardware(cfg, world):
-    # Are these installed? sdpa and eager are in any PyTorch.
+    # Every PyTorch has sdpa and eager. These kernels may be absent.
     kernels = {"varlen": has_varlen, "flash_attention_2": is_flash_attn_2_available}
     table = {
         "bf16": (
@@ -138,7 +138,7 @@ def check_hardware(cfg, world):
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
         "offload": (
             cfg.offload == "none" or cfg.zero_stage > 0,
-            "it is ZeRO's own; add --zero_stage 1, 2 or 3",
+            "ZeRO does it; add --zero_stage 1, 2 or 3",
         ),
         "log_with": (cfg.log_with != "wandb" or find_spec("wandb"), "`pip install wandb` first"),
     }
@@ -164,7 +164,7 @@ def require_same(values):
 
 
 def load_config(model):
-    """The config of a model. Raises UserError where it is absent or ppo.py cannot train it."""
+    """The config of a model. Raises UserError if it is absent or cannot be trained."""
     try:
         config = AutoConfig.from_pretrained(model)
         check_architecture(config)
@@ -174,11 +174,7 @@ def load_config(model):
 
 
 def check_architecture(config):
-    """Raises ValueError for what cannot be packed or scored.
-
-    Sliding windows and recurrent states cross the borders of a row's samples; the head computes
-    without a bias.
-    """
+    """Raises ValueError for a model whose samples cannot share a row, or whose head has a bias."""
     kinds = set(getattr(config, "layer_types", None) or [])
     kinds.discard("full_attention")
     window = getattr(config, "sliding_window", None)
@@ -193,7 +189,7 @@ def check_architecture(config):
 
 
 def skeleton(config):
-    """A causal LM without memory for its weights. Raises ValueError where there is none."""
+    """The causal LM of a config, without memory for its weights. Raises ValueError."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -203,14 +199,14 @@ def count_parameters(config):
 
 
 def needed_bytes(cfg, has_critic, present):
-    """Returns what the checkpoints to come need on disk; `present` of them are there already.
+    """The bytes that the coming checkpoints need on the disk. `present` checkpoints are there.
 
     A checkpoint takes 16 bytes for each parameter of policy and critic: weight, fp32 master, two
-    moments. There are keep_last checkpoints beside the one that is written. If all are kept there
-    is no bound, and room for one is asked for.
+    moments. While one is written, keep_last older ones are kept. With --keep_last 0 all are kept,
+    and only the next one is counted.
     """
     if cfg.resume == "none":
-        # A run that starts over sets them aside, and they stay on the disk.
+        # The run sets the checkpoints of the folder aside, and they stay on the disk.
         present = 0
     count = 1
     if cfg.keep_last > 0:

@@ -1,7 +1,7 @@
-"""The LM head as log-probs and entropies, in chunks, with its own backward.
+"""The LM head computes log-probs and entropies in chunks, with a backward pass of its own.
 
-So large (t, V) logits never exist; ORZ held four copies of them. It needs torch alone. Shapes: t
-response tokens, V vocabulary, H hidden.
+So the logits (t, V) never exist as a whole. ORZ held four copies of them. This file needs torch
+alone. Shapes: t response tokens, V vocabulary, H hidden.
 """
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 
 class ChunkedLogprob(torch.autograd.Function):
-    """log p(token) and entropy from hidden states, chunk by chunk, at one temperature or at (t,).
+    """log p(token) and entropy from hidden states, chunk by chunk.
 
-    Above 256 MB the scores are made again in backward: one more matmul instead of (t, V) floats in
-    memory, 5 GB at 8k tokens and a vocabulary of 152k. An entropy that is not wanted is None.
+    temperature: one number, or (t,). Up to 256 MB, log p of all V tokens is kept for the backward
+    pass. Above, the backward pass computes it again: 8k tokens and a vocabulary of 152k would need
+    5 GB.
     """
 
     @staticmethod
@@ -27,14 +28,14 @@ class ChunkedLogprob(torch.autograd.Function):
             log_p = chunk_log_softmax(hidden[part], weight, divisor)  # (chunk, V)
             logprobs[part] = log_p.gather(1, token_ids[part, None])[:, 0]
             if wants_entropy:
-                # An einsum would be simpler, but its fp32 sums over V are ten times less exact.
+                # An einsum would be shorter. In fp32 its sums over V are ten times less exact.
                 entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
             if keep_scores:
                 ctx.kept.append(log_p)
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature = temperature
         ctx.chunk = chunk
-        # The entropy is mostly only logged. Its gradient is None then and costs nothing.
+        # If the entropy is only logged, backward gets None instead of a gradient of zeros.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -44,14 +45,15 @@ class ChunkedLogprob(torch.autograd.Function):
 
         d log p_y / dz = 1[y] - p        d S / dz = -p (log p + S)
 
-        So the gradient of z is g_y 1[y] - p (g_y + g_S (log p + S)), with g_y and g_S the incoming
-        gradients of log p_y and S. It is built in place from the right to the left.
+        With g_y and g_S the incoming gradients of log p_y and S, the gradient of z is
+        g_y 1[y] - p (g_y + g_S (log p + S)). The code computes it in place: first the bracket
+        (on_all), then the product with p, then the term of the token y (on_token).
         """
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)  # (T, H)
-        # The head's gradient is a sum of many small terms, so it is taken in fp32.
+        # The gradient of the weight is a sum of many small terms, so the sum is in fp32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -74,7 +76,7 @@ class ChunkedLogprob(torch.autograd.Function):
 
 
 def of_chunk(temperature, part: slice):
-    """One number for all tokens, or those of the chunk, (chunk, 1)."""
+    """The temperature of a chunk's tokens: one number, or (chunk, 1)."""
     if isinstance(temperature, Tensor):
         return temperature[part, None]
     return temperature
@@ -84,12 +86,12 @@ def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
     scores = nn.functional.linear(hidden, weight).float()  # (chunk, V)
     if isinstance(temperature, Tensor) or temperature != 1:
         scores /= temperature
-    # It is one kernel. A logsumexp takes longer, and an entropy from it is less exact.
+    # log_softmax is one kernel. A logsumexp is slower, and its entropy is less exact.
     return scores.log_softmax(-1)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor):
-    """total += a @ b, in place where the dtypes allow it: without a second (V, H)."""
+    """total += a @ b. With equal dtypes no second (V, H) is made."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -97,14 +99,15 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor):
 
 
 class ChunkedHead(nn.Linear):
-    """The LM head as log-probs and entropies.
+    """An LM head that returns log-probs and entropies instead of logits.
 
-    It is called once a micro-batch: under ZeRO-3 a gather for every chunk could hang. Only updates
-    log the entropy, so it is None where no gradient is made.
+    Call it once for each micro-batch. Under ZeRO-3 a call gathers the weight, so all ranks must
+    make the same number of calls. Under torch.no_grad() the entropies are None: only updates log
+    them.
     """
 
     def forward(self, hidden: Tensor, token_ids: Tensor, temperature):
-        # A chunk of logits takes 512 MB on a GPU, 32 MB on a CPU.
+        # The logits of a chunk take 512 MB on a GPU, 32 MB on a CPU.
         floats = 2**27 if hidden.is_cuda else 2**23
         chunk = max(16, floats // self.out_features)
         learns = torch.is_grad_enabled()

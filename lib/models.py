@@ -5,7 +5,6 @@ Shapes: R packed rows, L row length, t response tokens of a micro-batch, H hidde
 
 import contextlib
 import functools
-import glob
 import math
 import os
 import sys
@@ -18,16 +17,13 @@ os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from lib.common import UserError, one_line
+from lib.common import UserError
 from lib.head import ChunkedHead
 
-# What a value head is called on disk: by us and by ORZ, and in a token classifier.
-HEADS = {"value_head.weight", "value_head.bias", "score.weight", "score.bias"}
 ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
@@ -37,49 +33,50 @@ class Policy(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # The head computes in chunks from now on. It must stay the module whose parameter ZeRO-3
-        # gathers, and whose weight may be tied, so its class is changed instead of the module.
+        # From now on the head computes in chunks, because its class is another one. A new module
+        # would lose the tie to the embedding, and ZeRO-3 would not gather its weight.
         model.get_output_embeddings().__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
-        """Log-probs and entropies of the response tokens, (t,) and (t,), at that temperature.
+        """Log-probs and entropies of the response tokens, (t,) and (t,), at this temperature.
 
-        Where no gradient is made, there are no entropies.
+        Under torch.no_grad() the entropies are None.
         """
         hidden = last_hidden_state(self.model.base_model, micro)  # (t, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 
 
 class Critic(nn.Module):
-    """A full separate body and a linear head H -> 1, without bias unless --critic has one.
+    """A body of its own and a linear head H -> 1.
 
-    A new head is drawn from N(0, std 1 / (H + 1)), as in ORZ's code; its paper says otherwise.
+    A new head has no bias. Its weights are drawn from N(0, std 1 / (H + 1)), as in ORZ's code.
+    ORZ's paper says another distribution.
     """
 
-    def __init__(self, model, seed, bias=False):
+    def __init__(self, model, seed):
         super().__init__()
         self.model = model
         hidden_size = model.config.hidden_size
-        self.value_head = nn.Linear(hidden_size, 1, bias, dtype=model.dtype)
+        self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=model.dtype)
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1)  # (1, H)
         self.value_head.weight.data.copy_(weight)
 
     def forward(self, micro) -> Tensor:
-        """V(s_t) of the response tokens, (t,), read from the state *before* each token."""
+        """V(s_t) of the response tokens, (t,). It is computed *before* the token is read."""
         hidden = last_hidden_state(self.model, micro)  # (t, H)
         return self.value_head(hidden).squeeze(-1).float()  # (t,)
 
 
 def last_hidden_state(body, micro) -> Tensor:
-    """At the positions that predict a response token, (t, H)."""
+    """The body's last state at the positions that predict a response token, (t, H)."""
     output = body(
         micro.input_ids,
         position_ids=micro.position_ids,
-        # With a cache the samples of a row would see each other, silently.
+        # With a cache the samples of a row would see each other, without an error.
         use_cache=False,
-        # FlashAttention would look for the borders in every layer, and find those of one row only.
-        # sdpa and eager read them off the positions, and ignore these.
+        # varlen and FlashAttention need the samples' borders. sdpa and eager derive the borders
+        # from the positions and ignore these arguments.
         cu_seq_lens_q=micro.borders,
         cu_seq_lens_k=micro.borders,
         max_length_q=micro.longest,
@@ -89,31 +86,31 @@ def last_hidden_state(body, micro) -> Tensor:
 
 
 def engine_config(cfg, stage):
-    """DeepSpeed's settings. Each overrides a default that would change the mathematics, or one that
-    wastes memory or time."""
+    """DeepSpeed's settings. The defaults would change the results, or waste memory or time."""
     hidden_size = AutoConfig.from_pretrained(cfg.model).hidden_size
     zero = {
         "stage": stage,
-        # ZeRO-3 holds a bucket of fp32 for each engine all the time: 1.9 GiB by default.
+        # ZeRO-3 always holds a bucket of fp32 for each engine. The default size is 1.9 GiB.
         "reduce_bucket_size": int(1e8),
-        # Gradients are reduced while backward goes on. Without this, only ZeRO-3 does so.
+        # Reduce gradients during backward. By default only ZeRO-3 does that.
         "overlap_comm": stage > 1,
-        # True patches F.linear for the whole process, vLLM included.
+        # True would replace F.linear in the whole process, in vLLM too.
         "memory_efficient_linear": False,
-        # Smaller parameters (norms, biases) stay whole: gathering them costs more than they hold.
+        # Parameters smaller than this (norms, biases) are not sharded: a gather costs more time
+        # than it saves memory.
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     if cfg.offload == "optimizer" and stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
-        # DeepSpeed asks for this number. Our sizes vary, and losses are divided by token counts.
+        # DeepSpeed requires this number. It has no effect: `update` divides by token counts.
         "train_micro_batch_size_per_gpu": 1,
-        # It clips at 1.0 if nothing is said.
+        # Without this setting DeepSpeed clips at 1.0.
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
-        # At stage 0 there is only a reference, which is bf16 already.
+        # At stage 0 the model is a reference. Its weights are bf16 without this setting.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
-        # bf16 sums lose a ninth of the norm over 65 micro-batches.
+        # In bf16 the sum of 65 micro-batches lost a ninth of its norm.
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
@@ -126,15 +123,15 @@ def training_dtype(cfg):
 
 
 def load_body(cfg, auto_class, folder=None):
-    """The weights of a folder, or of --model, in the training dtype, with dropout off."""
+    """The model of a folder, or of --model, in the training dtype and without dropout."""
     if cfg.zero_stage == 3:
-        # While this object lives, from_pretrained shards: no rank holds a whole model.
+        # As long as this object exists, from_pretrained shards the model while it loads.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     source = folder or cfg.model
     if cfg.attention == "varlen":
         from lib.attention import packed_attention
 
-        # transformers makes no mask for a name that it does not know.
+        # For a name that it does not know, transformers makes no mask. varlen needs no mask.
         AttentionInterface.register("varlen", packed_attention)
     dtype = training_dtype(cfg)
     model, report = auto_class.from_pretrained(
@@ -144,8 +141,8 @@ def load_body(cfg, auto_class, folder=None):
     if missing:
         raise UserError(f"{source} lacks {missing[0]} and {len(missing) - 1} more of its weights")
     if cfg.attention == "varlen" and not model._supports_attention_backend:
-        raise UserError(f"--model {source} brings its own attention: add --attention sdpa")
-    # A dropped unit would break ratio = 1. Attention layers hold a number that they pass on.
+        raise UserError(f"--model {source} has attention code of its own: add --attention sdpa")
+    # With dropout the ratio would not be 1. Attention layers have a number instead of a module.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -153,15 +150,18 @@ def load_body(cfg, auto_class, folder=None):
             module.attention_dropout = 0.0
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # from_pretrained leaves the model in eval mode, where checkpointing is silently off.
+    # from_pretrained returns the model in eval mode. In eval mode nothing is checkpointed.
     return model.train()
 
 
 class Learner:
-    """Makes a learner, as ppo.py describes it, of a DeepSpeed engine."""
+    """A model and its DeepSpeed engine, in the form that ppo.py calls a learner."""
 
     def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
-        """A reference has no lr. It gets no optimizer, and only ZeRO-3 shards it."""
+        """lr: the learning rate, or None for a reference.
+
+        A reference has no optimizer. Only ZeRO-3 shards its weights.
+        """
         stage = cfg.zero_stage
         optimizer = None
         if lr is not None:
@@ -169,7 +169,7 @@ class Learner:
         elif stage < 3:
             stage = 0
         settings = engine_config(cfg, stage)
-        # It prints what it builds. That belongs to run.log, to which the real stdout leads by now.
+        # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (lib/report.py).
         with contextlib.redirect_stdout(sys.__stdout__):
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self.deepspeed = engine
@@ -183,11 +183,11 @@ class Learner:
         return self.deepspeed(*inputs)
 
     def backward(self, loss: Tensor, is_last):
-        """Adds the gradient of a micro-batch; after the last one the ranks' mean is there."""
+        """Adds the gradient of a micro-batch. After the last one the ranks' sums are averaged."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
         if not is_last:
-            # This only counts the micro-batch.
+            # Here DeepSpeed only counts the micro-batch. `take_update` makes the update.
             self.deepspeed.step()
 
     def apply_update(self, lr):
@@ -196,20 +196,20 @@ class Learner:
 
 
 def trainable(module) -> list:
-    """The parameters that are learnt."""
+    """The parameters that the optimizer changes."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def take_update(learner, lr):
-    """Makes one update; returns the gradient's norm before clipping.
+    """Makes one update. Returns the gradient's norm before clipping.
 
-    Raises FloatingPointError on all ranks, with the weights unchanged, if it is not finite.
+    If the norm is not finite, no weight is changed, and all ranks raise FloatingPointError.
     """
     engine = learner.deepspeed
     engine.optimizer.param_groups[0]["lr"] = lr
     skipped = engine.skipped_steps
     if learner.stage == 0:
-        # ZeRO 0 would apply a NaN. Its reduced gradients are in plain sight.
+        # ZeRO 0 would apply a NaN. The sums over the ranks are in p.grad, so look at them before.
         gradients = [p.grad for p in learner.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item()
         if math.isfinite(norm):
@@ -217,7 +217,7 @@ def take_update(learner, lr):
     else:
         engine.step()
         norm = float(engine.get_global_grad_norm())
-    # ZeRO 1 to 3 skip the step silently.
+    # After a NaN, ZeRO 1 to 3 skip the update without an error.
     if engine.skipped_steps > skipped or not math.isfinite(norm):
         raise FloatingPointError(f"{learner.name}: the gradient is not finite, its norm is {norm}")
     return norm
@@ -233,34 +233,13 @@ def make_policy(cfg, **options) -> Learner:
 
 
 def make_critic(cfg, **options) -> Learner:
-    """The critic starts from the base model's body and a new head, or whole from --critic.
-
-    Raises UserError where no head in that folder fits its body.
-    """
-    head = load_head(cfg.critic)
-    critic = Critic(load_body(cfg, AutoModel, cfg.critic), cfg.seed, "bias" in head)
+    """Without --critic: the body of the base model with a new head. Raises UserError."""
+    critic = Critic(load_body(cfg, AutoModel, cfg.critic), cfg.seed)
     if cfg.critic:
-        try:
-            critic.value_head.load_state_dict(head)
-        except RuntimeError as error:
-            raise UserError(
-                f"--critic {cfg.critic} has no value head of one number that fits its body, in "
-                f"value_head.safetensors or beside the body: {one_line(error)}"
-            ) from error
+        from lib.value_head import load_value_head
+
+        load_value_head(critic, cfg.critic)
     return Learner("critic", critic, cfg, cfg.critic_learning_rate, **options)
-
-
-def load_head(folder):
-    """The tensors of a critic's value head: `weight`, and perhaps `bias`.
-
-    They have a file of their own (ours), or lie beside the body (those that others published).
-    """
-    head = {}
-    for path in glob.glob(f"{folder}/*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in HEADS.intersection(file.keys()):
-                head[name.rpartition(".")[2]] = file.get_tensor(name)
-    return head
 
 
 def make_reference(cfg) -> Learner:
@@ -269,10 +248,10 @@ def make_reference(cfg) -> Learner:
 
 
 def named_weights(learner):
-    """Yields (Hugging Face name, full tensor) on every rank, one parameter gathered at a time.
+    """Yields (Hugging Face name, full tensor) on every rank. One parameter is gathered at a time.
 
-    The tensors must not be kept. A tied head is named too: vLLM on a CPU would silently keep the
-    old one.
+    Copy a tensor to keep it. A tied head is yielded too: without it vLLM on a CPU keeps the old
+    head.
     """
     named = list(learner.module.named_parameters())
     model = learner.module.model

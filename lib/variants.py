@@ -1,11 +1,12 @@
-"""Variants: files that change functions of the stages, `--variant kl_loss my_idea.py`.
+"""Variants: files that change functions of the stages, as in `--variant kl_loss my_idea.py`.
 
-A function of a variant stands in for the stage's function of the same name, and gets that function
-as its first argument, `original`. So each variant wraps those before it. A function that does not
-call `original` is a replacement, and names that argument `_original`: it must come before the
-variants that wrap it. variants/README.md is the manual.
+A function of a variant takes the place of the stage's function of the same name. Its first argument
+is the function that it replaces. If it calls that function, the argument is named `original`: the
+variant wraps the function. If not, the argument is named `_original`: the variant replaces it. A
+variant that replaces a function must come before the variants that wrap it. CONTRIBUTING.md is the
+manual.
 
-train.py loads this file only where a variant is named.
+Only a run with --variant loads this file.
 """
 
 import ast
@@ -59,8 +60,8 @@ class Variants:
         self.texts = {}  # name of a variant: its text
         self.modules = {}  # name of a variant: its module
         self.hooks = []
-        self.undo = []  # what takes the variants out again
-        self.has_told = False
+        self.undo = []  # functions that put the stages' own functions back
+        self.has_told = False  # has tell_unreached said its line?
         for word in words:
             self.read(word)
         self.check_order()
@@ -76,7 +77,7 @@ class Variants:
         try:
             text = path.read_text(encoding="utf-8")
             module = run_file(f"variant_{name}", path, text)
-        # A variant is somebody's program, and a script may end itself.
+        # A variant is any program. It may raise anything, or call sys.exit.
         except (Exception, SystemExit) as error:
             line = traceback.extract_tb(error.__traceback__)[-1].lineno
             why = f"{type(error).__name__}: {one_line(error)} (line {line})"
@@ -99,7 +100,7 @@ class Variants:
             require(is_flag, f"{word}: Flags: write {key} with its type: `{key}: float = 1.0`")
 
     def check_order(self):
-        """Raises UserError where one variant would undo another, or lacks one before it."""
+        """Raises UserError if a variant would undo an earlier one, or needs one before it."""
         rules = self.order_rules()
         given = list(self.modules)
         order = []
@@ -131,9 +132,9 @@ class Variants:
         return rules
 
     def extend(self, config: type) -> type:
-        """A class like `config` with the flags of the variants. Raises UserError.
+        """Makes a class like `config` that has the flags of the variants too. Raises UserError.
 
-        Its attribute `variants` is this object.
+        The attribute `variants` of the class is this object.
         """
         core = {field.name: field for field in dataclasses.fields(config)}
         owner = {}  # flag: the variant that added it, or gave it a new default
@@ -172,9 +173,9 @@ class Variants:
 
     @contextlib.contextmanager
     def installed(self, stages: list):
-        """While it lasts, the variants' functions stand in for those of the stages.
+        """Inside `with`, the variants' functions are in the place of the stages' functions.
 
-        Raises UserError where a function does not fit.
+        Raises UserError if a function has other arguments than the stage's function.
         """
         try:
             self.wrap(stages)
@@ -184,7 +185,7 @@ class Variants:
                 self.undo.pop()()
 
     def wrap(self, stages: list):
-        """Wraps the functions that these modules define. Raises UserError."""
+        """Wraps functions of these modules. Raises UserError."""
         for stage in stages:
             for name in sorted({hook.name for hook in self.hooks} & set(functions_of(stage))):
                 self.stand_in(stage, getattr(stage, name), self.chain(name, getattr(stage, name)))
@@ -194,7 +195,7 @@ class Variants:
                     self.add_estimators(name, module, stage)
 
     def stand_in(self, stage, function, wrapped):
-        """Puts `wrapped` in the place of a function: in the module and in the module's tables."""
+        """Puts `wrapped` in the place of `function`, in the module and in the module's tables."""
         self.set_in(vars(stage), function.__name__, wrapped)
         for table in [table for table in vars(stage).values() if isinstance(table, dict)]:
             for key, value in table.items():
@@ -205,7 +206,7 @@ class Variants:
                     self.set_in(table, key, dataclasses.replace(value, function=wrapped))
 
     def chain(self, name, function):
-        """The variants' functions around the stage's one."""
+        """The function of a stage with the variants' functions around it."""
         wrappers = [hook for hook in self.hooks if hook.name == name]
         wrapped = function
         for hook in wrappers:
@@ -220,11 +221,11 @@ class Variants:
         return wrapped
 
     def refuse_escapes(self, name, module, stage):
-        """A name that was imported would go past the variants that wrap its function."""
+        """Refuses `from ppo import gae` in a variant: other variants could not wrap that name."""
         for key, value in vars(module).items():
-            is_stage_s = inspect.isfunction(value) and value.__module__ == stage.__name__
+            is_of_stage = inspect.isfunction(value) and value.__module__ == stage.__name__
             require(
-                not is_stage_s,
+                not is_of_stage,
                 f"{self.words[name]}: import {stage.__name__} and call {stage.__name__}.{key}, so "
                 "that other variants can wrap it",
             )
@@ -244,12 +245,12 @@ class Variants:
         table[name] = value
 
     def wrap_task(self, task, stages: list):
-        """Wraps the task's functions. Raises UserError for what is no function of any module."""
+        """Wraps the task's functions. Raises UserError for a name that no module has."""
         in_stages = {name for stage in stages for name in functions_of(stage)}
         in_task = set(functions_of(task))
         for hook in self.hooks:
             where = f"{self.words[hook.variant]}: {hook.name}"
-            require(hook.name not in EARLY, f"{where} runs before the variants are there")
+            require(hook.name not in EARLY, f"{where} runs before the variants are installed")
             places = in_stages | in_task
             near = " or ".join(difflib.get_close_matches(hook.name, places)) or "a name of a stage"
             where = f"{self.words[hook.variant]}: {hook.name}"
@@ -268,7 +269,7 @@ class Variants:
 
     @property
     def memory(self) -> dict[str, dict]:
-        """The MEMORY of each variant that has one. It changes while the run goes on."""
+        """The MEMORY of each variant that has one. The variants change it during the run."""
         modules = self.modules.items()
         return {name: module.MEMORY for name, module in modules if hasattr(module, "MEMORY")}
 
@@ -279,28 +280,29 @@ class Variants:
         ]
 
     def tell_start(self, run_dir: Path):
-        """Says what is wrapped by whom, and keeps the texts for a resumed run. Rank 0 calls it."""
+        """Prints which variant wraps which function. Copies the texts into the run folder, where
+        a resumed run compares them. Rank 0 calls it."""
         for name in dict.fromkeys(hook.name for hook in self.hooks):
             print("variants:", self.describe_chain(name))
         for flag, value in self.new_defaults.items():
             print(f"variants: the default of --{flag} is {value}")
         folder = run_dir / "variants"
         if folder.exists() and texts_in(folder) != self.texts:
-            # They belong to checkpoints that --resume none has set aside.
+            # The old texts belong to checkpoints that --resume none has set aside.
             folder.rename(folder.with_name(f"dropped_variants_{time.time_ns()}"))
         folder.mkdir(exist_ok=True)
         for name, text in self.texts.items():
             (folder / f"{name}.py").write_text(text, encoding="utf-8")
 
     def describe_chain(self, name) -> str:
-        """The outermost variant comes first."""
+        """A sentence such as "b wraps a wraps paid". The outermost variant comes first."""
         hooks = [hook for hook in reversed(self.hooks) if hook.name == name]
         words = [hook.variant for hook in hooks]
         last = "replaces" if hooks[-1].is_replacement else "wraps"
         return f"{' wraps '.join(words)} {last} {name}"
 
     def tell_unreached(self, learned: dict):
-        """After the first step in which the policy learns: names functions that nobody called."""
+        """After the first step in which the policy learns, names the hooks that were not called."""
         if "policy_lr" not in learned or self.has_told:
             return
         self.has_told = True
@@ -311,9 +313,9 @@ class Variants:
             print(f"WARNING: --variant: {missed}; {why}", file=sys.stderr)
 
 
-# Functions of train.py that read the flags.
+# Functions of train.py that read the flags. They run before the variants are known.
 EARLY = ("run", "parse_flags", "refuse_flag")
-# What a variant's public names may be beside functions.
+# The public names that a variant may define beside functions: their type and its description.
 KINDS = {
     "Flags": (type, "a dataclass"),
     "ESTIMATORS": (dict, "a dict of ppo.Estimator by name"),
@@ -323,7 +325,7 @@ KINDS = {
 
 
 def take_words(argv) -> tuple[list[str], list[str]]:
-    """Returns the words of all --variant, and the other flags. `none` takes out those before it."""
+    """Returns the words of --variant, and the other words. `none` drops the variants before it."""
     words = []
     rest = []
     target = rest
@@ -365,17 +367,17 @@ def needs(module) -> list[str]:
 
 
 def run_file(name, path, text) -> types.ModuleType:
-    """What is hashed and kept is what is run, so the text is not read again."""
+    """Runs the text of a file as a module. The file is not read again: it could have changed."""
     module = types.ModuleType(name)
     module.__file__ = str(path.resolve())
-    # Dataclasses look for their module there.
+    # A dataclass looks for its module in sys.modules.
     sys.modules[name] = module
     exec(compile(text, str(path), "exec"), vars(module))
     return module
 
 
 def public_names(text) -> list[str]:
-    """The names that a file itself defines, and that do not begin with _."""
+    """The names that a file defines, without imported names and names that begin with _."""
     names = []
     waiting = [ast.parse(text)]
     while waiting:
@@ -390,7 +392,7 @@ def public_names(text) -> list[str]:
 
 
 def check_hook(word, text, name, value):
-    """Returns the function. Raises UserError where it is none, or does not do as it says."""
+    """Returns the function `value`. Raises UserError if it is not a proper hook."""
     is_plain = inspect.isfunction(value) and value.__name__ == name
     require(
         is_plain and not inspect.iscoroutinefunction(value),
@@ -425,7 +427,7 @@ def closure(hook: Hook, original):
 
 
 def checked(function, check, chain: str):
-    """The function, whose result must have the form that its callers need."""
+    """The same function, but a result of a wrong form raises UserError."""
 
     @functools.wraps(function)
     def wrapper(*arguments, **named):
@@ -457,7 +459,7 @@ def functions_of(module) -> list[str]:
     return names
 
 
-# ---- what comes back from a seam -----------------------------------------------------------------
+# ---- the form of what a hook returns: each check returns what is wrong, or None ------------------
 
 
 def wrong_rewards(result, samples, **_):
@@ -519,6 +521,7 @@ CHECKS = {
     "samples_that_count": wrong_samples,
     "samples_to_learn_from": wrong_samples,
     "raw_advantages": wrong_tokens,
+    "critic_targets": wrong_tokens,
     "whiten": wrong_tokens,
     "compute_values": wrong_tokens,
     "compute_logprobs": wrong_tokens,

@@ -227,7 +227,7 @@ def test_a_model_with_its_own_attention_is_refused_in_one_line(tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     StableLmForCausalLM(StableLmConfig(**shape, **heads)).save_pretrained(tmp_path)
     load_body(config(tmp_path), AutoModelForCausalLM)
-    with pytest.raises(UserError, match="brings its own attention: add --attention sdpa"):
+    with pytest.raises(UserError, match="has attention code of its own: add --attention sdpa"):
         load_body(config(tmp_path, attention="varlen"), AutoModelForCausalLM)
 
 

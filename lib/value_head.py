@@ -1,0 +1,33 @@
+"""--critic FOLDER: reads the value head of a critic. Only a run with this flag loads this file."""
+
+import glob
+
+from safetensors import safe_open
+from torch import nn
+
+from lib.common import UserError, one_line
+
+# The names of a value head on disk: ours and ORZ's, and those of a token classifier.
+HEADS = {"value_head.weight", "value_head.bias", "score.weight", "score.bias"}
+
+
+def load_value_head(critic, folder):
+    """Replaces the new head of a critic by the folder's head, which may have a bias.
+
+    The head is in a file of its own (a critic that train.py exported) or beside the body's weights
+    (critics that others published). Raises UserError if no head fits the body.
+    """
+    head = {}
+    for path in glob.glob(f"{folder}/*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in HEADS.intersection(file.keys()):
+                head[name.rpartition(".")[2]] = file.get_tensor(name)
+    if "bias" in head:
+        critic.value_head = nn.Linear(critic.value_head.in_features, 1, dtype=critic.model.dtype)
+    try:
+        critic.value_head.load_state_dict(head)
+    except RuntimeError as error:
+        raise UserError(
+            f"--critic {folder} has no value head of one number that fits its body, in "
+            f"value_head.safetensors or beside the body: {one_line(error)}"
+        ) from error
