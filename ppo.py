@@ -10,8 +10,7 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
   response tokens in the update. So packing, micro-batches and ranks do not change the gradient.
   ORZ takes a mean of the means of its packs.
 - The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
-  rollout this ratio is 1 and the clip does nothing. (The `ratio` below is another one: trainer to
-  sampler.)
+  rollout this ratio is 1 and the clip does nothing.
 - `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO does not divide
   and whitens.
 
@@ -45,7 +44,7 @@ class Batch:
     groups: Tensor  # (N,) number of the sample's problem in the step
     rewards: Tensor  # (N,) float64, what `paid` returns
     device: torch.device  # of the flat tensors
-    # (T,) each: values, advantages, returns, logprobs (the sampler's), ref_logprobs
+    # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them)
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py
 
@@ -312,15 +311,17 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
     In a flat group the std is exactly 0.
     """
     # A GPU adds in a random order. All ranks must find the same advantages to be 0.
-    on_cpu = rewards.cpu()  # (N,)
-    _, inverse, count = groups.cpu().unique(return_inverse=True, return_counts=True)  # (groups,)
-    zeros = torch.zeros(len(count), dtype=rewards.dtype)  # (groups,)
-    mean = (zeros.index_add(0, inverse, on_cpu) / count)[inverse]  # (N,)
-    squares = (on_cpu - mean) ** 2  # (N,)
-    std = (zeros.index_add(0, inverse, squares) / count).sqrt()[inverse]  # (N,)
+    on_cpu = rewards.cpu()
+    groups = groups.cpu()
+    mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
+    for group in groups.unique():
+        members = groups == group  # (N,) bool
+        mean[members] = on_cpu[members].mean()
+        std[members] = on_cpu[members].std(correction=0)
+        count[members] = members.sum().double()
     # A std below this is rounding: the rewards are equal.
-    std = std.where(std > 1e-9, 0.0)
-    return tuple(numbers.to(rewards.device) for numbers in (mean, std, count[inverse]))
+    std[std < 1e-9] = 0.0
+    return mean.to(rewards.device), std.to(rewards.device), count.to(rewards.device)
 
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
@@ -400,13 +401,10 @@ def token_weights(batch: Batch, cfg) -> Tensor:
 # ---- passes and losses -----------------------------------------------------------------------
 
 
-def token_passes(policy, critic, reference, batch: Batch, cfg, step):
-    """Adds values and reference log-probs, (T,) each. All passes come before the first update."""
+def token_passes(policy, critic, batch: Batch, cfg, step):
+    """Adds the values, (T,), to the batch. Passes of variants come here too, before any update."""
     if critic:
         batch.per_token["values"] = compute_values(critic, batch, cfg)
-    if reference:
-        # --log_kl logs the KL. Nothing is learnt from it.
-        batch.per_token["ref_logprobs"] = compute_logprobs(reference, batch, cfg)
 
 
 def compute_values(critic, batch: Batch, cfg) -> Tensor:
@@ -450,13 +448,6 @@ def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
     logprobs, entropy = policy(micro, temperatures(batch, micro, cfg))  # (t,), (t,)
     advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (t,)
     stats = {"entropy": (entropy.detach() * micro.mask).sum()}
-    if "logprobs" in batch.per_token:
-        # --log_ratio compares the trainer with the sampler.
-        sampled = batch.per_token["logprobs"][micro.flat_index]  # (t,)
-        stats |= ratio_stats((logprobs.detach() - sampled) * micro.mask, micro.mask)
-    if "ref_logprobs" in batch.per_token:
-        reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (t,)
-        stats["kl"] = k3((reference - logprobs.detach()) * micro.mask).sum()
     losses = token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (t,)
     loss = (losses * micro.mask).sum()
     stats["policy_loss"] = loss.detach()
@@ -469,20 +460,6 @@ def token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats) -> Tenso
     (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (t,). To log a number, put its
     sum over the tokens into `stats`."""
     return -(advantages * logprobs)
-
-
-def ratio_stats(log_ratio: Tensor, mask: Tensor):
-    """To log: ratio = p(trainer) / p(sampler). It is 1, up to rounding, if both have one model."""
-    ratio = log_ratio.exp()  # (t,)
-    stats = {"ratio": (ratio * mask).sum(), "ratio_max": ratio.max()}
-    stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
-    stats["approx_kl"] = k3(log_ratio).sum()
-    return stats
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """An estimate of a KL divergence: unbiased, never negative (joschu.net/blog/kl-approx.html)."""
-    return log_ratio.exp() - 1 - log_ratio
 
 
 def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:

@@ -335,9 +335,7 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
     share = [requests[position] for position in positions]
     mine = {}
     broken = None
-    with contextlib.closing(
-        rollout.sampler.generate(share, rollout.stopped, cfg.log_ratio)
-    ) as stream:
+    with contextlib.closing(rollout.sampler.generate(share, rollout.stopped)) as stream:
         # Rank 0 shows a progress bar. With None, tqdm hides it where there is no terminal.
         hidden = dist.get_rank() > 0 or None
         for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):

@@ -133,8 +133,6 @@ class Config(Learning):
     log_with: str = "tensorboard"  # tensorboard, wandb (log in first) or none.
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
     log_tokens: int = 16  # The first samples of --log_samples that are written token by token.
-    log_kl: bool = False  # Log the KL to the base model. This costs a third model and a pass.
-    log_ratio: bool = False  # Log how far the sampler's log-probs are from the policy's.
     # ---- where and how fast
     zero_stage: int = 3  # ZeRO shards 1: the optimizer; 2: gradients too; 3: weights too. 0: none.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
@@ -441,7 +439,6 @@ def main(cfg, world, device, store):
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg) if ppo.ESTIMATORS[cfg.estimator].needs_critic else None
-    reference = models.make_reference(cfg) if cfg.log_kl else None
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
     hf = [tokenizer, policy.module.model.config]
@@ -474,7 +471,7 @@ def main(cfg, world, device, store):
 
             # 5. Values V(s_t), from the critic before its update.
             with share_same_error(store), clock("values"):
-                ppo.token_passes(policy, critic, reference, batch, cfg, step)
+                ppo.token_passes(policy, critic, batch, cfg, step)
 
             # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
             with share_errors(), clock("advantage"):

@@ -102,11 +102,6 @@ def check_sampling(cfg):
             f"{limits}, or 0 for greedy answers",
         ),
         "system": (cfg.system is None or cfg.template == "chat", "needs --template chat"),
-        "top_p": (
-            cfg.top_p == 1 or not cfg.log_ratio,
-            "choose 1 with --log_ratio, because the sampler's log-probs of a cut distribution are "
-            "not the trainer's",
-        ),
     }
     require_all(cfg, table)
     for name in ("top_p", "eval_top_p", "gpu_memory_utilization"):

@@ -242,11 +242,6 @@ def make_critic(cfg, **options) -> Learner:
     return Learner("critic", critic, cfg, cfg.critic_learning_rate, **options)
 
 
-def make_reference(cfg) -> Learner:
-    """The base model, for --log_kl."""
-    return Learner("reference", Policy(load_body(cfg, AutoModelForCausalLM)), cfg, lr=None)
-
-
 def named_weights(learner):
     """Yields (Hugging Face name, full tensor) on every rank. One parameter is gathered at a time.
 

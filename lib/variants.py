@@ -62,6 +62,7 @@ class Variants:
         self.hooks = []
         self.undo = []  # functions that put the stages' own functions back
         self.has_told = False  # has tell_unreached said its line?
+        self.given = {Path(word).stem for word in words}
         for word in words:
             self.read(word)
         self.check_order()
@@ -82,6 +83,11 @@ class Variants:
             line = traceback.extract_tb(error.__traceback__)[-1].lineno
             why = f"{type(error).__name__}: {one_line(error)} (line {line})"
             raise UserError(f"--variant {word}: {why}") from error
+        # A variant of variants/ that this one needs comes before it, if the user has not named it.
+        for early in needs(module):
+            is_known = early in self.given or early in self.modules
+            if not is_known and (HOME / f"{early}.py").is_file():
+                self.read(early)
         self.words[name] = word
         self.texts[name] = text
         self.modules[name] = module

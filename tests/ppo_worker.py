@@ -25,6 +25,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import ppo
+import train
 from lib import common, models
 from lib.common import gather
 
@@ -183,7 +184,7 @@ def cell_nonfinite(cfg, spec) -> dict:
         batch.per_token["advantages"][3] = float("nan")
         batch.per_token["returns"][3] = float("nan")
     elif spec["how"] == "ratio":
-        # As with --log_ratio. The largest ratio is no sum, and NaN is larger than nothing.
+        # As with log_ratio. The largest ratio is no sum, and NaN is larger than nothing.
         batch.per_token["logprobs"] = torch.full_like(batch.per_token["advantages"], float("nan"))
     is_sick = spec["how"] == "inf" and dist.get_rank() == dist.get_world_size() - 1
     hooks = []
@@ -208,9 +209,9 @@ def cell_logging(cfg, spec) -> dict:
     """Ratio to a sampler that agrees exactly, and KL to a reference that is the policy itself."""
     batch = make_batch("half flat")
     policy = models.make_policy(cfg)
-    reference = models.make_reference(cfg)
     batch.per_token["logprobs"] = ppo.compute_logprobs(policy, batch, cfg) - 0.01
-    batch.per_token["ref_logprobs"] = ppo.compute_logprobs(reference, batch, cfg) - 0.02
+    ppo.token_passes(policy, None, batch, cfg, step=0)
+    batch.per_token["ref_logprobs"] -= 0.02
     ppo.compute_advantages(batch, cfg)
     return ppo.train_policy(policy, batch, cfg, step=0, total_steps=1)
 
@@ -287,8 +288,10 @@ def run(cell: dict) -> dict:
         settings["zero_optimization"] |= {} if cell["whole"] else as_large
         return settings
 
-    with mock.patch.object(models, "engine_config", of_cell):
-        return cell_function(config(**cell["settings"]), cell["spec"])
+    cfg = config(**cell["settings"])
+    patched = mock.patch.object(models, "engine_config", of_cell)
+    with patched, cfg.variants.installed(train.stages()):
+        return cell_function(cfg, cell["spec"])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ RUNS = {
     # The demo's rate is 3e-4.
     "steps_too_large": [*GRPO, "--actor_learning_rate", "3e-3"],
     "too_slow": [*GRPO, "--actor_learning_rate", "3e-5"],
-    "stale_sampler": [*GRPO, "--log_ratio", "true"],
+    "stale_sampler": [*GRPO, "--variant", "log_ratio"],
     "entropy_collapse": [*GRPO, "--template", "{question}<think></think>", *SHARP],
     # A thousand times the demo's.
     "critic_explains_nothing": ["--critic_learning_rate", "1"],

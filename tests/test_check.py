@@ -25,7 +25,7 @@ def test_a_good_config_is_accepted():
     check_config(ranks=1, offload="optimizer", zero_stage=1, temperature=0.01)
     check_config(lambd=0.95, loss_mean="constant", eval_temperature=0.01)
     check_config(estimator="reinforce", n_samples_per_prompt=1)
-    check_config(critic="x", eval_temperature=2, log_ratio=True)
+    check_config(critic="x", eval_temperature=2)
     check_config(template="chat", system="Be brief.", prompt_max_len=63)
     check_config(ranks=4, keep_last=0, max_steps=0, log_samples=0, gamma=0)
 
@@ -58,7 +58,6 @@ REFUSED = [
     ({"eval_top_p": 1.5}, "up to 1"),
     ({"gpu_memory_utilization": 1.5}, "up to 1"),
     ({"system": "Be brief."}, "--template chat"),
-    ({"top_p": 0.9, "log_ratio": True}, "choose 1 with --log_ratio"),
     # engines and packages
     ({"bf16": True, "zero_stage": 1}, "stage 2"),
     ({"attention": "varlen"}, "needs a GPU, --bf16 true .* or choose sdpa"),

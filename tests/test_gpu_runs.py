@@ -34,7 +34,7 @@ RUN = {
     # All checkpoints that are there at one time need less than 30 GB.
     "save_interval": 2,
     "keep_last": 0,
-    "log_ratio": "true",
+    "variant": "log_ratio",
     "log_with": "none",
 }
 TINY = {"generate_max_len": 32, "max_len": 128, "packing_max_len": 256, "kv_cache_gb": 0.25}

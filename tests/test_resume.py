@@ -55,9 +55,10 @@ def test_resume_is_exact(tiny, tmp_path, other_critic, estimator, zero, ranks):
     A critic is another model than the policy, and learns alone at first. The run is interrupted
     amid that, where Adam has moments of the critic and none of the policy.
     """
-    flags = {"bf16": zero > 1, "gradient_checkpointing": zero > 1, "log_ratio": True}
+    flags = {"bf16": zero > 1, "gradient_checkpointing": zero > 1, "variant": ["log_ratio"]}
     flags["offload"] = "optimizer" if zero == 3 else "none"
     if estimator == "gae":
+        flags["variant"].append("critic_first")
         flags |= {"critic": other_critic, "critic_only_steps": 2}
     resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt=1, **flags)
     whole = tmp_path / "whole"
@@ -196,7 +197,7 @@ def test_reshard_is_exact(saved_by, tmp_path, before, after):
 @pytest.mark.slow
 def test_run_goes_on_with_other_ranks(tiny, tmp_path):
     """The first of three steps is made by 2 ranks with ZeRO 3, the others by 1 with ZeRO 0."""
-    same = tiny | {"save_interval": 1, "keep_last": 0, "log_ratio": True, "zero_stage": 3}
+    same = tiny | {"save_interval": 1, "keep_last": 0, "variant": "log_ratio", "zero_stage": 3}
     whole = tmp_path / "whole"
     run = tmp_path / "run"
     launch(whole, ranks=2, script=SHARDED, **same)

@@ -237,16 +237,15 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
         handed_on.append(position)
         return str(position)
 
-    def generate(share, stopped, logprobs):
+    def generate(share, stopped):
         first = rollout.dist.get_rank() // tensor_parallel
         assert share == requests[first :: world // tensor_parallel]
-        assert logprobs
         for k, request in enumerate(share):
             yield k, Sample(request, [1], None, "", "stop")
 
     monkeypatch.setattr(rollout.dist, "get_world_size", lambda: world)
     one = SimpleNamespace(
-        cfg=config(tensor_parallel=tensor_parallel, log_ratio=True),
+        cfg=config(tensor_parallel=tensor_parallel),
         sampler=SimpleNamespace(generate=generate),
         stopped=bool,
         task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),

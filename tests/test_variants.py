@@ -132,7 +132,7 @@ REFUSED = [
     (["number = [k for k in (lambda hidden=1: hidden, 3)]\n"], "number must be .* begin .* with _"),
     (["for k in range(3):\n    pass\n"], "k must be"),
     (["def run(original, argv):\n    return original(argv)\n"], "run runs before the variants"),
-    (["from ppo import k3\n" + ONE], "import ppo and call ppo.k3"),
+    (["from ppo import gae\n" + ONE], "import ppo and call ppo.gae"),
     # It says that it calls the original, and does not; or the other way round.
     ([ONE + WHITEN], "whiten does not call `original`; name this argument _original"),
     ([ONE.replace("original", "_original")], "name this argument original"),
@@ -144,7 +144,7 @@ REFUSED = [
     ([ZERO, ZERO], "a.py and .*b.py both replace paid: leave one of them out"),
     ([TWICE, ZERO], "b replaces paid, and would undo a before it; use .*b.py .*a.py$"),
     (["NEEDS = ['b']\n", ONE], "a needs b before it; use --variant .*b.py .*a.py$"),
-    (["NEEDS = ['updates']\n"], "a.py needs updates; name it before"),
+    (["NEEDS = ['nobody']\n"], "a.py needs nobody; name it before"),
     (["NEEDS = ['b']\n", "NEEDS = ['a']\n"], "a needs b before it; b needs a before it"),
     (["class Flags:\n    x: int = 1\n"], "put @dataclass over Flags"),
     ([FLAGS + "x: int\n"], "--x has no default"),
@@ -199,10 +199,18 @@ def test_a_variant_adds_flags_with_their_advice(write, capsys):
 
 
 def test_a_variant_changes_a_default_of_the_core_and_a_flag_wins_over_it():
-    assert config(variant="kl_loss").log_kl
-    assert not config(variant="kl_loss", log_kl=False).log_kl
+    assert config(variant="critic_lambd").lambd == 0.95
+    assert config(variant="critic_lambd", lambd=0.5).lambd == 0.5
     assert config(variant=["updates", "clip_higher"]).policy_clip_high == 0.28
-    assert config(variant=["kl_loss", "kl_penalty"]).log_kl, "both want the same default"
+
+
+def test_a_variant_that_another_one_needs_is_added_before_it():
+    for words, names in [
+        (["clip_higher"], ["updates", "clip_higher"]),
+        (["kl_loss", "kl_penalty"], ["log_kl", "kl_loss", "kl_penalty"]),
+        (["log_kl", "hash_reward", "kl_loss"], ["log_kl", "hash_reward", "kl_loss"]),
+    ]:
+        assert [name for name, _ in Variants(words).hashes] == names
 
 
 def test_a_second_variant_flag_adds_and_none_takes_out_those_before():
@@ -289,12 +297,12 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
 
 def test_a_run_says_what_is_wrapped_by_whom_and_keeps_the_texts(write, tmp_path, capsys):
     paths = write(zero=ZERO, twice=TWICE)
-    for words in (["kl_loss", *paths], ["kl_loss", *paths], paths):
+    for words in (["critic_lambd", *paths], ["critic_lambd", *paths], paths):
         config(variant=words).variants.tell_start(tmp_path)
     said = capsys.readouterr().out
     assert said.count("variants: twice wraps zero replaces paid\n") == 3
-    assert said.count("variants: kl_loss wraps token_loss\n") == 2
-    assert said.count("variants: the default of --log_kl is True\n") == 2
+    assert said.count("variants: critic_lambd replaces critic_targets\n") == 2
+    assert said.count("variants: the default of --lambd is 0.95\n") == 2
     kept = {path.stem: path.read_text() for path in (tmp_path / "variants").iterdir()}
     assert kept == {"zero": ZERO, "twice": TWICE}
     assert len(list(tmp_path.glob("dropped_variants_*/*"))) == 3, "as after --resume none"
@@ -302,14 +310,14 @@ def test_a_run_says_what_is_wrapped_by_whom_and_keeps_the_texts(write, tmp_path,
 
 def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
     """After the first step in which the policy learns."""
-    with Variants(["kl_loss", *write(twice=TWICE)]).installed(train.stages()) as variants:
+    with Variants(["updates", *write(twice=TWICE)]).installed(train.stages()) as variants:
         variants.tell_unreached({"critic_lr": 1.0})
         assert not capsys.readouterr().err
         ppo.paid([], None)
         for _ in range(2):
             variants.tell_unreached({"policy_lr": 1.0})
     said = capsys.readouterr().err
-    names = "kl_loss.check_config, kl_loss.token_loss, kl_loss.samples_to_learn_from"
+    names = "updates.check_config, updates.token_passes, updates.train_policy, updates.token_loss"
     assert said.count("WARNING") == 1 and f"first learning step: {names};" in said
 
 

@@ -30,9 +30,9 @@ def check_config(original, cfg, world, estimators):
         check.require(not changes_returns, f"--variant {word}: {advice}")
 
 
-def token_passes(original, policy, critic, reference, batch, cfg, step):
+def token_passes(original, policy, critic, batch, cfg, step):
     """The critic learns here, and not in phase 7."""
-    original(policy, None, reference, batch, cfg, step)
+    original(policy, None, batch, cfg, step)
     returns = batch.spread(batch.rewards.float())  # (T,)
     batch.per_token |= {"values": torch.zeros_like(returns), "returns": returns}
     batch.critic_stats = None

@@ -14,24 +14,24 @@ import torch
 import ppo
 from lib import check
 
+NEEDS = ["log_kl"]
+
 
 @dataclass
 class Flags:
-    log_kl: bool = True  # The KL needs the base model.
     kl_penalty_coef: float = 0.01  # The weight of the KL to the base model in the rewards.
 
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
-    check.require(cfg.log_kl, "--log_kl false: --variant kl_penalty needs the base model")
     check.require(
         cfg.estimator not in ("maxrl", "pass_at_k"),
         f"--estimator {cfg.estimator}: with --variant kl_penalty no reward is right or wrong",
     )
 
 
-def token_passes(original, policy, critic, reference, batch, cfg, step):
-    original(policy, critic, reference, batch, cfg, step)
+def token_passes(original, policy, critic, batch, cfg, step):
+    original(policy, critic, batch, cfg, step)
     batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from lib import check
 
+NEEDS = ["log_ratio"]
+
 
 @dataclass
 class Flags:
-    log_ratio: bool = True  # The ratio needs the sampler's log-probs.
     tis_cap: float = 2.0  # The largest weight of a token.
 
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
-    check.require(cfg.log_ratio, "--log_ratio false: --variant tis_cap needs the log-probs")
     check.require_all(cfg, {"tis_cap": (cfg.tis_cap >= 1, "choose at least 1")})
 
 

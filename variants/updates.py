@@ -25,8 +25,8 @@ def check_config(original, cfg, world, estimators):
     check.require_all(cfg, {"policy_updates": (cfg.policy_updates >= 1, "must be at least 1")})
 
 
-def token_passes(original, policy, critic, reference, batch, cfg, step):
-    original(policy, critic, reference, batch, cfg, step)
+def token_passes(original, policy, critic, batch, cfg, step):
+    original(policy, critic, batch, cfg, step)
     batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
 
 

@@ -1,0 +1,32 @@
+"""Logs the KL divergence between the policy and the base model, by its k3 estimate.
+
+k3 is unbiased and never negative (joschu.net/blog/kl-approx.html). It needs a reference: the base
+model a third time in memory, and one more pass in each step. Nothing is learnt from the KL here.
+"""
+
+from transformers import AutoModelForCausalLM
+
+import ppo
+from lib import models
+
+_LEARNERS = {}
+
+
+def make_policy(original, cfg, **options):
+    """Makes the reference too. It has no learning rate, so it has no optimizer."""
+    body = models.load_body(cfg, AutoModelForCausalLM)
+    _LEARNERS["reference"] = models.Learner("reference", models.Policy(body), cfg, lr=None)
+    return original(cfg, **options)
+
+
+def token_passes(original, policy, critic, batch, cfg, step):
+    original(policy, critic, batch, cfg, step)
+    reference = _LEARNERS["reference"]
+    batch.per_token["ref_logprobs"] = ppo.compute_logprobs(reference, batch, cfg)
+
+
+def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
+    reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (t,)
+    log_ratio = (reference - logprobs.detach()) * micro.mask  # (t,)
+    stats["kl"] = (log_ratio.exp() - 1 - log_ratio).sum()
+    return original(logprobs, entropy, advantages, batch, micro, cfg, stats)

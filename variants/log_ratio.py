@@ -1,0 +1,29 @@
+"""Logs the ratio of the policy's probability of each token to the sampler's.
+
+`ratio` is 1 up to rounding if sampler and trainer have the same weights. `ratio_max` is the largest
+one, `clipfrac` the share of tokens beyond 1 +- 0.2, `approx_kl` the k3 estimate of the KL
+divergence (joschu.net/blog/kl-approx.html). The sampler must return its log-probs. This costs time.
+"""
+
+from lib import check
+
+
+def check_config(original, cfg, world, estimators):
+    original(cfg, world, estimators)
+    advice = "choose 1 with --variant log_ratio: a cut distribution is not the trainer's"
+    check.require_all(cfg, {"top_p": (cfg.top_p == 1, advice)})
+
+
+def sampling_params(original, request, cfg, stop_ids, with_logprobs):
+    return original(request, cfg, stop_ids, True)
+
+
+def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
+    sampled = batch.per_token["logprobs"][micro.flat_index]  # (t,)
+    log_ratio = (logprobs.detach() - sampled) * micro.mask  # (t,)
+    ratio = log_ratio.exp()  # (t,)
+    stats["ratio"] = (ratio * micro.mask).sum()
+    stats["ratio_max"] = ratio.max()
+    stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
+    stats["approx_kl"] = (ratio - 1 - log_ratio).sum()
+    return original(logprobs, entropy, advantages, batch, micro, cfg, stats)
