@@ -553,7 +553,7 @@ def test_logged_numbers_are_means_over_the_tokens_passed(results, models):
 
 
 def test_memory_does_not_grow_with_vocabulary_times_tokens(results):
-    """Full logits of 640 tokens at V = 151,936 are 0.4 GB; ORZ held four of them (fault 7). Above
+    """Full logits of 640 tokens at V = 151,936 are 0.4 GB; ORZ holds four of them. Above
     2^26 scores backward makes them again. A token's gradient stays, since all are copies of 16."""
     result = results(2, "memory")
     start, small, large = result["peaks"]

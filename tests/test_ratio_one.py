@@ -1,4 +1,4 @@
-"""What named losses become at ratio 1, where pi = pi_old = sampler: docs/ratio_one.md.
+"""What named losses become at ratio 1, where pi = pi_old = sampler: docs/stripped.md.
 
 Each loss is written as it was published, as the mean that is maximised, and differentiated in
 float64 on a toy. test_ppo.py shows that --loss_mean token and sequence are PPO's and GRPO's means.
