@@ -51,7 +51,7 @@ def is_by_hand(title: str, column: int, found: dict[str, float]) -> None:
         assert number == pytest.approx(float(expected), abs=0.6 * 10**-digits), name
 
 
-@pytest.mark.parametrize("column, stage, world", [(0, 3, 8), (1, 3, 32), (2, 2, 8), (3, 2, 32)])
+@pytest.mark.parametrize("column, stage, world", [(0, 3, 32), (1, 2, 8)])
 def test_the_memory_of_7b_is_the_sum_by_hand(column, stage, world):
     """The plan counts buckets, copies and what CUDA itself takes."""
     _, _, plan = planned(f"{LARGE} --zero_stage {stage}", world)
