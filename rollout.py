@@ -237,15 +237,16 @@ def sampler_settings(cfg, is_gpu) -> dict:
         "distributed_executor_backend": "external_launcher",
         "use_tqdm_on_load": False,
     }
-    if cfg.kv_cache_gb:
-        settings["kv_cache_memory_bytes"] = int(cfg.kv_cache_gb * 2**30)
+    kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
         # A prompt in chunks needs a random generator that can go back. A CPU's cannot.
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
         # Without a size vLLM takes the free memory. Then schedule and last bits change each run.
-        settings.setdefault("kv_cache_memory_bytes", 2**30)
+        kv_cache_gb = cfg.kv_cache_gb or 1
+    if kv_cache_gb:
+        settings["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
     return settings
 
 

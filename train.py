@@ -241,7 +241,7 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     with raise_together():
         for path in paths:
             file, options = parse_path(path)
-            options.setdefault("split", split)
+            options = {"split": split} | options
             problems += task.load_problems(file, cfg.template, tokenizer.bos_token or "", **options)
     where = " ".join(paths)
     check.require_same({f"hash of the problems in {where}": problems_hash(problems)})
@@ -282,16 +282,16 @@ def problems_hash(problems):
 def prepare_eval_sets(task, cfg, tokenizer):
     """Returns {name: problems}. A set has the name of its file: gsm8k, or gsm8k-test if the path
     names a split."""
-    # The logs call the training problems "train".
-    sets = {"train": None}
+    sets = {}
     for path in cfg.eval_data:
         file, options = parse_path(path)
-        name = "-".join([Path(file).stem, *options.get("split", "").split()])
-        check.require(
-            name not in sets, f"--eval_data {path}: the name {name} is taken; rename the file"
-        )
+        name = Path(file).stem
+        if options.get("split"):
+            name += f"-{options['split']}"
+        # In the logs "train" is the name of the training problems.
+        is_free = name not in ("train", *sets)
+        check.require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
         sets[name] = prepare_problems(task, [path], cfg, tokenizer, "test")
-    del sets["train"]
     return sets
 
 

@@ -38,10 +38,13 @@ M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 # No clipping of gradients, no warm-up, and a temperature that matters.
 SETTINGS = {"max_norm": 1e9, "temperature": 1.3, "attention": "sdpa", "warmup_updates": 1}
 SETTINGS |= {"actor_learning_rate": LR, "critic_learning_rate": LR, "critic_updates": 1}
-CONFIG = conftest.config(**SETTINGS, micro_train_batch_size=2, generate_max_len=50)
+SETTINGS |= {"micro_train_batch_size": 2, "generate_max_len": 50}
+CONFIG = conftest.config(**SETTINGS)
 
 
 def config(model="-", **changes):
+    if "variant" in changes:
+        return conftest.config(**SETTINGS | {"model": model} | changes)
     return dataclasses.replace(CONFIG, model=str(model), **changes)
 
 

@@ -482,8 +482,9 @@ def test_an_estimator_computes_on_the_device(name, monkeypatch):
 
 
 # pass_at_k asks only whether what is paid is above 0, and no penalty reaches 1 there. updates is
-# part of clip_higher.
+# part of clip_higher. If the policy learns in two steps only, both are its warm-up.
 EXCEPTIONS = [{"overlong_penalty", "pass_at_k"}, {"updates", "clip_higher"}]
+EXCEPTIONS += [{"critic_first", "lr_end"}]
 
 
 @pytest.mark.slow
