@@ -11,7 +11,6 @@ from conftest import ROOT, config
 from test_exercises import solve
 
 import ppo
-import reward
 import train
 
 BLOCKS = r"^```python\n# (\w+)\n(.*?)^```"
@@ -44,14 +43,6 @@ def test_the_page_s_task_grades_by_length(tmp_path):
         assert grader.results() == {"right": 1.0, "cut": 0.5, "far": 0.0}
         assert grader.results() == {}
         assert (grader.lost, grader.broken) == (0, None)
-
-
-def test_the_page_s_data_set_loads(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(EXAMPLES["dataset"], {})
-    problems = reward.load_problems("squares.jsonl", "Q: {question} A:")
-    assert len(problems) == 98
-    assert (problems[0].prompt, problems[0].label) == ("Q: What is 2 * 2? A:", "4")
 
 
 @pytest.mark.slow

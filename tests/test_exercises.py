@@ -1,4 +1,4 @@
-"""docs/exercises: each test is red on the shipped code and green on a solved copy of it."""
+"""docs/exercises: each test fails on the shipped code and passes on a solved copy of the code."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_python
 
-# One solution of each exercise: its number, a file, a text that stands there once, and what comes
+# One solution of each exercise: its number, a file, a text that the file has once, and what comes
 # in its place. A file that is new has no text yet.
 SOLUTIONS = [
     (
@@ -117,7 +117,7 @@ def verdicts(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_exercises_are_red_as_shipped_and_green_once_all_are_solved(tmp_path):
+def test_exercises_fail_as_shipped_and_pass_once_all_are_solved(tmp_path):
     assert verdicts(ROOT) == dict.fromkeys("1234567", "FAILED")
     for name in ("ppo.py", "reward.py"):
         shutil.copy(ROOT / name, tmp_path)

@@ -158,7 +158,7 @@ def load(folder, auto_class, attention: str, **settings):
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize("row_len, rows", [(48, 1), (100, 2), (640, 1)])
 def test_packed_equals_unpacked(attention, row_len, rows, models, process_group):
-    """Samples of a row do not see each other. Without use_cache=False they would (ORZ's fault 8),
+    """Samples of a row do not see each other. Without use_cache=False they would, as in ORZ,
     and without borders under FlashAttention with several rows. A value is read before its token,
     because a baseline that knew the token would teach nothing."""
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)

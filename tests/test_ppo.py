@@ -308,7 +308,7 @@ def test_group_estimators_equal_loops(estimator):
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 12345.678])
 def test_a_flat_group_is_exactly_zero(estimator, reward):
     """Rounding makes the mean of seven 0.1 differ from 0.1. Divided by a std that is rounding too,
-    this would be 1. ORZ's whitening moved flat groups off zero (fault 1)."""
+    this would be 1. ORZ's whitening moved flat groups off zero."""
     for size in (1, 2, 7, 49):
         count = size + 3
         groups = [5] * size + [1] * 3
@@ -518,7 +518,7 @@ def each(cells: list[dict]):
 @each(ONE)
 def test_step_on_one_rank(job, results, models):
     """The policy's update is that of naive clipped PPO at ratio 1, the critic's that of the naive
-    value loss, to 1e-5. ORZ took means of means and duplicated packs (faults 2 and 3)."""
+    value loss, to 1e-5. ORZ took means of means and duplicated packs."""
     check_step(results(1, job["name"]), job, models)
 
 
@@ -622,7 +622,7 @@ def test_skipped_samples_count_in_the_denominator(results):
 
 
 def test_the_rate_rises_and_stays():
-    """The first update uses lr / n. ORZ's uses 0, so it changes nothing (fault 6)."""
+    """The first update uses lr / n. ORZ's uses 0, so it changes nothing."""
     rates = [ppo.learning_rate(1e-6, 4, step) for step in range(6)]
     assert rates == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6, 1e-6])
     assert ppo.learning_rate(1e-6, 0, 0) == 1e-6

@@ -1,4 +1,4 @@
-"""Exercise 1: OPO's baseline. Red until ppo.py has it."""
+"""Exercise 1: OPO's baseline. It fails until ppo.py has it."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-# Here lies the ppo.py under test.
+# This folder has the ppo.py under test.
 sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import ppo  # noqa: E402
 

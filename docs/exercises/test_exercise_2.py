@@ -1,4 +1,4 @@
-"""Exercise 2: only the uncertain tokens are learnt from. Red until ppo.token_loss does so."""
+"""Exercise 2: only the uncertain tokens are learnt from. It fails until ppo.token_loss does so."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-# Here lies the ppo.py under test.
+# This folder has the ppo.py under test.
 sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import ppo  # noqa: E402
 

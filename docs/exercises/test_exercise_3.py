@@ -1,4 +1,4 @@
-"""Exercise 3: a denominator without flat groups. Red until ppo.update_policy has it."""
+"""Exercise 3: a denominator without flat groups. It fails until ppo.update_policy has it."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-# Here lies the ppo.py under test.
+# This folder has the ppo.py under test.
 sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import ppo  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Exercise 4: lambda by length. Red until ppo.gae has it."""
+"""Exercise 4: lambda by length. It fails until ppo.gae has it."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-# Here lies the ppo.py under test.
+# This folder has the ppo.py under test.
 sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import ppo  # noqa: E402
 

@@ -1,9 +1,9 @@
-"""Exercise 5: a small reward for the form. Red until reward.py gives it."""
+"""Exercise 5: a small reward for the form. It fails until reward.py gives it."""
 
 import os
 import sys
 
-# Here lies the reward.py under test.
+# This folder has the reward.py under test.
 sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import reward  # noqa: E402
 

@@ -1,9 +1,9 @@
-"""Exercise 6: an answer without a box. Red until reward.extract_answer takes it."""
+"""Exercise 6: an answer without a box. It fails until reward.extract_answer takes it."""
 
 import os
 import sys
 
-# Here lies the reward.py under test.
+# This folder has the reward.py under test.
 sys.path.insert(0, os.environ.get("EXERCISE_DIR", "."))
 import reward  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Exercise 7: a variant that pays short right responses more. Red until brevity.py does so."""
+"""Exercise 7: a variant that pays short right responses more. It fails until brevity.py does so."""
 
 import dataclasses
 import os
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-# Here lies the brevity.py under test.
+# This folder has the brevity.py under test.
 HERE = Path(os.environ.get("EXERCISE_DIR", "."))
 sys.path.insert(0, str(HERE))
 import ppo  # noqa: E402
