@@ -1,4 +1,4 @@
-"""Exercise 3: a denominator without flat groups. It fails until ppo.update_policy has it."""
+"""Exercise 3: a denominator without flat groups. It fails until ppo.train_policy has it."""
 
 import os
 import sys
@@ -39,8 +39,7 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     advantages = torch.tensor([1.0, 1.0, -1.0] + [0.0] * 6)
     batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {}, [])
     batch.per_token["advantages"] = advantages
-    cfg = SimpleNamespace(actor_learning_rate=0.1, warmup_updates=1, lr_end=None)
-    cfg.critic_only_steps = 0
+    cfg = SimpleNamespace(actor_learning_rate=0.1, warmup_updates=1)
     cfg.micro_train_batch_size = 1
     cfg.packing_max_len = 64
     cfg.attention = "sdpa"
