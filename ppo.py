@@ -11,8 +11,8 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
   ORZ takes a mean of the means of its packs.
 - The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
   rollout this ratio is 1 and the clip does nothing.
-- `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO does not divide
-  and whitens.
+- `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO whitens and does
+  not divide.
 
 Shapes: N samples, S tokens of the longest response, T response tokens of the batch, t response
 tokens of a micro-batch, R packed rows, L row length.
@@ -51,23 +51,24 @@ class Batch:
     def __post_init__(self):
         self.response_lengths = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
-        # (N,) tokens of prompt and response together
+        # N numbers: tokens of prompt and response together
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
         # The mask comes from the lengths alone, because a response may contain the padding id.
         self.mask = (
             torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
         )  # (N, S)
 
-    def all_samples(self) -> list[int]:
+    def all_indices(self) -> list[int]:
+        """The indices of all samples. In this file `indices` are always indices of samples."""
         return list(range(len(self.sample_lengths)))
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Cuts (T,) into one tensor for each sample."""
         return numbers.split(self.response_lengths.tolist())
 
-    def spread(self, numbers: Tensor) -> Tensor:
-        """Gives each token the number of its sample: (N,) becomes (T,)."""
-        return numbers.repeat_interleave(self.response_lengths).to(self.device)
+    def spread(self, values: Tensor) -> Tensor:
+        """Repeats the value of a sample for each of its response tokens: (N,) becomes (T,)."""
+        return values.repeat_interleave(self.response_lengths).to(self.device)
 
 
 @dataclass
@@ -78,13 +79,14 @@ class MicroBatch:
     """
 
     input_ids: Tensor  # (R, L)
-    # In each sample the positions restart at 0. So attention does not cross the samples' borders.
+    # In each sample the positions restart at 0. transformers finds the samples by these zeros, and
+    # masks what crosses a border.
     position_ids: Tensor  # (R, L)
     predict: Tensor  # (R, L) bool: is the next token a response token?
     token_ids: Tensor  # (t,) the response tokens
     flat_index: Tensor  # (t,) their places in the batch's flat tensors
     mask: Tensor  # (t,) 1.0, or 0.0 for a filler
-    # The start of each sample and of each padding, and the end, with all rows in one line.
+    # With the rows end to end: where each sample and each padding starts. The last number is R * L.
     borders: Tensor  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
 
@@ -95,6 +97,7 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     rewards: (N). Without them rank 0 calls `paid`, and this function is a collective.
     """
     if rewards is None:
+        # A variant's `paid` may be random. So rank 0 decides for all ranks.
         with share_errors():
             rewards = paid(samples, cfg) if dist.get_rank() == 0 else None
         rewards = gather(rewards)[0]
@@ -116,37 +119,38 @@ def paid(samples, cfg) -> list[float]:
 
 
 def samples_that_count(batch: Batch, cfg) -> list[int]:
-    """The samples that count in losses, in whitening and in the mean length: all of them. In the
-    mean of a group each sample counts, also one that is not returned here."""
-    return batch.all_samples()
+    """The indices of the samples that losses, whitening and the mean length use: all of them. The
+    mean of a group always uses all samples of the group."""
+    return batch.all_indices()
 
 
 # ---- packing ---------------------------------------------------------------------------------
 
 
-def longest_first(sizes: list[int], samples: list[int]) -> list[int]:
-    return sorted(samples, key=lambda i: (-sizes[i], i))
+def longest_first(sizes: list[int], indices: list[int]) -> list[int]:
+    return sorted(indices, key=lambda i: (-sizes[i], i))
 
 
-def deal(sizes: list[int], samples: list[int], world: int) -> list[list[int]]:
+def deal(sizes: list[int], indices: list[int], world: int) -> list[list[int]]:
     """Deals samples to ranks: the longest first, each to the rank with the fewest tokens.
 
     With 32 or more samples for each rank, the ranks' tokens differ by less than 2 %.
     """
     loads = [0] * world  # tokens
     dealt = [[] for _ in range(world)]
-    for i in longest_first(sizes, samples):
+    for i in longest_first(sizes, indices):
         rank = loads.index(min(loads))
         dealt[rank].append(i)
         loads[rank] += sizes[i]
     return dealt
 
 
-def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
+def pack(sizes: list[int], indices: list[int], row_len: int) -> list[list[int]]:
     """Best-fit decreasing: each sample goes into the fullest row that has room for it."""
     rows = []
     rooms = []  # (tokens left, row), sorted
-    for i in longest_first(sizes, samples):
+    for i in longest_first(sizes, indices):
+        # (size,) sorts before (size, row). So this is the smallest room that is large enough.
         fitting = bisect_left(rooms, (sizes[i],))
         if fitting < len(rooms):
             room, row = rooms.pop(fitting)
@@ -160,7 +164,7 @@ def pack(sizes: list[int], samples: list[int], row_len: int) -> list[list[int]]:
 
 
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
-    """Makes the tensors of these rows. rows: the samples of each row."""
+    """Makes the tensors of these rows. rows: the indices of the samples of each row."""
     row_len = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     parts = []  # tokens of each sample and each padding
     columns = {
@@ -205,7 +209,7 @@ def filler(device) -> MicroBatch:
     return MicroBatch(
         input_ids=zero[None],  # (1, 1)
         position_ids=zero[None],  # (1, 1)
-        predict=zero[None] == 0,  # (1, 1)
+        predict=torch.ones((1, 1), dtype=torch.bool, device=device),
         token_ids=zero,
         flat_index=zero,
         mask=zero.float(),
@@ -214,13 +218,13 @@ def filler(device) -> MicroBatch:
     )
 
 
-def micro_batches(batch: Batch, samples: list[int], cfg) -> list[MicroBatch]:
-    """Makes this rank's micro-batches. Without samples the list is empty on all ranks.
+def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
+    """Makes this rank's micro-batches. Without indices the list is empty on all ranks.
 
     Each rank gets the same number of micro-batches, because the forward and backward passes of ZeRO
     have collectives.
     """
-    mine = deal(batch.sample_lengths, samples, dist.get_world_size())[dist.get_rank()]
+    mine = deal(batch.sample_lengths, indices, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
     rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
     micros = []
@@ -245,7 +249,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
         # Then the sum is the reward minus V_t.
         return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
-    # Values are 0 after the response, so all delta are 0 there. The last token has the reward.
+    # First `sums` holds the delta_t. Values are 0 after the response, so all delta are 0 there. The
+    # last token has the reward.
     sums = -values  # (N, S)
     sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
     sums.scatter_add_(1, last, rewards[:, None])
@@ -277,8 +282,7 @@ def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) 
     """r - group mean (arXiv 2503.20783; that paper has --loss_mean constant).
 
     `reinforce_pp` whitens these scores over the batch. It is the REINFORCE++-baseline of arXiv
-    2501.03262. Lite PPO has another scale: it divides by the std of the batch's rewards
-    (arXiv 2508.08221).
+    2501.03262.
     """
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
     return torch.where(std > 0, rewards - mean, 0.0)
@@ -294,7 +298,7 @@ class Estimator:
     least_samples: int = 1  # of a problem; 2 where the function compares samples
 
 
-# The keys are the values of --estimator. No other place in the code names an estimator.
+# The keys are the values of --estimator. Other code asks for these fields and not for a name.
 ESTIMATORS = {
     "gae": Estimator(gae, needs_critic=True, is_whitened=True),
     "grpo": Estimator(grpo, least_samples=2),
@@ -310,7 +314,8 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     In a flat group the std is exactly 0.
     """
-    # A GPU adds in a random order. All ranks must find the same advantages to be 0.
+    # A GPU adds in a random order. One rank could find an advantage to be 0, and another rank not.
+    # Then the two would deal different samples.
     on_cpu = rewards.cpu()
     groups = groups.cpu()
     mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
@@ -352,6 +357,7 @@ def raw_advantages(batch: Batch, cfg) -> Tensor:
     values[mask] = flat_values(batch)
     inputs = (batch.rewards.to(batch.device), values, mask, batch.groups.to(batch.device), cfg)
     scores = ESTIMATORS[cfg.estimator].function(*inputs)  # (N,) or (N, S)
+    # (N,) becomes (N, 1), and each token gets the score of its sample.
     return scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
 
 
@@ -366,9 +372,10 @@ def flat_values(batch: Batch) -> Tensor:
 def whiten(advantages: Tensor, batch: Batch, cfg) -> Tensor:
     """Mean 0 and population std 1 over the response tokens of all samples that count, (T,)."""
     parts = batch.split(advantages)
+    # If no sample counts, use all of them. The mean of nothing would be NaN.
     used = torch.cat([parts[i] for i in samples_that_count(batch, cfg)] or parts)
-    spread = used.var(correction=0).sqrt().clamp(min=1e-8)
-    return (advantages - used.mean()) / spread
+    std = used.var(correction=0).sqrt().clamp(min=1e-8)
+    return (advantages - used.mean()) / std
 
 
 def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[str, float]:
@@ -385,15 +392,17 @@ def token_weights(batch: Batch, cfg) -> Tensor:
     """The weight of each token's advantage that makes the mean of --loss_mean: (T,) or ().
 
     `update` divides a loss by the number of tokens, which is N times the mean length. A weight of
-    mean length / other length makes `update` divide by N times the other length.
+    mean length / D makes this N times D. D is the sample's length for `sequence`, and
+    generate_max_len for `constant`.
     """
-    counting = samples_that_count(batch, cfg) or batch.all_samples()
-    mean_length = batch.response_lengths[counting].double().mean()  # ()
+    # If no sample counts, use all of them. The mean of nothing would be NaN.
+    indices = samples_that_count(batch, cfg) or batch.all_indices()
+    mean_length = batch.response_lengths[indices].double().mean()  # ()
     if cfg.loss_mean == "sequence":
-        # Divide each sample by its own length (GRPO, arXiv 2402.03300, eq. 3).
+        # GRPO, arXiv 2402.03300, eq. 3
         return mean_length / batch.spread(batch.response_lengths)
     if cfg.loss_mean == "constant":
-        # Divide all samples by the same length (Dr. GRPO, arXiv 2503.20783).
+        # Dr. GRPO, arXiv 2503.20783
         return mean_length / cfg.generate_max_len
     return torch.ones(())
 
@@ -402,7 +411,8 @@ def token_weights(batch: Batch, cfg) -> Tensor:
 
 
 def token_passes(policy, critic, batch: Batch, cfg, step):
-    """Adds the values, (T,), to the batch. Passes of variants come here too, before any update."""
+    """Adds the critic's values, (T,), to the batch. A variant may add passes of its own here, also
+    passes of the policy. All of them come before the first update."""
     if critic:
         batch.per_token["values"] = compute_values(critic, batch, cfg)
 
@@ -425,7 +435,7 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
 def token_pass(batch: Batch, cfg, forward) -> Tensor:
     """One number for each response token, (T,). forward(micro) returns those of a micro-batch."""
     numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
-    for micro in micro_batches(batch, batch.all_samples(), cfg):
+    for micro in micro_batches(batch, batch.all_indices(), cfg):
         numbers.index_add_(0, micro.flat_index, forward(micro) * micro.mask)
     # One rank has computed the token's number. The other ranks add 0.
     dist.all_reduce(numbers)
@@ -433,7 +443,7 @@ def token_pass(batch: Batch, cfg, forward) -> Tensor:
 
 
 def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
-    """The samples that have an advantage other than 0. The other samples have no gradient."""
+    """The indices of the samples with an advantage other than 0. The others have no gradient."""
     parts = batch.split(batch.per_token["advantages"].cpu())
     return [i for i in samples_that_count(batch, cfg) if parts[i].any()]
 
@@ -480,12 +490,12 @@ def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 def train_critic(critic, batch: Batch, cfg, step):
     """Makes critic_updates updates. Each learns from its part of the samples."""
-    samples = samples_that_count(batch, cfg)
+    indices = samples_that_count(batch, cfg)
     past = step * cfg.critic_updates
     rates = []
     for k in range(cfg.critic_updates):
         rates.append(learning_rate(cfg.critic_learning_rate, cfg.warmup_updates, past + k))
-    return update_in_parts(critic, critic_loss, batch, samples, rates, cfg, step)
+    return update_in_parts(critic, critic_loss, batch, indices, rates, cfg, step)
 
 
 def train_policy(policy, batch: Batch, cfg, step, total_steps):
@@ -493,23 +503,23 @@ def train_policy(policy, batch: Batch, cfg, step, total_steps):
     lr = policy_rate(cfg, step, total_steps)
     # A sample without a gradient does not pass through the model. Its tokens still count.
     denominator = int(batch.response_lengths[samples_that_count(batch, cfg)].sum())
-    samples = samples_to_learn_from(batch, cfg)
-    return update(policy, policy_loss, batch, samples, lr, cfg, denominator)
+    indices = samples_to_learn_from(batch, cfg)
+    return update(policy, policy_loss, batch, indices, lr, cfg, denominator)
 
 
 def policy_rate(cfg, past_updates, total_updates):
-    """The policy's learning rate after so many updates of a run of `total_updates`."""
+    """The policy's learning rate after `past_updates` updates. Variants use `total_updates`."""
     return learning_rate(cfg.actor_learning_rate, cfg.warmup_updates, past_updates)
 
 
-def update_in_parts(learner, loss_fn, batch: Batch, samples, rates, cfg, step):
-    """Shuffles the samples and cuts them into parts. Each rate makes one update over its part.
+def update_in_parts(learner, loss_fn, batch: Batch, indices, rates, cfg, step):
+    """Shuffles the samples, cuts them into one part for each rate, and makes an update per part.
 
-    With fewer samples than rates there is one sample in each part. Returns the means over the
-    updates of the numbers to log.
+    With fewer samples than rates there is one sample in each part. Returns {name: mean over the
+    updates}, to log.
     """
-    shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(samples)
-    parts = np.array_split(shuffled, max(1, min(len(rates), len(samples))))
+    shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
+    parts = np.array_split(shuffled, max(1, min(len(rates), len(indices))))
     history = []
     for part, lr in zip(parts, rates):
         history.append(update(learner, loss_fn, batch, part.tolist(), lr, cfg))
@@ -523,18 +533,18 @@ def learning_rate(peak, warmup, past_updates):
     return peak
 
 
-def update(learner, loss_fn, batch: Batch, samples: list[int], lr, cfg, denominator=None):
-    """Makes one update over `samples`, which are dealt to all ranks. Returns global means to log.
+def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denominator=None):
+    """Makes one update over these samples, dealt to all ranks. Returns global means to log.
 
-    The loss is a sum over response tokens divided by `denominator`. Its default is the number of
-    response tokens of `samples`, on all ranks together. It is known before the first pass, so
-    packing, micro-batches and ranks do not change the gradient. Without samples there is no update.
-    If a number is not finite, no weight is changed, and all ranks raise FloatingPointError.
+    The loss is a sum over response tokens divided by `denominator`. By default this is the number
+    of response tokens of these samples, on all ranks together. It is known before the first pass,
+    so packing, micro-batches and ranks do not change the gradient. Without indices there is no
+    update. If a number is not finite, no weight is changed, and all ranks raise FloatingPointError.
     """
-    passed = int(batch.response_lengths[samples].sum())
+    tokens_in_passes = int(batch.response_lengths[indices].sum())
     if denominator is None:
-        denominator = passed
-    micros = micro_batches(batch, samples, cfg)
+        denominator = tokens_in_passes
+    micros = micro_batches(batch, indices, cfg)
     history = []
     for micro in micros:
         loss, stats = loss_fn(learner, batch, micro, cfg)
@@ -545,20 +555,20 @@ def update(learner, loss_fn, batch: Batch, samples: list[int], lr, cfg, denomina
     stats = {}
     grad_norm = 0.0
     if micros:
-        stats = reduce_stats(history, denominator, passed)
+        stats = reduce_stats(history, denominator, tokens_in_passes)
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
         grad_norm = learner.apply_update(lr)
     own = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
-    own["tokens"] = sum(batch.sample_lengths[i] for i in samples)
+    own["tokens"] = sum(batch.sample_lengths[i] for i in indices)
     return stats | {f"{learner.name}_{key}": value for key, value in own.items()}
 
 
-def reduce_stats(history, denominator, passed):
+def reduce_stats(history, denominator, tokens_in_passes):
     """Joins the numbers to log of all micro-batches and ranks.
 
     A sum whose name ends in "loss" is divided by the update's denominator. Other sums are divided
-    by `passed`, the tokens in the passes. A name that ends in "_max" is a maximum.
+    by the tokens in the passes. A name that ends in "_max" is a maximum.
     """
     totals = {}
     for key in history[0]:
@@ -567,7 +577,7 @@ def reduce_stats(history, denominator, passed):
             total = column.max()
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
         else:
-            divisor = denominator if key.endswith("loss") else passed
+            divisor = denominator if key.endswith("loss") else tokens_in_passes
             total = column.sum() / divisor
             dist.all_reduce(total)
         totals[key] = total.item()

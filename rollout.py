@@ -7,7 +7,7 @@ Deviations from Open-Reasoner-Zero (ORZ):
 - There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
   same GPU.
 - The policy is trained on the sampled token ids. ORZ decodes the ids and encodes the text again.
-  Then the last token is often another one.
+  The last token is often another one after that.
 - The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in
   the step, and the sample's index. The rank, the order and earlier samples do not change it.
 - The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
@@ -30,7 +30,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # vLLM sends no usage statistics. On a GPU Triton multiplies in fp32 and not in TF32.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-# vLLM does not import flashinfer's sampler. It cannot give each sample its own seed.
+# vLLM does not import flashinfer's sampler, which has no seed for each sample.
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 import numpy as np
@@ -71,7 +71,7 @@ class Sample:
 
 def requests_of_step(problems, cfg, step) -> list[Request]:
     """The requests of a training step. They depend on the seed and the step alone."""
-    chosen = problem_order(problems, cfg, step)
+    chosen = problems_of_step(problems, cfg, step)
     seeds = problem_seeds(cfg.seed, step, "train", len(chosen))
     return make_requests(
         chosen, seeds, cfg.n_samples_per_prompt, cfg.generate_max_len, cfg.temperature, cfg.top_p
@@ -93,22 +93,22 @@ def make_requests(problems, seeds, count, max_tokens, temperature, top_p) -> lis
     return requests
 
 
-def problem_order(problems, cfg, step) -> list:
+def problems_of_step(problems, cfg, step) -> list:
     """The problems of a step. The run passes over all problems again and again."""
     orders = {}  # number of a pass: its order
     chosen = []
     start = step * cfg.rollout_batch_size
     for position in range(start, start + cfg.rollout_batch_size):
-        number, offset = divmod(position, len(problems))
-        if number not in orders:
-            orders[number] = pass_order(problems, cfg, number)
-        chosen.append(problems[orders[number][offset]])
+        pass_number, place = divmod(position, len(problems))
+        if pass_number not in orders:
+            orders[pass_number] = pass_order(problems, cfg, pass_number)
+        chosen.append(problems[orders[pass_number][place]])
     return chosen
 
 
-def pass_order(problems, cfg, number) -> list[int]:
+def pass_order(problems, cfg, pass_number) -> list[int]:
     """The order of the problems in a pass, as indices. Each pass has another random order."""
-    rng = np.random.default_rng(hash64(cfg.seed, "order", number))
+    rng = np.random.default_rng(hash64(cfg.seed, "order", pass_number))
     return rng.permutation(len(problems)).tolist()
 
 
@@ -174,6 +174,7 @@ class Sampler:
         ids = list(completion.token_ids)
         text = completion.text
         if not self.cfg.stop:
+            # Without stop strings vLLM makes no text (sampling_params).
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
         logprobs = None
         if completion.logprobs:
@@ -233,17 +234,21 @@ def sampler_settings(cfg, is_gpu) -> dict:
         "tensor_parallel_size": cfg.tensor_parallel,
         "enforce_eager": cfg.enforce_eager,
         "enable_sleep_mode": is_gpu,
+        # The log-probs are those at the sampling temperature.
         "logprobs_mode": "processed_logprobs",
+        # vLLM starts no processes of its own. It joins the ranks of this run.
         "distributed_executor_backend": "external_launcher",
         "use_tqdm_on_load": False,
     }
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
-        # A prompt in chunks needs a random generator that can go back. A CPU's cannot.
+        # For a prompt in chunks vLLM rewinds the random generator. A CPU's generator cannot do so.
         settings["enable_chunked_prefill"] = False
+        # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
-        # Without a size vLLM takes the free memory. Then schedule and last bits change each run.
+        # Without a size vLLM takes the free memory. This size changes the schedule of the samples,
+        # and the schedule changes the last bits of their log-probs.
         kv_cache_gb = cfg.kv_cache_gb or 1
     if kv_cache_gb:
         settings["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
@@ -309,6 +314,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
     with clock("rollout"):
         mine = draw_my_share(rollout, requests)
     with clock("reward"):
+        # `pending` waits for at most 0.5 s.
         while grader.pending(0.5) and not signals.poll():
             pass
     with clock("gather"):
@@ -316,7 +322,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
         agree(signals.poll(), grader.broken)
         for position, reward in grader.results().items():
             mine[position].reward = reward
-        # The checks without a verdict, of all ranks, since this step began.
+        # The number of checks without a verdict, of all ranks, in this call.
         lost = sum(gather(grader.lost - lost_before))
         clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
         seconds = gather(clock.seconds["rollout"])
@@ -358,6 +364,7 @@ def grade(rollout, position, sample):
     sample.text_metrics = rollout.task.text_metrics(sample.text)
     label = sample.request.problem.label
     sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
+    # A task of the user may return whether the response is right instead of the answer.
     if isinstance(sample.answer, bool):
         raise UserError(
             f"--task {rollout.cfg.task}: Grader.submit returned {sample.answer}; its last line "

@@ -62,19 +62,20 @@ ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 class NoVariants:
     """Does nothing. With --variant an object of lib/variants.py stands in its place."""
 
-    hashes = []
-    added = memory = estimators = {}
+    hashes = estimators = ()
+    added = memory = {}
 
     def installed(self, *_):
         return contextlib.nullcontext()
 
+    # These methods do nothing. Nobody uses the context that they return.
     wrap_task = tell_start = tell_unreached = installed
 
 
 # `train.py --help` prints the comment behind each field.
 @dataclass
 class Learning:
-    """The flags that decide what is learnt. A resumed run keeps them. The defaults are ORZ's."""
+    """Flags that decide what is learnt. A resume refuses other values. Defaults are ORZ's."""
 
     model: str | None = None  # A causal LM: a folder or a name on the hub. Default: the demo's.
     template: str = "orz"  # The prompt: orz, demo, plain, chat, or a text with {question}.
@@ -95,7 +96,7 @@ class Learning:
     # ---- learning
     estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
     critic: str | None = None  # A folder with a critic. Default: the body of --model, a new head.
-    loss_mean: str = "token"  # The policy's loss is a mean per token, per sequence, or constant.
+    loss_mean: str = "token"  # The policy's loss is divided by token, sequence or constant length.
     gamma: float = 1.0  # The discount of gae, per token. Below 1 it favours short responses.
     lambd: float = 1.0  # The lambda of gae. Below 1 the advantages vary less and are biased.
     advantage_normalization: bool = True  # gae, reinforce, reinforce_pp: scale to mean 0, std 1.
@@ -103,26 +104,28 @@ class Learning:
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
     warmup_updates: int = 50  # Each learner's rate rises during its first updates. 1: no rise.
-    value_clip: float = 0.2  # PPO's clip in the critic's loss. 1e9 turns it off; 0 does not.
+    value_clip: float = (
+        0.2  # PPO's clip in the critic's loss. 1e9 is no clip. 0 clips every change.
+    )
     max_norm: float = 1.0  # A gradient with a larger norm is scaled down to this norm. 0: never.
     bf16: bool = True  # Train in bf16 with fp32 masters. This needs --zero_stage 2 or 3.
 
 
 @dataclass
 class Config(Learning):
-    """All flags. The fields below decide when and where. A resumed run may change them.
+    """All flags. The fields below decide how long a run is, what it logs, and on which hardware.
 
-    There are two limits. The files of --data may move, but their problems must stay the same.
-    Another --zero_stage needs `tools/convert.py reshard`.
+    A resumed run may change these fields, with two limits. The files of --data may move, but their
+    problems must stay the same. Another --zero_stage needs `tools/convert.py reshard`.
     """
 
     data: list[str] = field(default_factory=list)  # Files or data sets of training problems.
     run_dir: str = "out/run"  # The folder of the run. All machines must share it.
-    resume: str = "auto"  # auto: the newest checkpoint of run_dir. none: step 0. Or a checkpoint.
+    resume: str = "auto"  # auto: the newest checkpoint. none: start at step 0. Or a folder.
     # ---- when
     num_episodes: int = 20  # Passes over the problems.
-    max_steps: int | None = None  # The last step, if the passes have more steps.
-    save_interval: int = 50  # Steps between checkpoints. The last step is saved too. 0: it alone.
+    max_steps: int | None = None  # Stop after this step, if --num_episodes has more steps.
+    save_interval: int = 50  # Steps between checkpoints. 0: save only the last step.
     keep_last: int = 2  # The number of newest checkpoints to keep. 0: keep all.
     eval_data: list[str] = field(default_factory=list)  # Files or data sets of held-out problems.
     eval_interval: int = 10  # Steps between evaluations. 0: evaluate only before and after.
@@ -132,14 +135,14 @@ class Config(Learning):
     # ---- what is written down
     log_with: str = "tensorboard"  # tensorboard, wandb (log in first) or none.
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
-    log_tokens: int = 16  # The first samples of --log_samples that are written token by token.
+    log_tokens: int = 16  # So many of the logged samples are also written token by token.
     # ---- where and how fast
-    zero_stage: int = 3  # ZeRO shards 1: the optimizer; 2: gradients too; 3: weights too. 0: none.
+    zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
-    packing_max_len: int = 16384  # Tokens in a row, at least max_len. With sdpa choose short rows.
+    packing_max_len: int = 16384  # Tokens in a row, at least max_len. sdpa is slow on long rows.
     micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
     gradient_checkpointing: bool = True  # Saves most activation memory, costs a third more compute.
-    attention: str = "auto"  # auto: varlen for bf16 on a GPU whose PyTorch has it, else sdpa.
+    attention: str = "auto"  # auto: varlen if GPU, bf16 and PyTorch allow it, else sdpa.
     micro_rollout_batch_size: int = 256  # Samples drawn at the same time. More need more memory.
     tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
     gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
@@ -155,23 +158,25 @@ def parse_flags(argv):
 
     Raises UserError for an unknown flag, a value of the wrong type, or a wrong variant.
     """
-    config = Config
-    words = []
-    if "--variant" in [word.partition("=")[0] for word in argv]:
+    flags_class = Config
+    variant_names = []
+    if names_variants(argv):
         from lib import variants
 
-        words, argv = variants.take_words(argv)
-        config = variants.Variants(words).extend(Config)
-    parser = HfArgumentParser(config, allow_abbrev=False)
+        variant_names, argv = variants.take_words(argv)
+        flags_class = variants.Variants(variant_names).extend(Config)
+    parser = HfArgumentParser(flags_class, allow_abbrev=False)
+    # The parser calls `error` for a wrong value. Its own `error` would print all flags and exit.
     parser.error = refuse_flag
     if {"-h", "--help"} & set(argv):
-        from lib.advice import explain
+        from lib.advice import add_help
 
-        explain(parser, config, [*ppo.ESTIMATORS, *config.variants.estimators])
+        # The parser prints the help, and exits, in the next statement.
+        add_help(parser, flags_class, [*ppo.ESTIMATORS, *flags_class.variants.estimators])
     cfg, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
-    cfg.variant = words
+    cfg.variant = variant_names
     if unknown:
         from lib.advice import explain_unknown
 
@@ -187,6 +192,10 @@ def parse_flags(argv):
         has_kernel = cfg.bf16 and torch.cuda.is_available() and check.has_varlen()
         cfg.attention = "varlen" if has_kernel else "sdpa"
     return cfg
+
+
+def names_variants(argv):
+    return "--variant" in [word.partition("=")[0] for word in argv]
 
 
 def refuse_flag(message):
@@ -212,7 +221,7 @@ def find_inputs(cfg):
 
 
 def load_tokenizer(cfg, folder):
-    """The tokenizer of a model's folder, after a look at its config.json. Raises UserError."""
+    """The tokenizer of a model's folder. Also checks that --max_len fits. Raises UserError."""
     config = check.load_config(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -317,6 +326,7 @@ def find_task(cfg):
     for name in ("load_problems", "Grader", "text_metrics"):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
     cfg.variants.wrap_task(task, stages())
+    # A task without ANSWER_FORMS has one form. Then only the default of --answer_form is right.
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
     check.require(
         cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: choose {' or '.join(forms)}"
@@ -334,11 +344,14 @@ def count_steps(cfg, problems):
 def check_sampler(sampler, policy, problems, cfg):
     """Compares the log-probs of sampler and policy on 32 samples. Returns a sentence for the log.
 
-    The sampler may have old weights, or lib/models.py may compute another model. Raises UserError
-    if the mean |difference| of all tokens is too large, or that of the worst sample's tokens.
+    They differ if the sampler has old weights, or if lib/models.py computes other logits than vLLM.
+    Raises UserError if the mean |difference| over all tokens is too large, or the mean over the
+    tokens of the worst sample.
     """
     seeds = rollout_stage.problem_seeds(cfg.seed, 0, "check", 8)
-    requests = rollout_stage.make_requests(problems[:8], seeds, 4, 32, cfg.temperature, top_p=1.0)
+    requests = rollout_stage.make_requests(
+        problems[:8], seeds, count=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
+    )
     mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
@@ -350,17 +363,18 @@ def check_sampler(sampler, policy, problems, cfg):
     worst = means.max().item()
     mean_limit, worst_limit = allowed_gap(cfg, sampler.gpu)
     found = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
-    # This form is also true for NaN.
+    # With a NaN both comparisons are false, and the run ends here.
     if not (mean < mean_limit and worst < worst_limit):
         raise UserError(
             f"--model {cfg.model}: {found}; allowed are {mean_limit} "
-            f"and {worst_limit}; lib/models.py does not compute this architecture's logits"
+            f"and {worst_limit}; lib/models.py does not compute this architecture's logits, or the "
+            "sampler has other weights"
         )
     return found
 
 
 def allowed_gap(cfg, is_gpu):
-    """The largest allowed |difference|: the mean over all tokens, and over the worst sample's."""
+    """Two limits: of the mean over all tokens, and of the mean over the worst sample's tokens."""
     if cfg.bf16:
         # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters.
         return 0.1, 0.5
@@ -391,19 +405,20 @@ def is_due(step, interval):
 
 
 def open_run_dir(cfg):
-    """Locks the run folder, and redirects the output of libraries to its run.log.
+    """Locks the run folder, checks its disk, and sends the output of libraries to its run.log.
 
     Returns the path and the lock. The folder is locked as long as the lock object exists.
     """
     run_dir = Path(cfg.run_dir).absolute()
     has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
-    present = len(ckpt.checkpoints(run_dir))
-    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, present))
+    saved = len(ckpt.checkpoints(run_dir))
+    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, saved))
     redirect_libraries(run_dir / "run.log")
     return run_dir, lock
 
 
 def count_updates(learners):
+    """The updates that this process has made."""
     return sum(learner.updates for learner in learners)
 
 
@@ -427,37 +442,45 @@ def main(cfg, world, device, store):
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
     new.variants = cfg.variants.hashes
+    # The flags that a resumed run must keep, and their defaults.
     fixed = vars(Learning()) | cfg.variants.added
     # ckpt.py compares the variants' texts instead of their paths, because a file may move.
     del fixed["variant"]
     source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed)
     if state.step >= total_steps and (run_dir / "result.json").exists():
-        return print0(f"{run_dir} is complete: raise --max_steps, or --resume none starts over")
+        print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
+        return
 
     # ---- models: the sampler first, while the GPU is empty
-    rollout = rollout_stage.Rollout(task, Signals(store), cfg)
+    # From here a signal ends the run after a save (lib/signals.py).
+    signals = Signals(store)
+    rollout = rollout_stage.Rollout(task, signals, cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg) if ppo.ESTIMATORS[cfg.estimator].needs_critic else None
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
+    # Each checkpoint has these two in the Hugging Face form.
     hf = [tokenizer, policy.module.model.config]
     ckpt.restore(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
     for name, memory in cfg.variants.memory.items():
-        memory |= state.memory.get(name, {})
+        memory.update(state.memory.get(name, {}))
+    gap = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer)
-    log.start(state, check_sampler(rollout.sampler, policy, problems, cfg))
+    log.start(state, gap)
 
     save_error = None
     updates = count_updates(learners)
     try:
+        # `step` steps are finished. The step that begins is number step + 1 in the logs.
         for step in range(state.step, total_steps):
             if step == 0 or is_due(step, cfg.eval_interval):
                 evaluate(rollout, eval_sets, step, log)
             clock = metrics.Clock(step + 1)
 
-            # After an error in phases 1 to 6, all ranks stop and save the last finished step.
+            # After an error in phases 1 to 6, all ranks save the last finished step and stop.
+            # After an error in phases 7 to 9 the weights have changed, and nothing is saved.
             with share_errors():
                 # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
                 requests = rollout_stage.requests_of_step(problems, cfg, step)
@@ -465,11 +488,11 @@ def main(cfg, world, device, store):
                 # 2. Rollout, 3. reward: each sample is graded as soon as it ends.
                 samples = rollout_stage.draw_step(rollout, requests, problems, cfg, step, clock)
 
-                # 4. Pack: one flat batch, the same on every rank. The sampler leaves the GPU.
+                # 4. Pack: one batch, the same on every rank. The sampler leaves the GPU.
                 rollout.sampler.sleep()
                 batch = ppo.make_batch(samples, device, cfg)
 
-            # 5. Values V(s_t), from the critic before its update.
+            # 5. Values V(s_t), from the critic before its update. These passes have collectives.
             with share_same_error(store), clock("values"):
                 ppo.token_passes(policy, critic, batch, cfg, step)
 
@@ -496,21 +519,27 @@ def main(cfg, world, device, store):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
     except Stopped as stop:
+        # A variant may have made an update in phases 1 to 6. Then the weights are not those of
+        # state.step.
         if count_updates(learners) > updates:
             save_error = "a variant has learnt in this step before the error"
         elif state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         why = stop.fault or "stopped"
-        check.require(not save_error, f"{why}; step {state.step} is NOT saved: {save_error}")
-        check.require(not stop.fault, f"{why}; --resume auto goes on from step {state.step}")
-        return print0(f"stopped at step {state.step}; --resume auto goes on from there")
+        if save_error:
+            raise UserError(f"{why}; step {state.step} is NOT saved: {save_error}") from None
+        if stop.fault:
+            raise UserError(f"{why}; --resume auto goes on from step {state.step}") from None
+        print0(f"stopped at step {state.step}; --resume auto goes on from there")
+        return
     finally:
         rollout.grader.close()
         log.close()
 
     export_all(learners, run_dir, tokenizer)
-    check.require(not save_error, f"step {total_steps} is NOT saved; the same command tries again")
-    return log.result(total_steps)
+    if save_error:
+        raise UserError(f"step {total_steps} is NOT saved; the same command tries again")
+    log.result(total_steps)
 
 
 def run(argv):
@@ -521,7 +550,7 @@ def run(argv):
             cfg = parse_flags(argv)
         except UserError as error:
             # A variant may be absent on one machine alone. All ranks raise its error below.
-            if "--variant" not in " ".join(argv):
+            if not names_variants(argv):
                 raise
             wrong = error
         _, world, device, store = start_distributed()
@@ -532,8 +561,8 @@ def run(argv):
             from lib.demo import demo_flags
 
             cfg = parse_flags([*demo_flags(cfg), *argv])
-        # The ranks' flags must be the same, except paths: two machines may mount a folder at two
-        # places. Of a variant the text is compared.
+        # The ranks' flags must be the same. --run_dir may differ, because two machines may mount
+        # the folder at two places. Of a variant the text is compared.
         values = {f"--{name}": value for name, value in vars(cfg).items()}
         check.require_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
         with cfg.variants.installed(stages()):

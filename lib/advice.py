@@ -26,6 +26,7 @@ RENAMED = {
 def advice(config) -> dict[str, str]:
     """The comment behind each field of a dataclass."""
     found = {}
+    # Base classes come first, so a class overrides the comments of its bases. The last is object.
     for owner in reversed(config.__mro__[:-1]):
         text = inspect.getsource(inspect.getmodule(owner))
         body = re.search(rf"^class {owner.__name__}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -37,7 +38,7 @@ def advice(config) -> dict[str, str]:
     return found
 
 
-def explain(parser, config, estimators):
+def add_help(parser, config, estimators):
     """Adds the advice to an HfArgumentParser of `config`."""
     parser.usage = "accelerate launch train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
     texts = advice(config)
@@ -49,7 +50,8 @@ def explain(parser, config, estimators):
             action.help = texts[name].replace("%", "%%")
             if name in choices:
                 action.help += f" Choose {', '.join(map(str, choices[name]))}."
-        # Other spellings are taken too: --max-len for --max_len, --no_bf16 for --bf16 false.
+        # The help leaves out other spellings: --max-len for --max_len, --no_bf16 for --bf16 false.
+        # The parser takes them all the same.
         action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS

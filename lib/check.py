@@ -51,7 +51,7 @@ def check_config(cfg, world, estimators):
         least = 1 if name in COUNTS else 0
         # A variant checks its own flags.
         if type(value) in (int, float) and name not in cfg.variants.added:
-            # A NaN is refused too, because each comparison with it is false.
+            # Infinite numbers are refused, and NaN, because each comparison with NaN is false.
             advice = f"must be a number, at least {least}"
             require_all(cfg, {name: (least <= value < 2**63, advice)})
     check_batch(cfg, world)
@@ -82,19 +82,19 @@ def check_batch(cfg, world):
 def check_estimator(cfg, estimator):
     """estimator: an entry of ppo.ESTIMATORS."""
     check_samples(cfg, estimator, "n_samples_per_prompt")
-    has_critic = not cfg.critic or estimator.needs_critic
-    require_all(cfg, {"critic": (has_critic, f"--estimator {cfg.estimator} has no critic")})
+    is_right = not cfg.critic or estimator.needs_critic
+    require_all(cfg, {"critic": (is_right, f"--estimator {cfg.estimator} has no critic")})
 
 
 def check_samples(cfg, estimator, flag):
-    """Is this number of samples of a problem enough for the estimator?"""
+    """Is this number of samples of a problem enough for the estimator? Variants have such flags."""
     least = estimator.least_samples
-    advice = f"--estimator {cfg.estimator} compares at least {least}"
+    advice = f"--estimator {cfg.estimator} compares samples of a problem: use at least {least}"
     require_all(cfg, {flag: (getattr(cfg, flag) >= least, advice)})
 
 
 def check_sampling(cfg):
-    limits = "choose 0.01 to 2, what vLLM takes"
+    limits = "choose 0.01 to 2, because vLLM accepts no other"
     table = {
         "temperature": (0.01 <= cfg.temperature <= 2, limits),
         "eval_temperature": (
@@ -109,10 +109,10 @@ def check_sampling(cfg):
 
 
 def has_varlen():
-    """Can this PyTorch compute --attention varlen?"""
-    from lib.attention import has_varlen
+    """Can this PyTorch compute --attention varlen? Only runs that may need it load the file."""
+    from lib import attention
 
-    return has_varlen()
+    return attention.has_varlen()
 
 
 def check_hardware(cfg, world):
@@ -154,7 +154,8 @@ def require_same(values):
         for name in first:
             require(
                 found.get(name) == first[name],
-                f"{place}: {name}: {found.get(name)}, of rank 0: {first[name]}; give all the same",
+                f"{place}: {name} is {found.get(name)}, but on rank 0 it is {first[name]}; give all"
+                " ranks the same",
             )
 
 
@@ -177,7 +178,8 @@ def check_architecture(config):
         kinds.add(f"sliding_window={window}")
     if kinds:
         raise ValueError(
-            f"layers of kind {', '.join(sorted(kinds))} cannot be packed; use full attention"
+            f"layers of kind {', '.join(sorted(kinds))} cannot be packed; use a model with full "
+            "attention in all layers"
         )
     if getattr(skeleton(config).get_output_embeddings(), "bias", None) is not None:
         raise ValueError("its head has a bias, which lib/head.py leaves out; use another model")
@@ -193,19 +195,19 @@ def count_parameters(config):
     return sum(p.numel() for p in skeleton(config).parameters())
 
 
-def needed_bytes(cfg, has_critic, present):
-    """The bytes that the coming checkpoints need on the disk. `present` checkpoints are there.
+def needed_bytes(cfg, has_critic, saved):
+    """The bytes that the coming checkpoints need on the disk. `saved` checkpoints are there.
 
-    A checkpoint takes 16 bytes for each parameter of policy and critic: weight, fp32 master, two
-    moments. While one is written, keep_last older ones are kept. With --keep_last 0 all are kept,
-    and only the next one is counted.
+    A checkpoint takes at most 16 bytes for each parameter of policy and critic: 4 each for weight,
+    fp32 master and two moments. While one is written, keep_last older ones are kept. With
+    --keep_last 0 all are kept, and only the next one is counted.
     """
     if cfg.resume == "none":
         # The run sets the checkpoints of the folder aside, and they stay on the disk.
-        present = 0
+        saved = 0
     count = 1
     if cfg.keep_last > 0:
-        count = max(1, cfg.keep_last + 1 - present)
+        count = max(1, cfg.keep_last + 1 - saved)
     parameters = count_parameters(load_config(cfg.model))
     if has_critic:
         parameters += count_parameters(load_config(cfg.critic or cfg.model))

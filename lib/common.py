@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = datetime.timedelta(minutes=30)  # the longest wait for another rank
-LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What a launcher sets, with the values of a process without a launcher.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 class UserError(Exception):
@@ -73,7 +80,8 @@ def raise_together():
     except UserError as error:
         wrong = error
     reports = gather((here(), wrong))
-    if wrong and all(error for _, error in reports):
+    # If all ranks have an error, the name of one rank would say nothing.
+    if all(error for _, error in reports):
         raise reports[0][1]
     for place, error in reports:
         if error:
@@ -84,8 +92,9 @@ def raise_together():
 def share_errors():
     """An error inside on one rank is raised on all ranks as Stopped. A collective.
 
-    It is for the loop, where the last finished step can be saved. The code inside has no
-    collective, except `agree`: a rank with an error goes on to the `agree` at the end.
+    It is for the loop, where the last finished step can be saved. A rank with an error goes to the
+    `agree` at the end of this function. There it must meet the other ranks. So between a line that
+    may fail on one rank alone and the next collective there must be an `agree`, as in rollout.draw.
     """
     fault = None
     try:
@@ -101,8 +110,8 @@ def share_errors():
 def share_same_error(store):
     """An error inside on all ranks is raised on all ranks as Stopped. The code has collectives.
 
-    If some ranks have no error, the other ranks raise theirs as it is. The ranks without an error
-    wait in a collective. It ends with an error when the other ranks are gone.
+    If only some ranks fail, they raise their own errors and end. The other ranks wait in a
+    collective, which raises an error when the failed ranks are gone.
     """
     try:
         yield
@@ -111,6 +120,7 @@ def share_same_error(store):
         deadline = time.monotonic() + 30  # seconds
         while failed < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.1)
+            # Adding 0 reads the counter.
             failed = store.add("failed", 0)
         if failed < dist.get_world_size():
             raise
@@ -122,7 +132,7 @@ def agree(is_asked, fault=None):
     reports = gather((is_asked, fault))
     faults = [fault for _, fault in reports if fault]
     if faults or any(is_asked for is_asked, _ in reports):
-        raise Stopped(*faults[:1])
+        raise Stopped(faults[0] if faults else None)
 
 
 def tell_once(store, text):
@@ -131,7 +141,7 @@ def tell_once(store, text):
     Without a store (None), one rank of each machine prints it.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    # The store ends with rank 0. Then rank 0 has printed the error already.
+    # If rank 0 has ended, the store is gone, and `add` raises. Rank 0 has printed the error before.
     with contextlib.suppress(RuntimeError):
         if store:
             is_first = store.add("told", 1) == 1
@@ -148,7 +158,8 @@ def describe_error(error):
     """One line for the screen. The whole traceback goes to run.log."""
     if isinstance(error, UserError):
         return str(error)
-    # lib/report.py has given sys.stderr to the screen. sys.__stderr__ leads to run.log.
+    # lib/report.py sends file descriptor 2 to run.log, and makes a new sys.stderr for the screen.
+    # sys.__stderr__ still writes to descriptor 2.
     traceback.print_exception(error, file=sys.__stderr__)
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
@@ -167,8 +178,8 @@ def start_distributed():
     # For one process `accelerate launch` sets none of the names. vLLM and DeepSpeed need them.
     is_alone = "RANK" not in os.environ
     if is_alone:
-        os.environ |= dict(zip(LAUNCHER_NAMES, ("0", "0", "1", "127.0.0.1", "0")))
-    missing = [name for name in LAUNCHER_NAMES if name not in os.environ]
+        os.environ |= ALONE
+    missing = [name for name in ALONE if name not in os.environ]
     if missing:
         raise UserError(
             f"RANK is set, but not {', '.join(missing)}: use `accelerate launch`, or set them all"
@@ -185,6 +196,7 @@ def start_distributed():
     store = dist.HashStore() if is_alone else meet_ranks()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    # The prefix keeps our keys apart from torch's keys.
     return rank, world, device, dist.PrefixStore("nanoorz", store)
 
 
@@ -217,7 +229,7 @@ def choose_device(ranks_here):
 
 
 def check_stack(cuda, has_gpu):
-    """Refuses a run on the CPU that was meant for a GPU.
+    """Refuses a run on the CPU that was meant for a GPU, or warns of it.
 
     cuda: the CUDA version that torch was built for, or None. Raises UserError.
     """

@@ -47,12 +47,13 @@ class ChunkedLogprob(torch.autograd.Function):
 
         With g_y and g_S the incoming gradients of log p_y and S, the gradient of z is
         g_y 1[y] - p (g_y + g_S (log p + S)). The code computes it in place: first the bracket
-        (on_all), then the product with p, then the term of the token y (on_token).
+        (on_all), then the product with p, then the term of the token y (on_token). The logits
+        are z times the temperature, so g_y and g_S are divided by the temperature.
         """
         hidden, weight, token_ids, entropy = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
-        grad_hidden = torch.empty_like(hidden)  # (T, H)
+        grad_hidden = torch.empty_like(hidden)  # (t, H)
         # The gradient of the weight is a sum of many small terms, so the sum is in fp32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
         for start in range(0, len(hidden), ctx.chunk):

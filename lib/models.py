@@ -9,8 +9,8 @@ import math
 import os
 import sys
 
-# DeepSpeed compiles an op at its first start. It is kept in this environment, and compiled by this
-# environment's ninja, since another one would compile it anew.
+# DeepSpeed compiles an op at its first start. Each environment keeps its own copy of the op, which
+# its own ninja has compiled. Two environments with one copy would compile it in turn.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
@@ -33,8 +33,8 @@ class Policy(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # From now on the head computes in chunks, because its class is another one. A new module
-        # would lose the tie to the embedding, and ZeRO-3 would not gather its weight.
+        # From now on the head computes in chunks. This changes the class of the module, because a
+        # new module would not share its weight with the embedding, and ZeRO-3 would not gather it.
         model.get_output_embeddings().__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
@@ -96,8 +96,8 @@ def engine_config(cfg, stage):
         "overlap_comm": stage > 1,
         # True would replace F.linear in the whole process, in vLLM too.
         "memory_efficient_linear": False,
-        # Parameters smaller than this (norms, biases) are not sharded: a gather costs more time
-        # than it saves memory.
+        # Parameters smaller than this (norms, biases) are not sharded: their gathers cost time and
+        # save little memory.
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     if cfg.offload == "optimizer" and stage > 0:
@@ -108,7 +108,7 @@ def engine_config(cfg, stage):
         # Without this setting DeepSpeed clips at 1.0.
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
-        # At stage 0 the model is a reference. Its weights are bf16 without this setting.
+        # With --bf16, stage 0 is for a reference alone. Its weights are bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
         # In bf16 the sum of 65 micro-batches lost a ninth of its norm.
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -131,7 +131,7 @@ def load_body(cfg, auto_class, folder=None):
     if cfg.attention == "varlen":
         from lib.attention import packed_attention
 
-        # For a name that it does not know, transformers makes no mask. varlen needs no mask.
+        # transformers makes masks for its own kinds of attention alone. varlen needs no mask.
         AttentionInterface.register("varlen", packed_attention)
     dtype = training_dtype(cfg)
     model, report = auto_class.from_pretrained(
@@ -139,7 +139,7 @@ def load_body(cfg, auto_class, folder=None):
     )
     missing = sorted(report["missing_keys"])
     if missing:
-        raise UserError(f"{source} lacks {missing[0]} and {len(missing) - 1} more of its weights")
+        raise UserError(f"{source} lacks {len(missing)} of its weights, such as {missing[0]}")
     if cfg.attention == "varlen" and not model._supports_attention_backend:
         raise UserError(f"--model {source} has attention code of its own: add --attention sdpa")
     # With dropout the ratio would not be 1. Attention layers have a number instead of a module.
@@ -150,7 +150,7 @@ def load_body(cfg, auto_class, folder=None):
             module.attention_dropout = 0.0
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # from_pretrained returns the model in eval mode. In eval mode nothing is checkpointed.
+    # from_pretrained returns the model in eval mode. There gradient checkpointing does nothing.
     return model.train()
 
 
@@ -158,7 +158,7 @@ class Learner:
     """A model and its DeepSpeed engine, in the form that ppo.py calls a learner."""
 
     def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
-        """lr: the learning rate, or None for a reference.
+        """lr: the learning rate, or None for a reference: a model of a variant that never learns.
 
         A reference has no optimizer. Only ZeRO-3 shards its weights.
         """
@@ -185,14 +185,15 @@ class Learner:
     def backward(self, loss: Tensor, is_last):
         """Adds the gradient of a micro-batch. After the last one the ranks' sums are averaged."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
+        # gas means gradient accumulation steps. `update` has scaled the loss before.
         self.deepspeed.backward(loss, scale_wrt_gas=False)
         if not is_last:
-            # Here DeepSpeed only counts the micro-batch. `take_update` makes the update.
+            # Here DeepSpeed only counts the micro-batch. `optimizer_step` makes the update.
             self.deepspeed.step()
 
     def apply_update(self, lr):
         self.updates += 1
-        return take_update(self, lr)
+        return optimizer_step(self, lr)
 
 
 def trainable(module) -> list:
@@ -200,8 +201,8 @@ def trainable(module) -> list:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def take_update(learner, lr):
-    """Makes one update. Returns the gradient's norm before clipping.
+def optimizer_step(learner, lr):
+    """Makes one update. Returns the gradient's norm before clipping. A variant can wrap it.
 
     If the norm is not finite, no weight is changed, and all ranks raise FloatingPointError.
     """
@@ -253,5 +254,6 @@ def named_weights(learner):
     if isinstance(learner.module, Policy) and model.config.tie_word_embeddings:
         named.append(("lm_head.weight", model.get_input_embeddings().weight))
     for name, parameter in named:
+        # A parameter that ZeRO-3 shards has a ds_id.
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             yield name.removeprefix("model."), parameter.data

@@ -26,7 +26,10 @@ def announce_interface(master):
 
 
 def address_towards(target):
-    """This machine's address on the route to `target`. A UDP socket's connect sends nothing."""
+    """This machine's address on the route to `target`, or None without a route.
+
+    The connect of a UDP socket sends nothing.
+    """
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
         return probe.getsockname()[0]

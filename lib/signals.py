@@ -1,8 +1,8 @@
 """Signals of the operating system: SIGTERM, SIGINT and SIGUSR1 save the run and end it.
 
 train.py imports this file before everything that is slow, so it imports the standard library alone.
-From the first line of train.py to the first use of `Signals`, `leave_on_signals` holds: a signal
-ends the process at once, because there is nothing to save. From then on `Signals` holds.
+At first `leave_on_signals` decides: a signal ends the process at once, because there is nothing to
+save. When a `Signals` is made, it decides from then on.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def follow_launcher():
-    """Ends this process with the one-process `accelerate launch` that started it.
+    """Sends this process a SIGTERM when the `accelerate launch` that started it has ended.
 
-    That launcher does not pass a SIGTERM on. So the kernel sends a SIGTERM to this process when the
-    launcher ends, and the run is saved. Under another parent the run goes on when the parent ends:
-    the parent may be a shell that started the run by `nohup`, or a scheduler's script.
+    A launcher of one process does not pass a SIGTERM on. So the kernel sends one, and the run is
+    saved. Under another parent the run goes on when the parent ends: the parent may be a shell that
+    started the run by `nohup`, or a scheduler's script.
     """
     # In a container the parent's /proc may be hidden.
     with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ class Signals:
             self.store.set("stop", "1")
         elif time.monotonic() > self.next_look:
             self.next_look = time.monotonic() + 0.5
-            # `self.asked = self.store.check(...)` would undo a signal that arrives in between.
+            # `self.asked = self.store.check(...)` could replace a True of `handle` by False.
             if self.store.check(["stop"]):
                 self.asked = True
         return self.asked

@@ -25,9 +25,10 @@ def load_value_head(critic, folder):
     if "bias" in head:
         critic.value_head = nn.Linear(critic.value_head.in_features, 1, dtype=critic.model.dtype)
     try:
+        # Without a head this raises too, because the weight is missing.
         critic.value_head.load_state_dict(head)
     except RuntimeError as error:
         raise UserError(
-            f"--critic {folder} has no value head of one number that fits its body, in "
+            f"--critic {folder} has no value head with one output that fits its body, in "
             f"value_head.safetensors or beside the body: {one_line(error)}"
         ) from error

@@ -1,10 +1,9 @@
 """Variants: files that change functions of the stages, as in `--variant kl_loss my_idea.py`.
 
-A function of a variant takes the place of the stage's function of the same name. Its first argument
-is the function that it replaces. If it calls that function, the argument is named `original`: the
-variant wraps the function. If not, the argument is named `_original`: the variant replaces it. A
-variant that replaces a function must come before the variants that wrap it. CONTRIBUTING.md is the
-manual.
+A function of a variant takes the place of the stage's function of the same name, and gets that
+function as its first argument. A variant that calls this argument names it `original`: it wraps the
+stage's function. A variant that does not call it names it `_original`: it replaces the stage's
+function, and must come before the variants that wrap this function. CONTRIBUTING.md is the manual.
 
 Only a run with --variant loads this file.
 """
@@ -62,7 +61,7 @@ class Variants:
         self.hooks = []
         self.undo = []  # functions that put the stages' own functions back
         self.has_told = False  # has tell_unreached said its line?
-        self.given = {Path(word).stem for word in words}
+        self.named = {Path(word).stem for word in words}
         for word in words:
             self.read(word)
         self.check_order()
@@ -83,9 +82,9 @@ class Variants:
             line = traceback.extract_tb(error.__traceback__)[-1].lineno
             why = f"{type(error).__name__}: {one_line(error)} (line {line})"
             raise UserError(f"--variant {word}: {why}") from error
-        # A variant of variants/ that this one needs comes before it, if the user has not named it.
+        # Read the variants that this variant needs first, unless the user has named them.
         for early in needs(module):
-            is_known = early in self.given or early in self.modules
+            is_known = early in self.named or early in self.modules
             if not is_known and (HOME / f"{early}.py").is_file():
                 self.read(early)
         self.words[name] = word
@@ -101,7 +100,7 @@ class Variants:
         flags = getattr(module, "Flags", None)
         require(not flags or dataclasses.is_dataclass(flags), f"{word}: put @dataclass over Flags")
         typed = [field.name for field in dataclasses.fields(flags)] if flags else []
-        for key in vars(flags or object):
+        for key in vars(flags) if flags else ():
             is_flag = key.startswith("_") or key in typed
             require(is_flag, f"{word}: Flags: write {key} with its type: `{key}: float = 1.0`")
 
@@ -109,6 +108,7 @@ class Variants:
         """Raises UserError if a variant would undo an earlier one, or needs one before it."""
         rules = self.order_rules()
         given = list(self.modules)
+        # Find an order that obeys the rules, for the message.
         order = []
         while len(order) < len(given):
             waiting = {late for early, late in rules if early not in order}
@@ -134,7 +134,9 @@ class Variants:
                 pair = (hook.variant, other.variant)
                 both = f"{self.words[pair[0]]} and {self.words[pair[1]]} both replace {hook.name}"
                 require(not other.is_replacement, f"{both}: leave one of them out")
-                rules[pair] = f"{pair[0]} replaces {hook.name}, and would undo {pair[1]} before it"
+                rules[pair] = (
+                    f"{pair[0]} replaces {hook.name}, and would undo {pair[1]} if it came later"
+                )
         return rules
 
     def extend(self, config: type) -> type:
@@ -152,16 +154,20 @@ class Variants:
             texts = advice(module.Flags)
             for field in dataclasses.fields(module.Flags):
                 flag = f"{self.words[name]}: --{field.name}"
+                # Without a default both are MISSING.
                 no_default = field.default is field.default_factory
                 require(not no_default, f"{flag} has no default")
                 text = "write a comment behind it that says what it does"
                 require(field.name in texts, f"{flag} has no advice: {text}")
                 known = core.get(field.name)
-                require(not known or known.type == field.type, f"{flag} must be as in train.py")
+                require(
+                    not known or known.type == field.type, f"{flag} must have its type of train.py"
+                )
                 before = owner.get(field.name)
                 value = field.default
                 if value is dataclasses.MISSING:
                     value = field.default_factory()
+                # Two variants may set one default if one needs the other, or if both agree.
                 is_same = known and default.get(field.name) == value
                 require(
                     before in (None, *needs(module)) or is_same,
@@ -218,10 +224,10 @@ class Variants:
         for hook in wrappers:
             require(
                 arguments_of(hook.function)[1:] == arguments_of(function),
-                f"{self.words[hook.variant]}: behind its first argument {name} must have those of "
-                f"the stage's function, with their defaults: {inspect.signature(function)}",
+                f"{self.words[hook.variant]}: after its first argument {name} needs these "
+                f"arguments and defaults: {inspect.signature(function)}",
             )
-            wrapped = closure(hook, wrapped)
+            wrapped = counted(hook, wrapped)
         if name in CHECKS:
             wrapped = checked(wrapped, CHECKS[name], self.describe_chain(name))
         return wrapped
@@ -259,7 +265,6 @@ class Variants:
             require(hook.name not in EARLY, f"{where} runs before the variants are installed")
             places = in_stages | in_task
             near = " or ".join(difflib.get_close_matches(hook.name, places)) or "a name of a stage"
-            where = f"{self.words[hook.variant]}: {hook.name}"
             require(
                 hook.name in places,
                 f"{where} is no function of a stage or of the task; write {near}, or begin a "
@@ -309,13 +314,13 @@ class Variants:
 
     def tell_unreached(self, learned: dict):
         """After the first step in which the policy learns, names the hooks that were not called."""
-        if "policy_lr" not in learned or self.has_told:
+        if not learned.get("policy_micro_batches") or self.has_told:
             return
         self.has_told = True
         names = [f"{hook.variant}.{hook.name}" for hook in self.hooks if not hook.calls]
         if names:
             missed = f"not called in the first learning step: {', '.join(names)}"
-            why = "another variant may stand in for its caller, or the run calls it later"
+            why = "another variant may replace their callers, or the run calls them later"
             print(f"WARNING: --variant: {missed}; {why}", file=sys.stderr)
 
 
@@ -339,8 +344,10 @@ def take_words(argv) -> tuple[list[str], list[str]]:
         flag, is_joined, value = word.partition("=")
         if flag == "--variant":
             target = words
-            words += [value] * bool(is_joined)
+            if is_joined:
+                words.append(value)
         else:
+            # The next flag ends the list of --variant.
             target = rest if word.startswith("-") else target
             target.append(word)
     require(words, "names nothing; give a file of variants/, a path that ends in .py, or none")
@@ -392,6 +399,7 @@ def public_names(text) -> list[str]:
             names.append(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append(node.id)
+        # The names inside a lambda or a comprehension are not the file's.
         elif not isinstance(node, (ast.Lambda, ast.comprehension)):
             waiting += ast.iter_child_nodes(node)
     return [name for name in dict.fromkeys(names) if not name.startswith("_")]
@@ -423,7 +431,9 @@ def check_hook(word, text, name, value):
     return value
 
 
-def closure(hook: Hook, original):
+def counted(hook: Hook, original):
+    """The hook around `original`. Counts the calls for tell_unreached."""
+
     @functools.wraps(original)
     def wrapper(*arguments, **named):
         hook.calls += 1
@@ -440,11 +450,11 @@ def checked(function, check, chain: str):
         result = function(*arguments, **named)
         given = inspect.signature(function).bind(*arguments, **named).arguments
         try:
-            problem = check(result, **given)
+            fault = check(result, **given)
         except (TypeError, AttributeError):
-            problem = f"the result is {result!r:.99}; does the function return what it should?"
-        if problem:
-            raise UserError(f"--variant: {chain}: {problem}")
+            fault = f"the result is {result!r:.99}; does the function return what it should?"
+        if fault:
+            raise UserError(f"--variant: {chain}: {fault}")
         return result
 
     return wrapper
@@ -477,7 +487,7 @@ def wrong_rewards(result, samples, **_):
 
 
 def wrong_samples(result, batch, **_):
-    if not set(result) <= set(batch.all_samples()) or len(set(result)) < len(result):
+    if not set(result) <= set(batch.all_indices()) or len(set(result)) < len(result):
         return f"the result must hold indices of the {len(batch.samples)} samples, each once"
 
 
@@ -495,7 +505,7 @@ def wrong_temperatures(result, micro, **_):
 
 
 def wrong_shape(result, shape):
-    found = tuple(getattr(result, "shape", ())) if isinstance(result, torch.Tensor) else result
+    found = tuple(result.shape) if isinstance(result, torch.Tensor) else result
     if found != shape:
         return f"the result must be a tensor of shape {shape}, and is {found!r:.99}"
 
@@ -535,6 +545,6 @@ CHECKS = {
     "temperatures": wrong_temperatures,
     "draw": wrong_drawn,
     "draw_step": wrong_step,
-    "problem_order": wrong_problems,
+    "problems_of_step": wrong_problems,
     "pass_order": wrong_pass,
 }

@@ -153,7 +153,7 @@ def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
     """The fp32 sum of the bf16 gradients of the micro-batches, as one vector."""
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in policy.parameters()]
     tokens = int(batch.response_lengths.sum())
-    for micro in ppo.micro_batches(batch, batch.all_samples(), cfg):
+    for micro in ppo.micro_batches(batch, batch.all_indices(), cfg):
         loss, _ = ppo.policy_loss(policy, batch, micro, cfg)
         (loss / tokens).backward()
         for total, parameter in zip(sums, policy.parameters()):
@@ -208,7 +208,7 @@ def steps_of(learner, batch, cfg, start, expected) -> dict:
     batch = copy.deepcopy(batch)
     batch.per_token["advantages"][3] = float("nan")
     try:
-        ppo.update(learner, ppo.policy_loss, batch, batch.all_samples(), 1e-3, cfg)
+        ppo.update(learner, ppo.policy_loss, batch, batch.all_indices(), 1e-3, cfg)
     except FloatingPointError:
         found["unchanged by NaN"] = torch.equal(masters(learner), after)
     return found

@@ -201,7 +201,7 @@ def cell_nonfinite(cfg, spec) -> dict:
 
     raised = ""
     try:
-        ppo.update(engine, loss_fn, batch, batch.all_samples(), LR, cfg)
+        ppo.update(engine, loss_fn, batch, batch.all_indices(), LR, cfg)
     except FloatingPointError as error:
         raised = str(error)
     unchanged = all(map(torch.equal, before.values(), weights(engine).values()))
@@ -234,7 +234,7 @@ def cell_memory(cfg, spec) -> dict:
     for count in (16, 256, 640):
         samples = count // 16
         batch = batch_of_lists([[1]] * samples, [list(range(16))] * samples)
-        micro = ppo.build_rows(batch, [[i] for i in batch.all_samples()])
+        micro = ppo.build_rows(batch, [[i] for i in batch.all_indices()])
         logprobs, entropy = policy(micro, cfg.temperature)
         policy.zero_grad()
         (logprobs.sum() + entropy.sum()).backward()

@@ -112,7 +112,7 @@ def test_a_difference_is_reported_on_every_rank(process_group, monkeypatch):
     check.require_same({"--seed": 1})
     everyone = [("machine a, rank 0", {"--seed": "1"}), ("machine b, rank 1", {"--seed": "2"})]
     monkeypatch.setattr(check, "gather", lambda mine: everyone)
-    words = "^machine b, rank 1: --seed: 2, of rank 0: 1; give all the same$"
+    words = "^machine b, rank 1: --seed is 2, but on rank 0 it is 1; give all ranks the same$"
     with pytest.raises(UserError, match=words):
         check.require_same({"--seed": 1})
 

@@ -44,7 +44,7 @@ def test_ranks_that_cannot_be_met_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(common, "choose_device", lambda ranks_here: torch.device("cpu"))
     with held_port() as port:
         values = ("1", "1", "2", "127.0.0.1", port)
-        monkeypatch.setattr(os, "environ", dict(zip(common.LAUNCHER_NAMES, values)))
+        monkeypatch.setattr(os, "environ", dict(zip(common.ALONE, values)))
         line = f"cannot meet the other ranks at 127.0.0.1:{port}: .*$"
         with pytest.raises(common.UserError, match=line):
             common.start_distributed()

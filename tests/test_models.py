@@ -176,7 +176,7 @@ def test_gradients_do_not_depend_on_the_attention(attention, models, process_gro
     """Gradient checkpointing calls the attention again in backward. A filler has one token."""
     cfg = config(packing_max_len=100, micro_train_batch_size=2)
     batch = make_batch()
-    micros = ppo.micro_batches(batch, batch.all_samples(), cfg)
+    micros = ppo.micro_batches(batch, batch.all_indices(), cfg)
     gradients = []
     for name in ("sdpa", attention):
         body = load(models[True], AutoModelForCausalLM, name, gradient_checkpointing=True)
@@ -289,7 +289,7 @@ def test_a_folder_without_a_head_that_fits_is_refused(fault, models, tmp_path, p
         head = {"value_head.weight": torch.ones(1, 32)}
         save_file(head, tmp_path / "value_head.safetensors")
     words = "Missing key" if fault == "no head" else "size mismatch"
-    told = f"^--critic {tmp_path} has no value head of one number .*{words}"
+    told = f"^--critic {tmp_path} has no value head with one output .*{words}"
     with pytest.raises(UserError, match=told) as error:
         make_critic(config(models[True], critic=str(tmp_path)))
     assert "\n" not in str(error.value)
@@ -305,7 +305,7 @@ def test_a_folder_whose_weights_have_other_names_is_refused(stage, models, tmp_p
     renamed["value_head.weight"] = torch.ones(1, model.config.hidden_size)
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     cfg = config(models[True], critic=str(tmp_path), zero_stage=stage)
-    with pytest.raises(UserError, match=f"^{tmp_path} lacks .* and [0-9]+ more of its weights$"):
+    with pytest.raises(UserError, match=f"^{tmp_path} lacks [0-9]+ of its weights, such as .*$"):
         make_critic(cfg)
 
 

@@ -87,7 +87,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     engines = [models.make_policy(cfg), models.make_critic(cfg)]
     # The moments are made by the first update.
     for engine, loss in zip(engines, (ppo.policy_loss, ppo.critic_loss)):
-        ppo.update(engine, loss, batch, batch.all_samples(), 1e-3, cfg)
+        ppo.update(engine, loss, batch, batch.all_indices(), 1e-3, cfg)
     plan = memory.resident_bytes(cfg, memory.Sizes(memory.model_config(cfg.model)), world=1)
     expected = memory.total(plan) - memory.CONTEXT
     assert held_bytes() - before == pytest.approx(expected, rel=0.02)

@@ -150,7 +150,7 @@ def test_samples_to_learn_from_are_those_with_an_advantage():
     batch = make_batch("half flat")
     cfg = config(estimator="grpo")
     ppo.compute_advantages(batch, cfg)
-    expected = [i for i in batch.all_samples() if int(batch.groups[i]) not in (0, 4, 9)]
+    expected = [i for i in batch.all_indices() if int(batch.groups[i]) not in (0, 4, 9)]
     assert ppo.samples_to_learn_from(batch, cfg) == expected
     batch.per_token["advantages"].zero_()
     assert ppo.samples_to_learn_from(batch, cfg) == []
@@ -230,7 +230,7 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
         prompts.append(list(itertools.islice(fresh, prompt_len)))
         responses.append(list(itertools.islice(fresh, rng.randint(1, row_len - prompt_len))))
     batch = batch_of_lists(prompts, responses)
-    samples = sorted(rng.sample(batch.all_samples(), rng.randint(1, len(prompts))))
+    samples = sorted(rng.sample(batch.all_indices(), rng.randint(1, len(prompts))))
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)
     ranks = micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world)
 
@@ -300,7 +300,7 @@ def test_group_estimators_equal_loops(estimator):
         rng = random.Random(seed)
         rewards = [rng.choice([0.0, 0.0, 1.0, 0.1, rng.random()]) for _ in batch.sample_lengths]
         batch.rewards = torch.tensor(rewards, dtype=torch.float64)
-        batch.groups = batch.groups[rng.sample(batch.all_samples(), len(rewards))]
+        batch.groups = batch.groups[rng.sample(batch.all_indices(), len(rewards))]
         assert np.any(sum(estimate(estimator, batch), []))
 
 

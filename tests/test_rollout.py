@@ -44,7 +44,7 @@ def test_a_step_asks_for_samples_of_the_next_problems():
         places = [(request.group, request.index) for request in requests]
         assert places == [(group, index) for group in range(4) for index in range(3)]
         chosen = [request.problem for request in requests[::3]]
-        assert chosen == rollout.problem_order(problems, cfg, step)
+        assert chosen == rollout.problems_of_step(problems, cfg, step)
         assert {(r.max_tokens, r.temperature, r.top_p) for r in requests} == {(50, 0.7, 0.9)}
         seeds += [request.seed for request in requests]
     assert len(set(seeds)) == len(seeds) == 2 * 9 * 4 * 3
@@ -62,7 +62,7 @@ def test_every_pass_has_each_problem_once_in_another_order():
         cfg = dataclasses.replace(CFG, rollout_batch_size=size)
         for step in (2, 0, 1):
             start = step * size
-            assert rollout.problem_order(problems, cfg, step) == order[start : start + size]
+            assert rollout.problems_of_step(problems, cfg, step) == order[start : start + size]
 
 
 # ---- Sampler -------------------------------------------------------------------------------------

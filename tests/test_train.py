@@ -185,7 +185,7 @@ def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, ca
         train.main(cfg, *alone[1:])
     (tmp_path / "result.json").write_text("{}")
     train.main(cfg, *alone[1:])
-    assert "is complete: raise --max_steps" in capsys.readouterr().out
+    assert "is complete; raise --max_steps" in capsys.readouterr().out
     step = 2
     with pytest.raises(StopIteration):
         train.main(cfg, *alone[1:])

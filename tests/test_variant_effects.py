@@ -534,8 +534,8 @@ REFUSED = [
     # A set of k has no other set to be compared with.
     (["pass_at_k"], {"n_samples_per_prompt": 4}, "--n_samples_per_prompt 4.* at least 5"),
     (["pass_at_k", "first_stage"], {}, "--first_stage 4.* at least 5"),
-    (["pass_at_k"], {"n_samples_per_prompt": 1, "pass_k": 1}, "compares at least 2"),
-    (["maxrl"], {"n_samples_per_prompt": 1}, "compares at least 2"),
+    (["pass_at_k"], {"n_samples_per_prompt": 1, "pass_k": 1}, "use at least 2"),
+    (["maxrl"], {"n_samples_per_prompt": 1}, "use at least 2"),
     (["dynamic_sampling", "first_stage"], {}, "--variant dynamic_sampling: name it behind"),
     (["kl_penalty", "fuse_values"], {}, "--variant kl_penalty: fuse_values would learn other"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),

@@ -142,7 +142,7 @@ REFUSED = [
     (["raise SystemExit(0)\n"], "SystemExit"),
     # Two that do not go together.
     ([ZERO, ZERO], "a.py and .*b.py both replace paid: leave one of them out"),
-    ([TWICE, ZERO], "b replaces paid, and would undo a before it; use .*b.py .*a.py$"),
+    ([TWICE, ZERO], "b replaces paid, and would undo a if it came later; use .*b.py .*a.py$"),
     (["NEEDS = ['b']\n", ONE], "a needs b before it; use --variant .*b.py .*a.py$"),
     (["NEEDS = ['nobody']\n"], "a.py needs nobody; name it before"),
     (["NEEDS = ['b']\n", "NEEDS = ['a']\n"], "a needs b before it; b needs a before it"),
@@ -150,7 +150,7 @@ REFUSED = [
     ([FLAGS + "x: int\n"], "--x has no default"),
     ([FLAGS + "x = 1  # A.\n"], "write x with its type"),
     ([FLAGS + "x: int = 1\n"], "--x has no advice"),
-    ([FLAGS + "gamma: str = 'a'  # A.\n"], "--gamma must be as in train.py"),
+    ([FLAGS + "gamma: str = 'a'  # A.\n"], "--gamma must have its type of train.py"),
     ([FLAGS + "x: int = 1  # A.\n"] * 2, "--x is a flag of a too"),
     ([FLAGS + f"gamma: float = 0.{k}  # A.\n" for k in "12"], "--gamma is a flag of a too"),
     (["ESTIMATORS = {'x': 3}\n"], "the estimator x must be a ppo.Estimator"),
@@ -251,8 +251,8 @@ SEAMS = [
     ("draw", SAMPLES[::-1], "2 samples for 2 requests, or in another order"),
     ("draw_step", [], "no samples"),
     ("draw_step", [1], None),
-    ("problem_order", [0] * 4, None),
-    ("problem_order", [0] * 3, "3 problems for --rollout_batch_size 4"),
+    ("problems_of_step", [0] * 4, None),
+    ("problems_of_step", [0] * 3, "3 problems for --rollout_batch_size 4"),
     ("pass_order", [2, 0, 1], None),
     ("pass_order", [0, 1], "each index of the 3 problems once"),
 ]
@@ -311,11 +311,11 @@ def test_a_run_says_what_is_wrapped_by_whom_and_keeps_the_texts(write, tmp_path,
 def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
     """After the first step in which the policy learns."""
     with Variants(["updates", *write(twice=TWICE)]).installed(train.stages()) as variants:
-        variants.tell_unreached({"critic_lr": 1.0})
+        variants.tell_unreached({"critic_lr": 1.0, "policy_micro_batches": 0})
         assert not capsys.readouterr().err
         ppo.paid([], None)
         for _ in range(2):
-            variants.tell_unreached({"policy_lr": 1.0})
+            variants.tell_unreached({"policy_micro_batches": 2})
     said = capsys.readouterr().err
     names = "updates.check_config, updates.token_passes, updates.train_policy, updates.token_loss"
     assert said.count("WARNING") == 1 and f"first learning step: {names};" in said

@@ -52,7 +52,7 @@ import reward
 import rollout
 import train
 from lib import models
-from lib.common import LAUNCHER_NAMES, start_distributed
+from lib.common import ALONE, start_distributed
 from lib.head import ChunkedLogprob
 
 ROOT = Path(__file__).parent.parent
@@ -134,7 +134,7 @@ def compare(ours, theirs, rounds: int = 5) -> tuple[float, str]:
 
 def outer_environment() -> dict[str, str]:
     """The environment for a process that is not of this one's process group."""
-    left_out = {*LAUNCHER_NAMES, "LOCAL_WORLD_SIZE"}
+    left_out = {*ALONE, "LOCAL_WORLD_SIZE"}
     return {key: value for key, value in os.environ.items() if key not in left_out}
 
 
@@ -234,7 +234,7 @@ def make_batch(samples: int, longest: int, vocab: int) -> ppo.Batch:
 
 def make_update(engine, loss_fn, batch: ppo.Batch, cfg):
     """An update of all samples without arguments. Its learning rate is 0."""
-    return functools.partial(ppo.update, engine, loss_fn, batch, batch.all_samples(), 0.0, cfg)
+    return functools.partial(ppo.update, engine, loss_fn, batch, batch.all_indices(), 0.0, cfg)
 
 
 def bare_pass(model, head, batch: ppo.Batch, groups: list[list[int]]) -> None:
@@ -258,7 +258,7 @@ def bare_pass(model, head, batch: ppo.Batch, groups: list[list[int]]) -> None:
 
 def best_bare_pass(model, head, batch: ppo.Batch):
     """The fastest bare pass of three, over groups of 1, 2 and 4 samples of about one length."""
-    by_length = sorted(batch.all_samples(), key=batch.sample_lengths.__getitem__)
+    by_length = sorted(batch.all_indices(), key=batch.sample_lengths.__getitem__)
     passes = []
     for count in (1, 2, 4):
         starts = range(0, len(by_length), count)

@@ -227,7 +227,7 @@ def bench_attention(folder: str, device: torch.device, case: Learning) -> dict:
     body = policy.module.model
     batch = make_batch(case, body.config.vocab_size, device)
     update = functools.partial(
-        ppo.update, policy, ppo.policy_loss, batch, batch.all_samples(), 0.0, cfg
+        ppo.update, policy, ppo.policy_loss, batch, batch.all_indices(), 0.0, cfg
     )
     seconds = {}
     for name in attentions():

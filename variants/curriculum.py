@@ -6,9 +6,9 @@ Laboratory: accuracy 0.548 with it, 0.561 without it (GRPO, 3 seeds).
 """
 
 
-def pass_order(original, problems, cfg, number):
+def pass_order(original, problems, cfg, pass_number):
     # Sorting is stable, so it keeps the shuffle among equals.
-    return sorted(original(problems, cfg, number), key=lambda i: _difficulty(problems[i]))
+    return sorted(original(problems, cfg, pass_number), key=lambda i: _difficulty(problems[i]))
 
 
 def _difficulty(problem):

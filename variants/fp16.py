@@ -26,7 +26,7 @@ def sampler_settings(original, cfg, is_gpu):
     return settings
 
 
-def take_update(original, learner, lr):
+def optimizer_step(original, learner, lr):
     engine = learner.deepspeed
     skipped = engine.skipped_steps
     try:
