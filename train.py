@@ -429,6 +429,16 @@ def export_all(learners, run_dir, tokenizer):
         ckpt.export(folder, learner.module.model, models.named_weights(learner), tokenizer)
 
 
+def tell_stop(stop, step, save_error):
+    """Prints at which step the run has stopped. Raises UserError for a fault or a failed save."""
+    why = stop.fault or "stopped"
+    if save_error:
+        raise UserError(f"{why}; step {step} is NOT saved: {save_error}")
+    if stop.fault:
+        raise UserError(f"{why}; --resume auto goes on from step {step}")
+    print0(f"stopped at step {step}; --resume auto goes on from there")
+
+
 def main(cfg, world, device, store):
     """Runs one rank: the set-up, the loop over steps, the export."""
     task, tokenizer = find_inputs(cfg)
@@ -525,12 +535,7 @@ def main(cfg, world, device, store):
             save_error = "a variant has learnt in this step before the error"
         elif state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        why = stop.fault or "stopped"
-        if save_error:
-            raise UserError(f"{why}; step {state.step} is NOT saved: {save_error}") from None
-        if stop.fault:
-            raise UserError(f"{why}; --resume auto goes on from step {state.step}") from None
-        print0(f"stopped at step {state.step}; --resume auto goes on from there")
+        tell_stop(stop, state.step, save_error)
         return
     finally:
         rollout.grader.close()
