@@ -39,12 +39,11 @@ NUMBERS += ["seconds", "tokens_per_second"]
 def main(folder: str, *names: str) -> None:
     folder = Path(folder).absolute()
     base = folder / "base"
-    run_python(ROOT / "tools/demo.py", base, "--seed", 42, timeout=None)
+    run_python(ROOT / "tools/base_model.py", "addition", base, "--seed", 42, timeout=None)
     problems = json.loads((base / "train.json").read_text())
-    for number, (_, answer) in enumerate(problems):
+    for number, problem in enumerate(problems):
         if number % 16:
-            truth = answer["ground_truth"]
-            truth["value"] = str(int(truth["value"]) + 50)
+            problem["answer"] = str(int(problem["answer"]) + 50)
     (folder / "hard.json").write_text(json.dumps(problems))
     for name in names or RUNS:
         run = folder / name

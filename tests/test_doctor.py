@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 from conftest import run_tool
 from sick_runs import RECORDED, RUNS
@@ -71,7 +72,7 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
     ],
 )
 def test_the_doctor_gives_each_cause_with_its_number_and_none_if_all_is_well(cause, number, lines):
-    found = doctor.examine(lines)
+    found = doctor.examine(pd.DataFrame(lines).set_index("step"))
     assert list(found) == [cause] * bool(cause)
     assert number in found.get(cause, "")
 

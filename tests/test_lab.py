@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, SMALL, arguments, jsonl, run_python, run_tool, start_python, wait_until
 
 from lib.common import UserError
-from tools import countdown, lab
+from tools import base_model, lab
 
 # ---- the table -----------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
         text = f"# a comment\nbase: overlong_drop + {flags}   # of all\n\n{line}\n"
         (tmp_path / "plan.txt").write_text(text)
         [setting] = lab.read_plan(tmp_path / "plan.txt", tmp_path / "out")
-        assert lab.prepare(setting) == 2
+        lab.prepare(setting)
         return setting
 
     line = "both: kl_loss + mine.py + --stop '' --data ../train.json[:2]"
@@ -131,11 +131,9 @@ GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero
         (GOOD + "other: kl_loss + kl_loss\n", "", "line 3: two variants are called kl_loss"),
         (GOOD + "other: --seed=3\n", "", "line 3: the laboratory gives --seed=3 itself"),
         (GOOD + "other: updates + --policy_updates 0\n", "", "other: --policy_updates 0: must be"),
-        (GOOD + "other: clip_higher\n", "", "other: --variant clip_higher.py needs updates"),
         (GOOD.replace("--max_steps 2", ""), "", "plain: give --max_steps and --eval_data"),
-        (GOOD + "other: --data {base}/gone.json[:3]\n", "", "gone.json: No such file"),
+        (GOOD + "other: --data {base}/gone.json[:3]\n", "", "No such file .*gone.json"),
         (GOOD, "--show other", "--show other"),
-        (GOOD, "--jobs 0", "--jobs 0: choose 1 to"),
     ],
 )
 def test_a_bad_plan_is_refused_in_one_line_and_nothing_runs(text, words, told, tmp_path):
@@ -172,7 +170,8 @@ def test_a_copy_of_the_code_is_kept_and_other_code_is_refused(tmp_path, monkeypa
 
 def test_our_plans_can_run_and_share_names_only_for_equal_settings(tmp_path):
     """train.py takes the flags of each line, with its variants. Plans share the folder of runs."""
-    base = ["--model", "m", "--data", "d", "--eval_data", "e", *shlex.split(countdown.FLAGS)]
+    flags = shlex.split(base_model.FLAGS["countdown"])
+    base = ["--model", "m", "--data", "d", "--eval_data", "e", *flags]
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "train.json").write_text("[]")
     plans = list((ROOT / "variants" / "plans").glob("*.txt"))
@@ -182,7 +181,7 @@ def test_our_plans_can_run_and_share_names_only_for_equal_settings(tmp_path):
             setting.flags = [*base, *setting.flags]
             # A name that two plans have is refused where their lines differ.
             if find_spec("peft") or "lora" not in setting.variants:
-                assert lab.prepare(setting) > 0
+                lab.prepare(setting)
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -200,17 +199,17 @@ pathlib.Path(words["--run_dir"], "result.json").write_text("{}")
 def test_runs_have_a_core_each_and_a_failed_one_is_named_while_the_others_go_on(tmp_path, capsys):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text(STAND_IN)
-    setting = lab.Setting("plain", {}, [], tmp_path / "plain")
-    runs = [lab.Run(setting, seed, 2) for seed in (1, 2, 3)]
-    for run in runs:
-        run.folder.mkdir(parents=True)
-    (runs[2].folder / "result.json").write_text("{}")
+    runs = {tmp_path / "plain" / f"seed{seed}": ["--seed", str(seed)] for seed in (1, 2, 3)}
+    for folder in runs:
+        folder.mkdir(parents=True)
+    (tmp_path / "plain" / "seed3" / "result.json").write_text("{}")
     core = min(os.sched_getaffinity(0))
     assert lab.run_all(runs, [core], lab.claim(tmp_path)) == 1
     told = capsys.readouterr().out
-    assert f"FAILED, see {runs[0].log}: plain seed 1: ValueError: this seed fails" in told
-    assert f"2 of 3: plain seed 2: with 1 on {core}\n" in told
-    assert not runs[2].log.exists(), "it is done already"
+    log = tmp_path / "plain" / "seed1.log"
+    assert f"FAILED, see {log}: plain seed1: ValueError: this seed fails" in told
+    assert f"2 of 3: done: plain seed2: with 1 on {core}\n" in told
+    assert not (tmp_path / "plain" / "seed3.log").exists(), "it is done already"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import re
 import pytest
 from conftest import run_tool
 
-from tools import plot
+from tools import runs
 
 
 def write_lines(path, rows: list, end: str = "") -> None:
@@ -27,7 +27,7 @@ WRONG_TYPES += '{"step": 3, "reward": NaN, "kl": Infinity, "entropy": 1e999}\n'
         (None, False),
         ('{"step": 1, "rew', False),
         ('[1]\n3\nnull\n"step"\n{}\n' + "[" * 100_000 + "\n", False),
-        (WRONG_TYPES, True),
+        (WRONG_TYPES, False),
         ('{"step": 1, "reward": 0.5}\n{"step": 2, "rew', True),
         ('{"step": 0, "reward": 0, "policy_grad_norm": 0, "seconds": 0}\n' * 3, True),
         ('{"step": 1, "reward": -1e12, "kl": -1e9, "set": "$long_{", "accuracy": 0.25}\n', True),
@@ -58,13 +58,15 @@ def test_plot_writes_into_the_run_or_for_several_here_or_to_out(tmp_path, monkey
     assert code == 2 and errors.startswith("error: ") and "none/x.png: No such file" in errors
 
 
-def test_what_is_drawn_are_numbers_by_name_and_step(tmp_path):
-    rows = [{"step": 1, "reward": 0.5, "kl": None, "histogram": [1]}, {"step": 2, "reward": 1}]
+def test_a_table_has_the_numbers_by_step_and_skips_lines_that_are_not_whole(tmp_path):
+    rows = [{"step": 2, "reward": 1, "kl": None, "histogram": [1]}, {"step": 1, "reward": 0.5}]
+    rows += [{"reward": 2}, [3], {"step": 3, "reward": float("inf"), "note": "x"}]
     write_lines(tmp_path / "metrics.jsonl", rows, end='{"step": 3, "rew')
     with (tmp_path / "eval.jsonl").open("wb") as file:
         file.write(b'\xff\xfe\x00\n{"step": 2, "set": "aime", "accuracy": 0.25}\n')
-    numbers = {"step": {1: 1, 2: 2}, "reward": {1: 0.5, 2: 1}}
-    assert plot.read(tmp_path) == numbers | {"step aime": {2: 2}, "accuracy aime": {2: 0.25}}
+    metrics = runs.read_metrics(tmp_path)
+    assert list(metrics) == ["reward"] and metrics.reward.dropna().to_dict() == {1: 0.5, 2: 1}
+    assert runs.read_evaluations(tmp_path)["aime"].to_dict() == {"accuracy": {2: 0.25}}
 
 
 # ---- the page ------------------------------------------------------------------------------------

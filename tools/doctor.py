@@ -1,315 +1,203 @@
 """Says why a run's reward does not rise: `python tools/doctor.py RUN`.
 
-It reads metrics.jsonl and names each cause that it sees, with its number and what to change. What
-the causes look like, and how sure one can be of them, stands in docs/doctor.md. Where no response
-was ever right it shows three of samples.jsonl, because only they can tell why.
+The doctor reads metrics.jsonl. It names each cause that it sees, with the number that shows the
+cause and with what to change. The first cause is the one to mend first, because a later cause can
+follow from it. docs/metrics.md says how each cause looks, and how sure it is. If no response was
+right, the doctor also prints three responses of samples.jsonl.
 
-A step is noisy, so the findings compare windows of steps: a tenth of the run, but at least three.
+Single steps are noisy. So the doctor compares the means of the first and of the last steps: of a
+tenth of the run, but of at least three steps.
 """
 
 import argparse
-import json
-import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
-FEWEST_STEPS = 10  # to compare the first with the last
-SOLVED = 0.9  # such a reward need not rise
-FLAT = 0.2  # too few tokens with a signal
-LOST = 0.1  # a fall of pass_at_n that is much
-LITTLE_EXPLAINED = 0.02  # of the returns' variance
-TRUNCATED = 0.3  # too many responses
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.runs import read_lines, read_metrics
+
+METRICS = ["reward", "pass_at_n", "answered", "truncated", "response_length", "total_length"]
+METRICS += ["entropy", "explained_variance", "approx_kl", "policy_grad_norm", "policy_tokens"]
+METRICS += ["reward_lost", "seconds", "tokens_per_second"]
+FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
+SOLVED = 0.9  # From this reward on, the reward need not rise.
+FLAT = 0.2  # Below this share of tokens with an advantage, there is little to learn from.
+LOST = 0.1  # A larger fall of pass_at_n means that problems are lost.
+LITTLE_EXPLAINED = 0.02  # Below this explained variance, the critic is no use.
+TRUNCATED = 0.3  # From this share of truncated responses on, too many are truncated.
 
 
 class Run:
-    """The curves of a metrics.jsonl: `run["reward"]` is (S,), NaN in steps that lack the number."""
+    """The metrics of a run, and their means over its first and its last steps."""
 
-    def __init__(self, lines: list[dict]):
-        self.lines = lines
-        self.steps = len(lines)
+    def __init__(self, metrics: pd.DataFrame):
+        table = metrics.reindex(columns=METRICS)
+        table["tokens"] = table.tokens_per_second * table.seconds
+        table["learnt_from"] = table.policy_tokens / table.tokens  # share with an advantage
+        self.table = table
+        self.steps = len(table)
         self.window = max(3, self.steps // 10)
-        self.reward = self["reward"]  # (S,)
-        self.first = self.start("reward")
-        self.last = self.end("reward")
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return np.array([line.get(name, np.nan) for line in self.lines])  # (S,)
-
-    def has(self, name: str) -> bool:
-        return any(name in line for line in self.lines)
-
-    def start(self, name: str) -> float:
-        return mean(self[name][: self.window])
-
-    def end(self, name: str) -> float:
-        return mean(self[name][-self.window :])
-
-    def best(self) -> tuple[float, int]:
-        """The highest reward of any window, and the step at which that window ends."""
-        ends = range(min(self.window, self.steps), self.steps + 1)
-        means = [mean(self.reward[end - self.window : end]) for end in ends]
-        place = int(np.argmax(means))
-        return means[place], ends[place]
-
-    def noise(self) -> float:
-        """How far a window's mean reward is off by chance, judged by neighbouring steps."""
-        differences = np.diff(self.reward)  # (S - 1,)
-        return np.sqrt(np.mean(differences**2) / 2 / self.window) if len(differences) else 0.0
-
-    def tokens(self) -> np.ndarray:
-        """The tokens of each step's samples, (S,)."""
-        return self["tokens_per_second"] * self["seconds"]
-
-    def signal(self) -> np.ndarray:
-        """The share of each step's tokens whose advantage is not 0, (S,)."""
-        return self["policy_tokens"] / self.tokens()
+        self.first = table.head(self.window).mean()
+        self.last = table.tail(self.window).mean()
+        self.is_solved = self.last.reward > SOLVED
+        self.has_critic = table.explained_variance.notna().any()
+        # By how much pass_at_n fell, from the first window to the second half of the run.
+        self.lost = self.first.pass_at_n - table.pass_at_n[self.steps // 2 :].mean()
 
 
-def mean(values: np.ndarray) -> float:
-    """NaN only where no step has the number."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
-
-
-# ---- causes: each function returns what it sees and what to change, or nothing -------------------
-
-
-def stale_sampler(run: Run) -> str | None:
-    # The mean ratio says nothing, since it is 1 for any two distributions.
-    apart = run.end("approx_kl")
-    if not apart > 0.02:
-        return None
-    return (
-        f"sampler and trainer differ by {apart:.3f} nats a token (approx_kl, usually below 0.001); "
-        "responses come from other weights than those that learn: look at Sampler.sync, at the "
-        "dtypes, and at changes of the model that vLLM does not know"
-    )
-
-
-def lost_checks(run: Run) -> str | None:
-    samples = run.tokens() / run["total_length"]  # (S,)
-    share = run["reward_lost"].sum() / samples.sum()
-    if not share > 0.01:
-        return None
-    return (
-        f"{share:.0%} of the checks ended without a verdict (reward_lost) and counted as wrong; "
-        "run.log may say why a check or its sandbox does not work here"
-    )
-
-
-def format_never_met(run: Run) -> str | None:
-    if run.reward.any() or run.end("truncated") > TRUNCATED:
-        return None
-    found = ""
-    if run.has("answered"):
-        found = f", and {mean(run['answered']):.0%} held an answer in its form (answered)"
-    return (
-        f"none of the responses of {run.steps} steps was right (reward is 0){found}; read a few: "
-        "if they have an answer that is not found, --template, --answer_form or --stop does not "
-        "fit what the reward looks for, and else the problems are too hard for this model"
-    )
-
-
-def truncated(run: Run) -> str | None:
-    share = max(run.start("truncated"), run.end("truncated"))
-    shorter = run.end("response_length") < 0.9 * run.start("response_length")
-    if run.last > SOLVED:
-        return None
-    learnt = run.last - run.first > 0.1
-    if not share >= TRUNCATED and (learnt or not (shorter and share > 0.1)):
-        return None
-    return (
-        f"{run.start('truncated'):.0%} of the responses are cut off at first and "
-        f"{run.end('truncated'):.0%} at last (truncated), and they get no reward, so that long "
-        "answers are unlearned: raise --generate_max_len, or give a --stop that ends them"
-    )
-
-
-def entropy_collapsed(run: Run) -> str | None:
-    # A model that is sure because it solves all that can be solved has not collapsed.
-    if run.last > SOLVED or run.last > 0.9 * run.start("pass_at_n"):
-        return None
-    before = run.start("entropy")
-    after = run.end("entropy")
-    is_sure = after < max(0.02, 0.1 * before)
-    # Without a critic the entropy is that of the groups that still differ, so it may stay high.
-    are_alike = signal_at_end(run) < FLAT and lost_problems(run) > LOST
-    if signal_at_first(run) < FLAT or not (is_sure or are_alike):
-        return None
-    signal = f"{signal_at_first(run):.0%} and {signal_at_end(run):.0%}"
-    return (
-        f"the responses to a problem have become alike, though the reward is {run.last:.2f}: "
-        f"entropy {before:.3f} at first and {after:.3f} now, tokens with an advantage {signal}; "
-        "set --temperature to 1, lower --actor_learning_rate, and start from an earlier "
-        "checkpoint, since this does not come back by itself"
-    )
-
-
-def flat_groups(run: Run) -> str | None:
-    # A critic judges tokens by themselves, so it learns from flat groups too.
-    if run.has("explained_variance") or run.last > SOLVED or run.reward.max() == 0:
-        return None
-    solved = run.end("pass_at_n")
-    if not (signal_at_end(run) < FLAT and solved - run.last < FLAT):
-        return None
-    return (
-        f"only {signal_at_end(run):.0%} of the tokens have an advantage that is not 0 "
-        f"(policy_tokens), and pass_at_n is {solved:.2f} where the reward is {run.last:.2f}: in "
-        "most groups all responses are right or all are wrong; take problems "
-        "that the model solves now and then, more of them a step (--rollout_batch_size), or more "
-        "--n_samples_per_prompt"
-    )
-
-
-def signal_at_first(run: Run) -> float:
-    return mean(run.signal()[: run.window])
-
-
-def signal_at_end(run: Run) -> float:
-    return mean(run.signal()[-run.window :])
-
-
-def lost_problems(run: Run) -> float:
-    """By how much pass_at_n has fallen, from the first window to the second half."""
-    return run.start("pass_at_n") - mean(run["pass_at_n"][run.steps // 2 :])
-
-
-def steps_too_large(run: Run) -> str | None:
-    before = run.start("pass_at_n")
-    after = before - lost_problems(run)
-    best, step = run.best()
-    fell = best - run.last
-    if before - after > LOST:
-        sign = f"pass_at_n fell from {before:.2f} to {after:.2f}: problems that it solved are lost"
-    elif fell > max(0.4 * best, 6 * run.noise()):
-        sign = f"the reward was {best:.2f} up to step {step} and is {run.last:.2f} now"
-    else:
-        return None
-    return f"{sign}; lower --actor_learning_rate to a third, or raise --warmup_updates"
-
-
-def critic_explains_nothing(run: Run) -> str | None:
-    if not run.has("explained_variance"):
-        return None
-    explained = run["explained_variance"]  # (S,)
-    # Where nearly all rewards are equal there is little to explain.
-    unsolved = (run.reward > 0.05) & (run.reward < SOLVED)  # (S,)
-    late = np.arange(run.steps) >= run.steps // 4  # (S,)
-    usual = mean(explained[unsolved & late])
-    if not usual < LITTLE_EXPLAINED:
-        return None
-    return (
-        f"the critic explains {usual:.2f} of the returns' variance (explained_variance), which "
-        "a constant would do as well; set --critic_learning_rate to 1 to 5 times the "
-        "policy's, or take --estimator grpo, which has no critic"
-    )
-
-
-def norm_spikes(run: Run) -> str | None:
-    norms = run["policy_grad_norm"]  # (S,)
-    spikes = []
-    for k in range(6, run.steps):
-        # The norm is 0 where no step was taken.
-        before = [norm for norm in norms[max(0, k - 20) : k] if norm > 0]
-        if before and norms[k] > 10 * statistics.median(before):
-            spikes.append(str(run.lines[k]["step"]))
-    if not spikes:
-        return None
-    return (
-        f"the gradient's norm was ten times the usual at step {', '.join(spikes)} "
-        "(policy_grad_norm); it is clipped, so once is harmless: look at that step's samples"
-    )
-
-
-def slow(run: Run) -> str | None:
-    """Only where nothing else was found: any cause above makes a run slow."""
-    best_of_group = run.start("pass_at_n")
-    closed = (run.last - run.first) / max(best_of_group - run.first, 1e-9)
-    if run.steps < FEWEST_STEPS or run.last > SOLVED or closed > 0.2:
-        return None
-    return (
-        f"the reward went from {run.first:.2f} to {run.last:.2f} in {run.steps} steps, though "
-        f"{best_of_group:.0%} of the problems had a right response at first (pass_at_n) and "
-        "nothing else is wrong: raise --actor_learning_rate to three times, or wait; run with "
-        "--log_ratio true once, to know that the sampler follows"
-    )
-
-
-# In the order in which they are said. Another cause can be a consequence of the first one.
-CAUSES = {
-    "stale sampler": stale_sampler,
-    "lost checks": lost_checks,
-    "format never met": format_never_met,
-    "truncated answers": truncated,
-    "entropy collapse": entropy_collapsed,
-    "flat groups": flat_groups,
-    "steps too large": steps_too_large,
-    "critic explains nothing": critic_explains_nothing,
-    "gradient spikes": norm_spikes,
-}
-NEED_TIME = ("entropy collapse", "steps too large", "critic explains nothing")
-
-
-def examine(lines: list[dict]) -> dict[str, str]:
-    """{cause: what is seen of it} of the lines of a metrics.jsonl; empty where all looks well."""
-    # While the critic learns alone the policy stays as it is.
-    run = Run([line for line in lines if "policy_lr" in line] or lines)
+def look_at_samples(run: Run) -> dict[str, str]:
+    """{cause: what shows it and what to change}. All functions look_at_... return this."""
+    first, last, table = run.first, run.last, run.table
     found = {}
-    for cause, look in CAUSES.items():
-        if cause in NEED_TIME and run.steps < FEWEST_STEPS:
-            continue
-        sign = look(run)
-        if sign:
-            found[cause] = sign
-    if "entropy collapse" in found:
-        # Both follow from responses that are alike.
-        found.pop("flat groups", None)
-        found.pop("steps too large", None)
-    sign = slow(run)
-    if sign and not found:
-        found["too slow"] = sign
+    # The mean ratio says nothing, because it is 1 for any two distributions.
+    if last.approx_kl > 0.02:
+        found["stale sampler"] = (
+            f"the sampler and the learner differ by {last.approx_kl:.3f} nats a token (approx_kl; "
+            "usual: below 0.001). So the sampler has other weights, or computes something else. "
+            "Check Sampler.sync, the dtypes, and your changes to the model that vLLM does not have"
+        )
+    unchecked = table.reward_lost.mean() / (table.tokens / table.total_length).mean()
+    if unchecked > 0.01:
+        found["lost checks"] = (
+            f"{unchecked:.0%} of the checks ended without a verdict, and counted as wrong "
+            "(reward_lost). Read run.log: it may say why a check or its sandbox fails here"
+        )
+    share = table.answered.mean()
+    form = "" if np.isnan(share) else f"; {share:.0%} have an answer in the right form (answered)"
+    if not table.reward.any() and not last.truncated > TRUNCATED:
+        found["format never met"] = (
+            f"no response of {run.steps} steps was right (reward is 0){form}. Read some responses. "
+            "If the grader does not find their answers, change --template, --answer_form or "
+            "--stop. If the answers are wrong, take easier problems or a better model"
+        )
+    share = max(first.truncated, last.truncated)
+    is_shorter = last.response_length < 0.9 * first.response_length
+    unlearns = is_shorter and share > 0.1 and not last.reward - first.reward > 0.1
+    if (share >= TRUNCATED or unlearns) and not run.is_solved:
+        found["truncated answers"] = (
+            f"the length limit truncates {first.truncated:.0%} of the responses in the first steps "
+            f"and {last.truncated:.0%} in the last steps (truncated). A truncated response gets no "
+            "reward, so the model unlearns long answers. Raise --generate_max_len, or give a "
+            "--stop that ends the responses"
+        )
     return found
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Raises OSError, and ValueError for what is no table of numbers by name."""
-    whole, _, _ = path.read_text().rpartition("\n")
-    # A run that goes on may be writing the last line.
-    lines = [json.loads(text) for text in whole.splitlines()]
-    if not lines:
-        raise ValueError("no step is in it yet")
-    for line in lines:
-        if not isinstance(line, dict) or not isinstance(line.get("reward"), int | float):
-            raise ValueError("a line is not that of a step")
-    return lines
+def look_at_the_policy(run: Run) -> dict[str, str]:
+    first, last = run.first, run.last
+    found = {}
+    has_time = run.steps >= FEWEST_STEPS
+    # If the model solves all that can be solved, it may be sure of its answers.
+    is_done = run.is_solved or last.reward > 0.9 * first.pass_at_n
+    is_sure = last.entropy < max(0.02, 0.1 * first.entropy)
+    # Without a critic only groups that differ count in the entropy, so the entropy may stay high.
+    are_alike = last.learnt_from < FLAT and run.lost > LOST
+    if has_time and not is_done and not first.learnt_from < FLAT and (is_sure or are_alike):
+        found["entropy collapse"] = (
+            "the responses to each problem have become alike, but the reward is only "
+            f"{last.reward:.2f}. The entropy went from {first.entropy:.3f} to {last.entropy:.3f}, "
+            f"and the share of tokens with an advantage from {first.learnt_from:.0%} to "
+            f"{last.learnt_from:.0%}. The policy does not recover from this: start from an earlier "
+            "checkpoint, with --temperature 1 and a lower --actor_learning_rate"
+        )
+        # Flat groups and a fall of pass_at_n follow from responses that are alike.
+        return found
+    # A critic judges each token, so a run with a critic learns from flat groups too.
+    is_flat = last.learnt_from < FLAT and last.pass_at_n - last.reward < FLAT
+    if is_flat and not run.has_critic and not run.is_solved and run.table.reward.any():
+        found["flat groups"] = (
+            f"only {last.learnt_from:.0%} of the tokens have an advantage other than 0 "
+            f"(policy_tokens). pass_at_n is {last.pass_at_n:.2f} and the reward is "
+            f"{last.reward:.2f}: in most groups all responses are right, or all are wrong. Take "
+            "problems that the model solves sometimes, or raise --n_samples_per_prompt or "
+            "--rollout_batch_size"
+        )
+    fall = describe_fall(run)
+    if has_time and fall:
+        advice = "Divide --actor_learning_rate by 3, or raise --warmup_updates"
+        found["steps too large"] = f"{fall}. {advice}"
+    return found
 
 
-def count_lost_per_step(run: Path, lines: list[dict]) -> None:
-    """In the folders of older runs reward_lost is a sum, which starts anew with each process."""
-    config = run / "config.json"
-    if not config.exists() or "reward" not in json.loads(config.read_text()):
-        return
-    before = 0
-    for line in lines:
-        total = line.get("reward_lost", 0)
-        line["reward_lost"] = max(0, total - before)
-        before = total
+def describe_fall(run: Run) -> str | None:
+    """What the policy has lost: problems that it solved, or reward beyond the noise."""
+    solved = run.first.pass_at_n
+    if run.lost > LOST:
+        return f"pass_at_n fell from {solved:.2f} to {solved - run.lost:.2f}: problems are lost"
+    means = run.table.reward.rolling(run.window, min_periods=1).mean()[run.window - 1 :]
+    # The error of a window's mean, from the differences of neighbouring steps.
+    noise = np.sqrt((run.table.reward.diff() ** 2).mean() / 2 / run.window)
+    if means.max() - run.last.reward > max(0.4 * means.max(), 6 * noise):
+        best = f"{means.max():.2f} up to step {means.idxmax()}"
+        return f"the reward was {best} and is {run.last.reward:.2f} in the last steps"
+    return None
+
+
+def look_at_the_critic_and_norms(run: Run) -> dict[str, str]:
+    found = {}
+    # If nearly all rewards are equal, there is little to explain.
+    late = run.table[run.steps // 4 :]
+    explained = late.explained_variance[late.reward.between(0.05, SOLVED)].mean()
+    if run.steps >= FEWEST_STEPS and explained < LITTLE_EXPLAINED:
+        found["critic explains nothing"] = (
+            f"the critic explains {explained:.2f} of the variance of the returns "
+            "(explained_variance). A constant would explain as much. Set --critic_learning_rate to "
+            "1 to 5 times the policy's, or take --estimator grpo, which has no critic"
+        )
+    norms = run.table.policy_grad_norm
+    # The norm is 0 in a step without an update.
+    usual = norms.where(norms > 0).rolling(20, min_periods=1).median().shift()
+    spikes = norms[6:][norms[6:] > 10 * usual[6:]]
+    if len(spikes):
+        found["gradient spikes"] = (
+            "the gradient norm was more than 10 times its usual value at step "
+            f"{', '.join(map(str, spikes.index))} (policy_grad_norm). The gradient is clipped, so "
+            "one such step does no harm. If there are more, read the samples of these steps"
+        )
+    return found
+
+
+def look_at_speed(run: Run) -> dict[str, str]:
+    """examine calls this function only if it found no cause, because each cause slows a run."""
+    first, last = run.first, run.last
+    found = {}
+    closed = (last.reward - first.reward) / max(first.pass_at_n - first.reward, 1e-9)
+    if run.steps >= FEWEST_STEPS and not run.is_solved and closed <= 0.2:
+        found["too slow"] = (
+            f"the reward went from {first.reward:.2f} to {last.reward:.2f} in {run.steps} steps. "
+            f"In the first steps {first.pass_at_n:.0%} of the problems had a right response "
+            "(pass_at_n). No other cause was found. Multiply --actor_learning_rate by 3, or train "
+            "longer. Run once with --variant log_ratio, which shows if the sampler is stale"
+        )
+    return found
+
+
+def examine(metrics: pd.DataFrame) -> dict[str, str]:
+    """{cause: what shows it and what to change}. It is empty if all looks well."""
+    # Steps without policy_lr train the critic alone, and the policy stays as it is.
+    if "policy_lr" in metrics:
+        metrics = metrics[metrics.policy_lr.notna()]
+    run = Run(metrics)
+    found = {}
+    # A later cause can follow from an earlier one.
+    for look in (look_at_samples, look_at_the_policy, look_at_the_critic_and_norms):
+        found |= look(run)
+    return found or look_at_speed(run)
 
 
 def show_responses(run: Path) -> None:
-    """Prints answers to three problems of the last step in samples.jsonl, if there is one."""
-    path = run / "samples.jsonl"
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    samples = [json.loads(text) for text in path.read_text().splitlines()]
-    last_step = samples[-1]["step"]
-    answered = {}
-    for sample in samples:
-        if sample["step"] == last_step:
-            answered.setdefault(sample["question"], sample)
-    for sample in list(answered.values())[:3]:
-        print(f"  {sample['question']!r} -> {sample['response']!r}; label {sample['label']!r}")
+    """Prints responses to three problems of the last step in samples.jsonl."""
+    responses = {}
+    lines = read_lines(run / "samples.jsonl")
+    for line in lines:
+        if line["step"] == lines[-1]["step"]:
+            text = f"  {line['question']!r} -> {line['response']!r}; label {line['label']!r}"
+            responses.setdefault(line["question"], text)
+    for text in list(responses.values())[:3]:
+        print(text)
 
 
 def main() -> None:
@@ -317,23 +205,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("run", type=Path, metavar="RUN")
     run = parser.parse_args().run
-    path = run / "metrics.jsonl"
     try:
-        lines = read_lines(path)
-        count_lost_per_step(run, lines)
-        found = examine(lines)
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"error: {path}: {error}; give the folder of a run\n")
-    rewards = f"{lines[0]['reward']:.3f} to {lines[-1]['reward']:.3f}"
-    print(f"{len(lines)} steps, reward {rewards}")
-    for cause, sign in found.items():
-        print(f"{cause}: {sign}")
+        metrics = read_metrics(run)
+    except OSError as error:
+        parser.exit(2, f"error: {error}\n")
+    if "reward" not in metrics:
+        path = run / "metrics.jsonl"
+        parser.exit(2, f"error: {path} has no step with a reward; give the folder of a run\n")
+    found = examine(metrics)
+    rewards = metrics.reward.dropna()
+    print(f"{len(metrics)} steps, reward {rewards.iloc[0]:.3f} to {rewards.iloc[-1]:.3f}")
+    for cause, text in found.items():
+        print(f"{cause}: {text}")
     if "format never met" in found:
         show_responses(run)
     if not found:
         print("nothing looks wrong")
-    if len(lines) < FEWEST_STEPS:
-        print(f"fewer than {FEWEST_STEPS} steps say little")
+    if len(metrics) < FEWEST_STEPS:
+        print(f"fewer than {FEWEST_STEPS} steps show little")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""Reads the files of run folders, and holds the style of all pictures. The other tools import it.
+
+A run appends one JSON object a line to metrics.jsonl (one line a step) and to eval.jsonl (one line
+a step and evaluation set). All tools read these files by the same rules:
+
+- A file that does not exist has no lines.
+- A line that is not whole JSON is skipped, because a run may be writing the line at this moment.
+  A line that is not a JSON object is skipped too.
+- In a table, a value that is not a finite number is missing (NaN).
+- In a table, a line without a step is skipped. If two lines have one step, the later line counts.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+from cycler import cycler
+
+BLUE = "#0072B2"
+RED = "#D55E00"
+BLACK = "#222222"
+GREEN = "#009E73"
+PINK = "#CC79A7"
+GREY = "#999999"
+COLOURS = [BLACK, BLUE, RED, GREEN, PINK, "#E69F00", "#56B4E9", "#7F5539"]
+# The settings of matplotlib for every picture. After eight curves the colours repeat, dashed.
+STYLE = {
+    "text.parse_math": False,
+    "font.size": 13,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 14,
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.xmargin": 0.0,
+    "axes.prop_cycle": cycler(linestyle=["-", "--"]) * cycler(color=COLOURS),
+    "grid.color": "#ececec",
+    "lines.linewidth": 2.2,
+    "lines.markersize": 5,
+}
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The JSON objects of a .jsonl file, in the order of the file. Raises OSError."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines
+
+
+def read_metrics(run: Path) -> pd.DataFrame:
+    """The numbers of metrics.jsonl: one row a step, one column a metric. Raises OSError."""
+    return make_table(read_lines(run / "metrics.jsonl"))
+
+
+def read_evaluations(run: Path) -> dict[str, pd.DataFrame]:
+    """The numbers of eval.jsonl by evaluation set, in the order of the file. Raises OSError."""
+    lines_by_set = {}
+    for line in read_lines(run / "eval.jsonl"):
+        lines_by_set.setdefault(str(line.get("set")), []).append(line)
+    return {name: make_table(lines) for name, lines in lines_by_set.items()}
+
+
+def make_table(lines: list[dict]) -> pd.DataFrame:
+    """A row for each line, indexed by step. A column without any number is left out."""
+    rows = {}
+    for line in lines:
+        numbers = {name: to_number(value) for name, value in line.items()}
+        step = numbers.pop("step", math.nan)
+        if 0 <= step < 1e9:
+            rows[int(step)] = numbers
+    table = pd.DataFrame.from_dict(rows, orient="index", dtype=float)
+    return table.rename_axis("step").sort_index().dropna(axis="columns", how="all")
+
+
+def to_number(value) -> float:
+    """The value as a float. NaN if the value is no number, or is too large to draw."""
+    if isinstance(value, int | float) and abs(value) < 1e30:
+        return float(value)
+    return math.nan
+
+
+def smooth(curves):
+    """Centred means over a twentieth of the rows. Below 40 rows the curves stay as they are."""
+    return curves.rolling(2 * (len(curves) // 40) + 1, center=True, min_periods=1).mean()
