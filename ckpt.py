@@ -1,17 +1,21 @@
 """The run folder on disk: claim, save, resume, prune, export. Never sees the batch.
 
-Owns RUN/step_NNNNNN/: policy/ and critic/ (DeepSpeed's own files), hf/ (config and tokenizer),
-state.json (the loop's state) and manifest.json (size and SHA-256 of every file, written last).
+A checkpoint is a folder RUN/step_NNNNNN, where NNNNNN is the number of finished steps. It holds:
+- policy/ and critic/: DeepSpeed's files of all ranks
+- hf/: the policy's config and the tokenizer
+- state.json: a RunState
+- manifest.json: the size and the SHA-256 of every other file
 
 Deviations from Open-Reasoner-Zero (ORZ):
-- Everything comes back: weights, fp32 masters, Adam's moments, the step. The order of the
-  problems and all random numbers are functions of the step.
-- A checkpoint appears by one rename, after the files of all ranks are on disk. A kill at any
-  instant leaves the one before.
-- The folder is absolute, shared and large enough, or the run ends before a model is read (ORZ's
-  issue 22).
+- A resumed run equals a run that was never interrupted. A checkpoint holds weights, fp32 masters,
+  Adam's moments and the step. The order of problems and all random numbers are functions of the
+  seed and the step, so they need no files.
+- A kill at any instant leaves the older checkpoints complete. A save writes to a temporary folder.
+  When the files of all ranks are on disk, rank 0 gives that folder its final name.
+- A run checks its folder before it loads a model. The folder must be shared by all machines,
+  writable and large enough (ORZ's issue 22).
 
-An engine is a DeepSpeed engine; `engines` is a dict of them by name.
+In this file an engine is a DeepSpeed engine. `engines` is a dict of engines by name.
 """
 
 import contextlib
@@ -22,45 +26,47 @@ import json
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from safetensors.torch import save_file
 
 from lib.common import UserError, gather, here, one_line, print0
 
-# Only these are cut back on resume. They are nobody else's files.
+# A resume shortens these files and no other files of the run folder.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
 
 
 @dataclass
 class RunState:
-    """What a run goes on from, beside the engines' files: state.json."""
+    """What state.json holds: all that a run resumes from, except the engines' tensors."""
 
-    step: int = 0
+    step: int = 0  # finished steps
     total_steps: int = 0
-    world: int = 1
+    world: int = 1  # number of ranks
     config: dict = field(default_factory=dict)  # every flag
     problems_hash: int = 0
-    log_sizes: dict[str, int] = field(default_factory=dict)  # bytes
-    variants: list = field(default_factory=list)  # [name, hash of its text], in order
-    memory: dict = field(default_factory=dict)  # name of a variant: its MEMORY
+    log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
+    variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
+    memory: dict = field(default_factory=dict)  # {name of a variant: its MEMORY}
 
     def finish_step(self, run_dir, memory):
-        """Counts a step whose lines are in the logs. memory: of the variants."""
+        """Counts a step. The lines of that step must be in the logs.
+
+        memory: {name of a variant: its MEMORY}.
+        """
         self.step += 1
-        self.log_sizes = log_sizes(run_dir)
-        # A step that is never finished may change it. So it is a copy, in the form in which a
-        # resumed run reads it.
+        self.log_sizes = measure_logs(run_dir)
+        # The state needs a copy, because an interrupted step may change `memory`. JSON makes the
+        # copy, because a resumed run reads its memory from JSON too.
         self.memory = json.loads(json.dumps(memory))
 
     @property
     def layout(self):
-        """What the engines' files depend on: ranks and ZeRO stage."""
+        """(number of ranks, ZeRO stage): the engines' files depend on both."""
         return self.world, self.config["zero_stage"]
 
 
@@ -68,23 +74,24 @@ class RunState:
 
 
 def try_disk(action, *arguments):
-    """Calls a disk action; returns the error's text instead of raising it.
+    """Calls action(*arguments). Returns None, or the text of the error that the action raised.
 
-    So all ranks stay in step and can agree on what to do.
+    If one rank alone raised an error, the other ranks would wait for that rank. So a rank keeps
+    the text, until all ranks gather their texts.
     """
     try:
         action(*arguments)
-    # A full disk is a RuntimeError to torch.save and a bare Exception to tokenizers.
+    # On a full disk torch.save raises a RuntimeError, and tokenizers raises a bare Exception.
     except Exception as error:
-        # torch stumbles over what the kernel said first.
+        # torch.save raises its RuntimeError while it handles the OSError, which names the cause.
         while isinstance(error.__context__, OSError):
             error = error.__context__
-        return f"{type(error).__name__}: {one_line(error)}"
+        return f"{here()}: {type(error).__name__}: {one_line(error)}"
     return None
 
 
 def on_rank0(action, *arguments):
-    """Rank 0 does a disk action; all ranks learn the error's text. A collective."""
+    """Calls `try_disk` on rank 0. All ranks return what rank 0 got. A collective."""
     error = None
     if dist.get_rank() == 0:
         error = try_disk(action, *arguments)
@@ -92,7 +99,7 @@ def on_rank0(action, *arguments):
 
 
 def fsync(path):
-    """Flushes a file or a folder: a new name is on disk only after its folder is."""
+    """Flushes a file or a folder to the disk. A file's name is flushed with the file's folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -101,10 +108,7 @@ def fsync(path):
 
 
 def size_and_hash(path):
-    """Reads a file back. Returns {} where it cannot be read.
-
-    A sick disk on one rank must not leave the others waiting.
-    """
+    """The entry of a file in manifest.json, or {} if the file cannot be read."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return {"size": file.tell(), "sha256": digest.hexdigest()}
@@ -115,42 +119,38 @@ def size_and_hash(path):
 
 
 def claim(run_dir, needed_bytes):
-    """Locks the folder for this run; returns the lock, which lasts as long as that object.
+    """Makes and locks the folder. The lock lasts as long as the returned object. A collective.
 
-    Raises UserError on all ranks if the folder is not shared by all machines, not writable, too
-    small, or used by another run; it names machine, rank, path and bytes.
+    Raises UserError on all ranks if the folder is not writable, too small, not shared by all
+    machines, or in use by another run. Every rank writes a file, and must find the file of rank 0.
     """
     rank = dist.get_rank()
     claims = run_dir / ".claim"
-    nonce = gather(os.urandom(8).hex())[0]
-    mine = claims / f"{nonce}.{rank}"
-    lock = None
-    complaint = None
+    # A run that was killed here may have left files. The new files have a new random name.
+    name = gather(os.urandom(8).hex())[0]
+    lock = fault = None
     try:
         claims.mkdir(parents=True, exist_ok=True)
-        mine.touch()
+        (claims / f"{name}.{rank}").touch()
         free = shutil.disk_usage(run_dir).free
         if free < needed_bytes:
-            complaint = f"too small for checkpoints: needed {needed_bytes:,} bytes, free {free:,}"
+            fault = f"too small: needed {needed_bytes:,} bytes, free {free:,}; delete other files"
         if rank == 0:
             lock = open(run_dir / ".lock", "w")  # noqa: SIM115
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        complaint = "another run is using this folder; wait for it or choose another --run_dir"
+        fault = "another run is using this folder; wait for that run, or choose another --run_dir"
     except OSError as error:
-        complaint = f"not writable, or not lockable ({error.strerror})"
+        fault = f"not writable, or not lockable ({error.strerror}); choose another --run_dir"
     dist.barrier()
-    neighbour = (rank + 1) % dist.get_world_size()
-    if not complaint and not (claims / f"{nonce}.{neighbour}").exists():
-        complaint = (
-            f"not shared: the file of rank {neighbour} is absent; all machines must mount it"
-        )
-    for place, text in gather((here(), complaint)):
+    if not fault and not (claims / f"{name}.0").exists():
+        fault = "not shared: the file of rank 0 is absent; mount one folder on all machines"
+    for place, text in gather((here(), fault)):
         if text:
             raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
-        # What is left of a run that was killed while it saved.
-        for leftover in [*run_dir.glob(".saving_*"), claims]:
+        # A run that was killed during a save has left a folder .saving_NNNNNN.
+        for leftover in [claims, *run_dir.glob(".saving_*")]:
             shutil.rmtree(leftover, ignore_errors=True)
     return lock
 
@@ -160,13 +160,21 @@ def step_of(path):
 
 
 def checkpoints(run_dir):
-    """All published checkpoints, newest first."""
-    return sorted(Path(run_dir).glob("step_" + "[0-9]" * 6), reverse=True)
+    """The folders RUN/step_NNNNNN, newest first. Some may be damaged."""
+    return sorted(run_dir.glob("step_" + "[0-9]" * 6), reverse=True)
+
+
+def measure_logs(run_dir):
+    """{name: bytes} of the logs that exist."""
+    return {name: (run_dir / name).stat().st_size for name in LOGS if (run_dir / name).exists()}
 
 
 def manifest(path):
-    """Size and hash of every file, or {} if one is absent or cut short."""
-    # A sick disk may hand out JSON of any shape.
+    """{file: {"size", "sha256"}} of a checkpoint, or {} if a file is missing or has another size.
+
+    It does not compare hashes.
+    """
+    # A damaged manifest can hold JSON of any shape, so the lines below can raise any error.
     with contextlib.suppress(Exception):
         entries = json.loads((path / "manifest.json").read_text())
         for name, entry in entries.items():
@@ -176,61 +184,34 @@ def manifest(path):
     return {}
 
 
-def log_sizes(run_dir):
-    """Bytes of each log: what belongs to the state of this instant."""
-    present = [run_dir / name for name in LOGS if (run_dir / name).exists()]
-    return {path.name: path.stat().st_size for path in present}
-
-
 # ---- save ------------------------------------------------------------------------------------
 
 
-class DurableWriter(CheckpointEngine):
-    """DeepSpeed reads and writes through this: flushed, hashed, and silent on an error.
+class DurableWriter(TorchCheckpointEngine):
+    """DeepSpeed calls `save` and `load` of this object to write and to read files.
 
-    An exception inside DeepSpeed's save would leave its barriers and hang the other ranks. Threads
-    flush and hash a file while the next one is written.
+    error: the text of the first error, or None. `save` raises no errors, because the other ranks
+    would wait at the barriers in DeepSpeed's code. entries: {path: size and hash} of all files.
     """
 
     def __init__(self):
         self.error = None
-        self.flushes = []
         self.entries = {}
-        self.threads = ThreadPoolExecutor(2)
-        # We hash the file anyway, and the CRC takes a third of torch.save's time.
+        # A third of torch.save's time is a CRC. manifest.json has the SHA-256 instead.
         torch.serialization.set_crc32_options(False)
 
-    def create(self, info):
-        pass
-
-    def commit(self, info):
-        return True
-
-    def makedirs(self, path, exist_ok=False):
-        self.attempt(os.makedirs, path, 0o777, exist_ok)
-
     def save(self, state_dict, path):
-        self.attempt(self.write, state_dict, path)
-
-    def attempt(self, action, *arguments):
-        """After an error nothing more is done."""
-        if self.error is None:
-            self.error = try_disk(action, *arguments)
+        # After the first error this writes no more files.
+        self.error = self.error or try_disk(self.write, state_dict, path)
 
     def write(self, state_dict, path):
         with open(path, "wb") as file:
             torch.save(state_dict, file)
-        self.flushes.append(self.threads.submit(fsync, path))
-        self.entries[path] = self.threads.submit(size_and_hash, path)
-
-    def finish(self):
-        """Waits until this rank's files are on disk; their sizes and hashes by path."""
-        for flush in self.flushes:
-            self.attempt(flush.result)
-        return {path: entry.result() for path, entry in self.entries.items()}
+        fsync(path)
+        self.entries[path] = size_and_hash(path)
 
     def load(self, path, map_location=None):
-        """Reads tensors, plain containers and DeepSpeed's four classes; no arbitrary pickles."""
+        """Reads tensors, plain containers and four classes of DeepSpeed; no arbitrary pickles."""
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
@@ -241,16 +222,17 @@ class DurableWriter(CheckpointEngine):
 
 
 def save(run_dir, state: RunState, engines, hf, keep_last):
-    """Publishes RUN/step_NNNNNN, or returns on every rank why it could not.
+    """Writes the checkpoint RUN/step_NNNNNN. All ranks return None, or the text of an error.
 
-    hf: objects with `save_pretrained`. The checkpoints before stay whole either way.
+    hf: objects with `save_pretrained`. keep_last: see prune. A save that fails leaves the older
+    checkpoints complete.
     """
     final = run_dir / f"step_{state.step:06d}"
     temporary = run_dir / f".saving_{state.step:06d}"
+    # A run that is stopped between two steps may have saved this step already.
     if gather(manifest(final))[0]:
         return None
-    error = on_rank0(make_room, temporary, final)
-    files = {}
+    error = on_rank0(make_folders, temporary, final, engines)
     if not error:
         files, error = write_engines(temporary, engines)
     if not error:
@@ -265,49 +247,39 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
     return error
 
 
-def make_room(temporary, final):
-    """Takes away what a killed save left, or what was damaged after it was published."""
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(final, ignore_errors=True)
-    os.makedirs(temporary / "hf")
+def make_folders(temporary, final, engines):
+    """Makes the temporary folders. Deletes the final folder, which is damaged if it exists.
 
-
-def describe_room(folder, engines):
-    """What is free on the folder's disk, and what a checkpoint takes at most."""
-    parameters = [p for engine in engines.values() for p in engine.module.parameters()]
-    # Under ZeRO 3 a rank's own tensor is empty.
-    count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-    free = "unknown"
-    with contextlib.suppress(OSError):
-        free = f"{shutil.disk_usage(folder).free:,}"
-    return f"{folder}: needed {16 * count:,} bytes, free {free}"
+    DeepSpeed would make its own folders on rank 0, and raise an error there alone.
+    """
+    for folder in (temporary, final):
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in ["hf", *engines]:
+        os.makedirs(temporary / name)
 
 
 def write_engines(folder, engines):
-    """Writes every rank's files. Returns their sizes and hashes by relative path, and an error."""
+    """Each rank writes its files. Returns {relative path: size and hash} of all, and an error."""
     writer = DurableWriter()
     for name, engine in engines.items():
-        # It would copy a script past the writer, and raise on a full disk.
-        engine._copy_recovery_script = skip
+        # DeepSpeed would copy a script into the folder without using the writer.
+        engine._copy_recovery_script = lambda folder: None
         engine.checkpoint_engine = writer
         engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
-    written = writer.finish()
+    mine = {os.path.relpath(path, folder): entry for path, entry in writer.entries.items()}
     files = {}
     error = None
-    for place, entries, rank_error in gather((here(), written, writer.error)):
-        if rank_error:
-            error = f"{place}: {rank_error}"
-        for path, entry in entries.items():
-            files[os.path.relpath(path, folder)] = entry
+    for entries, rank_error in gather((mine, writer.error)):
+        files |= entries
+        error = error or rank_error
     return files, error
 
 
-def skip(folder):
-    pass
+def publish(temporary, final, files, state, hf):
+    """Writes the small files and the manifest, flushes everything, and renames the folder.
 
-
-def publish(temporary, final, files, state: RunState, hf):
-    """Writes the small files and the manifest, and renames. All ranks have written by now."""
+    files: the entries of the engines' files. All ranks have written those files before.
+    """
     for item in hf:
         item.save_pretrained(temporary / "hf")
     (temporary / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
@@ -315,23 +287,35 @@ def publish(temporary, final, files, state: RunState, hf):
         files[str(path.relative_to(temporary))] = size_and_hash(path)
     (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
     if not manifest(temporary):
-        raise OSError("a file is not the size that its rank wrote")
+        raise OSError("a file does not have the size that its rank wrote")
     run_dir = final.parent
-    # The logs must be on disk as far as the state's log_sizes reach.
-    logs = [run_dir / name for name in log_sizes(run_dir)]
+    # A resume needs the logs too, as far as state.log_sizes counts their bytes.
+    logs = [run_dir / name for name in state.log_sizes]
     for path in [temporary, *temporary.rglob("*"), *logs]:
         fsync(path)
     os.rename(temporary, final)
     fsync(run_dir)
 
 
+def describe_room(run_dir, engines):
+    """How many bytes a checkpoint takes at most, and how many bytes are free."""
+    # 16 bytes a parameter: the weight, its fp32 master and Adam's two moments.
+    parameters = [p for engine in engines.values() for p in engine.module.parameters()]
+    # ZeRO 3 leaves an empty tensor on the rank. The size of the whole tensor is its ds_numel.
+    needed = sum(16 * getattr(p, "ds_numel", p.numel()) for p in parameters)
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = f"{shutil.disk_usage(run_dir).free:,}"
+    return f"{run_dir}: needed {needed:,} bytes, free {free}"
+
+
 def prune(run_dir, keep_last):
-    """Deletes all complete checkpoints but the newest `keep_last`; 0 keeps all."""
+    """Deletes all complete checkpoints except the newest `keep_last`. 0 keeps all."""
     if keep_last == 0:
         return
     complete = [path for path in checkpoints(run_dir) if manifest(path)]
     for path in complete[keep_last:]:
-        # A kill in between must not leave half a checkpoint under a real name.
+        # A kill during rmtree must not leave a part of a checkpoint under the name step_NNNNNN.
         doomed = path.rename(path.with_name(f".saving_{path.name}"))
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -339,52 +323,46 @@ def prune(run_dir, keep_last):
 # ---- resume ----------------------------------------------------------------------------------
 
 
-def pick_checkpoint(run_dir, resume):
-    """The checkpoint to start from. All ranks agree. Raises UserError.
+def pick_checkpoint(run_dir, choice):
+    """Returns the checkpoint to resume from, or None for a new run. A collective.
 
-    resume: `auto` is the newest undamaged one of the folder, `none` is none, else it is a path.
+    choice: a path; `none`; or `auto`, the newest undamaged checkpoint of the folder. Raises
+    UserError if all candidates are damaged.
     """
-    if resume == "none":
+    # Machines may mount the folder under different paths, so rank 0 decides about the names only.
+    candidates = [run_dir / path.name for path in gather(checkpoints(run_dir))[0]]
+    if choice != "auto":
+        candidates = [Path(choice).absolute()]
+    if choice == "none" or not candidates:
         return None
-    candidates = checkpoints(run_dir)
-    if resume != "auto":
-        candidates = [Path(resume).absolute()]
-    candidates = gather(candidates)[0]
-    if not candidates:
-        return None
-    damaged = {}
     for path in candidates:
         damage = find_damage(path)
         if not damage:
-            for newer, why in damaged.items():
-                print0(f"WARNING: {newer} is damaged ({why}); going back to the one before")
             return path
-        damaged[path] = damage
-    # A run never starts over by itself: a disk may be sick for a minute only.
+        print0(f"WARNING: {path} is damaged ({damage}) and is not used")
+    # The run does not start over without being told to. Perhaps the disk fails for a minute only.
     raise UserError(
-        f"--resume {resume}: {path}: {damage}; repair it, choose another of "
+        f"--resume {choice}: {path}: {damage}; repair this checkpoint, choose another one of "
         "`tools/convert.py list RUN`, or start over with --resume none"
     )
 
 
 def find_damage(path):
-    """What is wrong with a checkpoint, or None. The ranks share the hashing. A collective."""
-    # Rank 0's manifest, since all ranks must come to the same end.
+    """What is wrong with the files of a checkpoint, or None. A collective."""
+    # All ranks use the manifest that rank 0 has read, so that all ranks return the same.
     entries = sorted(gather(manifest(path))[0].items())
     if not entries:
         return "files are missing or cut short"
-    wrong = []
-    for name, entry in entries[dist.get_rank() :: dist.get_world_size()]:
-        if size_and_hash(path / name) != entry:
-            wrong.append(name)
-    for names in gather(wrong):
-        if names:
-            return f"{names[0]} does not match its hash"
+    mine = entries[dist.get_rank() :: dist.get_world_size()]
+    wrong = [name for name, entry in mine if size_and_hash(path / name) != entry]
+    wrong = sum(gather(wrong), [])
+    if wrong:
+        return f"{wrong[0]} does not match its hash"
     return None
 
 
-def load_state(path) -> RunState:
-    """Raises UserError where the fields are not those of this version."""
+def load_state(path):
+    """The state of a checkpoint. Raises UserError if another version of the code has written it."""
     try:
         return RunState(**json.loads((path / "state.json").read_text()))
     except (OSError, TypeError, ValueError) as error:
@@ -394,110 +372,101 @@ def load_state(path) -> RunState:
         ) from error
 
 
-def find_start(run_dir, resume, new: RunState, fixed):
-    """Returns the checkpoint to start from, or None, and the state to go on from.
+def find_start(run_dir, choice, new: RunState, fixed):
+    """Returns the checkpoint to resume from, or None, and the state that the run begins with.
 
-    new: this run at its step 0. fixed: {name: default} of the flags that decide what is learnt.
-    Raises UserError where another run would come of it.
+    new: the state of a new run. fixed: {name: default} of the flags that decide what is learnt.
+    Raises UserError if the checkpoint does not fit this run.
     """
-    path = pick_checkpoint(run_dir, resume)
+    path = pick_checkpoint(run_dir, choice)
     if path is None:
         return None, new
     saved = load_state(path)
-    sizes = saved.log_sizes
-    if path.parent.resolve() != run_dir.resolve():
-        # They are of the other folder's logs.
-        sizes = {}
-        if checkpoints(run_dir):
-            raise UserError(
-                f"--resume {path}: {run_dir} has checkpoints too; choose another --run_dir"
-            )
-    if saved.step > new.total_steps and not (run_dir / "result.json").exists():
-        raise UserError(
-            f"{path} is past the {new.total_steps} steps of this run: raise --max_steps, or use "
-            "--resume none"
-        )
+    is_elsewhere = not path.parent.samefile(run_dir)
     changed = find_changes(saved, new, fixed)
-    if changed:
-        raise UserError(
-            f"{path} was made with another --{', --'.join(changed)}, which changes what is learnt; "
-            "use the old value, or --resume none"
+    why = None
+    if is_elsewhere and checkpoints(run_dir):
+        why = f"is not in {run_dir}, which has checkpoints too; choose another --run_dir"
+    elif saved.step > new.total_steps:
+        why = f"is past the {new.total_steps} steps of this run; raise --max_steps"
+    elif changed:
+        names = ", --".join(changed)
+        why = f"was made with another --{names}, which changes what is learnt; use the old value"
+    elif saved.variants != new.variants:
+        texts = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]
+        why = (
+            "was made with other variants, in another order, or with another text in one; use "
+            f"--variant {' '.join(texts) or 'none'}"
         )
-    if saved.variants != new.variants:
-        kept = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]
-        raise UserError(
-            f"{path} was made with other variants, in another order, or with another text in one; "
-            f"use --variant {' '.join(kept) or 'none'}, or --resume none"
+    elif saved.layout != new.layout and find_damage(path / "universal"):
+        why = (
+            f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has {new.layout}; "
+            f"run `python tools/convert.py reshard {path}`"
         )
-    if saved.layout != new.layout and not (path / "universal").is_dir():
-        raise UserError(
-            f"{path} is of {saved.world} ranks with ZeRO {saved.layout[1]}, this run of "
-            f"{new.world} with {new.layout[1]}; run `python tools/convert.py reshard {path}` first"
-        )
-    return path, dataclasses.replace(new, step=saved.step, memory=saved.memory, log_sizes=sizes)
+    if why:
+        raise UserError(f"{path} {why}, or use --resume none")
+    # The sizes of another folder's logs do not fit the logs of this folder.
+    log_sizes = {} if is_elsewhere else saved.log_sizes
+    return path, dataclasses.replace(new, step=saved.step, memory=saved.memory, log_sizes=log_sizes)
 
 
-def find_changes(saved: RunState, new: RunState, fixed):
-    """Shows every changed flag; returns the names of those in `fixed`, {name: default}."""
+def find_changes(saved, new, fixed):
+    """Prints every changed flag. Returns the names of those that must not change.
+
+    fixed: {name: default} of the flags that decide what is learnt.
+    """
+    # A checkpoint that is older than a flag was made with that flag's default.
+    old = fixed | saved.config
     changed = []
     for name, value in new.config.items():
-        # A checkpoint from before the flag was made by what is its default now.
-        old = saved.config.get(name, fixed.get(name, value))
-        if old != value:
-            print0(f"resume: --{name} was {old}, is {value}")
-        if old != value and name in fixed:
-            changed.append(name)
+        if name in old and old[name] != value:
+            print0(f"resume: --{name} was {old[name]}, is {value}")
+            if name in fixed:
+                changed.append(name)
     if saved.problems_hash != new.problems_hash and not changed:
         changed.append("data")
     return changed
 
 
-def restore(run_dir, source, engines, state: RunState):
-    """Fills the engines from a verified checkpoint, if there is one, and cuts the logs back."""
-    if source:
-        load(source, engines, state)
-    if dist.get_rank() == 0:
-        rewind(run_dir, state, is_new=source is None)
+def resume(run_dir, source, engines, state: RunState):
+    """Brings the engines and the run folder to `state`. All ranks call it.
 
-
-def load(path, engines, new: RunState):
-    if load_state(path).layout != new.layout:
+    source: the checkpoint that find_start has chosen. A new run has None.
+    1. Fills the engines from the checkpoint. In a new run the engines stay as they are.
+    2. Shortens the logs to their sizes in `state`. In a new run these sizes are 0.
+    3. Renames the checkpoints of later steps, because the run makes these steps again. In a new
+       run it renames all checkpoints. The user may delete the renamed folders.
+    """
+    if source and load_state(source).layout == state.layout:
+        for name, engine in engines.items():
+            engine.checkpoint_engine = DurableWriter()
+            engine.load_checkpoint(str(source / name), tag="state")
+    elif source:
+        # find_start has checked the files that `tools/convert.py reshard` has written there.
         from lib import reshard
 
-        damage = find_damage(path / "universal")
-        if damage:
-            raise UserError(f"{path}/universal: {damage}; run tools/convert.py reshard again")
-        return reshard.load(path / "universal", engines)
-    for name, engine in engines.items():
-        engine.checkpoint_engine = DurableWriter()
-        engine.load_checkpoint(str(path / name), tag="state")
-
-
-def rewind(run_dir, state: RunState, is_new):
-    """Rank 0 cuts the logs back to where they were, and sets later checkpoints aside.
-
-    Those are damaged, or of a future that will not be. In a new run nothing that is there belongs
-    to it.
-    """
-    for name, size in log_sizes(run_dir).items():
-        size_then = state.log_sizes.get(name, 0)
-        os.truncate(run_dir / name, min(size_then, size))
+        reshard.load(source / "universal", engines)
+    if dist.get_rank() > 0:
+        return
+    for name, size in measure_logs(run_dir).items():
+        os.truncate(run_dir / name, min(size, state.log_sizes.get(name, 0)))
     for path in checkpoints(run_dir):
-        if is_new or step_of(path) > state.step:
-            # Nothing that was dropped is ever deleted, so each has a name of its own.
-            aside = path.rename(path.with_name(f"dropped_{path.name}_{time.time_ns()}"))
-            print0(f"{path} is now {aside.name}: the run goes on from step {state.step}")
+        if source is None or step_of(path) > state.step:
+            # The time makes the new name unique.
+            renamed = path.rename(path.with_name(f"dropped_{path.name}_{time.time_ns()}"))
+            print0(f"{path} is renamed to {renamed.name}: the run resumes from step {state.step}")
 
 
 # ---- export ----------------------------------------------------------------------------------
 
 
 def export(out, model, weights, tokenizer):
-    """Writes a Hugging Face folder that transformers and vLLM load. All ranks call it.
+    """Writes a folder that transformers and vLLM load. All ranks call it. Raises UserError.
 
-    weights: (name, full tensor) one at a time. A critic's head goes to `value_head.safetensors`
-    beside its body. Raises UserError.
+    weights: an iterator of (name, full tensor). The critic's value head goes to the file
+    value_head.safetensors of that folder.
     """
+    # All ranks must take all tensors, because ZeRO 3 gathers each tensor from all ranks.
     kept = {}
     for name, tensor in weights:
         if dist.get_rank() == 0:
@@ -508,9 +477,11 @@ def export(out, model, weights, tokenizer):
 
 
 def write_export(out, model, weights, tokenizer):
-    names = list(weights)
-    head = {name: weights.pop(name) for name in names if name.startswith("value_head.")}
-    # The usual form names a tied head once, as the embedding.
+    head = {}
+    for name in list(weights):
+        if name.startswith("value_head."):
+            head[name] = weights.pop(name)
+    # transformers stores a tied output head once, under the name of the embedding.
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     model.save_pretrained(out, state_dict=weights)

@@ -133,7 +133,7 @@ class Config(Learning):
     eval_temperature: float | None = None  # In evaluations. Default: --temperature. 0: greedy.
     eval_top_p: float | None = None  # In evaluations. Default: --top_p.
     # ---- what is written down
-    log_with: str = "tensorboard"  # tensorboard, wandb (log in first) or none.
+    log_with: str = "none"  # Curves elsewhere: tensorboard, or wandb (log in to it before).
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
     log_tokens: int = 16  # So many of the logged samples are also written token by token.
     # ---- where and how fast
@@ -472,7 +472,7 @@ def main(cfg, world, device, store):
     engines = {learner.name: learner.deepspeed for learner in learners}
     # Each checkpoint has these two in the Hugging Face form.
     hf = [tokenizer, policy.module.model.config]
-    ckpt.restore(run_dir, source, engines, state)
+    ckpt.resume(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
     for name, memory in cfg.variants.memory.items():
         memory.update(state.memory.get(name, {}))

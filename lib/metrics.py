@@ -1,9 +1,10 @@
-"""The numbers of a step and of an evaluation, and when to worry about them."""
+"""The numbers of a step and of an evaluation, from samples, batch and clock."""
 
 import contextlib
 import math
 import statistics
 import time
+from collections import defaultdict
 
 import numpy as np
 import psutil
@@ -11,43 +12,42 @@ import torch
 
 
 class Clock:
-    """Seconds and memory per phase of a step: `with clock("rollout"): ...`.
+    """Measures the phases of a step: `with clock("rollout"): ...`.
 
-    The seconds of a repeated phase add up. `numbers` is for what else a phase has to tell.
+    seconds: {phase: seconds}, the sum if a phase is repeated. memory: {phase: GiB}, the maximum if
+    a phase is repeated. numbers: {name: number}, other numbers that a phase wants to log.
     """
 
     def __init__(self, step):
         self.step = step
         self.start = time.perf_counter()
-        self.seconds = {}
-        self.memory = {}  # GiB
+        self.seconds = defaultdict(float)
+        self.memory = defaultdict(float)
         self.numbers = {}
 
     @contextlib.contextmanager
     def __call__(self, phase):
-        """An error in the phase says where it was."""
+        """Measures the code inside. Adds phase and step to an error that the code raises."""
         begin = time.perf_counter()
         try:
             yield
         except (RuntimeError, FloatingPointError) as error:
             error.add_note(
-                f"in phase {phase} of step {self.step}; if memory ran out, lower --packing_max_len "
-                "or --gpu_memory_utilization"
+                f"in phase {phase} of step {self.step}, with {memory_in_use():.1f} GiB in use; if "
+                "memory ran out, lower --packing_max_len or --gpu_memory_utilization"
             )
-            error.add_note(f"{memory_in_use():.1f} GiB are in use")
             raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
-        before = self.memory.get(phase, 0.0)
-        self.memory[phase] = max(before, memory_in_use())
+        self.seconds[phase] += time.perf_counter() - begin
+        self.memory[phase] = max(self.memory[phase], memory_in_use())
 
 
 def memory_in_use():
-    """GiB that are in use on this rank's GPU, by whomever; on a CPU what the process holds.
+    """GiB in use on this rank's GPU by all processes; on a CPU, the memory of this process.
 
-    torch's allocator gives nothing back before the sampler wakes up, so the peak of a phase shows
-    at its end. What that allocator counts itself would have a sleeping sampler in it.
+    At the end of a phase this is the phase's maximum, because torch's allocator keeps its memory
+    until the sampler wakes up. That allocator's own count would include the sleeping sampler.
     """
     if not torch.cuda.is_available():
         return psutil.Process().memory_info().rss / 2**30
@@ -56,16 +56,17 @@ def memory_in_use():
 
 
 def since_start():
-    """Seconds since this process began: its imports take 8 of them."""
+    """Seconds since this process started. The imports, which take 8 s, are included."""
     return time.time() - psutil.Process().create_time()
 
 
 def of_samples(samples, batch, limit):
-    """What ORZ's users watch, from the samples alone.
+    """The numbers of a step's samples for metrics.jsonl.
 
-    limit: the most tokens of a response. Histograms are counts in 16 equal bins of 0 to `limit`.
+    limit: the most tokens of a response. A histogram counts lengths in 16 equal bins from 0 to
+    `limit`.
     """
-    length = batch.response_lengths.double()  # (N,)
+    lengths = batch.response_lengths.double()  # (N,)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
     right = rewards > 0  # (N,) bool
     line = {
@@ -74,21 +75,21 @@ def of_samples(samples, batch, limit):
         "pass_at_n": len(batch.groups[right].unique()) / len(batch.groups.unique()),
         "truncated": share_truncated(samples),
         "answered": statistics.mean(sample.answer is not None for sample in samples),
-        "response_length": length.mean().item(),
+        "response_length": lengths.mean().item(),
         "total_length": statistics.mean(batch.sample_lengths),
     }
     for key in samples[0].text_metrics:
         line[key] = statistics.mean(sample.text_metrics[key] for sample in samples)
-    for name, lengths in (("right", length[right]), ("wrong", length[~right])):
-        if len(lengths) > 0:
-            line[f"length_{name}_mean"] = lengths.mean().item()
-            line[f"length_{name}_std"] = lengths.std(correction=0).item()
-        line[f"length_{name}_histogram"] = lengths.histc(16, 0, limit).int().tolist()
+    for name, part in (("right", lengths[right]), ("wrong", lengths[~right])):
+        if len(part) > 0:
+            line[f"length_{name}_mean"] = part.mean().item()
+            line[f"length_{name}_std"] = part.std(correction=0).item()
+        line[f"length_{name}_histogram"] = part.histc(16, 0, limit).int().tolist()
     return line
 
 
-def of_time(clock: Clock, tokens):
-    """The step's rate, and seconds and memory per phase. tokens: of all samples, with prompts."""
+def of_time(clock, tokens):
+    """The seconds of a step, in all and by phase. tokens: prompts and responses of all samples."""
     seconds = time.perf_counter() - clock.start
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
     for phase in clock.seconds:
@@ -98,14 +99,17 @@ def of_time(clock: Clock, tokens):
 
 
 def of_evaluation(samples, n):
-    """Accuracy over n samples of each problem, its error over problems, pass@k and lengths."""
+    """The numbers of an evaluated set with n samples of each problem, in the order of problems.
+
+    stderr is the standard error of accuracy over problems.
+    """
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
     lengths = [len(sample.response_ids) for sample in samples]
     line = {
         "problems": len(rewards),
         "n": n,
-        "accuracy": rewards.mean().item(),
-        "stderr": rewards.mean(1).std().item() / math.sqrt(max(1, len(rewards) - 1)),
+        "accuracy": rewards.mean(),
+        "stderr": rewards.mean(1).std() / math.sqrt(max(1, len(rewards) - 1)),
         "length": statistics.mean(lengths),
         "length_std": statistics.pstdev(lengths),
         "truncated": share_truncated(samples),
@@ -118,13 +122,13 @@ def share_truncated(samples):
 
 
 def pass_rates(right, n):
-    """{"pass@k": ...} for k = 1, 2, 4, ... and n, from the counts c of right samples, (problems,).
+    """{"pass@k": ...} for k = 1, 2, 4, ... and n. right: (problems,) counts of right samples.
 
-    Unbiased: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
+    pass@k is the probability that k of the n samples of a problem hold a right one. The unbiased
+    estimate for c right samples is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
     """
-    ks = {2**i for i in range(n.bit_length())} | {n}
     line = {}
-    for k in sorted(ks):
-        missed = [math.comb(n - int(c), k) / math.comb(n, k) for c in right]
-        line[f"pass@{k}"] = 1 - float(np.mean(missed))
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        missed = [math.comb(n - c, k) / math.comb(n, k) for c in right]
+        line[f"pass@{k}"] = 1 - np.mean(missed)
     return line

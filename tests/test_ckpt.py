@@ -120,13 +120,13 @@ def test_a_disk_full_at_the_end_of_a_save_leaves_no_checkpoint(group, small_disk
     assert not ckpt.checkpoints(small_disk)
 
 
-def test_an_error_while_a_stop_is_handled_is_reported_as_itself():
+def test_an_error_while_a_stop_is_handled_is_reported_as_itself(process_group):
     """A run that is stopped saves while it handles Stopped, which every error refers to then."""
     try:
         raise Stopped
     except Stopped:
         error = ckpt.try_disk(os.mkdir, "/nonexistent/folder")
-    assert error.startswith("FileNotFoundError: [Errno 2] No such file")
+    assert "rank 0: FileNotFoundError: [Errno 2] No such file" in error
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_all_files_are_flushed_before_a_checkpoint_gets_its_name(group, tmp_path
             demo.make_tokenizer().save_pretrained(folder)
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert save(tmp_path, 1, group, hf=[First()]) is None
+    assert save(tmp_path, 1, group, hf=[First()], log_sizes={"metrics.jsonl": 12}) is None
     final = tmp_path / "step_000001"
     temporary = tmp_path / ".saving_000001"
     names = [(name, path) for name, path, _ in calls]
@@ -284,8 +284,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(group, copy, how, caps
     with pytest.raises(UserError, match=told):
         ckpt.pick_checkpoint(copy, str(newest))
     if how == "flipped":
-        # A save would find it complete. The run that goes back sets it aside.
-        ckpt.rewind(copy, run_state(1), is_new=False)
+        # A save would find it complete. The run that resumes from step 1 renames it.
+        ckpt.resume(copy, copy / "step_000001", {}, run_state(1))
     (copy / ".saving_000002" / "hf").mkdir(parents=True)
     assert save(copy, 2, group) is None
     assert ckpt.pick_checkpoint(copy, "auto").name == "step_000002"
@@ -304,13 +304,13 @@ def test_a_manifest_of_any_shape_is_damage(group, copy, capsys, number):
     newest = copy / "step_000002"
     (newest / "manifest.json").write_text(ODD[number], errors="surrogateescape")
     assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
-    line = "step_000002 is damaged (files are missing or cut short); going back"
+    line = "step_000002 is damaged (files are missing or cut short) and is not used"
     assert line in capsys.readouterr().out
     universal = copy / "step_000001" / "universal"
     universal.mkdir()
     (universal / "manifest.json").write_text(ODD[number], errors="surrogateescape")
-    with pytest.raises(UserError, match="universal: files are missing.*reshard again"):
-        ckpt.load(universal.parent, {"policy": group}, run_state(1, world=2))
+    with pytest.raises(UserError, match="convert.py reshard .*step_000001`"):
+        find_start(copy, str(universal.parent), problems_hash=0, variants=[], world=2)
     convert.list_checkpoints(copy)
     two, one = capsys.readouterr().out.splitlines()
     assert two.endswith("TORN") and one.endswith("complete")
@@ -349,6 +349,8 @@ def test_a_run_never_starts_over_unasked(copy, tmp_path):
 def saved_run(group, tmp_path):
     """A run folder with a checkpoint of step 3 of 6."""
     run = tmp_path / "saved_run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("12345")
     changes = {"log_sizes": {"metrics.jsonl": 5}, "memory": {"mine": {"1": 2}}}
     assert save(run, 3, group, **SAVED | changes) is None
     return run
@@ -397,16 +399,20 @@ def test_other_problems_are_refused():
 def test_other_ranks_and_stages_ask_for_other_files(saved_run, changes):
     with pytest.raises(UserError, match="convert.py reshard .*step_000003`"):
         find_start(saved_run, **changes)
-    (saved_run / "step_000003" / "universal").mkdir()
+    universal = saved_run / "step_000003" / "universal"
+    universal.mkdir()
+    with pytest.raises(UserError, match="convert.py reshard .*step_000003`"):
+        find_start(saved_run, **changes)
+    (universal / "policy.safetensors").write_text("tensors")
+    entry = ckpt.size_and_hash(universal / "policy.safetensors")
+    (universal / "manifest.json").write_text(json.dumps({"policy.safetensors": entry}))
     assert find_start(saved_run, **changes)[1].step == 3
 
 
 def test_a_run_that_was_cut_short_is_not_past_its_end(saved_run):
     assert find_start(saved_run, total_steps=3)[1].step == 3
-    with pytest.raises(UserError, match="past the 2 steps of this run: raise --max_steps"):
+    with pytest.raises(UserError, match="past the 2 steps of this run; raise --max_steps"):
         find_start(saved_run, total_steps=2)
-    (saved_run / "result.json").write_text("{}")
-    assert find_start(saved_run, total_steps=2)[1].step == 3, "it is complete: the loop says so"
 
 
 def test_a_checkpoint_of_another_folder_takes_no_logs_along(saved_run, tmp_path):
@@ -425,7 +431,7 @@ def test_save_load_is_exact(group, tmp_path):
     at_save = group.module.weight.detach().clone()
     step(group)
     after = group.module.weight.detach().clone()
-    ckpt.restore(tmp_path, tmp_path / "step_000001", {"policy": group}, run_state(1))
+    ckpt.resume(tmp_path, tmp_path / "step_000001", {"policy": group}, run_state(1))
     assert torch.equal(group.module.weight, at_save)
     step(group)
     assert torch.equal(group.module.weight, after), "Adam's moments did not come back"
@@ -442,8 +448,8 @@ def test_checkpoint_files_need_no_arbitrary_pickle(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_rewind_cuts_the_logs_and_sets_later_checkpoints_aside(group, tmp_path):
-    """A later checkpoint would be resumed, so it is set aside. Only the user deletes it."""
+def test_a_resume_shortens_the_logs_and_renames_later_checkpoints(group, tmp_path):
+    """A later checkpoint would be resumed, so it is renamed. Only the user deletes it."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     memory = {"mine": {}}
     state = run_state(0)
@@ -454,11 +460,11 @@ def test_rewind_cuts_the_logs_and_sets_later_checkpoints_aside(group, tmp_path):
         file.write('{"step": 2}\n{"st')
     (tmp_path / "eval.jsonl").write_text("{}\n")
     (tmp_path / "problems.jsonl").write_text("theirs")
-    (tmp_path / "step_000001").mkdir()
+    assert save(tmp_path, 1, group) is None
     for count in (1, 2, 3):
         (tmp_path / "step_000002").mkdir()
         (tmp_path / "step_000002" / str(count)).write_text("")
-        ckpt.rewind(tmp_path, state, is_new=False)
+        ckpt.resume(tmp_path, tmp_path / "step_000001", {}, state)
         assert steps(tmp_path) == [1]
     dropped = sorted(tmp_path.glob("dropped_step_000002_*"))
     assert [next(path.iterdir()).name for path in dropped] == ["1", "2", "3"], "no name twice"
@@ -467,6 +473,6 @@ def test_rewind_cuts_the_logs_and_sets_later_checkpoints_aside(group, tmp_path):
     assert (tmp_path / "problems.jsonl").read_text() == "theirs", "a file of the user's was emptied"
 
     (tmp_path / "step_000000").mkdir()
-    ckpt.restore(tmp_path, None, {}, run_state(0))
+    ckpt.resume(tmp_path, None, {}, run_state(0))
     assert not ckpt.checkpoints(tmp_path), "another run's step 0 would pass for a new one's"
     assert (tmp_path / "metrics.jsonl").read_text() == ""

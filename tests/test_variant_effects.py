@@ -577,7 +577,7 @@ def test_fp16_learns_what_fp32_learns(tmp_path):
             state = ckpt.RunState(1, 9, 1, vars(half))
             assert not ckpt.save(run, state, {"policy": policy.deepspeed}, [], 1)
             policy = models.make_policy(half)
-            ckpt.load(run / "step_000001", {"policy": policy.deepspeed}, state)
+            ckpt.resume(run, run / "step_000001", {"policy": policy.deepspeed}, state)
             assert policy.deepspeed.optimizer.loss_scaler.cur_scale == 2**15
             # These are small enough.
             batch.per_token["advantages"] /= 1e4

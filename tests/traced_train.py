@@ -51,7 +51,7 @@ if __name__ == "__main__":
     record(RunLog, "step", lambda log, step, *rest: step)
     record(RunLog, "evaluation", lambda log, name, samples, step: [name, step])
     record(RunLog, "result", lambda log, steps: steps)
-    record(ckpt, "restore", lambda run_dir, source, engines, state: state.step)
+    record(ckpt, "resume", lambda run_dir, source, engines, state: state.step)
     record(ckpt.RunState, "finish_step", lambda state, run_dir, memory: state.step)
     record(ckpt, "save", lambda run_dir, state, *rest: state.step)
     record(ckpt, "export", lambda folder, *rest: folder.name)

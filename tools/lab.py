@@ -274,7 +274,7 @@ def run_plan(args) -> int:
         raise UserError(f"--show {' '.join(unknown)}: the plan has no such setting")
     lock = claim(out)
     keep_code(out)
-    common = ["--log_with", "none"]
+    common = []
     if not all("--model" in setting.flags for setting in settings):
         common += lab_flags(out / "base")
     for setting in settings:

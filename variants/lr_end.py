@@ -20,8 +20,8 @@ def check_config(original, cfg, world, estimators):
     check.require_all(cfg, {"lr_end": (0 <= cfg.lr_end < 1, "choose 0 or more, below 1")})
 
 
-def find_start(original, run_dir, resume, new, fixed):
-    path, state = original(run_dir, resume, new, fixed)
+def find_start(original, run_dir, choice, new, fixed):
+    path, state = original(run_dir, choice, new, fixed)
     if path:
         last = ckpt.load_state(path).total_steps
         advice = (
