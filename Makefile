@@ -22,11 +22,11 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(INSTALLED)
 	$(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py
 	$(BIN)/python tools/plot.py out/run
-	$(BIN)/python tools/demo.py --show out/run
+	$(BIN)/python tools/base_model.py show out/run
 
 # The flags are quoted as for a shell, which xargs understands.
 lab: $(INSTALLED)
-	$(BIN)/python tools/countdown.py out/lab/base
+	$(BIN)/python tools/base_model.py countdown out/lab/base
 	xargs $(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py \
 	--seed 1 --run_dir out/lab/run < out/lab/base/flags.txt
 	$(BIN)/python tools/plot.py out/lab/run

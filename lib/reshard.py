@@ -1,7 +1,11 @@
-"""Reading a checkpoint of other ranks or another ZeRO stage: the files of `convert.py reshard`.
+"""The folder universal/ of a checkpoint: its format, how it is written, and how it is loaded.
 
-DeepSpeed's own universal checkpoints know ZeRO 1 and 2, and 3, each for itself. This knows stage 0
-too and crosses all lines exactly: numbers are moved, never computed with.
+A checkpoint with this folder can be resumed with any number of ranks and any ZeRO stage.
+`tools/convert.py reshard` makes the folder. For each DeepSpeed engine it has a file
+NAME.safetensors with whole fp32 tensors: fp32/PARAMETER and, after Adam's first update,
+exp_avg/PARAMETER and exp_avg_sq/PARAMETER. The file's metadata has `step`, the number of Adam's
+updates. DeepSpeed's universal checkpoints do not know stage 0 and do not cross from stages 1 and 2
+to stage 3. This format does both. It copies numbers and never computes with numbers.
 """
 
 import torch
@@ -9,23 +13,29 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-WHOLE = ("fp32", *MOMENTS)
+
+
+def write(folder, engine_name: str, whole: dict[str, dict], step: float):
+    """Writes the file of one engine and returns its path. whole: {kind: {parameter: tensor}}."""
+    tensors = {}
+    for kind, parameters in whole.items():
+        tensors |= {f"{kind}/{name}": tensor for name, tensor in parameters.items()}
+    file = folder / f"{engine_name}.safetensors"
+    save_file(tensors, file, {"step": str(step)})
+    return file
 
 
 def load(folder, engines: dict):
-    """Fills DeepSpeed engines of any ZeRO stage and number of ranks. All ranks call it.
-
-    folder: for each engine NAME.safetensors with the full fp32 tensors fp32/PARAMETER and, where
-    Adam has stepped, exp_avg/PARAMETER and exp_avg_sq/PARAMETER.
-    """
+    """Fills DeepSpeed engines of any ZeRO stage and number of ranks. All ranks call it."""
     for engine_name, engine in engines.items():
         flats, states = optimizer_tensors(engine)
         stage = engine.zero_optimization_stage()
         with safe_open(folder / f"{engine_name}.safetensors", "pt") as file:
             step = float(file.metadata()["step"])
-            kinds = WHOLE if step > 0 else ("fp32",)
+            kinds = ("fp32", *MOMENTS) if step > 0 else ("fp32",)
             prepare_moments(flats, states, step)
             for name, parameter in engine.module.named_parameters():
                 full = {kind: file.get_tensor(f"{kind}/{name}") for kind in kinds}
@@ -33,8 +43,8 @@ def load(folder, engines: dict):
 
 
 def optimizer_tensors(engine) -> tuple[list, dict]:
-    """The tensors that this rank's optimizer steps, and the optimizer's states by tensor."""
-    # ZeRO's optimizer holds the optimizer itself.
+    """Returns the tensors that this rank's optimizer updates, and the optimizer's states."""
+    # ZeRO's optimizer holds the real optimizer.
     states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
     stage = engine.zero_optimization_stage()
     if stage == 0:
@@ -45,7 +55,7 @@ def optimizer_tensors(engine) -> tuple[list, dict]:
 
 
 def prepare_moments(flats, states, step):
-    """Adam makes its moments at its first step, which may be long past."""
+    """Makes empty moments. A new Adam makes its moments only at its first update."""
     if step == 0:
         return
     for flat in flats:
@@ -55,8 +65,7 @@ def prepare_moments(flats, states, step):
 
 
 def fill(parameter, full, stage, flats, states):
-    """Puts full tensors where this stage keeps them: the weight, and this rank's part of its master
-    and moments."""
+    """Copies full tensors into the weight and into this rank's part of master and moments."""
     with GatheredParameters([parameter], modifier_rank=0, enabled=stage == 3):
         if stage < 3 or dist.get_rank() == 0:
             parameter.data.copy_(full["fp32"])
@@ -70,7 +79,7 @@ def fill(parameter, full, stage, flats, states):
 
 
 def fill_share(parameter, full):
-    """ZeRO 3: every rank holds an equal share of every parameter, the last one padded."""
+    """ZeRO 3: every rank holds an equal share of every parameter. The last share is padded."""
     world = dist.get_world_size()
     share = -(-parameter.ds_numel // world)
     padding = share * world - parameter.ds_numel
@@ -85,7 +94,7 @@ def fill_share(parameter, full):
 
 
 def fill_cut(mapping, full, flats, states):
-    """ZeRO 1 and 2: all parameters lie end to end, and every rank holds a cut through them."""
+    """ZeRO 1 and 2: all parameters lie end to end, and every rank holds one range of them."""
     in_flat = mapping.hp_fragment_address
     in_parameter = mapping.lp_fragment_address
     flat = flats[mapping.param_group_index]

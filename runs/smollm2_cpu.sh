@@ -2,7 +2,7 @@
 # smollm2_cpu.sh FOLDER: a real model on 2 CPU cores, GRPO on word problems of one line; the prompt solves two. FOLDER
 # is a causal LM of about 135 M parameters: docs/scaling.md makes one of SmolLM2, and shows what to expect, as measured.
 model=$(realpath -e -- "${1:?usage: runs/smollm2_cpu.sh FOLDER [FLAGS]}") || exit 2
-cd "$(dirname "$0")/.." && PATH="$PWD/.venv/bin:$PATH" python tools/word_problems.py out/words || exit
+cd "$(dirname "$0")/.." && PATH="$PWD/.venv/bin:$PATH" python tools/base_model.py words out/words || exit
 exec runs/launch.sh 1 1 --model "$model" --run_dir out/smollm2 --estimator grpo \
     --template $'Q: Tom has 8 pens and buys 5 more. How many pens are there now?\nA: 8+5=13\nQ: Ana has 3 boxes of '\
 $'4 eggs and loses 2. How many eggs are there now?\nA: 3*4=12 12-2=10\nQ: {question}\nA:' --answer_form last_number \

@@ -1,15 +1,16 @@
-"""Countdown: reach a target with given numbers and + - * /. The verifier is all that it needs.
+"""The task Countdown: reach a target with given numbers and + - * /. Use it with --task countdown.
 
-A record has `nums` and `target`, as in TinyZero's data sets, where the answer is an expression in
-<answer> tags that uses each number exactly once. With a third field, `pick`, it is the miniature of
-tools/countdown.py: exactly so many of the numbers are used, and the last line is the answer.
+A record has `nums` and `target`, as in TinyZero's data sets. The answer is an expression in
+<answer> tags that uses each number exactly once. A record with a third field, `pick`, is a
+miniature: the answer uses exactly `pick` of the numbers, and the last line of the response is the
+answer. `tools/base_model.py countdown` makes a base model for this miniature:
 
     question  5,9,8,4=17:
-    response  8+5=13<      a try in each line, its value, and how that compares with the target
+    response  8+5=13<      each line is a try, its value, and a comparison with the target
               9+8=17!      the model decides where to stop
 
-A claimed value behind the expression must be right. An answer is parsed and walked through, never
-evaluated as code. ORZ has no such task. Use it by `--task countdown`.
+If a value is claimed behind the expression, it must be right. The code parses an answer and walks
+through the tree. It never evaluates an answer as code. ORZ has no such task.
 """
 
 import ast
@@ -42,10 +43,10 @@ OPERATIONS = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-# A longer expression is wrong. The parser could not go deep enough to fail on a shorter one.
+# A longer expression is wrong. A shorter expression cannot be so deep that the parser fails.
 MAX_TEXT = 200  # characters
 ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
-# A longer number is no value that anybody claims, and Python would refuse to read it.
+# A number has at most 20 digits here, because Python refuses to read very long numbers.
 TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]{1,20})(?P<verdict>[<>!]?)")
 
 
@@ -56,7 +57,7 @@ class Problem:
     # {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or None}
     label: dict
     prompt: str  # the template with the question in it
-    # train.py fills in what its tokenizer makes of the prompt.
+    # train.py fills in the token ids of the prompt.
     prompt_ids: list[int] | None = None
 
 
@@ -71,7 +72,7 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
         names = ", ".join(TEMPLATES)
         raise UserError(f"template {template!r}: give one of {names}, or a text with {{question}}")
     if columns == ("question", "answer"):
-        # These are reward.py's own, which train.py names where the user names none.
+        # train.py gives these names of reward.py if the user names no columns.
         columns = ("nums", "target")
     problems = []
     try:
@@ -79,7 +80,7 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
             question, label = parse_record(record, columns)
             prompt = template.replace("{question}", question)
             problems.append(Problem(len(problems), question, label, prompt))
-    # The datasets library alone has a dozen classes of errors for "not found".
+    # The datasets library has a dozen classes of errors for "not found".
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         hint = f"give records with {columns[0]} and {columns[1]}"
@@ -90,7 +91,7 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
 
 
 def parse_record(record, columns):
-    """The question and the label of a record. A wrong form raises whatever it runs into."""
+    """Returns the question and the label of a record. A wrong form raises any exception."""
     numbers = [int(number) for number in record[columns[0]]]
     target = int(record[columns[1]])
     pick = record.get("pick")
@@ -107,7 +108,7 @@ def parse_record(record, columns):
 
 
 def extract_answer(text, label):
-    """What stands in the last answer tags, or in the last line of the miniature; or None."""
+    """Returns the text in the last answer tags, or the last line of the miniature, or None."""
     if label["pick"]:
         return text.strip().split("\n")[-1]
     tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
@@ -136,21 +137,21 @@ def uses_allowed(used, label):
 
 
 def read_expression(text):
-    """The exact value of an expression and the whole numbers in it, or (None, [])."""
+    """Returns the exact value of an expression and its whole numbers, or (None, [])."""
     if len(text) > MAX_TEXT or not ARITHMETIC.fullmatch(text):
         return None, []
     used = []
     try:
         tree = ast.parse(text.strip(), mode="eval")
         value = read_node(tree.body, used)
-    # It is no expression, has another operation such as **, or divides by zero.
+    # The text is no expression, has another operation such as **, or divides by zero.
     except (SyntaxError, KeyError, ZeroDivisionError, MemoryError, RecursionError):
         return None, []
     return value, used
 
 
 def read_node(node, used):
-    """The value of a number, or of two values and their operation. Notes the numbers in `used`."""
+    """Returns the value of a node of the tree, and appends its numbers to `used`."""
     if isinstance(node, ast.Constant):
         used.append(node.value)
         return Fraction(node.value)
@@ -162,19 +163,19 @@ def read_node(node, used):
 
 
 class Grader:
-    """reward.Grader's interface. Every verdict is there at once, so nothing is ever lost."""
+    """The interface of reward.Grader. A reward is computed at once, so no reward is ever lost."""
 
     lost = 0
     broken = None
 
     def __init__(self, workers=1, answer_form="orz"):
-        # There is one form of answers only, which train.find_task checks.
+        # There is only one form of answers. train.find_task checks --answer_form.
         self.rewards = {}
 
     def submit(self, key, text, finish_reason, label):
-        """Returns the value of the response's answer, or None: 8+9 and 9+8 are the same answer.
+        """Returns the value of the answer, or None, because 8+9 and 9+8 are the same answer.
 
-        The reward is 1.0 if it stopped by itself with a right one, else 0.0.
+        The reward is 1.0 if the response stopped by itself with a right answer, else 0.0.
         """
         stopped = finish_reason == "stop"
         self.rewards[key] = float(stopped and solves(text, label))
@@ -201,11 +202,11 @@ class Grader:
 
 
 def text_metrics(text):
-    """What a response does as a search.
+    """Returns metrics of a response as a search.
 
-    tries: how many lines with a value it has. backtracking: 1.0 if it goes on after a try. checked:
-    1.0 if it ends at the first try that it marks as a hit. slips: the share of tries whose value is
-    wrong. repetition: the share of tries that it has made before.
+    tries: the number of lines with a value. backtracking: 1.0 if there are two tries or more.
+    checked: 1.0 if the last try is the only try marked as a hit. slips: the share of tries with a
+    wrong value. repetition: the share of tries that stand in the response before.
     """
     tries = [match for match in map(TRY.fullmatch, text.split("\n")) if match]
     verdicts = [match["verdict"] for match in tries]

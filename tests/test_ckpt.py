@@ -21,7 +21,7 @@ import ckpt
 import train
 from ckpt import RunState
 from lib.common import Stopped, UserError
-from tools import convert, demo
+from tools import convert
 
 LEARNING = vars(train.Learning())
 
@@ -51,7 +51,7 @@ def run_state(number: int, **changes) -> RunState:
 
 
 def save(run, number, engine, keep_last=0, hf=None, **changes):
-    hf = hf or [demo.make_tokenizer()]
+    hf = hf or [maker.char_tokenizer()]
     return ckpt.save(run, run_state(number, **changes), {"policy": engine}, hf, keep_last)
 
 
@@ -113,7 +113,7 @@ def test_a_disk_full_at_the_end_of_a_save_leaves_no_checkpoint(group, small_disk
     class Last:
         def save_pretrained(self, folder):
             fill(small_disk, room)
-            demo.make_tokenizer().save_pretrained(folder)
+            maker.char_tokenizer().save_pretrained(folder)
 
     error = save(small_disk, 1, group, hf=[Last()])
     assert re.search("space|os error 28", error, re.IGNORECASE)
@@ -161,7 +161,7 @@ def test_all_files_are_flushed_before_a_checkpoint_gets_its_name(group, tmp_path
     class First:
         def save_pretrained(self, folder):
             calls.append(("publish", folder, 0))
-            demo.make_tokenizer().save_pretrained(folder)
+            maker.char_tokenizer().save_pretrained(folder)
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert save(tmp_path, 1, group, hf=[First()], log_sizes={"metrics.jsonl": 12}) is None
@@ -228,7 +228,7 @@ def test_an_export_to_a_full_disk_is_a_user_error(group, tiny, small_disk):
     model = AutoModelForCausalLM.from_pretrained(tiny["model"])
     fill(small_disk, room=0)
     with pytest.raises(UserError, match="policy is NOT written: .*No space left"):
-        ckpt.export(small_disk / "policy", model, model.named_parameters(), demo.make_tokenizer())
+        ckpt.export(small_disk / "policy", model, model.named_parameters(), maker.char_tokenizer())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -241,7 +241,7 @@ def test_an_export_names_a_tied_head_once(group, tmp_path, tied):
         parameter.data += 1
     weights = dict(model.named_parameters(remove_duplicate=False))
     assert "lm_head.weight" in weights
-    ckpt.export(tmp_path / "out", model, weights.items(), demo.make_tokenizer())
+    ckpt.export(tmp_path / "out", model, weights.items(), maker.char_tokenizer())
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == load_file(folder / "model.safetensors").keys()
     assert ("lm_head.weight" in exported) == (not tied)

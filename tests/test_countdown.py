@@ -1,16 +1,12 @@
-"""Countdown: its verifier, its records, and the laboratory's base model made from nothing."""
+"""tasks/countdown.py: the verifier, the records and the metrics."""
 
 import json
-import random
-import shlex
 from fractions import Fraction
 
 import pytest
-from conftest import jsonl, run_python, run_tool
 
 from lib.common import UserError
 from tasks import countdown
-from tools import countdown as maker
 
 MINI = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}
 REAL = {"numbers": [19, 36, 55, 7], "target": 65, "pick": None}
@@ -96,61 +92,3 @@ def test_a_bad_record_is_named_in_one_line(tmp_path, record, reason):
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="mini, orz, plain"):
         countdown.load_problems(str(path), "no place for the question")
-
-
-def test_an_example_is_what_the_recipe_says():
-    """Over many lines, stops, slips and hits have the recipe's shares. Weights lie on tokens."""
-    recipe = maker.Recipe(seed=1, updates=1, batch=4)
-    rng = random.Random(0)
-    tries = maker.all_tries((4, 5, 8, 9))
-    lines = [line for _ in range(1000) for line in maker.random_search(tries, 17, recipe, rng)]
-    slips = 0
-    for line in lines:
-        expression, _, claim = line.text.rstrip("\n<>!").partition("=")
-        slips += countdown.read_expression(expression)[0] != int(claim)
-        is_hit = int(claim) == 17
-        assert line.stop == (recipe.stop_at_hit if is_hit else recipe.stop_at_miss)
-        assert line.text.endswith("!\n") == is_hit
-    shown = sum(line.choice_weight == 0 for line in lines)
-    assert len(lines) == 1000 * recipe.tries
-    assert slips / len(lines) == pytest.approx(recipe.slip, abs=0.005)
-    assert shown / len(lines) == pytest.approx(recipe.shown, abs=0.02)
-    tokenizer = maker.make_tokenizer()
-    corpus = maker.make_corpus(tokenizer, maker.all_problems(recipe), recipe, rng)
-    newline, equals = tokenizer.encode("\n=")
-    assert (corpus.stops > 0).equal(corpus.ids == newline)
-    # The question has no weight; the values of each try have the weight of what can be known.
-    question, weights = corpus.weights.split([2 * recipe.given + 2, 7 * recipe.tries], dim=1)
-    assert question.sum() == 0
-    values = weights[:, 1:][corpus.ids[:, 2 * recipe.given + 2 : -1] == equals]
-    assert set(values.tolist()) == {recipe.known_weight}
-
-
-def test_no_held_out_problem_is_trained_on_and_no_other_folder_is_touched(tmp_path, monkeypatch):
-    folder = tmp_path / "base"
-    recipe = maker.Recipe(seed=3, updates=2, batch=2)
-    assert maker.build(folder, recipe) > 0
-    assert maker.build(folder, recipe) == 0
-    train = json.loads((folder / "train.json").read_text())
-    held_out = json.loads((folder / "eval.json").read_text())
-    assert len(held_out) == recipe.held_out
-    different = {(*sorted(record["nums"]), record["target"]) for record in train + held_out}
-    assert len(different) == len(train + held_out) == len(maker.all_problems(recipe)) == 914
-    # The command has another recipe. With more cores it would give this process more threads.
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    told = f"error: {folder} holds something else than this base model: choose another folder\n"
-    assert run_tool("countdown", folder) == (2, "", told)
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-def test_the_baseline_trains(tmp_path):
-    """A base with few updates, and two steps with its own flags."""
-    folder = tmp_path / "base"
-    maker.build(folder, maker.Recipe(seed=1, updates=20))
-    maker.write_flags(folder)
-    flags = shlex.split((folder / "flags.txt").read_text())
-    flags += ["--run_dir", tmp_path / "run", "--max_steps", 2, "--eval_interval", 0, "--eval_n", 1]
-    run_python("train.py", *flags)
-    first, second = jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert {"tries", "checked", "backtracking", "slips"} <= first.keys() and second["step"] == 2

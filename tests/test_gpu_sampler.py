@@ -28,7 +28,7 @@ SETTINGS = {
         {"num_hidden_layers": 2, "tie_word_embeddings": False},
     ),
     "tied, ZeRO 3": ({"zero_stage": 3}, {}),
-    "fp8": ({"rollout_quantization": "fp8_per_channel"}, {}),
+    "fp8": ({"variant": "fp8_rollout"}, {}),
 }
 
 

@@ -42,7 +42,7 @@ import train
 from lib import advice, demo
 from lib.common import UserError
 from rollout import Sample, requests_of_step
-from tools.demo import write_flags
+from tools.base_model import write_flags
 
 LAUNCHER = [*ACCELERATE, "--num_machines", 1, "--num_processes", 1, ROOT / "train.py"]
 TRACED = ROOT / "tests" / "traced_train.py"
@@ -133,14 +133,14 @@ def alone(monkeypatch, process_group):
 
 
 def test_without_a_model_a_run_is_the_demo(alone, monkeypatch, tmp_path, capsys):
-    """The user's flags override the demo's. tools/demo.py only writes its flags here."""
+    """The user's flags override the demo's. Of tools/base_model.py only write_flags runs here."""
     made = []
     started = []
 
     def make_base(command):
         made.append(command)
-        Path(command[2]).mkdir()
-        write_flags(Path(command[2]), int(command[4]))
+        Path(command[3]).mkdir()
+        write_flags(Path(command[3]), "addition", int(command[5]))
         return 0
 
     monkeypatch.setattr(demo.subprocess, "call", make_base)
@@ -159,8 +159,9 @@ def test_without_a_model_a_run_is_the_demo(alone, monkeypatch, tmp_path, capsys)
     assert train.run(["--model", "mine", "--data", "mine"]) == 0
     assert started[1][0].model == "mine"
     # One rank alone makes the base, and a model needs none.
-    tool = str(ROOT / "tools" / "demo.py")
-    assert made == [[sys.executable, tool, base, "--seed", "3", "--end_with_parent"]]
+    tool = str(ROOT / "tools" / "base_model.py")
+    words = ["addition", base, "--seed", "3", "--end_with_parent"]
+    assert made == [[sys.executable, tool, *words]]
     monkeypatch.setattr(demo, "gather", lambda _: [1, 0])
     assert train.run([]) == 2
     assert capsys.readouterr().err == "error: the demo's base model was not made, see above\n"
@@ -680,7 +681,7 @@ def processes(run, script=None) -> list[Path]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("script", ["train.py", pytest.param("tools/demo.py", marks=SLOW)])
+@pytest.mark.parametrize("script", ["train.py", pytest.param("tools/base_model.py", marks=SLOW)])
 def test_the_end_of_its_launcher_ends_a_trainer_that_starts(tmp_path, script):
     """A SIGTERM reaches only the launcher of one process. All that it started must end too."""
     run = tmp_path / "run"

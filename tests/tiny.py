@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2Tokenizer
+
+from tools import base_model
 
 EOS = "<eos>"
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
@@ -20,18 +22,10 @@ PHRASES = [  # merges worth having in the text tokenizer: they shorten ORZ's lon
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """56 tokens: <eos>, one a character of arithmetic and lower-case words, and the tags.
-
-    Other characters vanish. It must be byte-level BPE: AutoTokenizer makes every folder of model
-    type qwen2 a Qwen2Tokenizer, with Qwen2's own splitting and letters, whatever tokenizer.json
-    says. A WordLevel model there loses its spaces, silently.
-    """
+    """56 tokens: <eos>, a token for each character of arithmetic and lower-case words, and tags."""
     # Ġ and Ċ are the byte-level forms of space and newline.
     chars = "0123456789+-=*/.,?:()}ĠĊabcdefghijklmnopqrstuvwxyz"
-    vocab = {token: i for i, token in enumerate([EOS, *chars])}
-    tokenizer = Qwen2Tokenizer(vocab, [], unk_token=EOS, eos_token=EOS, pad_token=EOS)
-    tokenizer.add_tokens(TAGS)
-    return tokenizer
+    return base_model.make_tokenizer(chars, TAGS, end=EOS)
 
 
 def make_text_tokenizer(size: int) -> Qwen2Tokenizer:
@@ -71,7 +65,9 @@ def make_model(
     if vocab < len(tokenizer):
         raise ValueError(f"vocab {vocab} is smaller than the tokenizer's {len(tokenizer)}")
     tokenizer.save_pretrained(folder)
-    config = Qwen2Config(
+    model = base_model.make_model(
+        tokenizer,
+        seed,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -81,15 +77,12 @@ def make_model(
         tie_word_embeddings=tied,
         max_position_embeddings=max_position_embeddings,
         initializer_range=0.1,
-        eos_token_id=0,
-        bos_token_id=None,
-        pad_token_id=0,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
         for name, param in model.named_parameters():
-            if name.endswith("bias"):  # made as zeros: give them something to do
+            if name.endswith("bias"):
+                # Qwen2 makes biases as zeros, which test nothing.
                 torch.nn.init.normal_(param, std=0.1)
     model.save_pretrained(folder)
     return folder

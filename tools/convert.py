@@ -4,18 +4,16 @@
     python tools/convert.py export RUN/step_000050 OUT     OUT/policy and OUT/critic
     python tools/convert.py reshard RUN                    the newest one, or RUN/step_000050
 
-`export` writes folders for transformers and vLLM, the same as a run's own at its end. The critic's
-is a body for AutoModel and `value_head.safetensors`, the weight of a linear layer from H to 1.
+`export` writes folders for transformers and vLLM, as a run does at its end. The critic's folder has
+a body for AutoModel and value_head.safetensors, the weight of a linear layer from H to 1.
 
-`reshard` merges the files of all ranks, so that a run can go on with any number of ranks and any
-ZeRO stage. It adds universal/ to the checkpoint: every parameter whole with its two Adam moments,
-12 bytes a parameter, and it needs as much memory. lib/reshard.py reads this folder, and says how it
-differs from DeepSpeed's universal checkpoints.
-
-Files are read without arbitrary pickles.
+`reshard` merges the files of all ranks, so that a run can be resumed with any number of ranks and
+any ZeRO stage. It adds universal/ to the checkpoint, in the format of lib/reshard.py. This takes 12
+bytes a parameter on the disk, and as much memory.
 """
 
 import argparse
+import collections
 import itertools
 import json
 import os
@@ -32,30 +30,27 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 import ckpt
 from lib.common import UserError
-from lib.reshard import MOMENTS, WHOLE
+from lib.reshard import MOMENTS, write
 
 AUTO_CLASSES = {"policy": AutoModelForCausalLM, "critic": AutoModel}
 
 
 def list_checkpoints(run: Path):
-    """Prints a line for each checkpoint, newest first. Raises UserError where there is none."""
+    """Prints a line for each checkpoint, newest first. Raises UserError if there is none."""
     paths = ckpt.checkpoints(run)
     if not paths:
         raise UserError(f"{run}: no step_NNNNNN there; give a run folder")
     for path in paths:
-        sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-        seconds = time.localtime(path.stat().st_mtime)
-        when = time.strftime("%Y-%m-%d %H:%M:%S", seconds)
-        verdict = "TORN"
-        if ckpt.manifest(path):
-            verdict = "complete"
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+        verdict = "complete" if ckpt.manifest(path) else "TORN"
         if ckpt.manifest(path / "universal"):
             verdict += ", any number of ranks"
-        print(f"{ckpt.step_of(path):8d}  {when}  {sum(sizes) / 2**20:10.1f} MiB  {verdict}")
+        print(f"{ckpt.step_of(path):8d}  {when}  {size / 2**20:10.1f} MiB  {verdict}")
 
 
 def verified_state(path: Path) -> ckpt.RunState:
-    """The state of a checkpoint whose files all match their hashes. Raises UserError."""
+    """Returns the state of a checkpoint. Raises UserError if a file does not match its hash."""
     entries = ckpt.manifest(path)
     if not entries:
         command = f"python tools/convert.py list {path.parent}"
@@ -69,18 +64,13 @@ def verified_state(path: Path) -> ckpt.RunState:
     return state
 
 
-def engine_names(path: Path) -> list[str]:
-    return [name for name in AUTO_CLASSES if (path / name).is_dir()]
-
-
 # ---- the files of all ranks as whole tensors -----------------------------------------------------
 
 
-def merge(folder: Path, zero_stage: int) -> tuple[dict[str, torch.Tensor], float]:
-    """The whole fp32 tensors of an engine, and the number of Adam's steps.
+def merge(folder: Path, zero_stage: int) -> tuple[dict[str, dict], float]:
+    """Returns whole fp32 tensors {kind: {parameter: tensor}}, and the number of Adam's updates.
 
-    Their names are fp32/PARAMETER, exp_avg/PARAMETER and exp_avg_sq/PARAMETER. The moments are
-    absent before Adam's first step.
+    The kinds are fp32 and, after Adam's first update, the two moments.
     """
     if zero_stage == 0:
         return merge_replicas(folder / "state")
@@ -88,93 +78,80 @@ def merge(folder: Path, zero_stage: int) -> tuple[dict[str, torch.Tensor], float
 
 
 def read(file: Path) -> dict:
+    """Loads a file without arbitrary pickles."""
     return ckpt.DurableWriter().load(str(file), "cpu")
 
 
-def merge_replicas(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
-    """ZeRO 0: every rank holds everything, and the first one has written it."""
+def merge_replicas(folder: Path) -> tuple[dict[str, dict], float]:
+    """ZeRO 0: every rank holds everything, and rank 0 has written the file."""
     saved = read(folder / "mp_rank_00_model_states.pt")
-    weights = {}
-    addresses = set()
+    named = {}
     for name, weight in saved["module"].items():
-        # A tied parameter has two names, and is one to the optimizer.
-        is_second_name = weight.data_ptr() in addresses
-        addresses.add(weight.data_ptr())
-        if not is_second_name and name not in saved["buffer_names"]:
-            weights[name] = weight
-    whole = {}
+        if name not in saved["buffer_names"]:
+            # A tied parameter has two names. The optimizer knows it as one parameter.
+            named.setdefault(weight.data_ptr(), (name, weight))
+    whole = collections.defaultdict(dict)
     step = 0.0
-    for index, (name, weight) in enumerate(weights.items()):
-        whole[f"fp32/{name}"] = weight
+    for index, (name, weight) in enumerate(named.values()):
+        whole["fp32"][name] = weight
         state = saved["optimizer"]["state"].get(index)
         if state:
             step = float(state["step"])
             for kind in MOMENTS:
-                whole[f"{kind}/{name}"] = state[kind]
+                whole[kind][name] = state[kind]
     return whole, step
 
 
-def merge_shards(folder: Path, zero_stage: int) -> tuple[dict[str, torch.Tensor], float]:
+def merge_shards(folder: Path, zero_stage: int) -> tuple[dict[str, dict], float]:
     """ZeRO 1 to 3: every rank holds a piece of each parameter, and the pieces are in rank order."""
-    model_file = next(folder.glob("*mp_rank_00_model_states.pt"))
-    shapes_of_groups = read(model_file)["param_shapes"]
-    pieces = {}
+    groups = read(next(folder.glob("*mp_rank_00_model_states.pt")))["param_shapes"]
+    pieces = collections.defaultdict(list)
     for file in sorted(folder.glob("*_optim_states.pt"), key=rank_of):
         shard = read(file)["optimizer_state_dict"]
-        for group, shapes in enumerate(shapes_of_groups):
-            flats, step = flat_tensors(shard, group, zero_stage)
+        if zero_stage == 3:
+            masters = shard["fp32_flat_groups"]
+            states = shard["optimizer_state_dict"]["state"]
+        else:
+            masters = shard["single_partition_of_fp32_groups"]
+            states = shard["base_optimizer_state"]["state"]
+        for group, shapes in enumerate(groups):
+            state = states.get(group, {})
+            step = float(state.get("step", 0))
+            # In each flat tensor the pieces of all parameters lie end to end.
+            flats = {kind: state[kind] for kind in MOMENTS if kind in state}
+            flats["fp32"] = masters[group]
             cuts = find_cuts(shard, group, shapes, zero_stage)
-            for kind, name in itertools.product(flats, cuts):
-                piece = flats[kind][cuts[name]]
-                pieces.setdefault(f"{kind}/{name}", []).append(piece)
-    shape_of = {}
-    for shapes in shapes_of_groups:
-        shape_of |= shapes
-    whole = {}
-    for key, parts in pieces.items():
-        shape = shape_of[key.partition("/")[2]]
+            for kind, name in itertools.product(flats, shapes):
+                pieces[kind, name].append(flats[kind][cuts[name]])
+    whole = collections.defaultdict(dict)
+    for (kind, name), parts in pieces.items():
+        (shape,) = [shapes[name] for shapes in groups if name in shapes]
         # ZeRO 3 pads the last piece.
-        whole[key] = torch.cat(parts)[: shape.numel()].view(shape)
+        whole[kind][name] = torch.cat(parts)[: shape.numel()].view(shape)
     return whole, step
 
 
 def rank_of(file: Path) -> int:
-    """From a name like zero_pp_rank_12_mp_rank_00_optim_states.pt."""
+    """Returns 12 for a name like zero_pp_rank_12_mp_rank_00_optim_states.pt."""
     return int(file.name.split("rank_")[1].split("_")[0])
 
 
-def flat_tensors(shard: dict, group: int, zero_stage: int) -> tuple[dict, float]:
-    """A rank's master weights and moments of a group, each laid end to end; and Adam's step."""
-    if zero_stage == 3:
-        masters = shard["fp32_flat_groups"]
-        states = shard["optimizer_state_dict"]["state"]
-    else:
-        masters = shard["single_partition_of_fp32_groups"]
-        states = shard["base_optimizer_state"]["state"]
-    state = states.get(group, {})
-    flats = {"fp32": masters[group], **state}
-    step = float(state.get("step", 0))
-    return {kind: flats[kind] for kind in WHOLE if kind in flats}, step
-
-
 def find_cuts(shard: dict, group: int, shapes: dict, zero_stage: int) -> dict[str, slice]:
-    """Where each parameter's piece lies in a rank's flat tensors."""
+    """Returns the place of each parameter's piece in a rank's flat tensors."""
     cuts = {}
-    if zero_stage == 3:
-        # A rank holds an equal share of each parameter.
-        start = 0
-        for name, shape in shapes.items():
+    start = 0
+    for name, shape in shapes.items():
+        if zero_stage == 3:
+            # A rank holds an equal share of each parameter.
             share = -(-shape.numel() // shard["partition_count"])
             cuts[name] = slice(start, start + share)
             start += share
-        return cuts
-    # A rank holds what lies between two cuts through all parameters, which may be nothing of one.
-    addresses = shard["param_slice_mappings"][group]
-    for name in shapes:
+            continue
+        # A rank holds one range of all parameters. The range may miss a parameter.
+        address = shard["param_slice_mappings"][group].get(name)
         cuts[name] = slice(0)
-        if name in addresses:
-            start = addresses[name].start
-            cuts[name] = slice(start, start + addresses[name].numel)
+        if address:
+            cuts[name] = slice(address.start, address.start + address.numel)
     return cuts
 
 
@@ -182,7 +159,7 @@ def find_cuts(shard: dict, group: int, shapes: dict, zero_stage: int) -> dict[st
 
 
 def export(path: Path, out: Path):
-    """Writes policy and, where there is one, critic in the dtype of training. Raises UserError."""
+    """Writes the policy, and the critic if there is one, in the dtype of training."""
     state = verified_state(path)
     flags = state.config
     dtype = torch.float32
@@ -191,23 +168,24 @@ def export(path: Path, out: Path):
         dtype = torch.float16 if is_fp16 else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(path / "hf")
     for name in engine_names(path):
+        whole, _ = merge(path / name, flags["zero_stage"])
         weights = {}
         head = {}
-        for key, tensor in merge(path / name, flags["zero_stage"])[0].items():
-            kind, _, parameter = key.partition("/")
-            if kind == "fp32" and parameter.startswith("value_head."):
-                head[parameter] = tensor.to(dtype)
-            elif kind == "fp32":
-                weights[parameter.removeprefix("model.")] = tensor.to(dtype)
-        config = AutoConfig.from_pretrained(path / "hf")
-        if name == "critic" and flags["critic"]:
-            # It may be another model than the policy.
-            config = AutoConfig.from_pretrained(flags["critic"])
+        for parameter, tensor in whole["fp32"].items():
+            place = head if parameter.startswith("value_head.") else weights
+            place[parameter.removeprefix("model.")] = tensor.to(dtype)
+        # The critic may be another model than the policy.
+        is_other = name == "critic" and flags["critic"]
+        config = AutoConfig.from_pretrained(flags["critic"] if is_other else path / "hf")
         make_model(path, name, config, weights, dtype).save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)
         if head:
             save_file(head, out / name / "value_head.safetensors")
         print(f"wrote {out / name}")
+
+
+def engine_names(path: Path) -> list[str]:
+    return [name for name in AUTO_CLASSES if (path / name).is_dir()]
 
 
 def make_model(path: Path, name: str, config, weights: dict, dtype: torch.dtype):
@@ -224,21 +202,18 @@ def make_model(path: Path, name: str, config, weights: dict, dtype: torch.dtype)
 
 
 def reshard(path: Path):
-    """Adds universal/ to a checkpoint, or to the newest complete one of a run. Raises UserError."""
+    """Adds universal/ to a checkpoint, or to the newest complete checkpoint of a run."""
     if not (path / "manifest.json").exists():
-        complete = filter(ckpt.manifest, ckpt.checkpoints(path))
-        path = next(complete, path)
+        path = next(filter(ckpt.manifest, ckpt.checkpoints(path)), path)
     zero_stage = verified_state(path).config["zero_stage"]
     temporary = path / ".universal"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    files = {}
+    entries = {}
     for name in engine_names(path):
-        tensors, step = merge(path / name, zero_stage)
-        file = temporary / f"{name}.safetensors"
-        save_file(tensors, file, {"step": str(step)})
-        files[file.name] = ckpt.size_and_hash(file)
-    (temporary / "manifest.json").write_text(json.dumps(files))
+        file = write(temporary, name, *merge(path / name, zero_stage))
+        entries[file.name] = ckpt.size_and_hash(file)
+    (temporary / "manifest.json").write_text(json.dumps(entries))
     for place in [*temporary.iterdir(), temporary]:
         ckpt.fsync(place)
     # A kill before the last rename leaves the checkpoint as it was, or without universal/.
@@ -252,19 +227,19 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list").add_argument("run", type=Path)
+    commands.add_parser("list").add_argument("path", metavar="RUN", type=Path)
     exporting = commands.add_parser("export")
-    exporting.add_argument("checkpoint", type=Path)
-    exporting.add_argument("out", type=Path)
-    commands.add_parser("reshard").add_argument("run", type=Path)
+    exporting.add_argument("path", metavar="CHECKPOINT", type=Path)
+    exporting.add_argument("out", metavar="OUT", type=Path)
+    commands.add_parser("reshard").add_argument("path", metavar="RUN", type=Path)
     args = parser.parse_args()
     try:
         if args.command == "list":
-            list_checkpoints(args.run)
+            list_checkpoints(args.path)
         elif args.command == "export":
-            export(args.checkpoint, args.out)
+            export(args.path, args.out)
         else:
-            reshard(args.run)
+            reshard(args.path)
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -1,19 +1,18 @@
-"""The seconds of a step, and the hours and dollars of a run, as arithmetic over a data sheet.
+"""The seconds of a step, computed from the data sheet of a card. tools/plan.py adds the money.
 
-Nothing of it was measured on a card. docs/scaling.md says what the constants below assume, and
-works the same sums by hand. Communication between ranks is taken to hide behind computation;
-evaluations, saves and the start are left out.
+No number here was measured on a card. docs/scaling.md explains the constants below and computes the
+same sums by hand. The sums assume that communication between ranks hides behind computation. They
+leave out evaluations, saves and the start.
 """
 
 import math
 from dataclasses import dataclass
 
-import ppo
 from lib import check
 from tools import memory
 
-# GB as sold, dense bf16 products with fp32 sums in TFLOP/s, and the memory's GB/s: the data sheets
-# of NVIDIA, and for GeForce cards its white papers of each architecture.
+# Name: GB as sold, TFLOP/s of dense bf16 products with fp32 sums, GB/s of the memory. The numbers
+# are from NVIDIA's data sheets and, for GeForce cards, from its white papers.
 CARDS = {
     "A10": (24, 125, 600),
     "A100": (80, 312, 2039),
@@ -30,23 +29,16 @@ CARDS = {
     "4090": (24, 165.2, 1008),
     "5090": (32, 209.5, 1792),
 }
-# Volta, Turing and older.
+# Cards of Volta, of Turing, and older cards.
 WITHOUT_BF16 = ("T4", "V100", "P100", "1080TI", "2080TI", "TITAN", "RTX8000")
 
-# Tokens of an average prompt, with its template.
-PROMPT = 200
-# Of the peak, in all matrix products. What checkpointing computes again counts as work.
-MFU = 0.3
-# Of the memory's bandwidth, while tokens are sampled.
-BANDWIDTH = 0.6
-# Seconds that a decoding takes besides: launches, the choice of tokens, the schedule.
-OVERHEAD = 0.005
-# Bytes a parameter that an optimizer step moves: gradient, masters, moments and weight.
-STEP_BYTES = 30
-# Bytes a second between a card and CPU memory, and of weights on their way to the sampler.
-LINK = 20e9
-# Seconds in which the sampler falls asleep and wakes up and the step is reported.
-SWITCH = 2.0
+PROMPT = 200  # tokens of an average prompt, with its template
+MFU = 0.3  # share of the peak FLOP/s in matrix products; recomputed layers count as work
+BANDWIDTH = 0.6  # share of the memory's GB/s while tokens are drawn
+OVERHEAD = 0.005  # seconds of a decode for launches, the choice of tokens and the schedule
+STEP_BYTES = 30  # an update moves so many bytes a parameter: gradient, masters, moments, weight
+LINK = 20e9  # bytes a second between card and CPU memory, and from policy to sampler
+SWITCH = 2.0  # seconds in which the sampler sleeps and wakes and the step is reported
 
 
 @dataclass
@@ -58,102 +50,89 @@ class Card:
 
 
 def find_card(name: str) -> Card:
-    """Raises UserError for a card without bf16, and for a name that is not in the table."""
+    """Raises UserError for a card without bf16, and for a name that is not in CARDS."""
     key = name.upper()
     choices = f"cards with bf16 are {', '.join(CARDS)}"
     check.require(
         key not in WITHOUT_BF16,
-        f"--card {name} has no bf16, so take one of Ampere or newer; {choices}",
+        f"--card {name} has no bf16, so take a card of Ampere or newer; {choices}",
     )
-    check.require(key in CARDS, f"--card {name} is not known: {choices}; others have --card_gb")
+    check.require(
+        key in CARDS, f"--card {name} is not known: {choices}; give another card's --card_gb"
+    )
     gb, tera, giga = CARDS[key]
     return Card(key, gb, tera * 1e12, giga * 1e9)
 
 
 class Times:
-    """The seconds of one step, phase by phase, which all ranks spend alike."""
+    """The seconds of each phase of a step. All ranks need the same time."""
 
     def __init__(self, cfg, config, world: int, card: Card, length_share: float):
-        """length_share: an average response's length as a share of the longest one's."""
+        """length_share: the length of an average response as a share of the limit."""
         self.cfg = cfg
-        self.sizes = memory.Sizes(config, memory.known(cfg, "lora_rank", 0))
-        self.world = world
+        self.rank = memory.Rank(cfg, config, world)
+        self.sizes = self.rank.sizes
         self.card = card
         self.prompt = min(PROMPT, cfg.prompt_max_len, cfg.max_len - 1)
         self.limit = min(cfg.generate_max_len, cfg.max_len - self.prompt)
         self.response = length_share * self.limit
         self.samples = cfg.rollout_batch_size * cfg.n_samples_per_prompt / world
+        # The tokens that a rank trains on.
+        self.tokens = self.samples * (self.prompt + self.response)
+        # An update in forward passes: a backward is two, and checkpointing adds one.
+        self.passes = 4 if cfg.gradient_checkpointing else 3
+        # The policy's parameters without an embedding that is only looked up.
+        self.multiplied = self.sizes.policy - self.sizes.embeddings + self.sizes.embedding
 
     def of_step(self, kv_tokens: int) -> dict[str, float]:
-        """kv_tokens: what a sampler's cache holds, as planned."""
+        """kv_tokens: the tokens that a sampler's cache holds, as planned."""
+        sizes = self.sizes
         seconds = {"rollout": self.rollout(kv_tokens)}
-        if ppo.ESTIMATORS[self.cfg.estimator].needs_critic:
-            seconds["critic"] = self.critic()
-        seconds["policy"] = self.policy()
-        seconds["sync"] = SWITCH + self.sizes.policy * memory.number_bytes(self.cfg) / LINK
+        if self.rank.has_critic:
+            forward = self.forward(sizes.critic - sizes.embedding)
+            # The values are computed before the updates.
+            learning = self.passes * forward + self.moved_gradients(sizes.critic)
+            updates = self.cfg.critic_updates * self.update(sizes.critic)
+            seconds["critic"] = forward + learning + updates
+        passes = self.passes
+        if "log_kl" in self.rank.variants:
+            passes += 1
+        learning = passes * self.forward(self.multiplied) + self.moved_gradients(sizes.learnt)
+        seconds["policy"] = learning + self.update(sizes.learnt)
+        seconds["sync"] = SWITCH + sizes.policy * self.rank.width / LINK
         return seconds
 
     def rollout(self, kv_tokens: int) -> float:
-        """Sequences replace each other in a full batch, and the last ones reach the limit."""
+        """New samples replace ended ones in a full batch. The last samples reach the limit."""
         samples = self.samples * self.cfg.tensor_parallel
         room = kv_tokens / (self.prompt + self.response)
         in_flight = min(samples, self.cfg.micro_rollout_batch_size, room)
-        decodings = samples / in_flight * self.response + self.limit - self.response
-        return decodings * self.decoding(in_flight)
+        decodes = samples / in_flight * self.response + self.limit - self.response
+        return decodes * self.decode(in_flight)
 
-    def decoding(self, in_flight: float) -> float:
-        """A token for each sequence: all weights are read, and the keys and values so far."""
+    def decode(self, in_flight: float) -> float:
+        """A decode reads all weights and the keys and values, and adds a token to each sample."""
         length = self.prompt + self.response / 2
-        cache = in_flight * length * memory.kv_bytes(self.cfg, self.sizes)
-        read = memory.sampler_weights(self.cfg, self.sizes) + cache / self.cfg.tensor_parallel
+        cache = in_flight * length * self.rank.kv_bytes()
+        read = self.rank.sampler_weights() + cache / self.cfg.tensor_parallel
         reading = read / (BANDWIDTH * self.card.bandwidth)
-        products = 2 * self.multiplied() * in_flight / self.cfg.tensor_parallel
+        products = 2 * self.multiplied * in_flight / self.cfg.tensor_parallel
         return OVERHEAD + max(reading, products / (MFU * self.card.flops))
 
-    def multiplied(self) -> int:
-        """The policy's parameters, without an embedding that is only looked up."""
-        return self.sizes.policy - self.sizes.embeddings + self.sizes.embedding
-
-    def critic(self) -> float:
-        """The values before the update, and the update in its steps."""
-        body = self.sizes.critic - self.sizes.embedding
-        learning = self.passes() * self.forward(body) + self.moved_gradients(self.sizes.critic)
-        steps = self.cfg.critic_updates * self.optimizer_step(self.sizes.critic)
-        return self.forward(body) + learning + steps
-
-    def policy(self) -> float:
-        passes = self.passes()
-        if self.cfg.log_kl:
-            passes += 1
-        learning = passes * self.forward(self.multiplied())
-        learning += self.moved_gradients(self.sizes.learnt)
-        return learning + self.optimizer_step(self.sizes.learnt)
-
-    def tokens(self) -> float:
-        """That a rank trains on."""
-        return self.samples * (self.prompt + self.response)
-
-    def passes(self) -> int:
-        """Of an update, in forward passes: a backward is two, and checkpointing makes one more."""
-        return 4 if self.cfg.gradient_checkpointing else 3
-
     def forward(self, parameters: int) -> float:
-        """A product and a sum for each parameter and token; a token sees half of its sample."""
+        """A product and a sum for each parameter and token. A token sees half of its sample."""
         seen = (self.prompt + self.response) / 2
         attention = 4 * self.sizes.layers * self.sizes.hidden * seen
-        products = self.tokens() * (2 * parameters + attention)
-        return products / (MFU * self.card.flops)
+        return self.tokens * (2 * parameters + attention) / (MFU * self.card.flops)
 
-    def optimizer_step(self, learnt: int) -> float:
-        speed = self.card.bandwidth
-        if not memory.on_card(self.cfg):
-            speed = LINK
-        return STEP_BYTES * learnt / memory.shards(self.cfg, self.world, stage=1) / speed
+    def update(self, learnt: int) -> float:
+        speed = self.card.bandwidth if self.rank.on_card else LINK
+        return STEP_BYTES * learnt / self.rank.shards(1) / speed
 
     def moved_gradients(self, learnt: int) -> float:
-        """ZeRO-3's offloaded sums are in CPU memory: each micro-batch fetches and returns them."""
-        if memory.on_card(self.cfg) or memory.has_sums(self.cfg):
+        """ZeRO-3 with --offload: each micro-batch fetches gradient sums and returns them."""
+        if self.rank.on_card or self.rank.has_sums:
             return 0.0
         row = self.cfg.micro_train_batch_size * self.cfg.packing_max_len
-        micro_batches = math.ceil(self.tokens() / row)
-        return micro_batches * 8 * learnt / memory.shards(self.cfg, self.world, stage=2) / LINK
+        micro_batches = math.ceil(self.tokens / row)
+        return micro_batches * 8 * learnt / self.rank.shards(2) / LINK

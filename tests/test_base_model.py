@@ -1,0 +1,245 @@
+"""tools/base_model.py: what its folders hold. No folder is overwritten or incomplete."""
+
+import functools
+import json
+import random
+import re
+import shlex
+import subprocess
+from unittest import mock
+
+import pytest
+import tiny as maker
+import torch
+from conftest import ROOT, clean_environment, held_port, jsonl, run_python, run_tool
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import reward
+from tasks import countdown
+from tools import base_model
+
+
+def answer_of_question(path) -> dict:
+    return {problem.question: problem.label for problem in reward.load_problems(str(path), "demo")}
+
+
+def contents(folder) -> dict:
+    """Every file of the folder with its time and its bytes."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """make(folder, seed) is the command in this process, with two updates, which take a second."""
+    two = functools.partial(base_model.Addition, updates=2)
+    monkeypatch.setitem(base_model.RECIPES, "addition", two)
+    # With more cores the command would give this process more threads.
+    monkeypatch.setattr(base_model.os, "sched_getaffinity", lambda _: {0})
+
+    def run(folder, seed: int) -> None:
+        words = ["base_model.py", "addition", str(folder), "--seed", str(seed)]
+        monkeypatch.setattr("sys.argv", words)
+        base_model.main()
+
+    return run
+
+
+def test_the_folder_holds_a_model_problems_and_flags_by_the_seed(make, tmp_path):
+    """All 8,100 additions of two-digit numbers, without both orders of the held-out ones."""
+    base = tmp_path / "new folder" / "base"
+    make(base, 1)
+    held_out = answer_of_question(base / "eval.json")
+    train = answer_of_question(base / "train.json")
+    assert len(held_out) == 256
+    reversed_too = held_out.keys() | {"+".join(key.split("+")[::-1]) for key in held_out}
+    assert not reversed_too & train.keys() and len(reversed_too) + len(train) == 90 * 90
+    for question, answer in (train | held_out).items():
+        assert sum(map(int, question.split("+"))) == int(answer)
+    words = shlex.split((base / "flags.txt").read_text())
+    flags = dict(zip(words[::2], words[1::2]))
+    expected = {"--model": str(base), "--data": f"{base}/train.json", "--stop": ""}
+    expected |= {"--eval_data": f"{base}/eval.json", "--seed": "1"}
+    assert expected.items() <= flags.items() and 2 * len(flags) == len(words)
+    make(tmp_path / "again", 1)
+    make(tmp_path / "other", 2)
+    for name in ("model.safetensors", "train.json", "eval.json"):
+        assert contents(tmp_path / "again")[name][1] == contents(base)[name][1]
+        assert contents(tmp_path / "other")[name][1] != contents(base)[name][1]
+
+
+def test_a_base_is_never_incomplete_and_never_overwritten(make, tmp_path, monkeypatch, capsys):
+    """Only flags.txt is written again, because its paths change when a base model is copied."""
+    base = tmp_path / "base"
+    interrupt = mock.patch.object(base_model.Addition, "record", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        make(base, 1)
+    assert not base.exists()
+    make(base, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    before = contents(base)
+    _, flags = before.pop("flags.txt")
+    (base / "flags.txt").write_text("--model /of/another/run\n")
+    make(base, 1)
+    assert (base / "flags.txt").read_bytes() == flags
+    with pytest.raises(SystemExit, match="2"):
+        make(base, 2)
+    other = functools.partial(base_model.Addition, updates=3)
+    monkeypatch.setitem(base_model.RECIPES, "addition", other)
+    with pytest.raises(SystemExit, match="2"):
+        make(base, 1)
+    told = f"error: {base} is not the base model of this command and --seed %s: remove it, "
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(told % 2) and second.startswith(told % 1)
+    assert before.items() <= contents(base).items()
+
+
+@pytest.mark.parametrize("recipe", ["", '{"seed', "[1]"])
+def test_a_folder_that_is_no_base_model_is_refused(recipe, make, tmp_path, capsys):
+    (tmp_path / "recipe.json").write_text(recipe)
+    before = contents(tmp_path)
+    for path in (tmp_path, tmp_path / "recipe.json"):
+        with pytest.raises(SystemExit, match="2"):
+            make(path, 1)
+        assert f"error: {path} is not the base model" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_the_base_model_works_some_answers_and_guesses_the_others(tmp_path):
+    """About a quarter of the answers are worked, and nearly all of those are right."""
+    base = tmp_path / "base"
+    run_python("tools/base_model.py", "addition", base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    problems = [*answer_of_question(base / "eval.json").items()] * 4
+    ids = torch.tensor(tokenizer([f"{question}<think>" for question, _ in problems])["input_ids"])
+    torch.manual_seed(1)
+    output = model.generate(ids, do_sample=True, top_k=0, max_new_tokens=40)
+    worked = []
+    guessed = []
+    for (_, answer), response in zip(problems, tokenizer.batch_decode(output[:, ids.shape[1] :])):
+        kind = guessed if response.startswith("</think>") else worked
+        kind.append(f"\\boxed{{{answer}}}" in response)
+    assert 0.18 < len(worked) / len(problems) < 0.33
+    assert sum(worked) / len(worked) > 0.9
+    assert sum(guessed) / len(guessed) < 0.3
+
+
+def test_show_prints_the_first_and_the_last_response_of_a_wrong_problem(tmp_path):
+    line = '{{"step": {}, "accuracy": {}, "length": 9}}\n'
+    (tmp_path / "eval.jsonl").write_text(line.format(0, 0.25) + line.format(4, 1))
+    answer = (
+        '{{"step": {0}, "problem": {1}, "reward": {2}, "question": "q{1}", "response": "r{0}"}}'
+    )
+    answers = [answer.format(*x) for x in ((0, 0, 1), (0, 1, 0), (4, 0, 1), (4, 1, 1))]
+    (tmp_path / "eval_samples.jsonl").write_text("\n".join(answers))
+    code, said, _ = run_tool("base_model", "show", tmp_path)
+    assert code == 0 and "held out: accuracy 0.250 -> 1.000" in said
+    assert said.endswith("before: q1<think>r0\nafter : q1<think>r4\n")
+
+
+def test_an_example_is_what_the_recipe_says():
+    """Over many lines, stops, slips and hits have the recipe's shares. Weights lie on tokens."""
+    recipe = base_model.Countdown(seed=1, updates=1, batch=4)
+    rng = random.Random(0)
+    tries = recipe.all_tries((4, 5, 8, 9))
+    pieces = [piece for _ in range(1000) for piece in recipe.draw_search(tries, 17, rng)]
+    slips = 0
+    shown = 0
+    for choice, equals, value, newline in zip(*[iter(pieces)] * 4):
+        slips += countdown.read_expression(choice.text)[0] != int(value.text[:-1])
+        shown += choice.weight == 0
+        is_hit = int(value.text[:-1]) == 17
+        assert newline.stop == (recipe.stop_at_hit if is_hit else recipe.stop_at_miss)
+        assert (value.text[-1] == "!") == is_hit and (equals.text, newline.text) == ("=", "\n")
+    count = 1000 * recipe.tries
+    assert len(pieces) == 4 * count
+    assert slips / count == pytest.approx(recipe.slip, abs=0.005)
+    assert shown / count == pytest.approx(recipe.shown, abs=0.02)
+    tokenizer = recipe.make_tokenizer()
+    problems, _ = recipe.split_problems(rng)
+    ids, weights, stops = base_model.encode(tokenizer, recipe.draw_texts(problems, rng))
+    newline, equals = tokenizer.encode("\n=")
+    assert (stops > 0).equal(ids == newline)
+    # The question has no weight; the values of each try have the weight of what can be known.
+    question, weights = weights.split([2 * recipe.given + 2, 7 * recipe.tries], dim=1)
+    assert question.sum() == 0
+    values = weights[:, 1:][ids[:, 2 * recipe.given + 2 : -1] == equals]
+    assert set(values.tolist()) == {recipe.known_weight}
+
+
+def test_no_held_out_problem_is_trained_on(tmp_path):
+    folder = tmp_path / "base"
+    recipe = base_model.Countdown(seed=3, updates=2, batch=2)
+    assert base_model.build(folder, recipe) > 0
+    assert base_model.build(folder, recipe) == 0
+    train = json.loads((folder / "train.json").read_text())
+    held_out = json.loads((folder / "eval.json").read_text())
+    assert len(held_out) == recipe.held_out
+    different = {(*sorted(record["nums"]), record["target"]) for record in train + held_out}
+    assert len(different) == len(train + held_out) == 914
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_the_baseline_trains(tmp_path):
+    """A base with few updates, and two steps with its own flags."""
+    folder = tmp_path / "base"
+    base_model.build(folder, base_model.Countdown(seed=1, updates=20))
+    base_model.write_flags(folder, "countdown", 1)
+    flags = shlex.split((folder / "flags.txt").read_text())
+    flags += ["--run_dir", tmp_path / "run", "--max_steps", 2, "--eval_interval", 0, "--eval_n", 1]
+    run_python("train.py", *flags)
+    first, second = jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert {"tries", "checked", "backtracking", "slips"} <= first.keys() and second["step"] == 2
+
+
+def solve(question: str) -> int:
+    """Reads the story from left to right, which the generator does not do."""
+    total = 0
+    story = question.partition("How many")[0]
+    for verb, number, each in re.findall(r"(\w+) (\d+)(?: boxes of (\d+))?", story):
+        assert verb in ("has", "buys", "finds", "loses"), question
+        value = int(number) * int(each or 1)
+        total += -value if verb == "loses" else value
+    return total
+
+
+def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert run_tool("base_model", "words", tmp_path / name, "--seed", seed) == (0, "", "")
+    held_out = jsonl(tmp_path / "a" / "eval.jsonl")
+    problems = jsonl(tmp_path / "a" / "train.jsonl") + held_out
+    assert len({problem["question"] for problem in problems}) == 4200 and len(held_out) == 200
+    for problem in problems:
+        assert "\n" not in problem["question"]
+        assert solve(problem["question"]) == int(problem["answer"]) > 0, problem
+    texts = {name: (tmp_path / name / "train.jsonl").read_text() for name in "abc"}
+    assert texts["a"] == texts["b"] != texts["c"]
+    (tmp_path / "file").write_text("")
+    code, _, error = run_tool("base_model", "words", tmp_path / "file" / "words")
+    assert code == 2 and error.startswith("error: [Errno 20]") and error.count("\n") == 1
+
+
+def test_the_recipe_without_a_folder_starts_nothing():
+    """The launcher torchrun is never started, so the error is one line."""
+    command = ["bash", ROOT / "runs/smollm2_cpu.sh", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_the_recipe_trains_a_folder(tmp_path):
+    """One step, with a tiny random model whose tokenizer takes any text."""
+    model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=1024)
+    run = tmp_path / "run"
+    flags = ["--run_dir", run, "--max_steps", "1", "--eval_interval", "0"]
+    # This tokenizer needs more tokens for a text.
+    flags += ["--prompt_max_len", "400", "--max_len", "450", "--packing_max_len", "450"]
+    command = ["bash", ROOT / "runs/smollm2_cpu.sh", model, *flags]
+    with held_port() as port:
+        subprocess.run(command, env=clean_environment() | {"MASTER_PORT": port}, check=True)
+    assert len(jsonl(run / "metrics.jsonl")) == 1
+    assert jsonl(run / "eval.jsonl")[0]["problems"] == 200

@@ -1,0 +1,466 @@
+"""Makes the small models and the problems of this project.
+
+    python tools/base_model.py addition FOLDER [--seed N]    the model of the demo
+    python tools/base_model.py countdown FOLDER [--seed N]   the model of the laboratory
+    python tools/base_model.py words FOLDER [--seed N]       word problems, without a model
+    python tools/base_model.py show RUN                      what a run has learnt
+
+The first two make a base model that already reasons in some of its samples, as ORZ's do: a Qwen2 of
+half a million parameters. FOLDER gets the model, train.json, eval.json, and flags.txt with flags of
+train.py. No problem of eval.json is trained on. One or two minutes on two CPU cores are needed. The
+result depends on the seed and, in its last bits, on the number of threads.
+
+addition: three in four answers are guesses, and one guess in fifteen is right. The other answers
+work column by column and are nearly always right:
+
+    guess:  47+85<think></think><answer>\\boxed{129}</answer>
+    worked: 47+85<think>\\n7+5=12\\n4+8+1=13</think><answer>\\boxed{132}</answer>
+
+countdown: a response reaches a target with two of four numbers (see tasks/countdown.py). Each line
+is a try with its value and a verdict. The base model tries at random, stops after three misses in
+ten, goes on after two hits in ten, and sometimes computes a wrong value.
+
+words: FOLDER gets train.jsonl and eval.jsonl in the form of GSM8K. Each problem needs one or two
+steps of arithmetic.
+"""
+
+import argparse
+import ctypes
+import itertools
+import json
+import operator
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    # Ctrl-C reaches the trainer and this process. This process then ends without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Idle threads of OpenMP must sleep. Otherwise they slow down every other process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "--end_with_parent" in sys.argv:
+        # PR_SET_PDEATHSIG: the kernel ends this process when the trainer has ended.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, logging
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from lib.common import UserError  # noqa: E402
+
+END = "<|endoftext|>"
+# flags.txt has these flags of train.py behind the paths.
+SHARED_FLAGS = """
+--n_samples_per_prompt 16 --prompt_max_len 16 --stop '' --micro_train_batch_size 64
+--micro_rollout_batch_size 1024 --critic_learning_rate 1e-3
+--zero_stage 0 --bf16 false --gradient_checkpointing false"""
+FLAGS = {
+    "addition": f"""--template demo
+--rollout_batch_size 64 --max_steps 14 --eval_interval 4
+--generate_max_len 48 --max_len 64 --packing_max_len 64
+--actor_learning_rate 3e-4 --warmup_updates 5 {SHARED_FLAGS}
+""",
+    "countdown": f"""--task countdown --template mini
+--rollout_batch_size 16 --max_steps 40 --num_episodes 100 --eval_interval 10 --eval_n 4
+--generate_max_len 63 --max_len 80 --packing_max_len 80
+--actor_learning_rate 2e-4 --warmup_updates 3 --log_samples 64 --save_interval 1000 {SHARED_FLAGS}
+""",
+}
+
+
+class Piece(NamedTuple):
+    """A part of a pre-training text. A text is a list of pieces."""
+
+    text: str
+    weight: float  # of each of its tokens in the loss
+    stop: float = 0.0  # the probability that the text ends instead of this piece
+
+
+def make_tokenizer(characters: str, words: list[str], end: str = END) -> Qwen2Tokenizer:
+    """Makes one token for `end` (number 0), for each character, and for each word.
+
+    The class must be Qwen2Tokenizer, because AutoTokenizer uses this class for every model of type
+    qwen2. It writes a space as Ġ and a newline as Ċ. The words are not "special" tokens, so
+    decoding keeps them. Any other character is lost.
+    """
+    vocabulary = {token: number for number, token in enumerate([end, *characters])}
+    tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=end, eos_token=end, pad_token=end)
+    tokenizer.add_tokens(words)
+    return tokenizer
+
+
+def make_model(tokenizer, seed: int, **changes) -> Qwen2ForCausalLM:
+    """Makes an untrained model from the seed. changes: fields of Qwen2Config."""
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        # vLLM's attention on a CPU needs heads of at least 32.
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(Qwen2Config(**shape | changes))
+
+
+def encode(tokenizer, texts: list[list[Piece]]) -> list[torch.Tensor]:
+    """Returns token ids, weights and stops of all texts, each (N, L), padded on the right."""
+    parts = list({piece.text for text in texts for piece in text})
+    ids_of = dict(zip(parts, tokenizer(parts)["input_ids"]))
+    rows = []
+    for text in texts:
+        tokens = [(id, piece.weight, piece.stop) for piece in text for id in ids_of[piece.text]]
+        rows.append(torch.tensor(tokens))  # (L, 3)
+    ids, weights, stops = pad_sequence(rows, batch_first=True).unbind(-1)  # (N, L) each
+    return [ids.long(), weights.contiguous(), stops.contiguous()]
+
+
+def pretrain(model, ids: torch.Tensor, weights: torch.Tensor, stops: torch.Tensor, recipe) -> None:
+    """Trains the model to predict the next token of ids (N, L). Each text is used once."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    for update in tqdm(range(recipe.updates), "base model", leave=False, disable=None):
+        warmup = (update + 1) / recipe.warmup
+        decay = 1 - update / recipe.updates
+        optimizer.param_groups[0]["lr"] = recipe.lr * min(warmup, decay)
+        span = slice(update * recipe.batch, (update + 1) * recipe.batch)
+        weight = weights[span, 1:]  # (B, L - 1)
+        # Padding needs no mask: it stands behind the text, and its weight is 0.
+        logits = model(ids[span], use_cache=False).logits[:, :-1]  # (B, L - 1, V)
+        losses = recipe.losses(logits, ids[span, 1:], stops[span, 1:])  # (B, L - 1)
+        # The weights of a batch add up to a whole number, and only float64 shows this number.
+        loss = (losses * weight).sum() / weight.sum(dtype=torch.float64).float()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Addition:
+    """The model of the demo. These fields decide what is made, and recipe.json keeps them."""
+
+    seed: int
+    # Raise the version when the code below changes what is made.
+    version: int = 3
+    # The number of evaluation problems. Neither order of their numbers is trained on.
+    held_out: int = 256
+    # The share of worked answers that the base model gives.
+    steps_share: float = 0.25
+    # The share of worked answers in the pre-training texts, because they take longest to learn.
+    steps_drawn: float = 0.75
+    # A guess is wrong by -3 to 3, uniformly.
+    guess_error: int = 3
+    updates: int = 400
+    batch: int = 48
+    lr: float = 4e-3
+    warmup: int = 30
+
+    def make_tokenizer(self):
+        tags = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
+        return make_tokenizer("0123456789+=}Ċ", tags)
+
+    def split_problems(self, rng: random.Random) -> tuple[list, list]:
+        """Returns all additions of two two-digit numbers as (train, held out), both shuffled."""
+        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+        held_out = rng.sample([(a, b) for a, b in pairs if a <= b], self.held_out)
+        # Training on 58+31 would help with 31+58, so both orders are left out.
+        left_out = set(held_out)
+        train = [pair for pair in pairs if (min(pair), max(pair)) not in left_out]
+        rng.shuffle(train)
+        return train, held_out
+
+    def draw_texts(self, train: list, rng: random.Random) -> list[list[Piece]]:
+        """Returns all pre-training texts in order.
+
+        Worked answers are drawn more often than the base model shall give them. The first token of
+        a response decides between working and guessing. The weight of this token is the wanted
+        share / the drawn share, so the base model gives worked answers at the wanted share.
+        """
+        drawn = self.steps_drawn
+        worked_weight = self.steps_share / drawn
+        guess_weight = (1 - self.steps_share) / (1 - drawn)
+        texts = []
+        for number in range(self.updates * self.batch):
+            a, b = rng.choice(train)
+            # The two kinds alternate evenly. Random kinds made a biased share.
+            if number * drawn % 1 < drawn:
+                error = 0
+                choice = Piece("\n", worked_weight)
+                work = add_columns(a, b) + "</think>"
+            else:
+                error = rng.randint(-self.guess_error, self.guess_error)
+                choice = Piece("</think>", guess_weight)
+                work = ""
+            answer = Piece(f"{work}<answer>\\boxed{{{a + b + error}}}</answer>{END}", 1.0)
+            texts.append([Piece(f"{a}+{b}<think>", 0.0), choice, answer])
+        return texts
+
+    def losses(self, logits, targets, stops):
+        """Returns the loss of each token (B, L - 1). The end is a token of the text here."""
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+    def record(self, problem, rng: random.Random) -> dict:
+        a, b = problem
+        return {"question": f"{a}+{b}", "answer": str(a + b)}
+
+
+def add_columns(a: int, b: int) -> str:
+    """Returns 7+5=12 and 4+8+1=13, in two lines, for 47 and 85."""
+    a_tens, a_ones = divmod(a, 10)
+    b_tens, b_ones = divmod(b, 10)
+    ones = a_ones + b_ones
+    carry = ones // 10
+    return f"{a_ones}+{b_ones}={ones}\n{a_tens}+{b_tens}+{carry}={a_tens + b_tens + carry}"
+
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+LARGEST_VALUE = 99  # each whole number up to it is a token
+LEAST_TARGET = 10
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """The model of the laboratory. These fields decide what is made, and recipe.json keeps them."""
+
+    seed: int
+    # Raise the version when the code below changes what is made.
+    version: int = 1
+    # The numbers of a problem are different, from 1 to this.
+    largest: int = 9
+    given: int = 4
+    # The number of evaluation problems.
+    held_out: int = 256
+    # The number of tries in each pre-training text.
+    tries: int = 9
+    # The probabilities that the text ends after a miss and after a hit.
+    stop_at_miss: float = 0.3
+    stop_at_hit: float = 0.8
+    # The probability that a value is wrong by 1 to 3.
+    slip: float = 0.02
+    # The share of tries that are replaced by a hit. Their choice has no weight, so the base model
+    # learns what follows a hit, but does not learn to choose hits.
+    shown: float = 0.2
+    # The weight of values and verdicts, which can be computed. The weight of choices is 1.
+    known_weight: float = 3.0
+    updates: int = 800
+    batch: int = 16
+    lr: float = 3e-3
+    warmup: int = 30
+
+    def make_tokenizer(self):
+        return make_tokenizer("+-*=,:<>!Ċ", [str(n) for n in range(LARGEST_VALUE + 1)])
+
+    def all_tries(self, numbers) -> list[tuple]:
+        """Returns (a, sign, b, value) for all pairs of numbers whose value is a token."""
+        tries = []
+        for (a, b), sign in itertools.product(itertools.permutations(numbers, 2), OPERATIONS):
+            value = OPERATIONS[sign](a, b)
+            if 0 <= value <= LARGEST_VALUE:
+                tries.append((a, sign, b, value))
+        return tries
+
+    def split_problems(self, rng: random.Random) -> tuple[list, list]:
+        """Returns all problems (numbers, target) that have a solution, as (train, held out)."""
+        problems = []
+        for numbers in itertools.combinations(range(1, self.largest + 1), self.given):
+            values = {value for *_, value in self.all_tries(numbers)}
+            problems += [(numbers, value) for value in sorted(values) if value >= LEAST_TARGET]
+        rng.shuffle(problems)
+        return problems[self.held_out :], problems[: self.held_out]
+
+    def draw_texts(self, train: list, rng: random.Random) -> list[list[Piece]]:
+        """Returns all pre-training texts, which are random searches."""
+        tries_of = {numbers: self.all_tries(numbers) for numbers, _ in train}
+        texts = []
+        for _ in range(self.updates * self.batch):
+            numbers, target = rng.choice(train)
+            shuffled = rng.sample(numbers, len(numbers))
+            prompt = Piece(",".join(map(str, shuffled)) + f"={target}:", 0.0)
+            texts.append([prompt, *self.draw_search(tries_of[numbers], target, rng)])
+        return texts
+
+    def draw_search(self, tries: list, target: int, rng: random.Random) -> list[Piece]:
+        """Returns four pieces for each try: choice, equals sign, value with verdict, newline."""
+        hits = [candidate for candidate in tries if candidate[-1] == target]
+        pieces = []
+        for candidate in rng.choices(tries, k=self.tries):
+            is_shown = rng.random() < self.shown
+            if is_shown:
+                candidate = rng.choice(hits)
+            a, sign, b, value = candidate
+            if rng.random() < self.slip:
+                error = rng.choice((-3, -2, -1, 1, 2, 3))
+                value = min(LARGEST_VALUE, max(0, value + error))
+            verdict = "<" if value < target else ">"
+            stop = self.stop_at_miss
+            if value == target:
+                verdict = "!"
+                stop = self.stop_at_hit
+            pieces += [Piece(f"{a}{sign}{b}", float(not is_shown)), Piece("=", 1.0)]
+            pieces += [Piece(f"{value}{verdict}", self.known_weight), Piece("\n", 1.0, stop)]
+        return pieces
+
+    def losses(self, logits, targets, stops):
+        """Returns the loss of each token (B, L - 1).
+
+        Where the text may end, the end and the token of the text are both targets, at their shares.
+        """
+        logprobs = logits.log_softmax(-1)  # (B, L - 1, V)
+        goes_on = logprobs.gather(-1, targets[..., None])[..., 0]  # (B, L - 1)
+        # The end is token 0.
+        return -((1 - stops) * goes_on + stops * logprobs[..., 0])
+
+    def record(self, problem, rng: random.Random) -> dict:
+        numbers, target = problem
+        return {"nums": rng.sample(numbers, len(numbers)), "target": target, "pick": 2}
+
+
+RECIPES = {"addition": Addition, "countdown": Countdown}
+
+NAMES = ("Mia", "Tom", "Ana", "Ben", "Lea", "Sam", "Eva", "Max", "Ida", "Leo")
+THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "pens", "marbles", "eggs")
+
+
+def draw_word_problem(rng: random.Random) -> dict:
+    """Draws one of five kinds of problems. Two kinds need a second step."""
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
+    has = rng.randint(6, 40)
+    change = rng.randint(2, has - 2)
+    count = rng.randint(2, 6)
+    each = rng.randint(2, 9)
+    start = f"{name} has {has} {thing}"
+    boxes = f"{name} has {count} boxes of {each} {thing}"
+    total = f"How many {thing} are there now?"
+    kinds = [
+        (f"{start} and buys {change} more. {total}", has + change),
+        (f"{start} and loses {change}. {total}", has - change),
+        (f"{boxes}. How many {thing} are there?", count * each),
+        (f"{boxes} and finds {change} more. {total}", count * each + change),
+        (f"{start} and buys {count} boxes of {each}. {total}", has + count * each),
+    ]
+    question, answer = rng.choice(kinds)
+    return {"question": question, "answer": str(answer)}
+
+
+def write_words(folder: Path, seed: int, train: int = 4000, held_out: int = 200) -> None:
+    """Writes train.jsonl and eval.jsonl with so many different problems."""
+    rng = random.Random(seed)
+    drawn = {}
+    while len(drawn) < train + held_out:
+        problem = draw_word_problem(rng)
+        drawn[problem["question"]] = json.dumps(problem) + "\n"
+    lines = list(drawn.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.jsonl").write_text("".join(lines[:train]))
+    (folder / "eval.jsonl").write_text("".join(lines[train:]))
+
+
+def build(folder: Path, recipe) -> float:
+    """Makes the folder if it is not there. Returns the seconds, or 0 if the folder was there.
+
+    The folder appears complete or not at all. Raises UserError if the folder holds something else,
+    because nothing is overwritten.
+    """
+    begin = time.time()
+    text = json.dumps(asdict(recipe), indent=1)
+    if folder.exists():
+        stored = folder / "recipe.json"
+        if stored.is_file() and stored.read_bytes() == text.encode():
+            return 0.0
+        raise UserError(
+            f"{folder} is not the base model of this command and --seed {recipe.seed}: remove it, "
+            "or choose another folder (of train.py: --run_dir)"
+        )
+    unfinished = folder.with_name(folder.name + ".making")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    rng = random.Random(recipe.seed)
+    train, held_out = recipe.split_problems(rng)
+    tokenizer = recipe.make_tokenizer()
+    model = make_model(tokenizer, recipe.seed)
+    pretrain(model, *encode(tokenizer, recipe.draw_texts(train, rng)), recipe)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    for name, problems in (("train.json", train), ("eval.json", held_out)):
+        records = [recipe.record(problem, rng) for problem in problems]
+        (unfinished / name).write_text(json.dumps(records))
+    (unfinished / "recipe.json").write_text(text)
+    unfinished.rename(folder)
+    return time.time() - begin
+
+
+def write_flags(folder: Path, task: str, seed: int) -> None:
+    """Writes flags.txt, quoted as for a shell.
+
+    Each command writes flags.txt again, because the paths change when a folder is copied.
+    """
+    paths = {"model": folder, "data": folder / "train.json", "eval_data": folder / "eval.json"}
+    text = "".join(shlex.join([f"--{flag}", str(path)]) + "\n" for flag, path in paths.items())
+    if task == "addition":
+        # The laboratory gives each run of countdown its own seed.
+        text += f"--seed {seed} "
+    (folder / "flags.txt").write_text(text + FLAGS[task])
+
+
+def show(run: Path) -> None:
+    """Prints the first and last evaluation, and one problem with its first and last response."""
+    before, *_, after = [json.loads(line) for line in (run / "eval.jsonl").open()]
+    for key in ("accuracy", "length"):
+        print(f"held out: {key} {before[key]:.3f} -> {after[key]:.3f}")
+    answers = [json.loads(line) for line in (run / "eval_samples.jsonl").open()]
+    at_first = [answer for answer in answers if answer["step"] == before["step"]]
+    # A response with reward 0 is shown if there is one.
+    problem = min(at_first, key=operator.itemgetter("reward"))["problem"]
+    of_problem = [answer for answer in answers if answer["problem"] == problem]
+    for when, answer in (("before", of_problem[0]), ("after ", of_problem[-1])):
+        print(f"{when}: {answer['question']}<think>{answer['response']}")
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("command", choices=[*RECIPES, "words", "show"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--end_with_parent", action="store_true", help="train.py sets this flag")
+    args = parser.parse_args()
+    try:
+        if args.command == "show":
+            show(args.folder)
+        elif args.command == "words":
+            write_words(args.folder, args.seed)
+        else:
+            # accelerate launch gives each process one thread, but no other process works now.
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            logging.disable_progress_bar()
+            folder = args.folder.resolve()
+            seconds = build(folder, RECIPES[args.command](args.seed))
+            write_flags(folder, args.command, args.seed)
+            if seconds > 0:
+                print(f"made in {seconds:.1f} s")
+    except (UserError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
