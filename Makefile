@@ -1,6 +1,7 @@
-# make demo | make lab | make check | make test | make test-gpu | make card | make bench | make install | make lint
-# STACK=cuda or STACK=cpu says what is installed, in the same versions; unsaid, it is cuda where nvidia-smi answers.
-# .venv has this stack. The tests are the CPU's: beside a CUDA stack they have an environment of their own, .venv-cpu.
+# The targets are demo, lab, check, test, test-gpu, card, bench, install and lint.
+# STACK=cuda or STACK=cpu chooses the packages that .venv gets. Both stacks have the same versions. The default is cuda if
+# nvidia-smi finds a GPU, else cpu. `make check` and `make test` run on the CPU. If .venv has the CUDA stack, they use a
+# second environment, .venv-cpu.
 PYTHON ?= python3.11
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 STACK := $(STACK)
@@ -9,7 +10,7 @@ $(error STACK=$(STACK): choose cuda or cpu)
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-# An environment that has the other stack is made anew: pip takes a CPU build for the CUDA one of the same version.
+# If an environment has the other stack, it is made anew, because pip would keep a CPU build of the same version.
 ifeq ($(STACK),cuda)
 INSTALLED := $(VENV)/.installed-cuda
 CPU_VENV := .venv-cpu
@@ -24,7 +25,7 @@ demo: $(INSTALLED)
 	$(BIN)/python tools/plot.py out/run
 	$(BIN)/python tools/base_model.py show out/run
 
-# The flags are quoted as for a shell, which xargs understands.
+# flags.txt has flags that are quoted as in a shell. xargs removes these quotes.
 lab: $(INSTALLED)
 	$(BIN)/python tools/base_model.py countdown out/lab/base
 	xargs $(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py \
@@ -32,7 +33,7 @@ lab: $(INSTALLED)
 	$(BIN)/python tools/plot.py out/lab/run
 	$(BIN)/python tools/compare.py out/lab/run
 
-# What to run after an edit: ruff, and all tests that start no engine.
+# Run `make check` after an edit. It runs ruff and all tests without the mark `engine`.
 check: $(CPU_VENV)/.installed
 	$(CPU_VENV)/bin/ruff check .
 	$(CPU_VENV)/bin/ruff format --check .
@@ -41,23 +42,23 @@ check: $(CPU_VENV)/.installed
 test: $(CPU_VENV)/.installed
 	$(CPU_VENV)/bin/python -m pytest
 
-# The tests on a GPU, in parts, with a line for each part; PARTS="kernels runs" runs some of them. Where nvidia-smi finds
-# no GPU this ends before anything is installed.
+# `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
+# nvidia-smi finds no GPU, the target ends before it installs anything.
 test-gpu: find-gpu $(INSTALLED)
 	$(BIN)/python tools/card.py $(or $(PARTS),cycle kernels sampler runs two_cards) --out out/card
 
 find-gpu:
 	@[ $(STACK) = cuda ] || { echo "error: nvidia-smi finds no GPU here, and the tests of make test-gpu need one"; exit 2; }
 
-# These tests and all that is measured on a GPU, as a page of docs/cards; PARTS="zero2 lab" runs some of it. Without a GPU
-# the shapes are tiny.
+# `make card` runs the tests on a GPU and all measurements on a GPU, and writes a page of docs/cards. PARTS="zero2 lab"
+# chooses parts. Without a GPU the shapes are tiny.
 card: $(INSTALLED)
 	$(BIN)/python tools/card.py $(PARTS)
 
 bench: $(VENV)/trl/.installed
 	$(BIN)/python tools/bench.py
 
-# This adds TRL alone, on top of the same torch and transformers.
+# This environment adds only TRL. It uses the torch and the transformers of the main environment.
 $(VENV)/trl/.installed: $(INSTALLED)
 	$(BIN)/python -m venv --without-pip $(VENV)/trl
 	echo "$(abspath $(VENV))/lib/python3.11/site-packages" > $(VENV)/trl/lib/python3.11/site-packages/parent.pth
@@ -70,13 +71,14 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# The lock is complete, so nothing is resolved (--no-deps). That keeps a CUDA torchvision out of the CPU stack.
-# A compilation that was killed leaves a lock for which everybody waits for ever, so torch_extensions starts empty. Then
-# DeepSpeed's op is compiled, which only CPUs need: a CUDA stack can be installed where there is no GPU. That does not end
-# by a normal exit: gloo's threads can abort a finalising interpreter.
+# requirements-cpu.txt names all packages, so pip resolves nothing (--no-deps). Otherwise pip would install a torchvision for
+# CUDA into the CPU stack. A compilation that was killed leaves a lock, and later compilations wait for this lock without
+# end. So the folder torch_extensions is removed first. COMPILE compiles DeepSpeed's op, which only the CPU stack needs. So
+# the CUDA stack can be installed on a machine without a GPU. COMPILE ends by os._exit, because gloo's threads can abort an
+# interpreter that exits normally.
 COMPILE = $(@D)/bin/python -c "import os; from lib import common, models; common.start_distributed(); \
 	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
-# On a GPU Triton compiles C files that include Python.h.
+# On a GPU Triton compiles C files. These files include Python.h.
 CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} not found; Triton compiles with it (Debian: \
 	apt install gcc)"; exit 2; }; $(PYTHON) -c "import os, sysconfig as s; os.stat(s.get_path('include') + '/Python.h')" \
 	2>/dev/null || { echo "error: Python.h not found; Triton includes it (Debian: apt install python3.11-dev)"; exit 2; }

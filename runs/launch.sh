@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# runs/launch.sh MACHINES GPUS FLAGS... starts train.py on every GPU; run it on each of the machines.
-# Which machine this is, and where the first one is, come from Slurm's variables, or else from
-# torchrun's: NODE_RANK or GROUP_RANK, MASTER_ADDR and MASTER_PORT.
-# The plan is printed first, and a run that does not fit this machine's smallest card is refused.
-# With --dry_run among the flags nothing else happens. The cards are $CARD (H100) then, a name in tools/cost.py, which also
-# gives an estimate of the time; --card NAME takes others, and --price DOLLARS, of an hour of one GPU, adds the money.
+# runs/launch.sh MACHINES GPUS FLAGS... starts train.py on every GPU of this machine. Run it on each machine.
+# The number of this machine and the address of the first machine come from Slurm's variables, or else from torchrun's
+# variables: NODE_RANK or GROUP_RANK, MASTER_ADDR and MASTER_PORT.
+# The script first prints the plan of the run. If the run does not fit the smallest card of this machine, the script ends.
+# With the flag --dry_run the script only prints the plan, with an estimate of the time. The plan is then for the card $CARD
+# (default: H100). --card NAME takes another card of tools/cost.py. --price DOLLARS, for an hour of one GPU, adds the cost.
+# In the recipes, the line "Memory" has the planned peak of each phase on one GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 machines=$1
@@ -16,8 +17,8 @@ for flag in "$@"; do
     [ "$flag" = --dry_run ] && exec "${plan[@]}" --card "${CARD:-H100}" "$@"
 done
 
-# nvidia-smi prints MiB, a line for each card; rounded to GiB that is the size as it is sold. Without a GPU it is
-# absent, or says something else.
+# nvidia-smi prints one line in MiB for each card. Rounded to GiB, the number is the size of the card as it is sold. Without
+# a GPU nvidia-smi is missing or prints another text.
 card=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null |
     sort -n | head -n 1) || true
 gigabytes=80
@@ -29,7 +30,7 @@ fi
 if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${MASTER_ADDR:-}" ]; then
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 fi
-# The launcher ignores USR1 from here on. The ranks catch it, save and leave, in their own time.
+# From here on the launcher ignores the signal USR1. The ranks catch USR1, save, and end.
 trap '' USR1
 exec accelerate launch --use_deepspeed --deepspeed_multinode_launcher standard --mixed_precision no --dynamo_backend no \
     --num_machines "$machines" --num_processes $((machines * gpus)) \

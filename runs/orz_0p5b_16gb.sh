@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# ORZ 0.5B, whole, on one card of 16 GB of Ampere or newer (A4000, 4080): older ones lack bf16. Short rows, GRPO.
+# This recipe trains all weights of ORZ 0.5B by GRPO, with short rows, on one card of 16 GB (A4000, 4080). The card must be
+# Ampere or newer, because older cards lack bf16.
 # Memory (planned, never run): rollout 13, policy 14, sync 13 of 16 GiB.
 # Time (planned, never run): 86.3 s a step, 2.4 h for 100 steps on 1 x A4000.
-# Expect: a trial of the machinery; ORZ has no run of these sizes, nor has anybody here.
+# This recipe only tests that the run works at these sizes. ORZ has published no run of these sizes.
 export CARD=A4000
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B --data data/orz_math_57k_collected.json \
     --eval_data data/math500.json --run_dir out/orz_0p5b_16gb --estimator grpo --zero_stage 2 \

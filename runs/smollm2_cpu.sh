@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# smollm2_cpu.sh FOLDER: a real model on 2 CPU cores, GRPO on word problems of one line; the prompt solves two. FOLDER
-# is a causal LM of about 135 M parameters: docs/scaling.md makes one of SmolLM2, and shows what to expect, as measured.
+# smollm2_cpu.sh FOLDER trains a real model by GRPO on word problems of one line, on 2 CPU cores. The prompt shows two solved
+# problems. FOLDER has a causal LM of about 135 M parameters. docs/scaling.md makes the model from SmolLM2 and has
+# the measured results.
 model=$(realpath -e -- "${1:?usage: runs/smollm2_cpu.sh FOLDER [FLAGS]}") || exit 2
 cd "$(dirname "$0")/.." && PATH="$PWD/.venv/bin:$PATH" python tools/base_model.py words out/words || exit
 exec runs/launch.sh 1 1 --model "$model" --run_dir out/smollm2 --estimator grpo \

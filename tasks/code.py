@@ -1,13 +1,14 @@
-"""The task "code": programs graded by tests, in processes that they cannot leave.
+"""The task "code": the grader runs a program's tests in processes that contain the program.
 
-It has the interface of reward.py and is chosen by `--task code`; ORZ has no such task. Expected
-values never enter a program's process. A process is given an input, or the expression that an
-assert compares with a literal. What it writes is compared here, where ast.literal_eval reads it, so
-nothing can be faked but the right answer. tasks/jail.py says what contains a program and what is
-not protected. tasks/code_data.py reads the problems.
+`--task code` chooses this task. This file has the interface of reward.py. ORZ has no such task.
+A program's process gets an input, or the expression that an assert compares with a literal. The
+process never gets the expected value. This file reads the process's output with ast.literal_eval
+and compares the output with the expected value. So a program passes a test only by the right
+answer. tasks/jail.py says what contains a program and what is not protected. tasks/code_data.py
+reads the problems.
 
-Copied together with these two and lib/common.py it works alone, on Linux:
-`python -c "from tasks import code; print(code.Grader().mode)"` says in which mode of the jail.
+Copied together with tasks/jail.py, tasks/code_data.py and lib/common.py this file works alone, on
+Linux: `python -c "from tasks import code; print(code.Grader().mode)"` prints the mode of the jail.
 """
 
 import ast
@@ -30,14 +31,15 @@ from tasks.code_data import Problem, load_problems
 
 __all__ = ["Grader", "Problem", "load_problems", "text_metrics"]
 
-MODES = ("namespaces landlock", "landlock", "plain")  # of the jail, best first
+# The modes of the jail. The safest mode is first.
+MODES = ("namespaces landlock", "landlock", "plain")
 # The ways in which a check ends without a verdict.
 LOST_WAYS = ("cpu_timeouts", "wall_timeouts", "crashes")
 JAIL = str(Path(__file__).resolve().with_name("jail.py"))
 
 
 def extract_answer(text: str) -> str | None:
-    """The last fenced block in the last closed answer block, or None.
+    """Returns the last fenced block in the last closed answer block, or None.
 
     The answer block lies between the last </answer> and the last <answer> before it.
     """
@@ -50,17 +52,18 @@ def extract_answer(text: str) -> str | None:
 
 
 def same_lines(output: str, expected: str) -> bool:
-    """Has a program written the expected words in each line?"""
+    """Returns whether each line of the output has the expected words."""
     words = re.findall(r"\S+|\n", output.rstrip())
     expected_words = re.findall(r"\S+|\n", expected.rstrip())
     return len(words) == len(expected_words) and all(map(same_word, words, expected_words))
 
 
 def same_word(word: str, expected: str) -> bool:
-    """Decimals may differ by 1e-6 of their size, or by 1e-9. Whole numbers are exact.
+    """Returns whether two words are equal. Decimals are equal within 1e-6 of their size, or 1e-9.
 
-    An answer modulo 10 ** 9 + 7 is wrong if it is one less, also as 1000000006.0. The 1e-9 is for
-    0.0: on numbers up to a million, rounding leaves 1e-10 or less where nothing should be left.
+    Whole numbers must be exactly equal, because an answer modulo 10 ** 9 + 7 is wrong if it is one
+    less. This also holds for an output such as 1000000006.0. The 1e-9 is for an expected 0.0: with
+    numbers up to a million, rounding leaves an error of 1e-10 or less in place of 0.
     """
     is_whole = is_integer(word) and is_integer(expected)
     is_long = max(len(word), len(expected)) > 40
@@ -79,9 +82,9 @@ def is_integer(word: str) -> bool:
 
 
 def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> bool:
-    """Is the last line of output a literal equal to the expected one, or within the tolerance?
+    """Returns whether the last line of output is the expected literal, within the tolerance.
 
-    JSON has no tuples, so a tuple is right where a list in JSON is expected.
+    JSON has no tuples. So if the expected value was JSON, a tuple counts as a list.
     """
     line = output.rstrip("\n").rpartition("\n")[2]
     longest = 100_000 + 4 * len(expected)
@@ -98,24 +101,25 @@ def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> b
 
 
 class Grader:
-    """Grades samples as they end, `workers` at a time.
+    """Grades samples as they end, `workers` samples at a time.
 
-    Each test of a program has `cpu_seconds` and `memory_mb`. It also has `wall_seconds`, which are
-    many more so that a busy machine fails no honest program. All tests of a program together have
-    10 times `wall_seconds`. No test follows one that ran out of time, so the others count as
-    failed. `counts` never go back to 0. `broken` is the error of a process that could not be
-    started, or None; its check counts as a crash.
+    Each test of a program has three limits: `cpu_seconds`, `memory_mb` and `wall_seconds`. The
+    limit `wall_seconds` is much larger than `cpu_seconds`, so that an honest program does not fail
+    on a busy machine. All tests of a program together have 10 times `wall_seconds`. If a test runs
+    out of time, the tests behind it are not run and count as failed. `counts` grow during the whole
+    run. `broken` is None, or the error of a process that could not be started. The check of such a
+    process counts as a crash.
     """
 
     def __init__(
         self,
         workers: int = 1,
-        # There is one form only, which train.find_task checks.
+        # The only form is orz. train.find_task refuses other forms.
         answer_form: str = "orz",
         cpu_seconds: int = 6,
         wall_seconds: int = 60,
-        # The reward is 1.0 if all tests pass, else 0.0. Write True here to have the share of the
-        # tests that pass.
+        # False: the reward is 1.0 if all tests pass, else 0.0. True: the reward is the share of
+        # tests that pass. No flag sets this; change the default here.
         partial: bool = False,
         memory_mb: int = 1024,
     ):
@@ -130,31 +134,31 @@ class Grader:
         self.partial = partial
         self.counts = dict.fromkeys(("checks", *LOST_WAYS), 0)
         self.broken = None
-        self.checks = {}  # key -> Future of (reward, loss)
+        self.checks = {}  # maps a key to a Future of (reward, how the verdict was lost)
         self.processes = set()
         self.closed = False
-        # Each thread only feeds a process and waits for it.
+        # Each thread writes to one process and waits for this process.
         self.threads = futures.ThreadPoolExecutor(workers)
         self.mode = self.best_mode()
         if self.mode == "plain":
-            warning = "no Landlock: programs can read and write all that their user can"
+            warning = "without Landlock programs can read and write all files of their user"
             print(f"warning: {warning}", file=sys.stderr)
 
     def best_mode(self) -> str:
-        """The first mode in which a right program is graded as right. Raises UserError."""
+        """Returns the first mode in which a right program gets 1.0, or raises UserError."""
         task = {"setup": "", "calls": False, "json": False, "tests": [["", "1", 0]]}
         label = json.dumps(task)
         for mode in MODES:
             reward, _ = self.check("print(1)", label, mode)
             if reward == 1:
                 return mode
-        reason = self.broken or "Linux is needed; tasks/jail.py says more"
-        raise UserError(f"nothing contains programs here: {reason}")
+        reason = self.broken or "the jail needs Linux"
+        raise UserError(f"no mode of tasks/jail.py works on this machine: {reason}")
 
     def submit(self, key, text: str, finish_reason: str, label: str) -> str | None:
-        """Takes a finished sample and returns at once its program, if it has one.
+        """Takes a finished sample, and returns its program or None without waiting for the grade.
 
-        One that did not stop by itself gets 0.0. `key` names the sample in `results`.
+        A sample that did not stop by itself gets 0.0. `key` names the sample in `results`.
         """
         self.counts["checks"] += 1
         program = None
@@ -165,15 +169,15 @@ class Grader:
 
     @property
     def lost(self) -> int:
-        """Checks that ended without a verdict."""
+        """The number of checks that ended without a verdict."""
         return sum(self.counts[way] for way in LOST_WAYS)
 
     def pending(self, seconds: float) -> int:
-        """How many verdicts are still to come after at most so long."""
+        """Waits at most so many seconds, then returns how many verdicts are still missing."""
         return len(futures.wait(self.checks.values(), seconds).not_done)
 
     def results(self) -> dict:
-        """{key: reward} of all samples since the last call. It waits for pending checks."""
+        """Waits for pending checks. Returns {key: reward} of all samples since the last call."""
         rewards = {}
         for key, check in self.checks.items():
             rewards[key], loss = check.result()
@@ -183,7 +187,7 @@ class Grader:
         return rewards
 
     def check(self, program: str | None, label: str, mode: str) -> tuple[float, str | None]:
-        """In a thread: (reward, how the verdict was lost, if it was) of a program."""
+        """Returns (reward of a program, one of LOST_WAYS or None). It runs in a thread."""
         if not program:
             return 0.0, None
         task = json.loads(label)
@@ -198,32 +202,32 @@ class Grader:
         return float(passed == len(task["tests"])), loss
 
     def run_jail(self, job: bytes, task: dict) -> tuple[int, str | None]:
-        """(number of tests passed, loss or None) of a program, whose processes have ended then."""
+        """Returns (number of tests passed, one of LOST_WAYS or None) and ends all processes."""
         folder = tempfile.mkdtemp()
         try:
             process = self.start_jail(folder)
         except OSError:
             os.rmdir(folder)
             raise
-        # A jail that ended early has closed its end.
+        # A jail that ended early has closed its end of the pipe.
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(job)
         passed, status, is_late = self.read_replies(process.stdout, task)
-        # No process can leave the group of the jail, so this ends whatever is left.
+        # No process can leave the jail's process group. So this ends all processes that are left.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # The context closes the pipes and waits for the process.
+        # `with process` closes the pipes and waits for the process.
         with process:
             self.processes.discard(process)
-        # Folders in folders can be too deep for Python.
+        # Nested folders can be too deep for Python's shutil.rmtree.
         if run(["rm", "-rf", folder], stderr=DEVNULL).returncode:
-            # The program has made a folder whose content its own user may not list.
+            # The program has made a folder that its own user may not list.
             run(["chmod", "-R", "u+rwx", folder])
             run(["rm", "-rf", folder])
         return passed, lost_by(status, is_late, process.returncode)
 
     def start_jail(self, folder: str) -> Popen:
-        """A process with that folder and nothing of our environment, in a group of its own."""
+        """Starts the jail in that folder, in its own process group, without our environment."""
         environment = {
             "PATH": "/usr/bin:/bin",
             "HOME": folder,
@@ -240,13 +244,13 @@ class Grader:
             start_new_session=True,
         )
         self.processes.add(process)
-        # Where `close` came first, it has not seen this process.
+        # If `close` ran before the line above, `close` has not killed this process.
         if self.closed:
             process.kill()
         return process
 
     def make_job(self, program: str, task: dict, mode: str) -> dict:
-        """What the jail needs to know. Expected values are not part of it."""
+        """Returns what the jail needs to know. Expected values are not part of the job."""
         job = {
             "mode": mode,
             "parent": os.getpid(),
@@ -258,20 +262,20 @@ class Grader:
             "code": f"{task['setup']}\n{program}",
             "inputs": [test[0] for test in task["tests"]],
         }
-        # In bytes: at least 128 KB, and at least 16 times what the longest test expects.
+        # This limit is in bytes: at least 128 KB, and at least 16 times the longest expected value.
         longest_expected = max(len(expected) for _, expected, _ in task["tests"])
         job["longest_output"] = 1 << max(17, 4 + longest_expected.bit_length())
         return job
 
     def read_replies(self, replies, task: dict) -> tuple[int, int | None, bool]:
-        """(number of tests passed, wait status of the last test or None, was that too late)."""
+        """Returns (number of tests passed, wait status of the last test or None, was it late)."""
         passed = 0
         status = None
         is_late = False
-        # The jail's lines are read one by one, because a program decides how long they are.
+        # The jail's lines are read one by one, because a program decides how long its line is.
         for _, expected, tolerance in task["tests"]:
             line = replies.readline()
-            # A jail that was killed leaves half a line, or none.
+            # A jail that was killed leaves half a line, or no line.
             if not line.endswith(b"\n"):
                 return passed, None, False
             status, is_late, output = ast.literal_eval(line.decode())
@@ -286,7 +290,7 @@ class Grader:
         return passed, status, is_late
 
     def close(self) -> None:
-        """Ends the processes and drops what is pending. They also end with their parent."""
+        """Ends the processes and drops pending checks. The processes also end with their parent."""
         self.closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self.processes):
@@ -301,10 +305,11 @@ class Grader:
 
 
 def lost_by(status: int | None, is_late: bool, returncode: int) -> str | None:
-    """The count that a check adds to if it ended by time-out or crash, else None.
+    """Returns one of LOST_WAYS if a check ended by a time-out or a crash, else None.
 
-    status: the wait status of its last test, None if there was no reply. returncode: the jail's.
-    A program that ignores SIGXCPU ends by SIGKILL, so its CPU time-out counts as a crash.
+    status: the wait status of the check's last test, or None if the jail did not reply. returncode:
+    the exit code of the jail. If a program ignores SIGXCPU, the kernel ends it by SIGKILL. Its CPU
+    time-out then counts as a crash.
     """
     if returncode == -signal.SIGALRM or (status == signal.SIGKILL and is_late):
         return "wall_timeouts"
@@ -316,7 +321,7 @@ def lost_by(status: int | None, is_late: bool, returncode: int) -> str | None:
 
 
 def text_metrics(text: str) -> dict[str, float]:
-    """repetition: the share of lines that came before. code: characters of the program."""
+    """repetition: the share of lines that repeat a line. code: the characters of the program."""
     lines = [line for line in text.splitlines() if line.strip()]
     repetition = 1 - len(set(lines)) / max(len(lines), 1)
     program = extract_answer(text) or ""

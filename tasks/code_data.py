@@ -1,9 +1,10 @@
-"""Programming problems with their tests, which are read here and never run.
+"""Reads programming problems and their tests. This file never runs a test.
 
-They may have the forms of MBPP, HumanEval, APPS and LiveCodeBench, or two columns. An assert must
-be value == literal, isclose(value, literal), abs(value - literal) < c, f(x) or not f(x), because
-its expected value must stay outside of the program's process (tasks/code.py). Other asserts are
-left out with a warning. ORZ has no such task.
+The problems may have the columns of MBPP, HumanEval, APPS or LiveCodeBench, or two columns:
+question and tests. An assert must have one of these forms: value == literal,
+isclose(value, literal), abs(value - literal) < c, f(x), not f(x). Only from these forms can the
+expected value be separated, which must stay outside of the program's process (tasks/code.py).
+Other asserts are left out, and a warning says how many. ORZ has no such task.
 """
 
 import ast
@@ -30,31 +31,33 @@ TEMPLATES: dict[str, str] = {
     "chat": "{question}\n\nThe answer must be a Python program, or the function asked for, in one "
     "```python block inside <answer> </answer> tags.",
 }
-# These columns of APPS and LiveCodeBench may be JSON as a text.
+# In APPS and LiveCodeBench the value of these columns may be a text that holds JSON.
 PACKED_COLUMNS = ("input_output", "metadata", "public_test_cases", "private_test_cases")
 
 
 @dataclass(frozen=True)
 class Problem:
-    index: int  # position among those that are kept
+    index: int  # position among the problems that are kept
     question: str
-    # JSON of {"setup": code that runs before the program, "calls": are the tests expressions?,
-    # "json": were the expected values JSON?,
-    # "tests": a list of [input or expression, expected output or literal, tolerance]}
+    # The label is the JSON of a dict with these keys.
+    # "setup": code that runs before the program
+    # "calls": a bool: are the tests expressions?
+    # "json": a bool: were the expected values JSON?
+    # "tests": a list of [input or expression, expected output or literal, tolerance]
     label: str
     prompt: str  # the template with the question in it
-    # train.py fills in what its tokenizer makes of the prompt.
+    # train.py fills in the tokens of the prompt.
     prompt_ids: list[int] | None = None
 
 
 def load_problems(
     path: str, template: str, bos: str = "", columns=("question", "tests"), split: str = "train"
 ) -> list[Problem]:
-    """The problems of a JSON or JSONL file, or of a dataset, that have tests of use.
+    """Returns the problems with usable tests, from a JSON or JSONL file or from a data set.
 
-    A path that is no file is a dataset's folder or "name:config". `template` is a key of TEMPLATES
-    or a text with {question}. Raises UserError, which names the file, the item (counted from 1) and
-    what is missing or wrong there.
+    If no file has this path, the path is a data set's folder or "name:config". `template` is a key
+    of TEMPLATES or a text with {question}. Raises UserError, which names the file, the item
+    (counted from 1) and what is missing or wrong in this item.
     """
     template = TEMPLATES.get(template, template).replace("{bos}", bos)
     if "{question}" not in template:
@@ -72,7 +75,7 @@ def load_problems(
                 prompt = template.replace("{question}", question)
                 problem = Problem(len(problems), question, json.dumps(label), prompt)
                 problems.append(problem)
-    # The datasets library alone has a dozen classes of errors for "not found".
+    # Many errors are possible: the datasets library alone has a dozen classes for "not found".
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         hint = f"give items of MBPP, HumanEval, APPS or LiveCodeBench, or columns {columns}"
@@ -81,25 +84,25 @@ def load_problems(
         raise UserError(f"{path}: holds no problem with tests that can be used; give another file")
     if lost_tests:
         lost = f"{lost_tests} tests cannot be used and are left out"
-        lost += f", and with them {item - len(problems)} of {item} problems"
+        lost += f"; {item - len(problems)} of {item} problems have no usable test and are left out"
         print(f"warning: {path}: {lost}", file=sys.stderr)
     return problems
 
 
 def load_rows(path: str, split: str):
-    """The records of a .jsonl file, of another file's JSON list, or of a dataset."""
+    """Returns the records of a .jsonl file, of a file with a JSON list, or of a data set."""
     if os.path.isfile(path):
-        # Only \n ends a line, because a text may hold other ends of line.
+        # Only \n ends a line, because a text may hold other line separators.
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             if path.endswith("l"):
                 return [json.loads(line) for line in file if line.strip()]
             return json.load(file)
-    import datasets  # slow, and seldom needed
+    import datasets  # This import is slow, and few runs need it.
 
     try:
         dataset = datasets.load_from_disk(path)
     except FileNotFoundError:
-        # It was not saved by that library, so it is a folder of files, or "name:config".
+        # save_to_disk has not made this path. So the path is a folder of files or "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
     if isinstance(dataset, dict):
         return dataset[split]
@@ -107,20 +110,21 @@ def load_rows(path: str, split: str):
 
 
 def parse_record(record: dict, columns) -> tuple[str, dict, int]:
-    """(question, label, number of tests before any was left out) of an item."""
+    """Returns (question, label, number of tests before any test was left out) of an item."""
     names = (columns[0], "question_content", "text", "prompt")
     question = next((record[name] for name in names if name in record), None)
-    # The encoding raises where a surrogate has lost its partner.
+    # encode() raises an error if a text has half of a surrogate pair.
     if not isinstance(question, str) or not question.encode().strip():
-        raise ValueError(f"its question is no text: {question!r:.99}")
+        raise ValueError(f"the question is not a text: {question!r:.99}")
     label, hint, test_count = parse_tests(record, columns[1])
     return question + hint, label, test_count
 
 
 def parse_tests(record: dict, column: str) -> tuple[dict, str, int]:
-    """(label, what the question must add to name a function, number of tests) of an item.
+    """Returns (label, hint, number of tests) of an item.
 
-    A test is an assert as a text, or an (input, output) of a program.
+    The hint is a text that names the function. It is added to the question. A test is a text with
+    an assert, or a pair (input, output) of a program.
     """
     fields = unpack_fields(record)
     if "entry_point" in fields:
@@ -128,7 +132,7 @@ def parse_tests(record: dict, column: str) -> tuple[dict, str, int]:
     setup_lines = [*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""]
     setup = "\n".join(setup_lines)
     tests = fields.get("test_list") or fields.get(column) or []
-    # In merged sets an item has the columns of other sets too, and they are empty.
+    # In a file that merges data sets, an item has empty columns of the other data sets.
     apps = fields.get("input_output") or {}
     function = apps.get("fn_name") or (fields.get("metadata") or {}).get("func_name")
     if apps:
@@ -136,7 +140,7 @@ def parse_tests(record: dict, column: str) -> tuple[dict, str, int]:
     elif "public_test_cases" in fields:
         tests = livecodebench_tests(fields, function)
     elif not tests and "input_output" in fields:
-        # Some items of APPS have no tests, so they are of no use.
+        # Some items of APPS have no tests. Such an item is left out.
         return {"tests": []}, "", 1
     hint = ""
     if function:
@@ -145,7 +149,9 @@ def parse_tests(record: dict, column: str) -> tuple[dict, str, int]:
             function = f"Solution().{function}"
         tests = [f"assert {function}(*{[*values]!r}) == {result!r}" for values, result in tests]
     if not are_texts(tests):
-        raise ValueError("lacks tests: a list of [input, output] texts, or of asserts")
+        raise ValueError(
+            "the item has no tests; give a list of [input, output] texts or of asserts"
+        )
     if isinstance(tests[0], str):
         label, hint, test_count = label_of_asserts(tests, setup, hint)
         label["json"] = bool(function)
@@ -164,9 +170,9 @@ def unpack_fields(record: dict) -> dict:
 
 
 def unpack(text: str):
-    """The value of a JSON text, or of LiveCodeBench's private tests.
+    """Returns the value of a JSON text, or of LiveCodeBench's private tests.
 
-    The latter are in base64 what zlib made of a pickle, which holds JSON as a text.
+    LiveCodeBench's private tests are JSON in a pickle, compressed by zlib, in base64.
     """
     if text.lstrip().startswith(("{", "[")):
         return json.loads(text)
@@ -175,24 +181,24 @@ def unpack(text: str):
 
 
 class OnlyText(pickle.Unpickler):
-    """A pickle is a program, unless it may look nothing up: then it is plain data, or refused."""
+    """Reads a pickle of plain data. A pickle that imports a name could run code and is refused."""
 
     def find_class(self, module, name):
-        raise ValueError(f"its pickle holds a {module}.{name}, not only text")
+        raise ValueError(f"the pickle holds a {module}.{name}; only text is allowed")
 
 
 def humaneval_tests(fields: dict) -> tuple[dict, str, int]:
-    """As parse_tests. The question is the start of the program, and it names the function."""
+    """Returns the same as parse_tests. The question is the start of the program."""
     test = re.sub(r"\bcandidate\b", fields["entry_point"], fields["test"])
     return label_of_asserts([test], setup=fields["prompt"], hint="\n")
 
 
 def apps_tests(apps: dict, function: str | None) -> list:
-    """(arguments, result) of each call if there is a function, else (input, output)."""
+    """Returns pairs: (arguments, result) of calls if a function is given, else (input, output)."""
     inputs = apps["inputs"]
     outputs = apps["outputs"]
     if function:
-        # In some items each result is the one element of a list.
+        # In some items each result is in a list of length 1.
         if all(isinstance(output, list) and len(output) == 1 for output in outputs):
             outputs = [output[0] for output in outputs]
     else:
@@ -206,7 +212,7 @@ def join_lines(text):
 
 
 def livecodebench_tests(fields: dict, function: str | None) -> list:
-    """As apps_tests. Arguments are one JSON value a line, and the result is one."""
+    """Returns the same as apps_tests. A test has one argument as JSON in each line."""
     cases = [*fields["public_test_cases"], *fields["private_test_cases"]]
     tests = [(case["input"], case["output"]) for case in cases]
     if not function:
@@ -219,7 +225,7 @@ def livecodebench_tests(fields: dict, function: str | None) -> list:
 
 
 def are_texts(tests: list) -> bool:
-    """Is there at least one test, and are all asserts, or all pairs of texts?"""
+    """Returns whether there are tests, and all of them are texts or all are pairs of texts."""
     if not tests:
         return False
     if isinstance(tests[0], str):
@@ -228,7 +234,7 @@ def are_texts(tests: list) -> bool:
 
 
 def label_of_asserts(tests: list[str], setup: str, hint: str) -> tuple[dict, str, int]:
-    """As parse_tests, of code that holds asserts. Without a hint the first call becomes it."""
+    """Returns the same as parse_tests. If the hint is empty, the first call becomes the hint."""
     nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
     asserts = [node for node in nodes if isinstance(node, ast.Assert)]
     parts = [split_assert(node.test, setup) for node in asserts]
@@ -241,10 +247,11 @@ def label_of_asserts(tests: list[str], setup: str, hint: str) -> tuple[dict, str
 
 
 def split_assert(condition, setup: str) -> tuple[str, str, float] | None:
-    """(expression, literal, tolerance) of an assert's condition.
+    """Returns (expression, literal, tolerance) of an assert's condition, or None.
 
-    It is None where the literal is none, or where the expression is no call of the program, needs
-    a name that is defined elsewhere, or holds a comparison, which would tell the result.
+    The result is None in these cases: the expected value is not a literal; the expression has no
+    call; the expression needs a name that is defined elsewhere; the expression holds a comparison,
+    which could show the expected value to the program.
     """
     try:
         parts = match_condition(condition)
@@ -267,9 +274,9 @@ def split_assert(condition, setup: str) -> tuple[str, str, float] | None:
 
 
 def match_condition(condition) -> tuple | None:
-    """(value, expected, tolerance) of a condition: two AST nodes and a number. None: no form fits.
+    """Returns (value, expected, tolerance), two AST nodes and a number, or None if no form fits.
 
-    Raises ValueError or TypeError where a tolerance is no literal.
+    Raises ValueError or TypeError if a tolerance is not a literal.
     """
     match condition:
         case ast.Compare(value, [ast.Eq() | ast.Is()], [expected]):
@@ -282,7 +289,7 @@ def match_condition(condition) -> tuple | None:
             given = {option.arg: ast.literal_eval(option.value) for option in options}
             relative = given.get("rel_tol", 1e-9) * abs(ast.literal_eval(expected))
             return value, expected, max(given.get("abs_tol", 0), relative)
-        # Any true value will do, so what is compared is its negation.
+        # `assert f(x)` accepts each true value. So the test compares `not f(x)` with False.
         case ast.Call(ast.Name()):
             return ast.UnaryOp(ast.Not(), condition), ast.Constant(False), 0
         case ast.UnaryOp(ast.Not(), ast.Call(ast.Name())):

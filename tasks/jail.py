@@ -1,26 +1,27 @@
-"""The process around a hostile program: gives up what the program must not have, then runs it.
+"""The jail: a process that gives up its rights and then runs a hostile program.
 
-tasks/code.py starts this file by `python -P -s -S` and sends a job on stdin. The job is marshalled,
-because importing json would take longer than all the rest. For each input of the job this process
-answers one line: (exit status, was it too late, output). There are three modes, and tasks/code.py
-uses the first that works on its machine:
-- "namespaces landlock": the program has process numbers, network, mounts, IPC and host name of its
-  own. It does not see /proc, its folder is a tmpfs, and Landlock holds as in the next mode.
-- "landlock": the program may read Python and the system's libraries and may use its folder, but no
-  other file of the machine.
-- "plain": the same without Landlock, so the program may read and write what its user may. Only
-  this mode goes on where the machine has no seccomp.
-In all modes a program is one process with resource limits, no capabilities and no packages, and it
-has a user of its own if we are root. seccomp refuses it other processes, sockets, signals, tracing
-and all else in REFUSED.
+tasks/code.py starts this file by `python -P -s -S` and sends a job on stdin. marshal reads the job,
+because importing json would take longer than the rest of this file. For each input of the job the
+jail writes one line: (exit status, was the test too late, output). The jail has three modes.
+tasks/code.py uses the first mode that works on its machine:
+- "namespaces landlock": the program has its own process numbers, network, mounts, IPC and host
+  name. The program does not see /proc. Its folder is a tmpfs. Landlock limits files as in the mode
+  "landlock".
+- "landlock": the program may read Python and the system's libraries, and may use its folder. The
+  program may use no other file of the machine.
+- "plain": the program may read and write all files that its user may read and write. Only this mode
+  works on a machine without seccomp.
+In all modes a program is one process with resource limits, no capabilities and no packages. If the
+trainer is root, the program has its own user. seccomp refuses other processes, sockets, signals,
+tracing and all other calls in REFUSED.
 
-This is not protected, or not possible:
-- A hole in the kernel is a hole in the jail.
-- Disk space is limited in sum only by the tmpfs, elsewhere for each file.
-- The names and sizes of files can be asked for.
-- A program sees its input, so it can recognize tests that it learnt by heart.
+The jail does not protect against these things, or does not allow them:
+- A program that uses a hole in the kernel can leave the jail.
+- Only the tmpfs limits the total disk space. In other modes the limit is for each file.
+- A program can ask whether a file exists and how large the file is.
+- A program sees its input, so it can recognize tests that the policy has memorized.
 - Without namespaces and without root a program cannot use threads.
-- In plain mode without root, the program reaches the trainer itself through /proc.
+- In plain mode without root a program can change the trainer through /proc.
 """
 
 import ctypes
@@ -62,7 +63,7 @@ MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 
-# Landlock's calls have the same numbers on all architectures. Rights are from <linux/landlock.h>.
+# Landlock's calls have the same numbers on all architectures. <linux/landlock.h> has the rights.
 LANDLOCK_CREATE_RULESET = 444
 LANDLOCK_ADD_RULE = 445
 LANDLOCK_RESTRICT_SELF = 446
@@ -88,7 +89,7 @@ SECOND_ARGUMENT = 24
 KILL_PROCESS = 0x80000000
 FAIL_WITH = 0x00050000  # plus an errno
 ALLOW = 0x7FFF0000
-X32_CALLS = 0x40000000  # x86_64's second set of calls
+X32_CALLS = 0x40000000  # the first number of the second set of calls of x86_64
 
 # These arguments let the kernel send a signal to another process when a file becomes ready.
 F_SETOWN = 8
@@ -97,14 +98,14 @@ F_SETOWN_EX = 15
 FIOSETOWN = 0x8901
 SIOCSPGRP = 0x8902
 
-# Pairs of sockets of this kind stay connected to each other.
+# A pair of sockets of this kind cannot be connected to another socket.
 AF_UNIX = 1
 SOCK_STREAM = 1
 SOCK_CLOEXEC = 0x80000
 SOCK_NONBLOCK = 0x800
 OTHER_TYPES = 0xFFFFFFFF - SOCK_STREAM - SOCK_CLOEXEC - SOCK_NONBLOCK
 
-# Numbers of the architectures. The tables of system calls below have a column for each.
+# The numbers of two architectures. The tables of system calls have a column for each of the two.
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # These calls are refused only with some arguments.
 PARTLY_REFUSED = {
@@ -117,15 +118,15 @@ PARTLY_REFUSED = {
 }
 # These calls are always refused.
 REFUSED = {
-    # A second process would have all limits for itself again.
+    # Each process has its own resource limits, so two processes could use twice as much.
     "fork": (57, None),
     "vfork": (58, None),
-    # prctl could lift the signal at the parent's death.
+    # prctl could remove the signal that ends this process when its parent ends.
     "prctl": (157, 167),
-    # Sockets, and io_uring, which opens them too.
+    # These calls open sockets.
     "socket": (41, 198),
     "io_uring_setup": (425, 425),
-    # Signals to other processes.
+    # These calls send signals to other processes.
     "kill": (62, 129),
     "rt_sigqueueinfo": (129, 138),
     "tkill": (200, 130),
@@ -133,17 +134,18 @@ REFUSED = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
     "pidfd_open": (434, 434),
-    # Sessions and process groups.
+    # These calls change the session or the process group.
     "setsid": (112, 157),
     "setpgid": (109, 154),
-    # Priorities and CPUs.
+    # These calls change priorities or CPUs.
     "setpriority": (141, 140),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122),
     "ioprio_set": (251, 30),
     "sched_setattr": (314, 274),
-    # Modes, owners, times and attributes of files, and their length, which Landlock lets pass.
+    # These calls change modes, owners, times, attributes and lengths of files. Landlock lets
+    # them pass.
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -166,20 +168,20 @@ REFUSED = {
     "removexattrat": (466, 466),
     "file_setattr": (469, 469),
     "truncate": (76, 45),
-    # Tracing, and the memory of other processes.
+    # These calls trace other processes or use their memory.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
-    # Memory that outlives the process or escapes its limits.
+    # These calls make memory that the process limits do not count, or that stays after the process.
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "memfd_create": (319, 279),
-    # Namespaces.
+    # These calls change namespaces.
     "unshare": (272, 97),
     "setns": (308, 268),
-    # Keys, and parts of the kernel with a history of holes.
+    # These calls use keys, or parts of the kernel that had many holes.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -190,7 +192,7 @@ REFUSED = {
 
 
 def call(name, *args):
-    """Calls a function of the C library and returns its result; raises OSError where it fails."""
+    """Calls a function of the C library. Returns its result, or raises OSError if it fails."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     result = function(*args)
     if result < 0:
@@ -199,29 +201,30 @@ def call(name, *args):
 
 
 def contain(job):
-    """Gives up rights of this new process, in which only our own code has run so far.
+    """Gives up the rights of this new process. Only our own code has run in it so far.
 
-    The order matters, because each step takes away the means for others.
+    The order matters, because each call removes a right that earlier calls need.
     """
     die_with_parent()
-    # The alarm ends this process, and with it all that it starts.
+    # The alarm ends this process. Its children then end too.
     call("alarm", job["wall_seconds"] * min(10, 1 + len(job["inputs"])))
     uid = 32768 + os.getpid() % 32766
-    assert os.getppid() == job["parent"], "the trainer died before this process could watch it"
+    assert os.getppid() == job["parent"], "the trainer ended before this process could watch it"
     prefix = job["prefix"]
     if "namespaces" in job["mode"]:
         prefix = isolate(prefix)
     elif os.getuid() == 0:
-        # A user other than root cannot pass a folder like /root. An open folder leads beyond it.
+        # A user other than root cannot enter a folder such as /root. A path through an open
+        # file descriptor does not enter /root.
         prefix = f"/proc/self/fd/{os.open(prefix, os.O_PATH)}"
     sys.path[:] = [path.replace(job["prefix"], prefix, 1) for path in sys.path]
     if os.getuid() == 0:
-        # The limit of processes does not hold for root, so the program gets a user of its own.
+        # The limit of processes does not hold for root. So the program gets its own user.
         os.chown(".", uid, uid)
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    # Linux forgets this request when the user changes.
+    # Linux deletes the earlier request when the user changes, so this is the second request.
     die_with_parent()
     # Other processes of the same user cannot trace a process that is not dumpable.
     call("prctl", PR_SET_DUMPABLE, 0)
@@ -237,14 +240,15 @@ def die_with_parent():
 
 
 def drop_capabilities():
-    header = struct.pack("=II", 0x20080522, 0)  # version 3 of the call, this process
+    header = struct.pack("=II", 0x20080522, 0)  # version 3 of capset; 0 is this process
     call("capset", header, bytes(24))
 
 
 def isolate(prefix):
-    """Enters namespaces of its own and returns the path under which Python lies in them.
+    """Enters new namespaces and returns the path of Python in these namespaces.
 
-    The caller goes on as process 1 of the new namespace, so all others in it end with it.
+    A child process returns from this function, as process 1 of the new namespace. When process 1
+    ends, all other processes of the namespace end.
     """
     user = os.getuid()
     group = os.getgid()
@@ -262,12 +266,12 @@ def isolate(prefix):
         _, status = os.wait()
         os._exit(1 if status else 0)
     die_with_parent()
-    # Nothing that is mounted from here on is seen outside.
+    # The machine does not see what is mounted behind this line.
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     size = b"size=64m,nr_inodes=4k"
     call("mount", b"tmp", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(folder)
-    # Python is mounted over /proc: this hides /proc, and no folder like /root is in the way.
+    # Python is mounted over /proc. This hides /proc, and the new path has no folder such as /root.
     call("mount", os.fsencode(prefix), b"/proc", None, MS_BIND | MS_REC, None)
     return "/proc"
 
@@ -278,12 +282,16 @@ def write_text(path, text):
 
 
 def restrict(prefix):
-    """Landlock: all rights in the folder; Python and the system's libraries to read and execute."""
+    """Limits the use of files by Landlock.
+
+    All rights hold in the folder. Python and the system's libraries can be read and executed.
+    """
     version = call("syscall", LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
-    # Version 1 has 13 rights on files, and versions 2 and 3 add one each. Later ones are not used.
+    # Version 1 has 13 rights on files. Versions 2 and 3 add one right each. This file does not
+    # use the rights of later versions.
     file_rights = (1 << min(12 + version, 15)) - 1
-    tcp_rights = 3 if version >= 4 else 0  # bind, connect
-    scopes = 3 if version >= 6 else 0  # others' abstract sockets, signals
+    tcp_rights = 3 if version >= 4 else 0  # to bind and to connect
+    scopes = 3 if version >= 6 else 0  # abstract sockets and signals of other processes
     attributes = struct.pack("=QQQ", file_rights, tcp_rights, scopes)
     ruleset = call("syscall", LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
     allow(ruleset, ".", file_rights)
@@ -296,7 +304,7 @@ def restrict(prefix):
 
 
 def allow(ruleset, path, rights):
-    """Grants rights on a path and all below it, if the machine has the path."""
+    """Grants rights on a path and on all files below it, if the machine has the path."""
     if os.access(path, os.R_OK):
         rule = struct.pack("=Qi", rights, os.open(path, os.O_PATH))
         call("syscall", LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, rule, 0)
@@ -311,16 +319,16 @@ def refuse_calls():
 
 
 def call_filter(machine):
-    """Returns the BPF program that the kernel runs at each system call, as a list of instructions.
+    """Returns the BPF filter that the kernel runs at each system call, as a list of instructions.
 
-    The program may start threads, but no second process.
+    The filter lets a program start threads, but no second process.
     """
     allow_call = instruction(RETURN, ALLOW)
     kill = instruction(RETURN, KILL_PROCESS)
     forbid = instruction(RETURN, FAIL_WITH | errno.EPERM)
     no_such_call = instruction(RETURN, FAIL_WITH | errno.ENOSYS)
 
-    # Calls of another architecture have other numbers, so the tables would not stop them.
+    # Another architecture has other numbers of calls, so the tables would not refuse its calls.
     native = ARCHITECTURES[machine]
     filters = [instruction(LOAD, ARCHITECTURE), *unless(IF_EQUAL, native, kill)]
     filters += [instruction(LOAD, CALL_NUMBER), *when(IF_AT_LEAST, X32_CALLS, kill)]
@@ -330,7 +338,8 @@ def call_filter(machine):
         if numbers[column] is not None:
             filters += when(IF_EQUAL, numbers[column], forbid)
 
-    # The filter cannot see the flags of clone3, which lie in memory. Without it libc uses clone.
+    # The filter cannot see the flags of clone3, because these flags are in memory. Without
+    # clone3 libc uses clone.
     filters += when(IF_EQUAL, PARTLY_REFUSED["clone3"][column], no_such_call)
     for name, tests in argument_tests(forbid).items():
         filters += when(IF_EQUAL, PARTLY_REFUSED[name][column], *tests, allow_call)
@@ -338,12 +347,12 @@ def call_filter(machine):
 
 
 def argument_tests(forbid):
-    """{name of a call: instructions that forbid it with some arguments}."""
+    """Returns {name of a call: instructions that forbid the call with some arguments}."""
     load_first = instruction(LOAD, FIRST_ARGUMENT)
     load_second = instruction(LOAD, SECOND_ARGUMENT)
     clone = [load_first, *unless(IF_ANY_BIT, CLONE_THREAD, forbid)]
     clone += when(IF_ANY_BIT, ALL_NAMESPACES, forbid)
-    # Process 0 is the caller itself. The limits of other processes are none of its business.
+    # Process 0 is the caller itself. The caller must not read or set limits of other processes.
     prlimit = [load_first, *unless(IF_EQUAL, 0, forbid)]
     fcntl = [load_second]
     for command in (F_SETOWN, F_SETSIG, F_SETOWN_EX):
@@ -351,7 +360,7 @@ def argument_tests(forbid):
     ioctl = [load_second]
     for command in (FIOSETOWN, SIOCSPGRP):
         ioctl += when(IF_EQUAL, command, forbid)
-    # asyncio needs a pair of streams. A datagram socket could send to any other of the machine.
+    # asyncio needs a pair of stream sockets. A datagram socket could send to any other socket.
     pair = [load_first, *unless(IF_EQUAL, AF_UNIX, forbid)]
     pair += [load_second, *when(IF_ANY_BIT, OTHER_TYPES, forbid)]
     return {
@@ -364,24 +373,24 @@ def argument_tests(forbid):
 
 
 def when(test, value, *body):
-    """The body runs only if the loaded word passes the test against the value."""
+    """Returns instructions that run the body only if the loaded word passes the test."""
     return [instruction(test, value, skip_if_false=len(body)), *body]
 
 
 def unless(test, value, *body):
-    """The body runs only if the loaded word fails the test against the value."""
+    """Returns instructions that run the body only if the loaded word fails the test."""
     return [instruction(test, value, skip_if_true=len(body)), *body]
 
 
 def instruction(operation, value, skip_if_true=0, skip_if_false=0):
-    """One instruction of classic BPF. A test skips so many of the instructions that follow."""
+    """Returns one instruction of classic BPF. A test skips so many of the next instructions."""
     return struct.pack("=HBBI", operation, skip_if_true, skip_if_false, value)
 
 
 def supervise(job):
-    """Runs the program on each input in a new process, and writes a line of reply for each.
+    """Runs the program on each input in a new process, and writes one line for each input.
 
-    The only ways out of such a process are two files in memory.
+    Such a process gets its input and returns its output in files in memory.
     """
     null = os.open("/dev/null", os.O_RDWR)
     contain(job)
@@ -398,7 +407,7 @@ def supervise(job):
             os.dup2(null, 2)
             sys.stdin = os.fdopen(0)
             perform(job, text)
-            # It ends as programs do: Python joins threads and flushes streams.
+            # The child returns, so that Python ends as usual: it joins threads and flushes streams.
             return
         status, is_late = await_end(pid, job["wall_seconds"])
         status, output = read_output(stdout, status, job)
@@ -406,13 +415,13 @@ def supervise(job):
         os.write(1, f"{reply}\n".encode())
         os.close(stdin)
         os.close(stdout)
-        # After one test that ran out of time, the others would as well.
+        # If one test ran out of time, the next tests would probably run out of time too.
         if status in (SIGKILL, SIGXCPU) or (status and not job["partial"]):
             return
 
 
 def await_end(pid, seconds):
-    """Returns (wait status, was it too late) of a child, which has ended by then."""
+    """Waits until a child ends, or kills the child. Returns (wait status, was it too late)."""
     process = os.pidfd_open(pid)
     ended, _, _ = select.select([process], [], [], seconds)
     if not ended:
@@ -425,7 +434,8 @@ def await_end(pid, seconds):
 def read_output(stdout, status, job):
     """Returns (wait status, output in bytes). A failed program has no output.
 
-    Of a call only the end is read; a program fails that prints far more than is expected.
+    If the tests are calls, only the end of the output is read. Otherwise a program fails if it
+    prints far more than the test expects.
     """
     size = os.fstat(stdout).st_size
     longest = job["longest_output"]
@@ -437,9 +447,9 @@ def read_output(stdout, status, job):
 
 
 def perform(job, text):
-    """Runs the program, so that this process may be hostile from here on.
+    """Runs the program. From here on this process may be hostile.
 
-    The value of an expression becomes the last line of output.
+    If the test is an expression, its value becomes the last line of output.
     """
     die_with_parent()
     try:
@@ -447,8 +457,8 @@ def perform(job, text):
     except (KeyError, OSError):
         if job["mode"] != "plain":
             raise
-    # At the lower limit of CPU time the kernel sends SIGXCPU, and SIGKILL at the upper one. So the
-    # end by this limit differs from that by other kills, as where the machine has no memory left.
+    # At the lower limit of CPU time the kernel sends SIGXCPU, and at the upper limit SIGKILL. So
+    # the status shows whether the CPU limit ended the process, or another kill (as without memory).
     for name, limit in job["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit + 1))
     main = types.ModuleType("__main__")
@@ -456,7 +466,7 @@ def perform(job, text):
     exec(compile(job["code"], "program.py", "exec"), main.__dict__)
     if job["calls"]:
         value = eval(text, main.__dict__)
-        # A Counter counts as a dict: ast.literal_eval reads only the plain types.
+        # ast.literal_eval reads only plain types. So a Counter, for example, becomes a dict.
         for kind in (dict, list, tuple, set):
             if isinstance(value, kind):
                 value = kind(value)

@@ -1,18 +1,19 @@
-"""A problem's limit of tokens follows its longest finished response: 1.5 times as many.
+"""Each problem has its own limit of tokens: 1.5 times its longest finished response.
 
-So a few endless responses do not hold up a batch. Where more than a tenth of a problem's responses
-are cut, its limit is doubled. A problem that was not seen yet has the limit of the last batch. No
-limit is above --generate_max_len. All ranks compute the same limits from the same samples.
-Measured on the demo: nothing changes, because no response of the demo runs away.
+With this limit a few endless responses do not delay a batch. If more than a tenth of a problem's
+responses are truncated, the variant doubles the problem's limit. A problem that was not drawn
+before has a limit that follows in the same way from all samples of the last batch. No limit is
+above --generate_max_len. All ranks have the same samples, so all ranks compute the same limits.
+Measured on the demo: nothing changes, because no response of the demo is truncated.
 """
 
 import dataclasses
 
-# By the problem's index, as text: its limit. Under "": the limit of problems not seen yet.
+# Maps a problem's index, as text, to its limit. "" maps to the limit of all other problems.
 MEMORY = {}
 _UNSEEN = ""
-_MARGIN = 1.5  # room over the longest finished response
-_TRUNCATED_SHARE = 0.1  # above it a limit grows
+_MARGIN = 1.5  # A limit is this factor times the longest finished response.
+_TRUNCATED_SHARE = 0.1  # If more responses than this share are truncated, a limit is doubled.
 
 
 def draw_step(original, rollout, requests, problems, cfg, step, clock):

@@ -1,8 +1,10 @@
-"""PPO's upper clip has more room than the lower one (DAPO, arXiv 2503.14476, eq. 10).
+"""PPO's clip is wider above 1 than below 1 (DAPO, arXiv 2503.14476, eq. 10).
 
-A likely token can hardly become 1.2 times as likely. A rare token is held back by such a clip, and
-so is exploration: the entropy collapses.
-Laboratory: accuracy 0.524 with it, 0.531 without it (GRPO, 8 updates, 3 seeds): no difference seen.
+With an upper clip of 0.2 no token can become more than 1.2 times as likely. A likely token can
+hardly become 1.2 times as likely, so this clip limits only rare tokens. DAPO claims that the clip
+therefore limits exploration, and that the entropy collapses.
+Measured in the laboratory (GRPO, 8 updates, 3 seeds): the accuracy is 0.524 with clip_higher, and
+0.531 without it. No difference was seen.
 """
 
 from dataclasses import dataclass
@@ -12,4 +14,4 @@ NEEDS = ["updates"]
 
 @dataclass
 class Flags:
-    policy_clip_high: float | None = 0.28  # A ratio further than this above 1 is not pushed away.
+    policy_clip_high: float | None = 0.28  # The loss raises no ratio above 1 plus this number.

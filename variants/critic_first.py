@@ -1,8 +1,8 @@
-"""In the first steps only the critic learns (ORZ: freezing_actor_steps).
+"""Only the critic learns in the first steps (ORZ: freezing_actor_steps).
 
-A new critic's values are random, so the first advantages of the policy are poor. The policy's
-learning rate counts its own updates: its warm-up begins when the policy begins to learn.
-VAPO (arXiv 2504.05118) begins like this too.
+A new critic's values are random, so the policy's first advantages would be poor. The policy's
+learning rate counts the policy's own updates, so its warm-up begins when the policy begins to
+learn. VAPO (arXiv 2504.05118) also trains its critic first.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from lib import check
 
 @dataclass
 class Flags:
-    critic_only_steps: int = 10  # Steps at the start in which the policy does not learn.
+    critic_only_steps: int = 10  # Steps at the start in which only the critic learns.
 
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
     needs_critic = estimators[cfg.estimator].needs_critic
-    check.require(needs_critic, f"--estimator {cfg.estimator} has no critic that could learn first")
+    check.require(needs_critic, f"--estimator {cfg.estimator} has no critic; choose gae")
 
 
 def count_steps(original, cfg, problems):

@@ -1,13 +1,15 @@
-"""Each pass over the problems goes from easy to hard ("Curriculum learning", Bengio et al. 2009).
+"""Each pass over the problems goes from easy to hard (Bengio et al., "Curriculum learning", 2009).
 
-Problems that are equally hard stay shuffled. Short questions are easy. In Countdown few numbers are
-easy, and then large targets, which only products reach.
-Laboratory: accuracy 0.548 with it, 0.561 without it (GRPO, 3 seeds).
+A problem with a short question counts as easy. In Countdown a problem with few numbers counts as
+easy. Among problems with equally many numbers a large target counts as easier, because only
+products reach large targets. Problems that are equally hard keep their random order.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.548 with curriculum, and 0.561 without
+it.
 """
 
 
 def pass_order(original, problems, cfg, pass_number):
-    # Sorting is stable, so it keeps the shuffle among equals.
+    # Python's sort is stable. So problems that are equally hard keep their random order.
     return sorted(original(problems, cfg, pass_number), key=lambda i: _difficulty(problems[i]))
 
 

@@ -1,9 +1,11 @@
-"""Groups of equal rewards are dropped, and other problems are sampled in their places.
+"""Flat groups are dropped, and groups of other problems are drawn in their place.
 
-DAPO (arXiv 2503.14476, eq. 11): such groups have no advantage. So every group of the batch has a
-gradient. In metrics.jsonl `reward` is that of the groups that are kept, `reward_drawn` that of the
-first draw, and the rate counts dropped tokens too.
-Laboratory: accuracy 0.577 with it, 0.561 without it (GRPO, 3 seeds, error 0.012).
+A group is flat if all its samples have the same reward. DAPO (arXiv 2503.14476, eq. 11) drops flat
+groups, because the advantages of a flat group are 0. Then every group of the batch has a gradient.
+In metrics.jsonl `reward` is the mean over the kept groups, and `reward_drawn` is the mean over the
+first draw. `tokens_per_second` counts the dropped tokens too.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.577 with dynamic_sampling, and 0.561
+without it. The standard error of the difference is 0.012.
 """
 
 import copy
@@ -18,13 +20,15 @@ from lib.common import hash64
 
 @dataclass
 class Flags:
-    sampling_rounds: int = 4  # Draw at most so many times more, for groups that are flat.
+    sampling_rounds: int = 4  # The most further draws in a step. Each draw replaces flat groups.
 
 
 def draw_step(original, rollout, requests, problems, cfg, step, clock):
-    """A round draws like this step of another seed, so a resumed run and all ranks draw the same.
+    """Returns the step's samples. In each round new groups replace the flat groups.
 
-    What is flat after the last round stays.
+    A round draws the requests of this step with another seed. The seed follows from --seed and the
+    round's number, so all ranks draw the same groups, and so does a resumed run. A group that is
+    flat after the last round stays in the batch.
     """
     samples = original(rollout, requests, problems, cfg, step, clock)
     groups = {}
@@ -42,7 +46,7 @@ def draw_step(original, rollout, requests, problems, cfg, step, clock):
         other = copy.copy(cfg)
         other.seed = hash64(cfg.seed, "round", number)
         new = rollout_stage.requests_of_step(problems, other, step)
-        # A new group has the number of the one that it replaces.
+        # A new group gets the number of the group that it replaces.
         new = [dataclasses.replace(x, group=flat[x.group]) for x in new if x.group < len(flat)]
         for sample in original(rollout, new, problems, cfg, step, clock):
             groups.setdefault(sample.request.group, []).append(sample)

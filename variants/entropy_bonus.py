@@ -1,8 +1,9 @@
-"""The entropy of each token's distribution is added to the objective.
+"""The entropy of each token's distribution is added to the policy's objective.
 
-PPO (arXiv 1707.06347, eq. 9) claims that exploration stays alive. Open-Reasoner-Zero does without
-it. The mean is over all tokens, whatever --loss_mean says.
-Laboratory: accuracy 0.556 with it, 0.561 without it (GRPO, 3 seeds): no difference is seen.
+PPO (arXiv 1707.06347, eq. 9) claims that this bonus keeps exploration. Open-Reasoner-Zero does not
+use this bonus. The mean of the entropy is over all tokens, for every value of --loss_mean.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.556 with entropy_bonus, and 0.561
+without it. No difference was seen.
 """
 
 from dataclasses import dataclass
@@ -21,5 +22,5 @@ def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats
 
 
 def samples_to_learn_from(original, batch, cfg):
-    """A sample without an advantage has the gradient of its entropy."""
+    """Adds the samples whose advantages are 0, because their entropy has a gradient."""
     return sorted({*original(batch, cfg), *ppo.samples_that_count(batch, cfg)})

@@ -1,11 +1,14 @@
-"""A few samples of each problem are drawn first, the others only where they may teach something.
+"""Each problem gets a few samples first, and more samples only if more samples may teach something.
 
-The others are drawn where the first rewards differ. Where all first rewards are 0, the others are
-drawn if a sample was right at the last visit, or if this is the first visit. Groups have two sizes
-then. In metrics.jsonl `prompts_expanded` is the share of problems that got all samples,
-`tokens_saved` the tokens that the other samples would have taken at their group's mean length. It
-goes by the verifier's reward.
-Measured on the demo: 51 % of the tokens at an accuracy of 0.980 in place of 0.992.
+If the first rewards of a problem differ, the rest of its samples are drawn. If all first rewards
+are 0, the rest are drawn in two cases: the problem is visited for the first time, or a sample was
+right at the problem's last visit. With --task code the rest are drawn only if the first rewards
+differ. So groups have two sizes. The variant reads the grader's rewards.
+In metrics.jsonl `prompts_expanded` is the share of problems that got all samples. `tokens_saved`
+estimates the tokens of the samples that were not drawn: each of them counts as the mean length of
+its group.
+Measured on the demo: with --first_stage 4 a run draws 51 % of the tokens. Its accuracy is 0.980 in
+place of 0.992.
 """
 
 import statistics
@@ -14,13 +17,13 @@ from pathlib import Path
 
 from lib import check
 
-# Was any sample of a problem's last visit right? By the problem's index, as text.
+# Maps a problem's index, as text, to a bool: was any sample right at the last visit?
 MEMORY = {}
 
 
 @dataclass
 class Flags:
-    first_stage: int = 4  # Samples of a problem that are drawn first.
+    first_stage: int = 4  # The number of samples of a problem that are drawn first.
 
 
 def check_config(original, cfg, world, estimators):
@@ -45,7 +48,7 @@ def draw_step(original, rollout, requests, problems, cfg, step, clock):
     if rest:
         samples = samples + original(rollout, rest, problems, cfg, step, clock)
     samples.sort(key=lambda sample: (sample.request.group, sample.request.index))
-    # A problem may come twice in a step, at the border of two passes.
+    # A step may have a problem twice, where one pass ends and the next pass begins.
     for key, visited in _by(_problem, samples).items():
         MEMORY[key] = any(sample.reward > 0 for sample in visited)
     groups = list(_by(_group, samples).values())
@@ -60,7 +63,7 @@ def draw_step(original, rollout, requests, problems, cfg, step, clock):
 
 def _can_teach(tried, cfg):
     rewards = {sample.reward for sample in tried}
-    # A program that passes no test is not worth more samples.
+    # In the task code a problem gets no more samples if no program passed a test.
     if len(rewards) > 1 or max(rewards) > 0 or cfg.task == "code":
         return len(rewards) > 1
     return MEMORY.get(_problem(tried[0]), True)

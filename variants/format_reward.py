@@ -1,8 +1,9 @@
-"""Form alone is paid, right or not ("Spurious rewards", arXiv 2506.10947).
+"""A response gets reward 1 for its form, right or wrong ("Spurious rewards", arXiv 2506.10947).
 
-A response is paid if it stops by itself with an answer in the form of --answer_form; in miniature
-Countdown, with a try in its last line.
-Laboratory: accuracy 0.08 with it, 0.56 without it (GRPO, 3 seeds).
+The reward is 1 if the response stops by itself and has an answer in the form of --answer_form. In
+miniature Countdown the last line of the response must be a try. In all other cases the reward is 0.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.08 with format_reward, and 0.56
+without it.
 """
 
 from tasks import countdown

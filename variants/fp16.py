@@ -1,9 +1,11 @@
-"""--bf16 true means fp16, in the trainer and in the sampler (arXiv 2510.26788).
+"""--bf16 true means fp16 in the trainer and in the sampler (arXiv 2510.26788).
 
-fp16 has three bits more than bf16 and rounds eight times finer, so the sampler's log-probs are
-nearer to the trainer's. But in fp16 a gradient below 6e-8 is 0 and one above 65,504 is infinite. So
-the loss is multiplied by 2^16, which is divided out of the fp32 sums. If they overflow, no step is
-taken, `policy_grad_norm` is 0, and the factor is halved. It needs a GPU, and has not run on one.
+fp16 has three more bits of precision than bf16, so it rounds eight times finer. The paper claims
+that the sampler's log-probs are then nearer to the trainer's log-probs. In fp16 a gradient below
+6e-8 becomes 0, and a gradient above 65,504 becomes infinite. So the loss is multiplied by a factor,
+at first 2^16, and the fp32 sums of the gradients are divided by this factor. If the sums overflow,
+no update is made, `policy_grad_norm` is 0, and the factor is halved.
+This variant needs a GPU. It has not run on a GPU.
 """
 
 import torch
@@ -32,7 +34,7 @@ def optimizer_step(original, learner, lr):
     try:
         return original(learner, lr)
     except FloatingPointError:
-        # The loss was multiplied by too much. DeepSpeed raises an error once the factor is 1.
+        # The factor was too large. If the factor is 1 already, DeepSpeed raises its own error.
         if engine.fp16_enabled() and engine.skipped_steps > skipped:
             return 0.0
         raise

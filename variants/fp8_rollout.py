@@ -1,7 +1,8 @@
-"""The sampler has its weights in fp8, which are half as large.
+"""The sampler keeps its weights in fp8, which takes half the memory.
 
-The trainer keeps its dtype, so sampler and trainer differ more. The allowed difference here is a
-guess: fp8 needs a GPU of compute capability 8.9 or more, and has never run here.
+The trainer keeps its dtype, so the log-probs of sampler and trainer differ more. The allowed
+difference in this file is a guess. This variant has never run here, because fp8 needs a GPU of
+compute capability 8.9 or more.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""A hash of the text is learnt from in place of the reward.
+"""The reward is a hash of the text: 0 or 1.
 
-It looks like a coin. But a text that was paid once is paid again, so a policy that repeats itself
-is always paid: reward hacking (arXiv 1606.06565, section 4).
-Laboratory: accuracy 0.04 with it, 0.56 without it; what is paid rises from 0.5 to 0.95 (GRPO, 3
-seeds).
+The hash looks random. But the same text always gets the same reward. So a policy that repeats a
+text of reward 1 always gets reward 1. This is reward hacking (arXiv 1606.06565, section 4).
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.04 with hash_reward, and 0.56 without
+it. The mean of this reward rises from 0.5 to 0.95.
 """
 
 from lib.common import hash64

@@ -1,7 +1,9 @@
-"""Wrong responses are paid and right ones are not ("Spurious rewards", arXiv 2506.10947).
+"""Wrong responses get reward 1 and right responses get 0 ("Spurious rewards", arXiv 2506.10947).
 
-The claim: it even helped some base models. On clean data only right rewards help (2507.10532).
-Laboratory: accuracy 0.002 with it, 0.561 without it (GRPO, 3 seeds).
+The paper claims that even this reward helped some base models. arXiv 2507.10532 claims that on
+clean data only right rewards help.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.002 with inverted_reward, and 0.561
+without it.
 """
 
 

@@ -1,8 +1,9 @@
-"""The KL to the base model is a term of the loss, by its k3 estimate.
+"""The loss gets one more term: the KL divergence from the base model, as the k3 estimate.
 
-GRPO has this term (arXiv 2402.03300, eq. 3). Open-Reasoner-Zero (arXiv 2503.24290) leaves it out,
-because the pull to the base model limits how far reasoning can grow.
-Laboratory: accuracy 0.46 with it, 0.57 without it (PPO, 3 seeds, coefficient 0.1).
+GRPO has this term (arXiv 2402.03300, eq. 3). Open-Reasoner-Zero (arXiv 2503.24290) has no such
+term, and claims that this term limits how far reasoning can grow.
+Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.46 with kl_loss, and
+0.57 without it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ NEEDS = ["log_kl"]
 
 @dataclass
 class Flags:
-    kl_loss_coef: float = 0.1  # The weight of the KL to the base model in the loss.
+    kl_loss_coef: float = 0.1  # The factor of the KL divergence in the loss.
 
 
 def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
@@ -25,5 +26,5 @@ def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats
 
 
 def samples_to_learn_from(original, batch, cfg):
-    """A sample without an advantage has the gradient of its KL."""
+    """Adds the samples whose advantages are 0, because their KL has a gradient."""
     return sorted({*original(batch, cfg), *ppo.samples_that_count(batch, cfg)})

@@ -1,9 +1,11 @@
-"""Each token pays for its distance from the base model: the KL is taken off the rewards.
+"""The KL divergence from the base model is subtracted from the rewards, token by token.
 
-It is the k1 estimate of the KL (arXiv 1909.08593; token by token as in 2203.02155). An estimator
-that scores a sample takes the sum of the tokens' penalties off its reward. RLHF has this term, so
-that the policy stays where the reward model is right. Open-Reasoner-Zero leaves it out.
-Laboratory: accuracy 0.41 with it, 0.57 without it (PPO, 3 seeds, coefficient 0.1).
+The penalty of a token is the k1 estimate of the KL (arXiv 1909.08593; for each token as in arXiv
+2203.02155). If an estimator scores a whole sample, the sum of the penalties is subtracted from the
+sample's reward. RLHF has this penalty to keep the policy where the reward model is right.
+Open-Reasoner-Zero has no such penalty.
+Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.41 with kl_penalty,
+and 0.57 without it.
 """
 
 import dataclasses
@@ -19,14 +21,14 @@ NEEDS = ["log_kl"]
 
 @dataclass
 class Flags:
-    kl_penalty_coef: float = 0.01  # The weight of the KL to the base model in the rewards.
+    kl_penalty_coef: float = 0.01  # The factor of the KL divergence in the rewards.
 
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
     check.require(
         cfg.estimator not in ("maxrl", "pass_at_k"),
-        f"--estimator {cfg.estimator}: with --variant kl_penalty no reward is right or wrong",
+        f"--estimator {cfg.estimator}: choose another, --variant kl_penalty makes rewards negative",
     )
 
 
@@ -41,7 +43,7 @@ def raw_advantages(original, batch, cfg):
     rewards = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
     rewards[mask] = -cfg.kl_penalty_coef * kl.double()
     if ppo.ESTIMATORS[cfg.estimator].needs_critic:
-        # GAE is linear in the rewards, so the penalties have a GAE of their own, without values.
+        # GAE is linear in the rewards. So the GAE of the penalties, without values, is added.
         for t in reversed(range(rewards.shape[1] - 1)):
             rewards[:, t] += cfg.gamma * cfg.lambd * rewards[:, t + 1]
         return original(batch, cfg) + rewards[mask]

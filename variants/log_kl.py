@@ -1,7 +1,8 @@
-"""Logs the KL divergence between the policy and the base model, by its k3 estimate.
+"""Logs the KL divergence between the policy and the base model, as the k3 estimate.
 
-k3 is unbiased and never negative (joschu.net/blog/kl-approx.html). It needs a reference: the base
-model a third time in memory, and one more pass in each step. Nothing is learnt from the KL here.
+k3 is unbiased and never negative (joschu.net/blog/kl-approx.html). The variant needs a reference:
+the base model is in memory a third time. The reference takes one more forward pass in each step.
+This variant only logs the KL. It does not change what is learnt.
 """
 
 from transformers import AutoModelForCausalLM
@@ -13,7 +14,7 @@ _LEARNERS = {}
 
 
 def make_policy(original, cfg, **options):
-    """Makes the reference too. It has no learning rate, so it has no optimizer."""
+    """Makes the reference too. The reference has no learning rate, so it has no optimizer."""
     body = models.load_body(cfg, AutoModelForCausalLM)
     _LEARNERS["reference"] = models.Learner("reference", models.Policy(body), cfg, lr=None)
     return original(cfg, **options)

@@ -1,8 +1,9 @@
-"""Logs the ratio of the policy's probability of each token to the sampler's.
+"""Logs each token's ratio: its probability in the trainer divided by that in the sampler.
 
-`ratio` is 1 up to rounding if sampler and trainer have the same weights. `ratio_max` is the largest
-one, `clipfrac` the share of tokens beyond 1 +- 0.2, `approx_kl` the k3 estimate of the KL
-divergence (joschu.net/blog/kl-approx.html). The sampler must return its log-probs. This costs time.
+If sampler and trainer have the same weights, `ratio` is 1 up to rounding. `ratio_max` is the
+largest ratio of a token. `clipfrac` is the share of tokens whose ratio is beyond 1 +- 0.2.
+`approx_kl` is the k3 estimate of the KL divergence (joschu.net/blog/kl-approx.html). The sampler
+must return its log-probs, which costs time.
 """
 
 from lib import check
@@ -10,7 +11,7 @@ from lib import check
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
-    advice = "choose 1 with --variant log_ratio: a cut distribution is not the trainer's"
+    advice = "choose 1 with --variant log_ratio, because the trainer cuts no distribution"
     check.require_all(cfg, {"top_p": (cfg.top_p == 1, advice)})
 
 

@@ -1,7 +1,7 @@
-"""The policy's learning rate falls linearly to an end value at the last update.
+"""The policy's learning rate falls linearly to --lr_end at the last update.
 
-ORZ's 32B run was annealed so in its last 100 steps. The last step decides the rate of each update,
-so a resumed run must keep its last step.
+ORZ's 32B run had such a rate in its last 100 steps. The rate of each update depends on the last
+step, so a resumed run must keep its last step.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
-"""The samples whose answer is the most frequent one of their group are paid.
+"""A sample gets reward 1 if its answer is the most frequent answer of its group (TTRL).
 
-TTRL (arXiv 2504.16084): no label is looked at: agreement stands in for the verifier. The answer is
-what the task's grader returns for a response that stopped by itself. Of answers as frequent as each
-other the first wins.
-Laboratory: accuracy 0.542 with it, 0.561 with labels (GRPO, 3 seeds).
+TTRL (arXiv 2504.16084) claims that agreement can replace the grader, so no label is needed. A
+sample has an answer if the response stopped by itself and the task's grader returned an answer. If
+two answers are equally frequent, the answer that comes first in the group wins.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.542 with majority_vote, and 0.561 with
+labels.
 """
 
 from collections import Counter

@@ -1,7 +1,9 @@
-"""(r - group mean) / group mean: the rarer a right response, the more it counts (arXiv 2602.02710).
+"""The advantage is (reward - group mean) / group mean (MaxRL, arXiv 2602.02710).
 
-The advantage is 0 where all responses are wrong. Rewards must not be negative.
-Laboratory: accuracy 0.578, 0.570 with PPO (3 seeds): no difference is seen.
+The rarer a right response is in its group, the larger is its advantage. If all responses of a group
+are wrong, their advantages are 0. Rewards must not be negative.
+Measured in the laboratory (3 seeds): the accuracy is 0.578 with maxrl, and 0.570 with PPO. No
+difference was seen.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,9 @@
-"""r - 1: only wrong responses are learnt from (NSR, arXiv 2506.01347, section 2).
+"""The advantage is reward - 1, so the policy learns only from wrong responses (NSR).
 
-The claim: it is nearly as good as learning from all.
-Laboratory: accuracy 0.540, 0.570 with PPO (3 seeds), and it learns more slowly.
+The paper (arXiv 2506.01347, section 2) claims that this is nearly as good as learning from all
+responses.
+Measured in the laboratory (3 seeds): the accuracy is 0.540 with negative, and 0.570 with PPO. The
+policy learns more slowly with negative.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """Truncated responses are left out of both losses and of the whitening.
 
-DAPO (arXiv 2503.14476, section 3.4): a response that was cut was perhaps right, so its reward of 0
-is noise. A truncated response still counts in its group's mean.
-Laboratory: accuracy 0.557 with it, 0.561 without it (GRPO, 3 seeds): no difference is seen.
+DAPO (arXiv 2503.14476, section 3.4) claims that a truncated response was perhaps right, so its
+reward of 0 is noise. A truncated response still counts in the mean of its group.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.557 with overlong_drop, and 0.561
+without it. No difference was seen.
 """
 
 

@@ -1,9 +1,9 @@
-"""Near the limit of tokens a response loses up to 1 of its reward (DAPO, arXiv 2503.14476, eq. 13).
+"""A response loses up to 1 of its reward near the limit of tokens (DAPO, arXiv 2503.14476, eq. 13).
 
-The claim: a response is warned before it is cut. Rewards can be negative with it, for which the
-estimator maxrl is not made.
-Laboratory: accuracy 0.39 with it, 0.56 without it (GRPO, 3 seeds, --overlong_cache 14): a search
-that stops early finds less.
+DAPO claims that this penalty teaches the policy to stop before the limit. With this penalty rewards
+can be negative, so the estimator maxrl is refused.
+Measured in the laboratory (GRPO, 3 seeds, --overlong_cache 14): the accuracy is 0.39 with
+overlong_penalty, and 0.56 without it. A search that stops early finds fewer solutions.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from lib import check
 
 @dataclass
 class Flags:
-    overlong_cache: int = 1600  # Tokens before the limit that cost more and more: DAPO: a fifth.
+    overlong_cache: int = 1600  # The penalty rises over so many tokens. DAPO: a fifth of the limit.
 
 
 def check_config(original, cfg, world, estimators):
@@ -31,7 +31,7 @@ def paid(original, samples, cfg):
 
 
 def _penalty(sample, cfg):
-    """0 up to overlong_cache tokens before the limit, then linear, 1 at the limit."""
+    """The penalty rises from 0, at overlong_cache tokens before the limit, to 1 at the limit."""
     room = cfg.max_len - len(sample.request.problem.prompt_ids)
     limit = min(sample.request.max_tokens, room)
     excess = len(sample.response_ids) - (limit - cfg.overlong_cache)

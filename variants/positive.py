@@ -1,7 +1,8 @@
-"""Only right responses are learnt from (PSR, arXiv 2506.01347, section 2).
+"""The advantage is the reward, so the policy learns only from right responses (PSR).
 
-The claim: it is worse than learning from all at pass@k.
-Laboratory: accuracy 0.574, 0.570 with PPO (3 seeds): no difference is seen, at pass@4 neither.
+The paper (arXiv 2506.01347, section 2) claims that pass@k is then worse than with all responses.
+Measured in the laboratory (3 seeds): the accuracy is 0.574 with positive, and 0.570 with PPO. No
+difference was seen, and none at pass@4.
 """
 
 from dataclasses import dataclass

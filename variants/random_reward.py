@@ -1,9 +1,10 @@
-"""A coin decides what a sample is paid ("Spurious rewards", arXiv 2506.10947).
+"""The reward is 0 or 1 at random ("Spurious rewards", arXiv 2506.10947).
 
-Some base models improve all the same. On clean data they do not (arXiv 2507.10532). The coin is a
-hash of seed, step, problem and index. It never depends on the text, which could be changed to
-please it.
-Laboratory: accuracy stays at 0.145, where the verifier's reward leads to 0.561 (GRPO, 3 seeds).
+The paper claims that some base models improve with this reward. arXiv 2507.10532 claims that no
+base model improves on clean data. The random number is a hash of seed, step, problem and index. The
+hash does not depend on the text, so the policy cannot learn texts that have reward 1.
+Measured in the laboratory (GRPO, 3 seeds): the accuracy stays at 0.145. With the grader's reward it
+rises to 0.561.
 """
 
 from lib.common import hash64
