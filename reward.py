@@ -1,30 +1,30 @@
-"""The task: problems and their prompts, and the rewards of responses. Swap this file to change it.
+"""The task: problems and their prompts, answers and their rewards. Another task replaces this file.
 
-It sees only text. Deviations from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
-- ORZ allows a check 1 s of wall time, time in the queue included, in threads that nobody can kill,
-  so a busy machine loses right answers. Here the kernel ends a check by the CPU time of that check
-  alone, so a reward does not depend on load.
-- ORZ compares floats. Here numbers are exact: a decimal is right only where it equals the label,
-  and 0.333333 is not 1/3.
-- ORZ calls the parser of math-verify, which misreads symbols and evaluates text. Here only its
-  grammar and its comparison are used (lib/equal.py).
+This file sees only text. It deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
+- ORZ allows a check 1 s of wall time, which includes the wait in a queue. ORZ's checks run in
+  threads, which nobody can kill. So a busy machine loses right answers. Here the kernel ends a
+  check by the CPU time of that check alone, so a reward does not depend on load.
+- ORZ compares floats. Here numbers are exact: 0.333333 is not 1/3.
+- ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
+  the grammar and the comparison of math-verify are used (lib/equal.py).
 
-Copied together with lib/equal.py and lib/common.py it works alone:
+A copy works alone, together with lib/equal.py and lib/common.py:
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
 import json
 import os
 import re
+from collections import Counter
 from concurrent import futures
 from dataclasses import dataclass
 
 from lib.common import UserError, one_line
 from lib.equal import Worker, quick_verdict
 
-# The places are filled by str.replace, because the braces of \boxed{} break str.format.
-# "orz" is a protocol constant: models trained with it need all of it.
-TEMPLATES: dict[str, str] = {
+# str.replace fills in {bos} and {question}. str.format would take the braces of \boxed{} for a
+# field. Models that were trained with "orz" need exactly this text.
+TEMPLATES = {
     "orz": "{bos}A conversation between User and Assistant. The User asks a question, and the "
     "Assistant solves it. The Assistant first thinks about the reasoning process in the mind and "
     "then provides the User with the answer. The reasoning process is enclosed within <think> "
@@ -39,9 +39,6 @@ TEMPLATES: dict[str, str] = {
     "chat": "{question}",
 }
 
-# The ways in which a worker is lost.
-LOST_WAYS = ("cpu_timeouts", "wall_timeouts", "crashes")
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -50,22 +47,23 @@ class Problem:
     # The right answer as text. Another task may put its tests here.
     label: object
     prompt: str  # the template with the question in it
-    # train.py fills in what its tokenizer makes of the prompt.
+    # train.py tokenizes the prompt.
     prompt_ids: list[int] | None = None
 
 
 def load_problems(path, template, bos="", columns=("question", "answer"), split="train"):
     """The problems of a JSON or JSONL file, or of a dataset.
 
-    Files may have the forms of ORZ's training and evaluation data, of GSM8K, or records with these
-    `columns`. A path that is no file is a dataset's folder or "name:config". `template` is a key
-    of TEMPLATES or a text with {question}. Raises UserError, which names the file, the line or
-    item (counted from 1) and what is missing or wrong there.
+    The records may have the form of ORZ's training data, of ORZ's evaluation data or of GSM8K, or
+    they have these `columns`. A path that is no file is a dataset's folder or "name:config".
+    `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names the
+    file, the line or item (counted from 1) and what is missing or wrong there.
     """
     template = TEMPLATES.get(template, template).replace("{bos}", bos)
     if "{question}" not in template:
         raise UserError(
-            f"template {template!r}: choose {', '.join(TEMPLATES)}, or a text with {{question}}"
+            f"template {template!r} is unknown and lacks {{question}}; choose "
+            f"{', '.join(TEMPLATES)}, or write a text with {{question}}"
         )
     is_jsonl = path.endswith(".jsonl")
     unit = "line" if is_jsonl else "item"
@@ -104,13 +102,13 @@ def load_rows(path, split):
     try:
         dataset = datasets.load_from_disk(path)
     except FileNotFoundError:
-        # It was not saved by that library, so it is a folder of files, or "name:config".
+        # That library did not save it, so it is a folder of files, or "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
     return dataset[split] if isinstance(dataset, dict) else dataset
 
 
 def parse_record(record, columns):
-    """The question and the label of a record. A wrong form raises whatever it runs into."""
+    """The question and the label of a record. A wrong form may raise any error."""
     if isinstance(record, list):  # ORZ, training
         question = record[0]["value"]
         value = record[1]["ground_truth"]["value"]
@@ -120,13 +118,12 @@ def parse_record(record, columns):
     else:
         question = record[columns[0]]
         value = record[columns[1]]
-    # The encoding raises where a surrogate has lost its partner.
+    # encode raises if the text holds half of a surrogate pair.
     if not isinstance(question, str) or not question.encode().strip():
         raise ValueError(f"its question is no text: {question!r:.99}")
-    # GSM8K puts the worked solution before the answer.
+    # GSM8K puts the worked solution before the label: ... #### 18
     label = str(value).rpartition("####")[2].strip()
-    is_plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-    if not is_plain or not label or "\n" in label:
+    if type(value) not in (str, int, float) or not label or "\n" in label:
         raise ValueError(f"lacks an answer of one line (GSM8K: after '#### '): {value!r:.99}")
     return question, label
 
@@ -137,27 +134,27 @@ def parse_record(record, columns):
 def extract_answer(text):
     r"""ORZ's form: the content of the last balanced \boxed{} in the last closed answer block.
 
-    The block lies between the last </answer> and the last <answer> before it. As in ORZ, a box
-    elsewhere is no answer, nor is one in a block that the length limit or another stop string left
-    unclosed.
+    The block begins at the last <answer> before the last </answer>. As in ORZ, a box outside of the
+    block is no answer. A block without </answer> holds no answer.
     """
-    end = max(text.rfind("</answer>"), 0)
-    start = text.rfind("<answer>", 0, end)
-    if start < 0:
+    head, _, _ = text.rpartition("</answer>")
+    _, opened, block = head.rpartition("<answer>")
+    if not opened:
         return None
-    block = text[start:end]
     return last_box(block)
 
 
 def last_box(text):
-    r"""The form of most instruct models: the content of the last balanced \boxed{} anywhere."""
+    r"""The form of most instruct models: the content of the last balanced \boxed{} anywhere.
+
+    Of nested boxes the inner box is the answer.
+    """
     answer = None
     answer_start = 0
-    # One pass keeps a stack of the open braces: for each, where its content starts if it is a
-    # box's, else 0. A closing brace ends the innermost of them. If that is a box that starts behind
-    # the last answer, it is the new answer. An escaped brace is one token with its backslash, so it
-    # opens and closes nothing. Of nested boxes the inner one wins.
+    # A stack with an entry for each open brace: the position where the content of a box starts, or
+    # 0 for a brace that belongs to no box.
     content_starts = []
+    # \boxed{    an escaped character such as \{, which opens and closes nothing    {    }
     for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", text, re.DOTALL):
         if token[0] == r"\boxed{":
             content_starts.append(token.end())
@@ -174,23 +171,25 @@ def last_box(text):
 def last_number(text):
     """The last decimal numeral, with or without commas between its thousands.
 
-    A minus behind a digit, a letter or a bracket is an operation. Of 1/2 this is the 2.
+    A minus behind a digit, a letter or a bracket is an operation. The last numeral of 1/2 is 2.
     """
+    # -    −$    but not the minus of 9-7 or x-7
     minus = r"(?:(?<![\w)\]}])[-−–]\$?)?"
+    # 18    1,234.50    .25
     numerals = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
     if numerals:
         return numerals[-1]
 
 
 def after_hashes(text):
-    """GSM8K's form: what stands behind the last #### in the same line."""
+    """GSM8K's form: the text behind the last #### in the same line."""
     _, found, rest = text.rpartition("####")
     if found:
         return rest.partition("\n")[0].strip("#* ")
 
 
-# By the names of --answer_form. A form is a function from a response to its answer; None and ""
-# mean that there is no answer.
+# {value of --answer_form: function from a response to its answer}. The results None and "" mean
+# that the response has no answer.
 ANSWER_FORMS = {
     "orz": extract_answer,
     "boxed_anywhere": last_box,
@@ -199,47 +198,56 @@ ANSWER_FORMS = {
 }
 
 
-# ---- grading -------------------------------------------------------------------------------------
+# ---- rewards -------------------------------------------------------------------------------------
 
 
-def is_equiv(predicted, label):
-    """Is the predicted answer right? Any text is safe: only a worker process may die of it.
+def is_equiv(answer, label):
+    """Is the answer right? Any text is safe, because only a worker process may die of it.
 
-    Raises UserError where no such process can be started. Its start takes 2 s, so whoever has many
-    answers to compare takes a Grader.
+    Raises UserError if no such process can be started. Its start takes 2 s, so use one Grader for
+    many answers.
     """
     with Grader() as grader:
-        grader.compare("is_equiv", predicted, label)
+        grader.compare("is_equiv", answer, label)
         return bool(grader.results()["is_equiv"])
 
 
 class Grader:
-    """Grades samples as they end: at once where a quick rule decides, else in worker processes.
+    """Grades samples as they end. `results` then gives all rewards.
 
-    A check is ended and counts as 0 after `cpu_seconds` of its own CPU time, or after
-    `wall_seconds` in case it hangs idle. Workers start by need, and lost ones are replaced. Equal
-    pairs share a check until `results`, and for ever if it used up its CPU time. `counts` never go
-    back to 0. `broken` is None, or says why no worker starts, and then `results` raises UserError.
-    `answer_form` is a key of ANSWER_FORMS.
+        with Grader(workers=2, answer_form="orz") as grader:
+            grader.submit("my key", text, "stop", label)  # returns the answer, or None
+            grader.pending(seconds=0.5)  # returns how many checks still run
+            grader.results()  # waits for all checks, and returns {"my key": 1.0}
+
+    A quick rule decides at once whether an answer is right, or a check in a worker process decides
+    later. A check is lost after `cpu_seconds` of its own CPU time, after `wall_seconds`, or if its
+    process crashes. A lost check counts as 0.
+
+    A worker process starts when the first check needs it. A lost process is replaced. Samples with
+    the same answer and label share a check until `results` returns. If a check used up its CPU
+    time, the same answer and label get 0 at once in all later calls.
+
+    `counts` says how many checks ended in each way since the start: "equal", "different",
+    "cpu_timeouts", "wall_timeouts" or "crashes". `broken` is None, or the reason why no worker
+    process can be started. In this case `results` raises UserError.
     """
 
     def __init__(self, workers=1, answer_form="orz", cpu_seconds=5.0, wall_seconds=120.0):
         self.find_answer = ANSWER_FORMS[answer_form]
-        self.wall_seconds = wall_seconds
-        self.counts = dict.fromkeys(("symbolic", *LOST_WAYS), 0)
+        self.counts = Counter()
         self.broken = None
-        self.hopeless = {}  # pair that used up its CPU time -> False
-        self.pairs = {}  # key -> (predicted, label)
+        self.hopeless = {}  # pair whose check used up its CPU time -> False
+        self.pairs = {}  # key -> (answer, label)
         self.verdicts = {}  # pair -> bool
-        self.running = {}  # pair -> Future of a reply
-        self.workers = [Worker(cpu_seconds) for _ in range(workers)]
-        # Each thread hands a pair to an idle worker and waits for it. It takes the one that was
-        # used last, so that no more of them start than are needed.
+        self.running = {}  # pair -> Future of what Worker.ask returns
+        self.workers = [Worker(cpu_seconds, wall_seconds) for _ in range(workers)]
+        self.idle_workers = self.workers.copy()
+        # There is a thread for each worker, which waits for the worker's reply.
         self.threads = futures.ThreadPoolExecutor(workers)
-        self.idle_workers = list(self.workers)
 
     def submit(self, key, text, finish_reason, label):
-        """Takes a finished sample and returns at once its answer, or None if it has none.
+        """Takes a finished sample. Returns its answer at once, or None if it has none.
 
         The reward is 1.0 if the response stopped by itself with the right answer, else 0.0. `key`
         names the sample in `results`.
@@ -248,48 +256,50 @@ class Grader:
         self.compare(key, answer or "", str(label))
         return answer or None
 
-    def compare(self, key, predicted, label):
-        pair = (predicted, label)
+    def compare(self, key, answer, label):
+        """Does the work of `submit` for an answer that is already found."""
+        pair = (answer, label)
         self.pairs[key] = pair
         if pair in self.verdicts or pair in self.running:
             return
-        verdict = quick_verdict(predicted, label)
+        verdict = quick_verdict(answer, label)
         if verdict is None:
-            self.counts["symbolic"] += 1
-            self.running[pair] = self.threads.submit(self.ask_worker, predicted, label)
+            self.running[pair] = self.threads.submit(self.ask_worker, answer, label)
         else:
             self.verdicts[pair] = verdict
 
-    def ask_worker(self, predicted, label):
-        """Asks an idle worker; it runs in a thread. Returns what `Worker.ask` returns."""
+    def ask_worker(self, answer, label):
+        """Runs in a thread. Returns what Worker.ask returns."""
+        # The worker that was used last has its process, so no more processes start than needed.
         worker = self.idle_workers.pop()
         try:
-            return worker.ask(predicted, label, self.wall_seconds)
+            return worker.ask(answer, label)
         except OSError as error:
-            # The others must hear of it: `results` would end this rank alone.
-            self.broken = f"no grading process can be started: {error}; run.log may say why"
+            # rollout.py tells all ranks, because an error in `results` would end this rank alone.
+            self.broken = (
+                f"no grading process can be started: {error}; "
+                "`python lib/equal.py --worker 5` says why"
+            )
             raise UserError(self.broken) from None
         finally:
             self.idle_workers.append(worker)
 
     @property
     def lost(self):
-        """Checks that ended without a verdict."""
-        return sum(self.counts[way] for way in LOST_WAYS)
+        """How many checks ended without a verdict."""
+        return self.counts["cpu_timeouts"] + self.counts["wall_timeouts"] + self.counts["crashes"]
 
     def pending(self, seconds):
-        """Waits for at most so long. Returns how many verdicts are still to come."""
+        """Waits for at most that many seconds. Returns how many checks still run."""
         return len(futures.wait(self.running.values(), seconds).not_done)
 
     def results(self):
-        """{key: reward} of all samples since the last call. It waits for pending checks."""
+        """{key: reward} of all samples since the last call. Waits for the checks that still run."""
         for pair, future in self.running.items():
             reply = future.result()
+            self.counts[reply] += 1
             self.verdicts[pair] = reply == "equal"
-            # A lost worker is counted under the way in which it was lost.
-            if reply in LOST_WAYS:
-                self.counts[reply] += 1
-            # It would use up as much at each step. What was lost otherwise is tried again.
+            # A check that was lost in another way is tried again, because that may be an accident.
             if reply == "cpu_timeouts":
                 self.hopeless[pair] = False
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
@@ -299,10 +309,13 @@ class Grader:
         return rewards
 
     def close(self):
-        """Ends the workers and drops what is pending. They also end with their parent."""
+        """Ends the worker processes and drops the checks that still run.
+
+        The worker processes also end with their parent.
+        """
         self.threads.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
-            worker.kill()
+            worker.close()
 
     def __enter__(self):
         return self
@@ -312,15 +325,14 @@ class Grader:
 
 
 def text_metrics(text):
-    """Counts of a response's words.
+    """Figures of a response's text for the log of the run.
 
-    repetition: the share of its word 4-grams that came before (ORZ: suffix arrays, slow).
-    reflection: how many words of second thought it has.
+    repetition: the share of the 4-grams of words that stood in the response before. ORZ computes
+    this share with suffix arrays, which is slow.
+    reflection: how many words show a second thought.
     """
     words = text.split()
     grams = list(zip(words, words[1:], words[2:], words[3:]))
     repetition = (len(grams) - len(set(grams))) / max(1, len(grams))
-    lowered = text.lower()
-    second_thoughts = ("wait,", "recheck", "retry", "alternatively,", "however,")
-    reflection = sum(lowered.count(word) for word in second_thoughts)
-    return {"repetition": repetition, "reflection": float(reflection)}
+    reflections = re.findall("wait,|recheck|retry|alternatively,|however,", text.lower())
+    return {"repetition": repetition, "reflection": float(len(reflections))}

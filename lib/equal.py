@@ -1,14 +1,16 @@
-"""Are two answers the same? The rules that decide, and the worker process that may die of it.
+"""Is an answer equal to its label? Quick rules, and algebra in a process that may die.
 
-`quick_verdict` applies cheap rules in linear time. What they leave open is algebra, which
-`symbolic_verdict` leaves to math-verify. That may hang, crash or eat memory, so it runs in worker
-processes (`Worker` is one as its parent sees it, `serve` is what it does).
+`quick_verdict` applies rules that take linear time. Where no rule decides, `symbolic_verdict` asks
+math-verify. Algebra may hang, crash or take all memory, so it runs in a worker process. `Worker` is
+the parent's side of this process, and `serve` is the process itself.
 
-Of math-verify only the grammar and `verify` are used. Its `parse`, which Open-Reasoner-Zero calls,
-takes m, h, c and ab for units (2m = 2), lower-cases symbols (R^2 - r^2 = 0) and gives plain
-expressions to sympy's parse_expr, which evaluates them. Model text must never be evaluated.
+Only the grammar of math-verify and its function `verify` are used. Open-Reasoner-Zero also calls
+its function `parse`. `parse` takes m, h, c and ab for units (2m = 2), makes symbols lower-case
+(R^2 - r^2 = 0), and gives plain expressions to sympy's parse_expr, which evaluates text as code.
+The text of a model must never be evaluated.
 
-A worker alone: `echo '["2x", "x+x"]' | python lib/equal.py --worker 5` prints r1.
+A worker by hand: `echo '["2x", "x+x"]' | python lib/equal.py --worker 5` prints "ready" and then
+"equal".
 """
 
 import contextlib
@@ -21,155 +23,204 @@ from fractions import Fraction
 from multiprocessing.connection import wait
 from subprocess import PIPE, Popen
 
-# A longer answer equals only itself. A shorter one fits, as JSON, into a pipe's 64 KB.
+# A longer answer equals only itself. A shorter answer fits, as JSON, into a pipe's 64 KB.
 MAX_TEXT = 2_500  # characters
 
-# ---- spellings: different ways to write the same thing, brought to one -------------------------
+# ---- spellings: what can be written in many ways gets one spelling -------------------------------
 
-LATEX = {
-    "−": "-",
-    "–": "-",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "°": r"^\circ ",
-    "∪": r"\cup ",
+# How to read this file: the comment above a pattern shows texts that the pattern takes, and behind
+# an arrow what becomes of them. Many patterns share these parts:
+#   (?=x)    (?!x)     x follows, or x does not follow.
+#   (?<=x)   (?<!x)    x stands before, or x does not stand before.
+#   (?![A-Za-z])       No letter follows, so the name of a LaTeX command ends here.
+#   " ?"               There may be a space.
+#   [^{}]*             Any text without braces.
+
+# {pattern: replacement}, in the order of use. All of them take a few milliseconds for MAX_TEXT.
+REWRITES = {
+    # Characters of Unicode -> LaTeX
+    "[−–]": "-",
+    "×": r"\\times ",
+    "·": r"\\cdot ",
+    "π": r"\\pi ",
+    "∞": r"\\infty ",
+    "≤": r"\\le ",
+    "≥": r"\\ge ",
+    "°": r"^\\circ ",
+    "∪": r"\\cup ",
     "²": "^2",
     "³": "^3",
+    # Invisible characters of Unicode, such as marks of the writing direction -> nothing
+    r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]": "",
+    # 5_{10} -> 5    5_10 -> 5
+    r"(?<=[0-9])_(?:10|\{10\})(?=\W*$)": "",
+    # \approx8.24 -> 8.24
+    r"^\\approx": "",
+    # {\bf 42} -> { 42}    \textcolor{red}{42} -> {42}
+    r"\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])": "",
+    # \left( -> (    \bigr] -> ]    \right. -> nothing
+    r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?": "",
+    # \dfrac -> \frac    \tfrac -> \frac    \cfrac -> \frac
+    r"\\[dtc]frac": r"\\frac",
+    # 10,\! 080 -> 10,080    \$42 -> 42    $x$ -> x
+    r"\\!\s*|\\?\$": "",
+    # \mathbf{x} -> {x}    \boxed{42} -> {42}
+    r"\\(?:boldsymbol|bm|math(?:bf|it|sf)|underline|boxed) ?(?=\{)": "",
+    # \[5\] -> 5    \(x+1\) -> x+1
+    r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$": r"\1",
+    # 10\,080 -> 10 080    1\quad2 -> 1 2    1~2 -> 1 2
+    r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+": " ",
+    # \mathrm{x} -> x, but \mathrm{m} may be a unit and stays
+    r"\\mathrm ?\{(?![mgshACFJKLNVW])([A-Za-z])\}": r"\1",
+    # \mathrm{cm} -> \text{cm}    \mbox{cm} -> \text{cm}    \textbf{(C)} -> \text{(C)}
+    r"\\(?:mathrm|mbox|text(?:bf|it|rm|normal)) ?(?=\{)": r"\\text",
+    # {42} -> 42    \text{72 clips} -> 72 clips
+    r"^ ?(?:\\text ?\{ ?(?=-?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$": r"\1",
+    # (5) -> 5    \{5\} -> 5
+    r"^ ?(?:\\\{|\() ?(-?[0-9.]+) ?(?:\\\}|\)) ?$": r"\1",
+    # 8:34 \text{ p.m.} -> 8:34pm    8:34 PM -> 8:34Pm (same_word ignores the case)
+    r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$": r"\1m",
+    # 90^\circ -> 90    90^{\circ} -> 90    30^\circ C -> 30    90\degree -> 90
+    r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?|\\degree(?![A-Za-z])": "",
+    # 50\% -> 50%    50\text{ percent} -> 50%    50 percent -> 50%
+    r"\\%| ?\\text\{ ?(?:percent|\\?%) ?\}| ?(?<![A-Za-z])percent(?![A-Za-z])": "%",
+    # 1 \text{ or } 2 -> 1, 2    1, 2, and 3 -> 1, 2, 3
+    r",? ?\\text\{ ?(?:or|and) ?\} ?|,? (?:or|and) ": ", ",
+    # √51 -> \sqrt{51}
+    r"√ ?([0-9]+|[A-Za-z])": r"\\sqrt{\1}",
+    # 2pi -> 2\pi    sqrt(3) -> \sqrt(3)
+    r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])": r"\\\1",
+    # \varnothing -> \emptyset
+    r"\\varnothing(?![A-Za-z])": r"\\emptyset",
+    # \frac12 -> \frac{1}2    \frac\pi2 -> \frac{\pi}2    \sqrt2 -> \sqrt{2}
+    r"\\(frac|sqrt(?:\[[0-9]\])?) ?([0-9A-Za-z]|\\pi(?![A-Za-z])|\([^()]*\))": r"\\\1{\2}",
+    # \frac{1}2 -> \frac{1}{2}
+    r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))": r"\1{\2}",
+    # x^{2} -> x^2    x_{1} -> x_1
+    r"([\^_]) ?\{ ?([0-9A-Za-z]) ?\}": r"\1\2",
+    # 2 \pi + 18 -> 2\pi+18, but 3 1/2 is not 31/2, and 1, 234 is not 1234
+    r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])": "",
+    # 2{,}304 -> 2,304
+    r"\{,\}": ",",
+    # 2,304\pi -> 2304\pi, but (2,304) is a pair
+    r"(?<![0-9,.])([1-9][0-9]{0,2}),([0-9]{3})(?:,([0-9]{3}))?(?:,([0-9]{3}))?"
+    r"(?![0-9,])(?!.*(?:[)\]]|\\\}))": r"\1\2\3\4",
 }
-UNICODE_TO_LATEX = str.maketrans(LATEX)
-
-# Applied in this order. All of them take a few milliseconds for the longest text.
-REWRITES = (
-    # Invisible marks, sizes, styles, colours, negative spaces and dollar signs say nothing.
-    (
-        r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]|\\!\s*|\\?\$|^\s*\\approx"
-        r"|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|(?<=\\)[dtc](?=frac(?![A-Za-z]))"
-        r"|\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])"
-        # Nor does base 10.
-        r"|(?<=[0-9])_(?:10|\{10\})(?=\W*$)",
-        "",
-    ),
-    (r"\\(?:boldsymbol|bm|math(?:bf|it|sf)|underline|boxed) ?(?:\{([A-Za-z])\}|(?=\{))", r"\1"),
-    (r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$", r"\1"),
-    (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+", " "),
-    # An upright letter is a symbol, but for those that are units.
-    (r"\\mathrm ?\{(?![mgshACFJKLNVW])([A-Za-z])\}", r"\1"),
-    (r"\\(?:mathrm|mbox|text(?:bf|it|rm|normal)) ?(?=\{)", r"\\text"),
-    # Braces around all of it go, and \text{} around a number with its unit.
-    (r"^ ?(?:\\text ?\{ ?(?=-?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$", r"\1"),
-    # So do brackets around a number alone.
-    (r"^ ?(?:\\\{|\() ?(-?[0-9.]+) ?(?:\\\}|\)) ?$", r"\1"),
-    (r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$", r"\1m"),
-    (r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?|\\degree(?![A-Za-z])", ""),
-    (r"\\%| ?\\text\{ ?(?:percent|\\?%) ?\}| ?(?<![A-Za-z])percent(?![A-Za-z])", "%"),
-    (r",? ?\\text\{ ?(?:or|and) ?\} ?|,? (?:or|and) ", ", "),
-    (r"√ ?([0-9]+|[A-Za-z])", r"\\sqrt{\1}"),
-    (r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])", r"\\\1"),
-    (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-    (r"\\(frac|sqrt(?:\[[0-9]\])?) ?([0-9A-Za-z]|\\pi(?![A-Za-z])|\([^()]*\))", r"\\\1{\2}"),
-    (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
-    (r"([\^_]) ?\{ ?([0-9A-Za-z]) ?\}", r"\1\2"),
-    # "3 1/2" and "1, 234" keep their spaces, because they are not 31/2 and 1234.
-    (r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])", ""),
-    # Outside of brackets 2,304 is a number, but (2,304) is a pair.
-    (
-        r"(?<![0-9,.])([1-9][0-9]{0,2})(?:,|\{,\})([0-9]{3})(?:,([0-9]{3}))?"
-        r"(?:,([0-9]{3}))?(?![0-9,])(?!.*(?:[)\]]|\\\}))",
-        r"\1\2\3\4",
-    ),
-)
-
-DIGITS = (
-    r"(?:(?:[1-9][0-9]{0,2}(?:(?:[, ]|\{,\})[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-    r"(?:[eE][+-]?[0-9]{1,3})?"
-)
-FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
-NUMBER = re.compile(
-    r"[£€]?(?P<sign>[+-]?) ?[£€]?(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
-    rf"(?P<top>[+-]?{DIGITS})(?:[/:](?P<bottom>[+-]?{DIGITS}))?(?P<percent>%?)"
-)
-# 2^10, 3\times10^{-3}, \sqrt{16} and \sqrt[3]{8} are numbers that algebra has to work out.
-POWER_OR_ROOT = re.compile(
-    r"[+-]?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
-    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})"
-)
-
-# Behind a number, the field leaves off \text{}, words and units that do not change the value.
-CHANGES_THE_VALUE = (
-    r"(?i:[0-9,]|\b(?:is|if|when|or|for|not|than|mod|base|more|less|least|most|dozens?|(?-i:k)|"
-    r"(?:hundred|thousand|[mbt]r?illion)(?:th)?s?|half|halves|thirds?|quarters?|"
-    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?|[a-z]+(?:teen|tie)ths?|squared|cubed|"
-    r"root|factorial|negative|"
-    r"plus|minus|times|divided|over|choose|below|above|under|north|south|east|west)\b)"
-)
-# Short units are listed, because "5 abc" is a product; a word has four letters or more.
-UNIT = (
-    r"[mck]m|in|f(?:oo|ee)?t|[mk]g|lb|ml|sec|min|hr|day|deg|mph|m/s|km/h|way|st|nd|rd|th|"
-    r"oz|mi|yd|gal|yr|cup|men|USD|per [a-z]{1,16}|"
-    r"[A-Za-z][a-z]{3,16}(?:[ /][a-z]{1,16}){0,3}"
-)
-UNITS = re.compile(
-    rf"(?: ?(?<=[0-9A-Za-z}})% ])\\text\{{(?![^{{}}]*{CHANGES_THE_VALUE})[^{{}}]*\}}"
-    rf"|(?<=[0-9}} ])(?![A-Za-z /]{{0,70}}{CHANGES_THE_VALUE})"
-    rf"(?:(?:square|sq\.?|cubic) ?)?(?:{UNIT})(?:e?s)?|[€£]|\^\{{\\text\{{(?:st|nd|rd|th)\}}\}})"
-    r"(?:\^[23])? ?$"
-)
-
-EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
-# x =, f(x) =, A_1 =, f^{-1}(x) =, \theta =, |AB| =, a:b =, \text{Area} =, (a, b) =, n \in
-NAME = re.compile(
-    r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
-    r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
-    rf"(?:{EQUALS.pattern}) ?"
-)
-RELATION = r"(?:[<>]|\\[lg]eq?(?![A-Za-z]) ?)"
-# In a solved inequality a letter is alone on one side: x > 5, 0 < x_1 < 5.
-UNSOLVED = re.compile(
-    rf"(?!(?:.*{RELATION})?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})).*{RELATION}"
-)
-NUMERAL = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?(?:_\{?(?P<base>[0-9]+)\}?)?")
 
 
-def prepare(predicted, label):
-    """Both sides in one spelling, without a name for the answer that they share."""
-    return drop_name(respell(predicted), respell(label))
+def prepare(answer, label):
+    """Respells both texts, and removes the name of the value: x = 5 -> 5"""
+    return drop_name(respell(answer), respell(label))
 
 
 def respell(text):
-    text = text.strip().translate(UNICODE_TO_LATEX)
-    for pattern, replacement in REWRITES:
+    r"""$\dfrac12$. -> \frac{1}{2}"""
+    text = text.strip()
+    for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
     return text.strip().rstrip(" .,;:")
 
 
-def drop_name(predicted, label):
-    r"""In "x = 5" and "x \in S" the name goes, if the other side has the same name or none."""
-    names = set()
-    for side in (predicted, label):
-        name = NAME.match(side)
-        if name:
-            names.add(name[0])
-    # A sum is a name in "m + n = 17", but "x + y = 17" as the label is an equation.
+# The sign of x = 5 and of x \in S, but not <=    >=    !=    :=
+EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
+# The name of a value, with its sign.
+NAME = re.compile(
+    # No name begins x \not= 5    \log x = 2    \sin x = 2
+    r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
+    # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =
+    r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]"
+    # A_1 =    f^{-1}(x) =    \text{Area} =    \overline{AB} =
+    r"|_\w|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
+    rf"(?:{EQUALS.pattern}) ?"
+)
+
+
+def drop_name(answer, label):
+    """x = 5 -> 5    if the other text has the same name or none."""
+    matches = [NAME.match(answer), NAME.match(label)]
+    names = {match[0] for match in matches if match}
+    # m+n = 17 names a sum, but x+y = 17 as the label is an equation.
     if len(names) != 1 or "+" in label.rpartition("=")[0]:
-        return predicted, label
-    # The name may come again: "x=1, x=2" becomes "1, 2".
+        return answer, label
+    # A list repeats its name: x=1, x=2 -> 1, 2
     name = re.compile(rf"(?<![^, ]){re.escape(names.pop())}")
-    values = name.sub("", predicted), name.sub("", label)
-    # Other equations, as in "x=1, y=2", keep all names.
+    values = name.sub("", answer), name.sub("", label)
+    # A text with several names keeps all of them: x=1, y=2
     if EQUALS.search(" ".join(values)):
-        return predicted, label
+        return answer, label
     return values
+
+
+# ---- numbers and units ---------------------------------------------------------------------------
+
+# 42    4.2    .5    1,234    1 234    6.72e-5
+DIGITS = (
+    r"(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3})?"
+)
+# \frac{3}{4}
+FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
+NUMBER = re.compile(
+    # The beginning of -5    £-5    -£5
+    r"[£€]?(?P<sign>[+-]?) ?[£€]?"
+    # The 3 of 3 1/2
+    r"(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
+    # 42    1/2    3:5
+    rf"(?P<top>[+-]?{DIGITS})(?:[/:](?P<bottom>[+-]?{DIGITS}))?"
+    # The end of 50%
+    "(?P<percent>%?)"
+)
+# A power or root of numbers.
+POWER_OR_ROOT = re.compile(
+    # 2^10    10^{-3}    3\times10^5
+    r"[+-]?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
+    # \sqrt{16}    \sqrt[3]{8}
+    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})"
+)
+
+# A text behind a number is no unit if it holds a digit, a comma or one of these words.
+CHANGES_THE_VALUE = (
+    r"(?i:[0-9,]|\b(?:"
+    # 5 or more    5 less than x    3 mod 7
+    "is|if|when|or|for|not|than|mod|base|more|less|least|most|"
+    # 5 dozen    5k (but 300 K is a unit)    5 million    5 hundredths
+    "dozens?|(?-i:k)|(?:hundred|thousand|[mbt]r?illion)(?:th)?s?|"
+    # 1 half    2 thirds    3 quarters    5 twelfths    5 sixteenths    5 twentieths
+    "half|halves|thirds?|quarters?|"
+    "(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?|[a-z]+(?:teen|tie)ths?|"
+    # 5 squared    5 root two    5 factorial    5 times 2
+    "squared|cubed|root|factorial|negative|plus|minus|times|divided|over|choose|"
+    # 5 below zero    10 km north
+    r"below|above|under|north|south|east|west)\b)"
+)
+UNIT = (
+    # Units of up to three letters are listed, because 5 abc is a product.
+    "[mck]m|in|f(?:oo|ee)?t|[mk]g|lb|ml|sec|min|hr|day|deg|mph|m/s|km/h|way|st|nd|rd|th|"
+    "oz|mi|yd|gal|yr|cup|men|USD|per [a-z]{1,16}|"
+    # apple    mile per hour    mile/hour
+    "[A-Za-z][a-z]{3,16}(?:[ /][a-z]{1,16}){0,3}"
+)
+# A unit at the end of a text is removed, because a label often lacks it.
+UNITS = re.compile(
+    # 5\text{ cm} -> 5
+    rf"(?: ?(?<=[0-9A-Za-z}})% ])\\text\{{(?![^{{}}]*{CHANGES_THE_VALUE})[^{{}}]*\}}"
+    # 5 cm -> 5    3 apples -> 3    12 sq. units -> 12
+    rf"|(?<=[0-9}} ])(?![A-Za-z /]{{0,70}}{CHANGES_THE_VALUE})"
+    rf"(?:(?:square|sq\.?|cubic) ?)?(?:{UNIT})(?:e?s)?"
+    # 20€ -> 20    12^{\text{th}} -> 12
+    r"|[€£]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
+    # 15 cm^2 -> 15
+    r"(?:\^[23])? ?$"
+)
 
 
 def parse_number(text):
     """The exact value of an integer, decimal, fraction or mixed number, or None.
 
-    It comes twice, because a percent sign may be meant or left off: 50% is (50, 1/2), 5 is (5, 5).
+    A number may have a percent sign or lack it, so two values come back: the value without the
+    sign and the value with the sign. 50% -> (50, 1/2)    5 -> (5, 5)
     """
+    # 3\frac{1}{2} cm -> 3 1/2
     text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
     number = NUMBER.fullmatch(text.strip())
     if not number:
@@ -185,40 +236,43 @@ def parse_number(text):
     return value, value
 
 
-def parse_digits(text) -> Fraction:
-    return Fraction(re.sub("[, {}]", "", text))
+def parse_digits(text):
+    """1,234.5 -> Fraction(2469, 2)"""
+    return Fraction(re.sub("[, ]", "", text))
 
 
-# ---- the quick rules: each returns True, False, or None where it has nothing to say -------------
+# ---- quick rules: each returns True, False, or None where it cannot tell -------------------------
 
 
-def quick_verdict(predicted, label):
-    """The verdict of the first rule that has one, in linear time. None: only algebra can tell."""
-    if predicted.strip() == label.strip():
+def quick_verdict(answer, label):
+    """The verdict of the first rule that can tell, in linear time. None: only algebra can tell."""
+    if answer.strip() == label.strip():
         return label.strip() != ""
-    if max(len(predicted), len(label)) > MAX_TEXT:
+    if max(len(answer), len(label)) > MAX_TEXT:
         return False
-    predicted, label = prepare(predicted, label)
-    verdict = same_number(predicted, label)
+    answer, label = prepare(answer, label)
+    verdict = same_number(answer, label)
     if verdict is not None:
         return verdict
-    predicted = unwrap_text(predicted)
+    # Only units depend on \text{}.
+    answer = unwrap_text(answer)
     label = unwrap_text(label)
     for rule in (same_text, same_choice, same_in_base, same_word, same_shape, not_algebra):
-        verdict = rule(predicted, label)
+        verdict = rule(answer, label)
         if verdict is not None:
             return verdict
     return None
 
 
-def same_number(predicted, label):
-    """Numbers are compared exactly. A percent sign may be left off: 50% is 0.5, and it is 50.
+def same_number(answer, label):
+    """Numbers are compared exactly. Both 0.5 and 50 equal 50%, because labels often lack the sign.
 
-    Where the label is a number, an expression is no answer: the question may hold it already.
+    If the label is a number, an expression is wrong: it may be a copy from the question.
     """
-    number = parse_number(predicted)
+    number = parse_number(answer)
     label_number = parse_number(label)
-    if not label_number or POWER_OR_ROOT.fullmatch(UNITS.sub("", predicted)):
+    # Algebra must work out a power or a root.
+    if not label_number or POWER_OR_ROOT.fullmatch(UNITS.sub("", answer)):
         return None
     if not number:
         return False
@@ -226,78 +280,96 @@ def same_number(predicted, label):
 
 
 def unwrap_text(text):
-    r"""The words of \text{words} alone, and no spaces behind commas."""
+    r"""\text{red}, \text{blue} -> red,blue"""
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(", ", ",").strip()
 
 
-def same_text(predicted, label):
-    """Equal texts are equal, but nothing equals an empty one."""
-    if not predicted or not label:
+def same_text(answer, label):
+    """Equal texts are equal. Nothing equals an empty text."""
+    if not answer or not label:
         return False
-    if predicted == label:
+    if answer == label:
         return True
     return None
 
 
-def same_choice(predicted, label):
-    """A label of one letter, as in GPQA: C may be given as "C", "(C)" or "C. 12 m"."""
+def same_choice(answer, label):
+    """If the label is one letter, the answer may add the text of the choice: C. 12 m equals C."""
+    # C    (C)
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
-    given = re.match(r"(?:[Oo]ption )?\(?([A-Ja-j])(?:[.:)](?!\()|$)", predicted)
+    # C    (c)    C. 12 m    Option C
+    given = re.match(r"(?:[Oo]ption )?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer)
     if not choice or not given:
         return None
     return choice[1] == given[1].upper()
 
 
-def same_in_base(predicted, label):
-    """Numerals like 52_8: the prediction may leave the base off, but not name another one."""
-    numeral = NUMERAL.fullmatch(label)
-    given = NUMERAL.fullmatch(predicted)
+# 52_8    (52)_8    1A3_{16}    52
+IN_BASE = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?(?:_\{?(?P<base>[0-9]+)\}?)?")
+
+
+def same_in_base(answer, label):
+    """If the label names a base, the answer may leave it off: 52 equals 52_8, but 52_7 does not."""
+    numeral = IN_BASE.fullmatch(label)
+    given = IN_BASE.fullmatch(answer)
     if not numeral or not given or not numeral["base"]:
         return None
     return numeral["digits"] == given["digits"] and given["base"] in (None, numeral["base"])
 
 
-def same_word(predicted, label):
-    """Words are compared without case, but ABCD is not abcd, and up to three letters a product."""
+def same_word(answer, label):
+    """Words are compared without case. Points such as ABCD are no word, and xy is a product."""
+    # even    Monday    yes    8:34pm
     word = re.fullmatch(r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m", label)
-    given = re.fullmatch(r"[0-9:A-Za-z' -]+", predicted)
+    given = re.fullmatch(r"[0-9:A-Za-z' -]+", answer)
     if not word or not given:
         return None
-    return not label.isupper() and predicted.casefold() == label.casefold()
+    return not label.isupper() and answer.casefold() == label.casefold()
 
 
-def same_shape(predicted, label):
-    r"""A list has as many members as the label, and where the label is a pair, it has brackets.
+# <    >    \le    \leq    \ge    \geq
+RELATION = r"(?:[<>]|\\[lg]eq?(?![A-Za-z]) ?)"
 
-    Inequalities, \mathbb{R} and matrices may stand for other forms, so they are left to algebra.
+
+def same_shape(answer, label):
+    r"""A list must have as many members as the label. If the label is a pair, brackets are needed.
+
+    Inequalities, \mathbb{R} and matrices may equal texts of other shapes, so algebra tells.
     """
-    if re.search(rf"{RELATION}|\\(?:neq?|mathbb|setminus|begin)(?![a-z])", predicted + label):
+    if re.search(rf"{RELATION}|\\(?:neq?|mathbb|setminus|begin)(?![a-z])", answer + label):
         return None
-    if count_members(predicted) != count_members(label):
+    if count_members(answer) != count_members(label):
         return False
-    if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", predicted):
+    # The answer 1,2 for the label (1,2)
+    if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", answer):
         return False
     return None
 
 
 def count_members(text):
-    r"""How many values a list has, where \pm gives two."""
+    r"""1,2,3 -> 3    1\pm2 -> 2"""
     return 1 + text.count(",") + text.count(r"\pm")
 
 
-def not_algebra(predicted, label):
-    """False for what algebra would get wrong; it is the last rule."""
+# \frac{1}{x-5} > 0    but not x > 5 or 0 < x_1 < 5, where one side is a letter alone
+UNSOLVED = re.compile(
+    rf"(?!(?:.*{RELATION})?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})).*{RELATION}"
+)
+
+
+def not_algebra(answer, label):
+    """The last rule: False where math-verify would be wrong."""
     # An equation is not a value.
-    if bool(EQUALS.search(predicted)) != bool(EQUALS.search(label)):
+    if bool(EQUALS.search(answer)) != bool(EQUALS.search(label)):
         return False
-    # The question may hold an inequality that is to be solved.
-    if UNSOLVED.match(predicted) and not UNSOLVED.match(label):
+    # An inequality that is not solved may be a copy from the question.
+    if UNSOLVED.match(answer) and not UNSOLVED.match(label):
         return False
-    # The grammar of math-verify drops primes and the base of a numeral. To it, an angle or a
-    # triangle ABC is a product.
-    if predicted.count("'") != label.count("'"):
+    # The grammar of math-verify drops primes: f'(x)
+    if answer.count("'") != label.count("'"):
         return False
-    if re.search(r"[0-9]_|\\(?:tri)?angle", predicted + label):
+    # It also drops bases (52_8), and takes the letters of \angle ABC for a product.
+    if re.search(r"[0-9]_|\\(?:tri)?angle", answer + label):
         return False
     return None
 
@@ -305,66 +377,74 @@ def not_algebra(predicted, label):
 # ---- algebra: only in a process that may die ---------------------------------------------------
 
 
-def symbolic_verdict(predicted, label):
-    """Equality by math-verify with the label as gold. It may raise, hang or eat memory.
+def symbolic_verdict(answer, label):
+    """Equality by math-verify, with the label as its gold side. It may raise, hang or eat memory.
 
-    `verify` is not asked the other way round, where it takes 2, 1 for (1, 2). What that would
-    find is found by `prepare` (x = 5) and by allow_set_relation_comp (x > 5).
+    `verify` is not called with the sides exchanged, because it would then accept 2, 1 for the label
+    (1, 2). `prepare` and allow_set_relation_comp find what that call would find: x = 5 equals 5,
+    and x > 5 equals (5, \\infty).
     """
-    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify import verify
 
-    spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    spelling = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
     symbols = ConversionConfig(lowercase_symbols=False)
     expressions = []
-    for text in prepare(predicted, label):
+    for text in prepare(answer, label):
         if re.search("[0-9]", text):
             text = UNITS.sub("", text)
-        # (3,125) is a pair.
+        # (3,125) -> (3, 125), because it is a pair
         text = text.replace(",", ", ")
-        # An i of its own is the imaginary unit.
+        # 3+5i -> 3+5{I}, the imaginary unit
         text = re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text)
-        text = normalize_latex(text, spelling)
         expression = latex2sympy(
-            text, is_real=True, normalization_config=None, conversion_config=symbols
+            text, is_real=True, normalization_config=spelling, conversion_config=symbols
         )
-        # Numbers are compared exactly only if they are worked out before.
+        # `verify` compares numbers exactly only if doit has worked them out.
         expressions.append(expression.doit())
-    answer, gold = expressions
-    # With 60 digits instead of the default of 15, numbers below 1e-15 are not all 0.
+    given, gold = expressions
+    # At 15 digits, the default, all numbers below 1e-15 would equal 0.
     return verify(
-        gold, answer, numeric_precision=60, allow_set_relation_comp=True, timeout_seconds=None
+        gold, given, numeric_precision=60, allow_set_relation_comp=True, timeout_seconds=None
     )
 
 
 class Worker:
-    """A worker process as its parent sees it. It starts at the first question, and anew if lost."""
+    """The parent's side of a worker process, which starts at the first question.
 
-    def __init__(self, cpu_seconds):
+        worker = Worker(cpu_seconds=5.0, wall_seconds=120.0)
+        worker.ask("2x", "x+x")  # "equal"
+        worker.close()
+
+    A lost process is replaced at the next question. `ask` and `close` may run in two threads.
+    """
+
+    def __init__(self, cpu_seconds, wall_seconds):
         self.cpu_seconds = cpu_seconds
+        self.wall_seconds = wall_seconds
         self.process = None
+        self.is_closed = False
 
-    def ask(self, predicted, label, wall_seconds):
-        """The answer, "equal" or "different", or else how the process was lost.
+    def ask(self, answer, label):
+        """The verdict, or how the process was lost.
 
-        That is "cpu_timeouts", "wall_timeouts" or "crashes". Raises ChildProcessError if no
-        process can be started.
+        The verdict is "equal" or "different". A process is lost by "cpu_timeouts", "wall_timeouts"
+        or "crashes". Raises OSError if no process can be started.
         """
-        if self.process is None or self.process.poll() is not None:
-            self.start()
-        reply = b""
-        with contextlib.suppress(BrokenPipeError):
-            # JSON in ASCII lets unpaired surrogates pass.
-            self.process.stdin.write(json.dumps([predicted, label]).encode() + b"\n")
-            if not wait([self.process.stdout], wall_seconds):
+        reply = ""
+        # The process may end before it has read the question, and `close` may close the pipes.
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+            # JSON in ASCII can hold half of a surrogate pair.
+            self.process.stdin.write(json.dumps([answer, label]).encode() + b"\n")
+            if not wait([self.process.stdout], self.wall_seconds):
                 self.kill()
                 return "wall_timeouts"
-            reply = self.process.stdout.read(1)
-        if reply == b"1":
-            return "equal"
-        if reply == b"0":
-            return "different"
+            reply = self.process.stdout.readline().decode().strip()
+        if reply:
+            return reply
         self.kill()
         if self.process.returncode == -signal.SIGPROF:
             return "cpu_timeouts"
@@ -376,34 +456,44 @@ class Worker:
         # The order of terms in sympy follows the hashes of texts.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)
-        if self.process.stdout.read(1) != b"r":
+        # `close` may have run while there was no process that it could end.
+        if self.is_closed:
+            self.kill()
+        if self.process.stdout.readline() != b"ready\n":
             raise ChildProcessError(f"{' '.join(command)} ended before its first check")
 
     def kill(self):
+        with self.process:  # closes the pipes and waits for the end of the process
+            self.process.kill()
+
+    def close(self):
+        """Ends the process. No later call of `ask` leaves a process behind."""
+        self.is_closed = True
         if self.process is not None:
-            with self.process:  # closes its pipes and waits for it
-                self.process.kill()
+            self.kill()
 
 
 def serve(cpu_seconds):
-    """The worker process: reads lines of JSON, [predicted, label], and writes one byte for each.
+    """The worker process: reads lines of JSON, [answer, label], and writes a line for each of them.
 
-    SIGPROF keeps its default action, so the kernel ends a check that runs too long, even in C.
+    The kernel ends the process if a check uses more than `cpu_seconds` of CPU time. SIGPROF has its
+    default action, so this also works inside C code.
     """
     limit_process()
     import sympy
 
-    # These checks import what sympy imports late, some of it by eval.
+    # sympy imports some modules at their first use, and some of these by eval. Each check below
+    # makes sympy import such modules.
     pairs = (
         ("ab+2a", "a(b+2)"),
         ("x>5", "(5, \\infty)"),
         ("2x=4y", "x-2y=0"),
         ("\\cos x", "\\sin x"),
     )
-    for predicted, label in pairs:
-        symbolic_verdict(predicted, label)
+    for answer, label in pairs:
+        symbolic_verdict(answer, label)
     close_sympy()
-    os.write(1, b"r")  # ready
+    os.write(1, b"ready\n")
     for line in sys.stdin.buffer:
         # A verdict must not depend on the checks before it.
         sympy.core.cache.clear_cache()
@@ -412,41 +502,43 @@ def serve(cpu_seconds):
         try:
             is_equal = symbolic_verdict(*json.loads(line))
         except Exception:
-            is_equal = False  # not in the grammar, or too deep
+            is_equal = False  # A text is outside of the grammar, or nested too deep.
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(1, b"1" if is_equal else b"0")
+        os.write(1, b"equal\n" if is_equal else b"different\n")
 
 
 def limit_process():
-    """What the process may not do: outlive its parent, obey the terminal, take all memory."""
+    """The process ends with its parent, ignores signals to its group, and has 2 GiB of memory."""
     import ctypes
     import logging
     import resource
 
     # PR_SET_PDEATHSIG: the process ends with the thread that started it.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # A signal to the whole group is for the trainer; a worker that died of it would grade 0.
+    # A signal to the whole group is for the trainer. If it ended this process, the check would be
+    # lost and count as 0.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # A normal check needs 80 MB.
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # bytes
-    # math-verify warns that its own time-outs, by SIGALRM, are off.
+    # math-verify warns at each call that its own time-outs are off.
     logging.disable()
 
 
 def close_sympy():
-    """Closes the two places where sympy turns text into code, after its own imports used them."""
+    """Takes from sympy the two functions with which it runs text as code. Its imports need them."""
     import sympy.parsing.sympy_parser
 
-    # Number tokens go through sympify, which evaluates. Here they are read, and exactly.
+    # parse_expr would evaluate the text of a number. read_number reads the exact number.
     number = re.compile(r"[0-9.]+(?:[eE][+-]?[0-9]{1,3})?")
 
     def read_number(text, **options):
         return sympy.Rational(number.fullmatch(text)[0])
 
     sympy.parsing.sympy_parser.parse_expr = read_number
-    # Names in sums go through lambdify, which executes. Without exec an infinite sum is unequal.
+    # lambdify executes the names in a sum. Without exec, a check of an infinite sum raises and
+    # counts as 0.
     sys.modules["sympy.utilities.lambdify"].exec = None
 
 

@@ -284,7 +284,7 @@ equal.serve(5.0)
 
 
 @pytest.mark.engine
-def test_worker_answers_one_byte_a_line_empties_sympy_s_cache_and_compiles_no_text():
+def test_worker_answers_each_line_empties_sympy_s_cache_and_compiles_no_text():
     """The audit hook sees whatever eval, exec or compile are given.
 
     What sympy remembers of one check would reach the next: its order and its memory.
@@ -296,7 +296,8 @@ def test_worker_answers_one_byte_a_line_empties_sympy_s_cache_and_compiles_no_te
     pairs = known + [(text, r"\pi") for text in sorted(hidden)]
     lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
     done = run_python("-c", WATCHED_WORKER, input=lines)
-    assert (done.stdout, done.stderr) == ("r1" + "0" * (len(pairs) - 1), "." * len(pairs))
+    replies = "ready\nequal\n" + "different\n" * (len(pairs) - 1)
+    assert (done.stdout, done.stderr) == (replies, "." * len(pairs))
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import resource
 import signal
 import sys
 import termios
+import threading
 import time
-from concurrent import futures
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from conftest import DATA, jsonl, run_python, wait_until
@@ -319,15 +320,6 @@ def test_known_answers_of_math500_in_a_box():
 # ---- grading ------------------------------------------------------------------------------------
 
 
-@pytest.mark.engine
-def test_is_equiv_works_in_threads():
-    """No table of verdicts is shared between threads."""
-    pairs = [("2x", "x+x"), ("3x", "x+x"), *((f"{n}", f"{n}.{n % 2}") for n in range(60))]
-    with futures.ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda pair: reward.is_equiv(*pair), pairs))
-    assert found == [n % 2 == 0 for n in range(2 + 60)]
-
-
 def boxed(answer):
     return f"some thought</think> <answer> it is \\boxed{{{answer}}}. </answer>"
 
@@ -380,7 +372,7 @@ def test_check_that_uses_up_its_cpu_time_is_0_once_in_a_run_and_holds_up_no_othe
         os.kill(process.pid, signal.SIGCONT)
         found = grader.results()
         assert found == {key: float(key >= 100) for key in found}
-        counts = {"symbolic": 3, "cpu_timeouts": 1, "wall_timeouts": 0, "crashes": 0}
+        counts = {"equal": 2, "cpu_timeouts": 1}
         assert grader.counts == counts, "equal pairs share a check"
         for key in ("again", "and again"):
             grader.compare(key, "999999999!", "x+1")
@@ -408,12 +400,12 @@ def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
         assert only_process(grader) is process
 
         stop(process)
-        grader.wall_seconds = 0.5
+        grader.workers[0].wall_seconds = 0.5
         grader.compare("hung", "x+2", "2+x")
         assert grader.results() == {"hung": 0.0}
         assert process.returncode == -signal.SIGKILL
-        assert grader.counts == {"symbolic": 3, "cpu_timeouts": 0, "wall_timeouts": 1, "crashes": 0}
-        grader.wall_seconds = 120.0
+        assert grader.counts == {"equal": 2, "wall_timeouts": 1}
+        grader.workers[0].wall_seconds = 120.0
         grader.compare("hung", "x+2", "2+x")
         assert grader.results() == {"hung": 1.0}
 
@@ -468,6 +460,26 @@ def test_slow_check_does_not_hold_up_the_others():
     assert queued.cancelled()
 
 
+def test_process_that_starts_while_its_grader_closes_is_ended(monkeypatch):
+    """A thread may be about to start a process when `close` finds none to end."""
+    starting = threading.Event()
+    closed = threading.Event()
+
+    def slow_popen(*arguments, **options):
+        starting.set()
+        closed.wait()
+        return Popen(*arguments, **options)
+
+    monkeypatch.setattr(equal, "Popen", slow_popen)
+    with reward.Grader() as grader:
+        grader.compare("any", "x+1", "1+x")
+        starting.wait()
+    closed.set()
+    assert grader.running["x+1", "1+x"].result() == "crashes"
+    assert grader.workers[0].process.returncode == -signal.SIGKILL
+    grader.close()  # also where the process is lost
+
+
 @pytest.mark.engine
 def test_processes_end_with_their_parent():
     """Importing reward.py also imports none of the slow packages."""
@@ -508,7 +520,7 @@ def test_verdicts_do_not_depend_on_load(count, many):
             for pair in pairs:
                 grader.compare(pair, *pair)
             assert grader.results() == expected
-            assert (grader.counts["symbolic"], grader.lost) == (count, 0)
+            assert grader.counts == {"equal": count // 2, "different": count // 2}
 
 
 # ---- text metrics -------------------------------------------------------------------------------
