@@ -245,18 +245,18 @@ def place(request) -> str:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """folder_of(device, shape, ...): a model with random weights, made once; tiny on a CPU."""
+    """folder_of(device, ...): a model with random weights, made once; tiny on a CPU."""
     import tiny as maker
 
-    from tools import bench_gpu
+    from tools import bench
 
     @functools.cache
-    def make(kind: str, shape: str = bench_gpu.SMALL, **changes) -> str:
+    def make(kind: str, **changes) -> str:
         folder = tmp_path_factory.mktemp("model")
         if kind == "cpu":
             tied = changes.get("tie_word_embeddings", True)
             return str(maker.make_model(folder, tied=tied, max_position_embeddings=1024))
-        return bench_gpu.make_model(str(folder), shape, **changes)
+        return bench.random_model(str(folder), "0.5B", **changes)
 
     return make
 

@@ -3,8 +3,8 @@
     gpu_worker.py sampler OUT FLAGS of train.py    sampling, sleep and sync
     gpu_worker.py step OUT MODEL ROW_LEN           an optimizer step in bf16, at ZeRO 2 and 3
 
-In a process of its own, so that the card is empty before it and after it. It writes what it found
-to the JSON file OUT. On a CPU it does the same, without what is known of a GPU's memory.
+Each call is a process, so the GPU is empty before and after it. The worker writes what it found to
+the JSON file OUT. On a CPU it does the same, without the memory of a GPU.
 """
 
 import copy
@@ -28,11 +28,11 @@ import train
 from lib import models
 from lib.common import start_distributed
 from rollout import Sampler, make_requests, problem_seeds
-from tools.bench_gpu import held_gib
+from tools.bench import held_gib
 
 
 def worker(kind: str, out: Path, *words) -> dict:
-    """What this file finds, in a process of its own. For the tests."""
+    """Runs this file in its own process. Returns what the file found."""
     run_python(__file__, kind, out, *words, timeout=480)
     return json.loads(out.read_text())
 
@@ -70,7 +70,7 @@ def gap(sampler, policy, requests, cfg) -> dict:
 
 
 def gathered(policy):
-    """Each parameter's tensor. What is changed in it stays, under ZeRO-3 too."""
+    """Yields each parameter's tensor. A change of the tensor stays, under ZeRO 3 too."""
     for parameter in policy.module.parameters():
         is_sharded = hasattr(parameter, "ds_id")
         with GatheredParameters([parameter], modifier_rank=0, enabled=is_sharded):
@@ -78,7 +78,7 @@ def gathered(policy):
 
 
 def sync(sampler, policy) -> float:
-    """What is held on the card while the sampler sleeps, in GiB. To sleep twice is no error."""
+    """Returns the GiB on the GPU while the sampler sleeps. To sleep twice is no error."""
     sampler.sleep()
     sampler.sleep()
     held = held_gib()
@@ -113,7 +113,7 @@ def find_of_sampler(*argv: str) -> dict:
     generator = torch.Generator(policy.device).manual_seed(0)
     for tensor in gathered(policy):
         noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
-        # Biases and norms are constant in a random model, and change too.
+        # Biases and norms are constant in a random model. They must change too.
         std = tensor.float().std().item() or 0.5
         tensor.add_((0.1 * std * noise).to(tensor.dtype))
     found["stale"] = gap(sampler, policy, requests, cfg)
@@ -171,7 +171,7 @@ def adam_by_hand(start, gradient, cfg, eps: float) -> torch.Tensor:
 
 
 def find_of_step(model: str, row_len: str) -> dict:
-    """At each stage an update by hand, one of the engine, and then one whose gradient is NaN."""
+    """At each ZeRO stage: an update by hand, one of the learner, and one with a NaN gradient."""
     device = start_distributed()[2]
     changes = {"bf16": True, "attention": "sdpa", "estimator": "grpo", "warmup_updates": 1}
     changes |= {"max_norm": 0.5, "micro_train_batch_size": 1, "packing_max_len": row_len}
@@ -183,7 +183,7 @@ def find_of_step(model: str, row_len: str) -> dict:
     policy = models.Policy(plain.to(device).train())
     gradient = gradient_by_hand(policy, batch, cfg)
     start = torch.cat([p.detach().float().flatten() for p in policy.parameters()])
-    # Without it the first step of Adam is the gradient's sign, which rounding can turn.
+    # With a small eps Adam's first update is the gradient's sign, which rounding can turn.
     eps = gradient.abs().mean().item()
     expected = adam_by_hand(start, gradient, cfg, eps)
     found["norm by hand"] = gradient.norm().item()

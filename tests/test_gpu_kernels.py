@@ -1,8 +1,8 @@
-"""What a GPU computes, against the CPU and against slow references: each part of an update.
+"""Each part of an update on a GPU, against the CPU and against slow references.
 
 `make test-gpu` runs these tests on a GPU, with models in the shapes of Qwen2.5 and random weights.
-Where a GPU has nothing of its own to show, or a kernel is absent, a test says why it is skipped.
-The bodies are tried on a CPU too, at sizes of milliseconds.
+If a kernel is absent, the test says why it is skipped. The same tests run on a CPU with tiny
+sizes.
 """
 
 import kernels
@@ -17,7 +17,7 @@ import ppo
 from lib import models
 from lib.attention import has_varlen, packed_attention
 from lib.head import ChunkedLogprob
-from tools import bench_gpu, memory
+from tools import bench, memory
 
 # ---- attention -----------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def varlen(query, key, value, borders) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, keys, size", [(14, 2, 64), (28, 4, 128)])
 def test_varlen_is_attention_within_each_sample(heads, keys, size):
-    """Forward and backward, of 0.5B's and of 7B's heads; samples of 1 to 8,192 tokens."""
+    """Forward and backward with the heads of 0.5B and of 7B, and samples of 1 to 8,192 tokens."""
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
     if not has_varlen():
@@ -45,7 +45,7 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size):
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     output = varlen(*leaves, borders)
     (output * upstream).sum().backward()
-    # In float64 there is room for the scores of one key's heads. The last key's show the grouping.
+    # Memory in float64 suffices for the heads of one key. The last key's heads show the grouping.
     group = heads // keys
     last = [slice(-group, None), slice(-1, None), slice(-1, None)]
     references = [x[:, part].clone().requires_grad_() for x, part in zip(inputs, last)]
@@ -60,7 +60,9 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size):
     for tensor in changed:
         tensor[:, :, 8:] = torch.randn(tensor[:, :, 8:].shape, **options)
     first = varlen(*inputs, borders)[:, :8]
-    assert torch.equal(varlen(*changed, borders)[:, :8], first), "it sees the samples behind it"
+    assert torch.equal(varlen(*changed, borders)[:, :8], first), (
+        "attention sees the samples behind its own"
+    )
 
 
 # ---- log-probs -----------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size):
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_packed_logprobs_are_those_of_single_rows(bf16, device, folder_of, process_group):
-    """With each attention that this machine has. Only sdpa computes in fp32."""
+    """Tests each attention of this machine. Only sdpa computes in fp32."""
     longest = 2048 if device.type == "cuda" else 40
     changes = {"model": folder_of(device.type), "bf16": bf16, "micro_train_batch_size": 1}
     cfg = config(**changes, packing_max_len=longest)
@@ -80,10 +82,10 @@ def test_packed_logprobs_are_those_of_single_rows(bf16, device, folder_of, proce
     batch = make_batch(device, 12, longest, 60)
     assert len(ppo.micro_batches(batch, batch.all_indices(), cfg)) < len(batch.sample_lengths)
     expected = ppo.compute_logprobs(policy, batch, single)  # (T,)
-    for attention in bench_gpu.attentions() if bf16 else ["sdpa"]:
+    for attention in bench.attentions() if bf16 else ["sdpa"]:
         model.set_attn_implementation(attention)
         apart = (ppo.compute_logprobs(policy, batch, cfg) - expected).abs()  # (T,)
-        # Another kernel of attention makes 0.009 in a 0.5B shape, as measured on a CPU.
+        # Another kernel of attention changed 0.009 in a 0.5B shape, as measured on a CPU.
         assert apart.mean() < (0.02 if bf16 else 1e-4), attention
         assert apart.max() < (0.15 if bf16 else 1e-4), attention
 

@@ -1,4 +1,4 @@
-"""Whole runs of train.py on a GPU: they agree with their sampler, resume, stop, and fit the plan.
+"""Whole runs of train.py on a GPU: sampler and trainer agree; runs resume, stop and fit the plan.
 
 `make test-gpu` runs these tests on a GPU. On a CPU the same bodies run with a tiny model. They are
 `long` there, since they start vLLM.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, arguments, jsonl, start_python
 
-from tools import bench_gpu, card
+from tools import bench, card
 
 RUN = {
     "template": "demo",
@@ -28,10 +28,10 @@ RUN = {
     "max_len": 1024,
     "packing_max_len": 4096,
     "gpu_memory_utilization": 0.4,
-    # CUDA graphs are the sampler's tests. Here they would be captured in each of six runs.
+    # test_gpu_sampler.py tests CUDA graphs. Each of the six runs here would capture them again.
     "enforce_eager": "true",
     "eval_interval": 0,
-    # All checkpoints that are there at one time need less than 30 GB.
+    # All checkpoints together need less than 30 GB.
     "save_interval": 2,
     "keep_last": 0,
     "variant": "log_ratio",
@@ -44,7 +44,7 @@ def flags_of_run(place: str, folder_of, tmp_path, **changes) -> dict:
     problems = [{"question": f"{k}+{k}", "answer": f"#### {2 * k}"} for k in range(10, 42)]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, problems)))
-    # Checkpoints of the whole 0.5B have 14 GB each. Of two layers, with the whole embedding, 5 GB.
+    # A checkpoint of the whole 0.5B has 14 GB. With two layers and the whole embedding it has 5 GB.
     model = folder_of(place, num_hidden_layers=2)
     return RUN | {"model": model, "data": data} | changes | (TINY if place == "cpu" else {})
 
@@ -58,11 +58,11 @@ def start(flags: dict, ranks: int = 1) -> subprocess.Popen:
 
 
 def rest_of(process) -> str:
-    """What a run says until it ends."""
+    """The output of a run until it ends."""
     try:
         output, _ = process.communicate(timeout=300)
     finally:
-        # Left alive, it would hold the card that the next test needs.
+        # A run that stays alive would hold the GPU that the next test needs.
         card.kill_all(process.pid)
     assert process.returncode == 0, output[-4000:]
     return output
@@ -74,11 +74,10 @@ def run(flags: dict, ranks: int = 1) -> str:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_agrees_with_its_sampler_and_resumes(stage, place, folder_of, tmp_path):
-    """The ratio is 1 up to rounding: else the gradient is not the one that the recipe claims."""
+    """The recipe has no ratio, so the ratio must be 1 up to rounding."""
     flags = flags_of_run(place, folder_of, tmp_path, zero_stage=stage)
-    # The run reads what is held on the whole card. What others hold, this process with its CUDA
-    # context among them, is not the run's.
-    held = bench_gpu.held_gib()
+    # The run reads the memory of the whole GPU. This process has a CUDA context there.
+    held = bench.held_gib()
     run(flags | {"run_dir": tmp_path / "a"})
     lines = jsonl(tmp_path / "a" / "metrics.jsonl")
     assert len(lines) == 3
@@ -90,12 +89,12 @@ def test_a_run_agrees_with_its_sampler_and_resumes(stage, place, folder_of, tmp_
     run(flags | {"run_dir": tmp_path / "b", "resume": tmp_path / "a" / "step_000002"})
     [again] = jsonl(tmp_path / "b" / "metrics.jsonl")
     assert again["reward"] == lines[-1]["reward"]
-    # One sampled token that is rounded to another one changes all behind it.
+    # If rounding changes one drawn token, it changes all tokens behind that token.
     for name in ("policy_loss", "critic_loss"):
         assert again[name] == pytest.approx(lines[-1][name], rel=0.05, abs=0.05)
     if place == "cuda":
-        # No card has calibrated the plan yet. Afterwards a tenth must be enough.
-        phases = bench_gpu.phases(lines, held, bench_gpu.planned(arguments(flags)))
+        # No GPU has calibrated the plan yet. After that, 10 % must be enough.
+        phases = bench.phases(lines, held, bench.planned(arguments(flags)))
         for phase in ("rollout", "policy"):
             planned = phases[phase]["planned_gib"]
             assert phases[phase]["gib"] == pytest.approx(planned, rel=0.25), phase
@@ -113,22 +112,22 @@ def test_a_signal_saves_and_ends_the_run(place, folder_of, tmp_path):
 
 
 def test_the_demo_in_fp32_agrees_with_its_sampler(place, tmp_path):
-    """vLLM's attention for fp32 is Triton's on a GPU, and its products were not exact."""
+    """On a GPU vLLM attends in fp32 by Triton, whose products were once not exact."""
     output = run({"run_dir": tmp_path / "run", "max_steps": 2})
     mean = re.search(r"sampler and trainer differ by (\S+) a token", output)
     assert float(mean[1]) < 1e-2
 
 
-# ---- two cards -----------------------------------------------------------------------------------
+# ---- two GPUs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_two_cards_do_what_one_does(tensor_parallel, folder_of, tmp_path):
-    """ZeRO-3's gathers and reductions by NCCL, the sync from shards, and a shared sampler."""
+    """Tests NCCL under ZeRO 3, the sync from shards, and a sampler that two ranks share."""
     pytest.importorskip("vllm")
     if torch.cuda.device_count() < 2:
-        pytest.skip("one card")
+        pytest.skip("one GPU")
     flags = flags_of_run("cuda", folder_of, tmp_path, zero_stage=3)
     run(flags | {"run_dir": tmp_path / "one"})
     run(flags | {"run_dir": tmp_path / "two", "tensor_parallel": tensor_parallel}, ranks=2)

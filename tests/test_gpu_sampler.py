@@ -20,7 +20,7 @@ WORKER = {
     "micro_rollout_batch_size": 64,
     "gpu_memory_utilization": 0.4,
 }
-# {setting: (changed flags, changes of the model)}. The model is the whole 0.5B, whose head is tied.
+# {setting: (changed flags, changes of the model)}. The model is the whole 0.5B with its tied head.
 SETTINGS = {
     "tied, graphs": ({}, {}),
     "untied, eager": (
@@ -34,7 +34,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def found(request, place, folder_of, tmp_path_factory) -> dict:
-    """What gpu_worker.py found with a setting; it is run once, also where it fails."""
+    """What gpu_worker.py found with a setting. The worker runs once, even if it fails."""
     flags, changes = SETTINGS[request.param]
     flags = WORKER | flags | {"model": folder_of(place, **changes)}
     if request.param == "fp8":
@@ -59,7 +59,7 @@ def test_a_sleeping_sampler_frees_the_card_s_memory(found, place):
         pytest.skip("no sampler sleeps on a CPU")
     assert found["kept"] < 3, "GiB of a sleeping sampler"
     _, *asleep = found["asleep"]
-    assert max(asleep) - min(asleep) < 1 / 16, "each cycle takes something along"
+    assert max(asleep) - min(asleep) < 1 / 16, "each cycle leaves memory behind"
 
 
 @in_bf16
@@ -77,7 +77,7 @@ def test_a_sync_replaces_every_weight(found):
 
 @in_bf16
 def test_a_sample_is_a_function_of_its_seed(found):
-    """In another batch another kernel may round a close call the other way."""
+    """Another batch may use another kernel, whose rounding can change a token."""
     seeds = found["seeds"]
     assert seeds["again"]
     assert seeds["reversed"] >= 0.9 * seeds["count"]

@@ -1,77 +1,68 @@
-"""What bench.py's part `trl` starts for the other side: GRPO steps of TRL's GRPOTrainer.
+"""The other side of bench.py's part `trl`: prints the seconds of four GRPO steps of TRL.
 
-    .venv/trl/bin/python tools/bench_trl.py MODEL DATA PROMPTS SAMPLES LONGEST PARTS
+    .venv/trl/bin/python tools/bench_trl.py MODEL DATA PROMPTS SAMPLES LIMIT PARTS
 
-It has the model, prompts, number of samples and lengths of train.py's steps, and no KL. Every
-second sample counts as right, as in bench_task.py, so that no group is flat and neither side has
-less to train on. `make bench` puts TRL into .venv/trl, on top of .venv's torch and transformers.
-TRL samples by transformers, because its vLLM in the same process fails on a CPU.
+TRL gets the model, the prompts, the number of samples and the limit of train.py's steps. A coin is
+the reward on both sides. The samples go through the model in PARTS micro-batches. TRL draws them by
+transformers, because its vLLM in the same process fails on a CPU.
 """
 
 import json
 import os
+import random
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-SETTINGS = {
-    "max_steps": 4,
-    "learning_rate": 1e-9,
-    "temperature": 1.0,
-    "beta": 0.0,
-    "scale_rewards": "group",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "logging_steps": 10**6,
-    "disable_tqdm": True,
-}
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+SETTINGS = {"max_steps": 4, "learning_rate": 1e-9, "beta": 0.0, "scale_rewards": "group"}
+SETTINGS |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+SETTINGS |= {"temperature": 1.0, "report_to": "none", "save_strategy": "no"}
+SETTINGS |= {"logging_steps": 10**6, "disable_tqdm": True}
 
 
-def trl(model: str, data: str, prompts: int, samples: int, longest: int, parts: int) -> list[float]:
-    """Seconds of each step, whose samples go through the model in `parts` micro-batches."""
-    import torch
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+class Timer(TrainerCallback):
+    def __init__(self):
+        self.seconds = []
 
+    def on_step_begin(self, *_, **__):
+        self.begin = time.perf_counter()
+
+    def on_step_end(self, *_, **__):
+        self.seconds.append(time.perf_counter() - self.begin)
+
+
+def coins(completions: list, **_) -> list[float]:
+    return [float(random.random() < 0.5) for _ in completions]
+
+
+def main(model: str, data: str, prompts: int, samples: int, limit: int, parts: int) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    seconds = []
-
-    class Timer(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            self.begin = time.perf_counter()
-
-        def on_step_end(self, *_, **__):
-            seconds.append(time.perf_counter() - self.begin)
-
-    records = []
-    for line in Path(data).read_text().splitlines():
-        records.append({"prompt": json.loads(line)["question"] + "<think>"})
+    lines = Path(data).read_text().splitlines()
+    questions = [{"prompt": json.loads(line)["question"] + "<think>"} for line in lines]
     sizes = {
         "per_device_train_batch_size": prompts * samples // parts,
         "gradient_accumulation_steps": parts,
         "num_generations": samples,
-        "max_completion_length": longest,
+        "max_completion_length": limit,
     }
+    timer = Timer()
     trainer = GRPOTrainer(
         model=model,
         args=GRPOConfig(output_dir=tempfile.mkdtemp(), **SETTINGS, **sizes),
-        callbacks=[Timer()],
-        train_dataset=Dataset.from_list(records),
-        reward_funcs=every_second,
+        callbacks=[timer],
+        train_dataset=Dataset.from_list(questions),
+        reward_funcs=coins,
     )
     trainer.train()
-    return seconds
-
-
-def every_second(completions: list, **_) -> list[float]:
-    return [k % 2.0 for k in range(len(completions))]
+    print(json.dumps(timer.seconds))
 
 
 if __name__ == "__main__":
     model, data, *sizes = sys.argv[1:]
-    print(json.dumps(trl(model, data, *map(int, sizes))))
+    main(model, data, *map(int, sizes))
