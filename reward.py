@@ -6,9 +6,9 @@ This file sees only text. It deviates from Open-Reasoner-Zero (ORZ: playground/o
   check by the CPU time of that check alone, so a reward does not depend on load.
 - ORZ compares floats. Here numbers are exact: 0.333333 is not 1/3.
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
-  the grammar and the comparison of math-verify are used (lib/equal.py).
+  the grammar and the comparison of math-verify are used (lib/algebra.py).
 
-A copy works alone, together with lib/equal.py and lib/common.py:
+A copy works alone, together with lib/equal.py, lib/algebra.py and lib/common.py:
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
@@ -277,8 +277,7 @@ class Grader:
         except OSError as error:
             # rollout.py tells all ranks, because an error in `results` would end this rank alone.
             self.broken = (
-                f"no grading process can be started: {error}; "
-                "`python lib/equal.py --worker 5` says why"
+                f"no grading process can be started: {error}; `python -m lib.algebra 5` says why"
             )
             raise UserError(self.broken) from None
         finally:

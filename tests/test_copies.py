@@ -1,4 +1,4 @@
-"""Stages are copied into an empty folder, with lib/common.py and lib/equal.py, and work there.
+"""Stages are copied into an empty folder, with what they need of lib/, and work there.
 
 test_structure.py tells which file needs which.
 """
@@ -8,6 +8,7 @@ import shutil
 
 from conftest import ROOT, config, run_python
 
+LIB = ("lib/common.py", "lib/equal.py", "lib/algebra.py")
 USE = """
 import json
 import sys
@@ -44,7 +45,7 @@ assert (path.name, ckpt.load_state(path)) == ("step_000001", state)
 
 def test_stages_work_in_a_folder_of_their_own(tmp_path):
     (tmp_path / "lib").mkdir()
-    for name in ("ppo.py", "reward.py", "ckpt.py", "lib/common.py", "lib/equal.py"):
+    for name in ("ppo.py", "reward.py", "ckpt.py", *LIB):
         shutil.copy(ROOT / name, tmp_path / name)
     flags = json.dumps(vars(config(estimator="grpo")))
     run_python("-c", USE, flags, cwd=tmp_path, env={"PYTHONPATH": ""})

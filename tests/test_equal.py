@@ -1,4 +1,4 @@
-"""lib/equal.py: its rules, then algebra and the worker process, against hostile text.
+"""lib/equal.py: its rules. lib/algebra.py: the worker process. Both against hostile text.
 
 tests/data/answers.txt is the contract of is_equiv: add a pair there.
 """
@@ -265,7 +265,7 @@ def test_few_questions_hold_an_expression_that_solves_them(grader):
 WATCHED_WORKER = """
 import sys
 import sympy
-from lib import equal
+from lib import algebra
 
 def hook(event, args):
     if event == "compile" and any(code in str(args[0]) for code in ("zqz", "31415")):
@@ -279,7 +279,7 @@ def clear_cache(empty=sympy.core.cache.clear_cache):
 
 sympy.core.cache.clear_cache = clear_cache
 sys.addaudithook(hook)
-equal.serve(5.0)
+algebra.serve(5.0)
 """
 
 

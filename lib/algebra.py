@@ -1,0 +1,125 @@
+"""Algebra for answers, in a process of its own, because it may hang, crash or take all memory.
+
+lib/equal.py starts this process (`Worker`) and asks it where no quick rule decides. By hand:
+`echo '["2x", "x+x"]' | python -m lib.algebra 5` prints "ready" and then "equal". Here 5 seconds of
+CPU time are the limit of a check.
+
+Only the grammar of math-verify and its function `verify` are used. Open-Reasoner-Zero also calls
+its function `parse`. `parse` takes m, h, c and ab for units (2m = 2), makes symbols lower-case
+(R^2 - r^2 = 0), and gives plain expressions to sympy's parse_expr, which evaluates text as code.
+The text of a model must never be evaluated.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+
+from lib.equal import UNITS, prepare
+
+
+def symbolic_verdict(answer, label):
+    """Equality by math-verify, with the label as its gold side. It may raise, hang or eat memory.
+
+    `verify` is not called with the sides exchanged, because it would then accept 2, 1 for the label
+    (1, 2). `prepare` and allow_set_relation_comp find what that call would find: x = 5 equals 5,
+    and x > 5 equals (5, \\infty).
+    """
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify import verify
+
+    spelling = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
+    symbols = ConversionConfig(lowercase_symbols=False)
+    expressions = []
+    for text in prepare(answer, label):
+        if re.search("[0-9]", text):
+            text = UNITS.sub("", text)
+        # (3,125) -> (3, 125), because it is a pair
+        text = text.replace(",", ", ")
+        # 3+5i -> 3+5{I}, the imaginary unit
+        text = re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text)
+        expression = latex2sympy(
+            text, is_real=True, normalization_config=spelling, conversion_config=symbols
+        )
+        # `verify` compares numbers exactly only if doit has worked them out.
+        expressions.append(expression.doit())
+    given, gold = expressions
+    # At 15 digits, the default, all numbers below 1e-15 would equal 0.
+    return verify(
+        gold, given, numeric_precision=60, allow_set_relation_comp=True, timeout_seconds=None
+    )
+
+
+def serve(cpu_seconds):
+    """The worker process: reads lines of JSON, [answer, label], and writes a line for each of them.
+
+    The kernel ends the process if a check uses more than `cpu_seconds` of CPU time. SIGPROF has its
+    default action, so this also works inside C code.
+    """
+    limit_process()
+    import sympy
+
+    # sympy imports some modules at their first use, and some of these by eval. Each check below
+    # makes sympy import such modules.
+    pairs = (
+        ("ab+2a", "a(b+2)"),
+        ("x>5", "(5, \\infty)"),
+        ("2x=4y", "x-2y=0"),
+        ("\\cos x", "\\sin x"),
+    )
+    for answer, label in pairs:
+        symbolic_verdict(answer, label)
+    close_sympy()
+    os.write(1, b"ready\n")
+    for line in sys.stdin.buffer:
+        # A verdict must not depend on the checks before it.
+        sympy.core.cache.clear_cache()
+        sympy.core.random.seed(0)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        try:
+            is_equal = symbolic_verdict(*json.loads(line))
+        except Exception:
+            is_equal = False  # A text is outside of the grammar, or nested too deep.
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(1, b"equal\n" if is_equal else b"different\n")
+
+
+def limit_process():
+    """The process ends with its parent, ignores signals to its group, and has 2 GiB of memory."""
+    import ctypes
+    import logging
+    import resource
+
+    # PR_SET_PDEATHSIG: the process ends with the thread that started it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # A signal to the whole group is for the trainer. If it ended this process, the check would be
+    # lost and count as 0.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # A normal check needs 80 MB.
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # bytes
+    # math-verify warns at each call that its own time-outs are off.
+    logging.disable()
+
+
+def close_sympy():
+    """Takes from sympy the two functions with which it runs text as code. Its imports need them."""
+    import sympy.parsing.sympy_parser
+
+    # parse_expr would evaluate the text of a number. read_number reads the exact number.
+    number = re.compile(r"[0-9.]+(?:[eE][+-]?[0-9]{1,3})?")
+
+    def read_number(text, **options):
+        return sympy.Rational(number.fullmatch(text)[0])
+
+    sympy.parsing.sympy_parser.parse_expr = read_number
+    # lambdify executes the names in a sum. Without exec, a check of an infinite sum raises and
+    # counts as 0.
+    sys.modules["sympy.utilities.lambdify"].exec = None
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]))
