@@ -7,9 +7,9 @@ A checkpoint is a folder RUN/step_NNNNNN, where NNNNNN is the number of finished
 - manifest.json: the size and the SHA-256 of every other file
 
 Deviations from Open-Reasoner-Zero (ORZ):
-- A resumed run equals a run that was never interrupted. A checkpoint holds weights, fp32 masters,
-  Adam's moments and the step. The order of problems and all random numbers are functions of the
-  seed and the step, so they need no files.
+- A resumed run equals a run that was never interrupted, on a CPU to the bit. A checkpoint holds
+  weights, fp32 masters, Adam's moments and the step. The order of problems and all random numbers
+  are functions of the seed and the step, so they need no files.
 - A kill at any instant leaves the older checkpoints complete. A save writes to a temporary folder.
   When the files of all ranks are on disk, rank 0 gives that folder its final name.
 - A run checks its folder before it loads a model. The folder must be shared by all machines,
@@ -54,7 +54,7 @@ class RunState:
     memory: dict = field(default_factory=dict)  # {name of a variant: its MEMORY}
 
     def finish_step(self, run_dir, memory):
-        """Counts a step. The lines of that step must be in the logs.
+        """Counts a step. Call it when the lines of that step are in the logs.
 
         memory: {name of a variant: its MEMORY}.
         """
@@ -149,7 +149,7 @@ def claim(run_dir, needed_bytes):
         if text:
             raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
-        # A run that was killed during a save has left a folder .saving_NNNNNN.
+        # The claims are checked. A run that was killed during a save has left .saving_NNNNNN.
         for leftover in [claims, *run_dir.glob(".saving_*")]:
             shutil.rmtree(leftover, ignore_errors=True)
     return lock

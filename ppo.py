@@ -1,7 +1,7 @@
 """PPO without its redundant parts: batch, packing, advantages, the two losses, the updates.
 
-This file never sees text. It needs torch and numpy alone. An update is one optimizer step.
-A learner is the policy or the critic: it is called like a model, and has `name`, `device`,
+This file never reads text. It needs torch, numpy and lib/common.py. An update is one optimizer
+step. A learner is the policy or the critic: it is called like a model, and has `name`, `device`,
 `backward(loss, is_last)` and `apply_update(lr)`, which returns the gradient's norm. lib/models.py
 has the class.
 
@@ -14,7 +14,7 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO whitens and does
   not divide.
 
-Shapes: N samples, S tokens of the longest response, T response tokens of the batch, t response
+Shapes: N samples, S tokens of the longest response, T response tokens of the batch, M response
 tokens of a micro-batch, R packed rows, L row length.
 """
 
@@ -42,7 +42,7 @@ class Batch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     groups: Tensor  # (N,) number of the sample's problem in the step
-    rewards: Tensor  # (N,) float64, what `paid` returns
+    rewards: Tensor  # (N,) float64, the rewards to learn from (`paid`)
     device: torch.device  # of the flat tensors
     # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them)
     per_token: dict[str, Tensor]
@@ -83,9 +83,9 @@ class MicroBatch:
     # masks what crosses a border.
     position_ids: Tensor  # (R, L)
     predict: Tensor  # (R, L) bool: is the next token a response token?
-    token_ids: Tensor  # (t,) the response tokens
-    flat_index: Tensor  # (t,) their places in the batch's flat tensors
-    mask: Tensor  # (t,) 1.0, or 0.0 for a filler
+    token_ids: Tensor  # (M,) the response tokens
+    flat_index: Tensor  # (M,) their places in the batch's flat tensors
+    mask: Tensor  # (M,) 1.0, or 0.0 for a filler
     # With the rows end to end: where each sample and each padding starts. The last number is R * L.
     borders: Tensor  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
@@ -119,8 +119,8 @@ def paid(samples, cfg) -> list[float]:
 
 
 def samples_that_count(batch: Batch, cfg) -> list[int]:
-    """The indices of the samples that losses, whitening and the mean length use: all of them. The
-    mean of a group always uses all samples of the group."""
+    """The indices of the samples that losses, whitening and the mean length use. A variant may
+    leave some out. The mean of a group always uses all samples of the group."""
     return batch.all_indices()
 
 
@@ -241,7 +241,7 @@ def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
 
 
 # HACK HERE: an estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
-# advantages (N, S), or to scores (N,): then all tokens of a sample have its score. float64.
+# advantages (N, S), or to scores (N,): then all tokens of a sample have its score. All are float64.
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16)."""
@@ -260,9 +260,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """(r - group mean) / group population std (arXiv 2402.03300). In a flat group, where all
-    rewards are equal, it is exactly 0."""
+    """(r - group mean) / group population std (arXiv 2402.03300). In a group with equal
+    rewards it is exactly 0."""
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
+    # Rounding could leave 1e-17 instead of 0. `samples_to_learn_from` looks for exact zeros.
     return torch.where(std > 0, (rewards - mean) / std, 0.0)
 
 
@@ -281,7 +282,7 @@ def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg
 def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - group mean (arXiv 2503.20783; that paper has --loss_mean constant).
 
-    `reinforce_pp` whitens these scores over the batch. It is the REINFORCE++-baseline of arXiv
+    `reinforce_pp` is this function with whitening over the batch: the REINFORCE++-baseline of arXiv
     2501.03262.
     """
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
@@ -392,7 +393,7 @@ def token_weights(batch: Batch, cfg) -> Tensor:
     """The weight of each token's advantage that makes the mean of --loss_mean: (T,) or ().
 
     `update` divides a loss by the number of tokens, which is N times the mean length. A weight of
-    mean length / D makes this N times D. D is the sample's length for `sequence`, and
+    mean length / D turns this divisor into N times D. D is the sample's length for `sequence`, and
     generate_max_len for `constant`.
     """
     # If no sample counts, use all of them. The mean of nothing would be NaN.
@@ -426,7 +427,7 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
     """log p of every response token, (T,), the same on every rank. A collective."""
 
     def forward(micro):
-        return policy(micro, temperatures(batch, micro, cfg))[0]  # (t,)
+        return policy(micro, temperatures(batch, micro, cfg))[0]  # (M,)
 
     return token_pass(batch, cfg, forward)
 
@@ -449,16 +450,17 @@ def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
 
 
 def temperatures(batch: Batch, micro: MicroBatch, cfg) -> float | Tensor:
-    """The temperature of the log-probs: one number for all tokens, or (t,)."""
+    """The temperature of the log-probs: one number for all tokens, or (M,)."""
     return cfg.temperature
 
 
 def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """Returns the sum of `token_loss`, and the numbers to log as sums over tokens."""
-    logprobs, entropy = policy(micro, temperatures(batch, micro, cfg))  # (t,), (t,)
-    advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (t,)
+    logprobs, entropy = policy(micro, temperatures(batch, micro, cfg))  # (M,), (M,)
+    advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (M,)
     stats = {"entropy": (entropy.detach() * micro.mask).sum()}
-    losses = token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (t,)
+    losses = token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)
+    # The mask is here too, because a variant's loss may have terms without an advantage.
     loss = (losses * micro.mask).sum()
     stats["policy_loss"] = loss.detach()
     return loss, stats
@@ -466,8 +468,8 @@ def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, d
 
 # HACK HERE: the policy's loss.
 def token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats) -> Tensor:
-    """-A_t log p(a_t), (t,). At ratio 1 its gradient is that of PPO's clipped objective
-    (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (t,). To log a number, put its
+    """-A_t log p(a_t), (M,). At ratio 1 its gradient is that of PPO's clipped objective
+    (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (M,). To log a number, put its
     sum over the tokens into `stats`."""
     return -(advantages * logprobs)
 
@@ -475,11 +477,11 @@ def token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats) -> Tenso
 def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """The sum of 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2)
     (ORZ's ValueLoss). Returns it and the numbers to log."""
-    values = critic(micro)  # (t,)
-    old = batch.per_token["values"][micro.flat_index]  # (t,)
-    returns = batch.per_token["returns"][micro.flat_index]  # (t,)
-    clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (t,)
-    worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (t,)
+    values = critic(micro)  # (M,)
+    old = batch.per_token["values"][micro.flat_index]  # (M,)
+    returns = batch.per_token["returns"][micro.flat_index]  # (M,)
+    clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (M,)
+    worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (M,)
     loss = 0.5 * (worse * micro.mask).sum()
     stats = {"critic_loss": loss.detach(), "critic_values": (values.detach() * micro.mask).sum()}
     return loss, stats

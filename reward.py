@@ -3,12 +3,13 @@
 This file sees only text. It deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
 - ORZ allows a check 1 s of wall time, which includes the wait in a queue. ORZ's checks run in
   threads, which nobody can kill. So a busy machine loses right answers. Here the kernel ends a
-  check by the CPU time of that check alone, so a reward does not depend on load.
+  check by the CPU time of that check alone. So the load of the machine changes no reward, unless
+  a check takes 120 s of wall time.
 - ORZ compares floats. Here numbers are exact: 0.333333 is not 1/3.
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
   the grammar and the comparison of math-verify are used (lib/algebra.py).
 
-A copy works alone, together with lib/equal.py, lib/algebra.py and lib/common.py:
+A copy needs lib/equal.py, lib/algebra.py and lib/common.py beside it:
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
@@ -46,7 +47,7 @@ class Problem:
     question: str
     # The right answer as text. Another task may put its tests here.
     label: object
-    prompt: str  # the template with the question in it
+    prompt: str  # the template with the question in it; for --template chat the question
     # train.py tokenizes the prompt.
     prompt_ids: list[int] | None = None
 
@@ -171,7 +172,7 @@ def last_box(text):
 def last_number(text):
     """The last decimal numeral, with or without commas between its thousands.
 
-    A minus behind a digit, a letter or a bracket is an operation. The last numeral of 1/2 is 2.
+    A minus after a digit, a letter or a bracket is an operation. The last numeral of 1/2 is 2.
     """
     # -    −$    but not the minus of 9-7 or x-7
     minus = r"(?:(?<![\w)\]}])[-−–]\$?)?"
@@ -247,7 +248,7 @@ class Grader:
         self.threads = futures.ThreadPoolExecutor(workers)
 
     def submit(self, key, text, finish_reason, label):
-        """Takes a finished sample. Returns its answer at once, or None if it has none.
+        """Takes a finished sample. Returns its answer at once, or None if it has none or was cut.
 
         The reward is 1.0 if the response stopped by itself with the right answer, else 0.0. `key`
         names the sample in `results`.
@@ -270,12 +271,13 @@ class Grader:
 
     def ask_worker(self, answer, label):
         """Runs in a thread. Returns what Worker.ask returns."""
-        # The worker that was used last has its process, so no more processes start than needed.
+        # The process of the worker that ended last runs already. So few processes start.
         worker = self.idle_workers.pop()
         try:
             return worker.ask(answer, label)
         except OSError as error:
-            # rollout.py tells all ranks, because an error in `results` would end this rank alone.
+            # rollout.py shares this text with all ranks. An error in `results` would end this rank
+            # alone.
             self.broken = (
                 f"no grading process can be started: {error}; `python -m lib.algebra 5` says why"
             )
@@ -298,11 +300,12 @@ class Grader:
             reply = future.result()
             self.counts[reply] += 1
             self.verdicts[pair] = reply == "equal"
-            # A check that was lost in another way is tried again, because that may be an accident.
+            # Another way of loss may be an accident: in later rounds such a pair is checked again.
             if reply == "cpu_timeouts":
                 self.hopeless[pair] = False
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}
+        # The next round knows these verdicts already. All of them are False.
         self.verdicts = self.hopeless.copy()
         self.running = {}
         return rewards

@@ -6,8 +6,8 @@ sampler's weight sync, sleep and wake. It never sees a loss.
 Deviations from Open-Reasoner-Zero (ORZ):
 - There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
   same GPU.
-- The policy is trained on the sampled token ids. ORZ decodes the ids and encodes the text again.
-  The last token is often another one after that.
+- The policy is trained on the sampled token ids. ORZ makes a text of the ids, and new ids of the
+  text. The last token is often another one after that.
 - The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in
   the step, and the sample's index. The rank, the order and earlier samples do not change it.
 - The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass
 class Sample:
-    """A drawn response. response_ids include the stop token or the tokens of the stop string."""
+    """A drawn response. response_ids include the stop token or stop string, if one ended it."""
 
     request: Request
     response_ids: list[int]
@@ -70,7 +70,7 @@ class Sample:
 
 
 def requests_of_step(problems, cfg, step) -> list[Request]:
-    """The requests of a training step. They depend on the seed and the step alone."""
+    """The requests of a training step. Their randomness depends on the seed and the step alone."""
     chosen = problems_of_step(problems, cfg, step)
     seeds = problem_seeds(cfg.seed, step, "train", len(chosen))
     return make_requests(
@@ -94,21 +94,21 @@ def make_requests(problems, seeds, count, max_tokens, temperature, top_p) -> lis
 
 
 def problems_of_step(problems, cfg, step) -> list:
-    """The problems of a step. The run passes over all problems again and again."""
-    orders = {}  # number of a pass: its order
+    """The problems of a step. An episode is one pass over all problems."""
+    orders = {}  # number of an episode: its order
     chosen = []
     start = step * cfg.rollout_batch_size
     for position in range(start, start + cfg.rollout_batch_size):
-        pass_number, place = divmod(position, len(problems))
-        if pass_number not in orders:
-            orders[pass_number] = pass_order(problems, cfg, pass_number)
-        chosen.append(problems[orders[pass_number][place]])
+        episode, place = divmod(position, len(problems))
+        if episode not in orders:
+            orders[episode] = episode_order(problems, cfg, episode)
+        chosen.append(problems[orders[episode][place]])
     return chosen
 
 
-def pass_order(problems, cfg, pass_number) -> list[int]:
-    """The order of the problems in a pass, as indices. Each pass has another random order."""
-    rng = np.random.default_rng(hash64(cfg.seed, "order", pass_number))
+def episode_order(problems, cfg, episode) -> list[int]:
+    """The order of the problems in an episode, as indices. Each episode has another one."""
+    rng = np.random.default_rng(hash64(cfg.seed, "order", episode))
     return rng.permutation(len(problems)).tolist()
 
 
@@ -243,12 +243,13 @@ def sampler_settings(cfg, is_gpu) -> dict:
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
-        # For a prompt in chunks vLLM rewinds the random generator. A CPU's generator cannot do so.
+        # If vLLM computes a prompt in chunks, it sets the random generator back. A CPU's generator
+        # cannot be set back.
         settings["enable_chunked_prefill"] = False
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
-        # Without a size vLLM takes the free memory. This size changes the schedule of the samples,
-        # and the schedule changes the last bits of their log-probs.
+        # Without a size vLLM takes the free memory, which is another size in each run. The size of
+        # the cache changes the schedule of the samples, and with it the last bits of log-probs.
         kv_cache_gb = cfg.kv_cache_gb or 1
     if kv_cache_gb:
         settings["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
@@ -298,7 +299,7 @@ class Rollout:
 
 
 def draw_step(rollout, requests, problems, cfg, step, clock) -> list[Sample]:
-    """Draws the samples of a training step. A variant may draw fewer, more or other samples."""
+    """Draws the samples of a training step. problems, cfg and step are there for variants."""
     return draw(rollout, requests, clock)
 
 
@@ -309,6 +310,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
     """
     signals = rollout.signals
     grader = rollout.grader
+    # Raises Stopped on all ranks if one of them was asked to stop.
     agree(signals.poll())
     lost_before = grader.lost
     with clock("rollout"):
@@ -326,6 +328,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
         lost = sum(gather(grader.lost - lost_before))
         clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
         seconds = gather(clock.seconds["rollout"])
+        # How long a rank waits on average for the slowest one.
         clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
         return exchange(requests, mine)
 
@@ -336,12 +339,12 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
     The requests are dealt one by one. So the long samples of one hard problem go to all samplers.
     """
     cfg = rollout.cfg
-    sampler, rank_in_sampler = divmod(dist.get_rank(), cfg.tensor_parallel)
+    sampler_number, rank_in_sampler = divmod(dist.get_rank(), cfg.tensor_parallel)
     samplers = dist.get_world_size() // cfg.tensor_parallel
-    positions = range(sampler, len(requests), samplers)
+    positions = range(sampler_number, len(requests), samplers)
     share = [requests[position] for position in positions]
     mine = {}
-    broken = None
+    grading_error = None
     with contextlib.closing(rollout.sampler.generate(share, rollout.stopped)) as stream:
         # Rank 0 shows a progress bar. With None, tqdm hides it where there is no terminal.
         hidden = dist.get_rank() > 0 or None
@@ -353,9 +356,9 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
                     grade(rollout, positions[k], sample)
                 except Exception as error:
                     # Go on with the decodes, because other ranks may share the sampler.
-                    broken = error
-    if broken:
-        raise broken
+                    grading_error = error
+    if grading_error:
+        raise grading_error
     return mine
 
 

@@ -68,7 +68,7 @@ class NoVariants:
     def installed(self, *_):
         return contextlib.nullcontext()
 
-    # These methods do nothing. Nobody uses the context that they return.
+    # train.py uses only `installed` with `with`. The other methods are called for nothing.
     wrap_task = tell_start = tell_unreached = installed
 
 
@@ -83,7 +83,7 @@ class Learning:
     answer_form: str = "orz"  # Where the answer stands: orz, boxed_anywhere, last_number, hashes.
     task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
     variant: list[str] = field(default_factory=list)  # Files of variants/ without .py, or paths.
-    seed: int = 42  # Every random choice is a hash of this seed and of the choice's purpose.
+    seed: int = 42  # Each random choice depends on a hash of this seed and of its purpose.
     # ---- sampling
     rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
     n_samples_per_prompt: int = 64  # Samples of each problem. Raise it if all samples are wrong.
@@ -96,14 +96,14 @@ class Learning:
     # ---- learning
     estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
     critic: str | None = None  # A folder with a critic. Default: the body of --model, a new head.
-    loss_mean: str = "token"  # The policy's loss is divided by token, sequence or constant length.
+    loss_mean: str = "token"  # How the policy's loss is averaged: token, sequence or constant.
     gamma: float = 1.0  # The discount of gae, per token. Below 1 it favours short responses.
     lambd: float = 1.0  # The lambda of gae. Below 1 the advantages vary less and are biased.
     advantage_normalization: bool = True  # gae, reinforce, reinforce_pp: scale to mean 0, std 1.
     critic_updates: int = 12  # Updates of the critic in a step. Each takes its part of the samples.
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
-    warmup_updates: int = 50  # Each learner's rate rises during its first updates. 1: no rise.
+    warmup_updates: int = 50  # Both learning rates rise during the first updates. 1: no rise.
     value_clip: float = (
         0.2  # PPO's clip in the critic's loss. 1e9 is no clip. 0 clips every change.
     )
@@ -123,19 +123,19 @@ class Config(Learning):
     run_dir: str = "out/run"  # The folder of the run. All machines must share it.
     resume: str = "auto"  # auto: the newest checkpoint. none: start at step 0. Or a folder.
     # ---- when
-    num_episodes: int = 20  # Passes over the problems.
+    num_episodes: int = 20  # An episode is one pass over all problems.
     max_steps: int | None = None  # Stop after this step, if --num_episodes has more steps.
     save_interval: int = 50  # Steps between checkpoints. 0: save only the last step.
     keep_last: int = 2  # The number of newest checkpoints to keep. 0: keep all.
     eval_data: list[str] = field(default_factory=list)  # Files or data sets of held-out problems.
-    eval_interval: int = 10  # Steps between evaluations. 0: evaluate only before and after.
+    eval_interval: int = 10  # Steps between evaluations. 0: only before the run and at its end.
     eval_n: int = 1  # Samples of each problem in an evaluation. ORZ's paper has 16.
     eval_temperature: float | None = None  # In evaluations. Default: --temperature. 0: greedy.
     eval_top_p: float | None = None  # In evaluations. Default: --top_p.
     # ---- what is written down
     log_with: str = "none"  # Curves elsewhere: tensorboard, or wandb (log in to it before).
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
-    log_tokens: int = 16  # So many of the logged samples are also written token by token.
+    log_tokens: int = 16  # How many of the logged samples are also written token by token.
     # ---- where and how fast
     zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
@@ -146,7 +146,9 @@ class Config(Learning):
     micro_rollout_batch_size: int = 256  # Samples drawn at the same time. More need more memory.
     tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
     gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
-    kv_cache_gb: float | None = None  # GiB of KV cache. Default: the rest of the share; CPU: 1.
+    kv_cache_gb: float | None = (
+        None  # GiB of KV cache. Default: what the share above leaves; CPU: 1.
+    )
     enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
 
     # `variants` has no type, so it is no flag. With --variant it is an object of lib/variants.py.
@@ -208,7 +210,7 @@ def stages():
 
 
 def find_inputs(cfg):
-    """The task and the tokenizer. Raises UserError on all ranks, also if one rank alone fails."""
+    """The task and the tokenizer. Raises UserError on all ranks, even if only one rank fails."""
     with raise_together():
         task = find_task(cfg)
         tokenizer = load_tokenizer(cfg, cfg.model)
@@ -221,7 +223,7 @@ def find_inputs(cfg):
 
 
 def load_tokenizer(cfg, folder):
-    """The tokenizer of a model's folder. Also checks that --max_len fits. Raises UserError."""
+    """The tokenizer of a model's folder. Also checks its number of positions. Raises UserError."""
     config = check.load_config(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -255,6 +257,7 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     where = " ".join(paths)
     check.require_same({f"hash of the problems in {where}": problems_hash(problems)})
     texts = [problem.prompt for problem in problems]
+    # Only the ids have the chat template. problem.prompt keeps the bare question.
     if cfg.template == "chat":
         from lib.chat import as_chat
 
@@ -326,7 +329,7 @@ def find_task(cfg):
     for name in ("load_problems", "Grader", "text_metrics"):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
     cfg.variants.wrap_task(task, stages())
-    # A task without ANSWER_FORMS has one form. Then only the default of --answer_form is right.
+    # For a task without ANSWER_FORMS, --answer_form must stay at its default.
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
     check.require(
         cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: choose {' or '.join(forms)}"
@@ -334,21 +337,22 @@ def find_task(cfg):
     return task
 
 
-def count_steps(cfg, problems):
-    steps = max(1, cfg.num_episodes * problems // cfg.rollout_batch_size)
+def count_steps(cfg, problem_count):
+    steps = max(1, cfg.num_episodes * problem_count // cfg.rollout_batch_size)
     if cfg.max_steps is not None:
         steps = min(steps, cfg.max_steps)
     return steps
 
 
 def check_sampler(sampler, policy, problems, cfg):
-    """Compares the log-probs of sampler and policy on 32 samples. Returns a sentence for the log.
+    """Compares the log-probs of policy and sampler on 32 samples. Returns a sentence for the log.
 
-    They differ if the sampler has old weights, or if lib/models.py computes other logits than vLLM.
-    Raises UserError if the mean |difference| over all tokens is too large, or the mean over the
-    tokens of the worst sample.
+    Each rank draws the same 32 samples, so that each sampler is checked. The log-probs differ if a
+    sampler has old weights, or if lib/models.py computes other logits than vLLM. Raises UserError
+    if the mean |difference| is too large: over all tokens, or over the tokens of one sample.
     """
     seeds = rollout_stage.problem_seeds(cfg.seed, 0, "check", 8)
+    # With a lower top_p the sampler's log-probs would be those of the cut distribution.
     requests = rollout_stage.make_requests(
         problems[:8], seeds, count=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
     )
@@ -356,9 +360,9 @@ def check_sampler(sampler, policy, problems, cfg):
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
-    apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
-    means = torch.stack([part.mean() for part in batch.split(apart)])  # (N,)
-    mean = apart.mean().item()
+    gaps = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
+    means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
+    mean = gaps.mean().item()
     # The maximum of torch is NaN if one number is NaN. Python's max would hide the NaN.
     worst = means.max().item()
     mean_limit, worst_limit = allowed_gap(cfg, sampler.gpu)
@@ -474,6 +478,7 @@ def main(cfg, world, device, store):
     hf = [tokenizer, policy.module.model.config]
     ckpt.resume(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
+    # The MEMORY of a variant is a dict that each checkpoint keeps.
     for name, memory in cfg.variants.memory.items():
         memory.update(state.memory.get(name, {}))
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
@@ -489,8 +494,9 @@ def main(cfg, world, device, store):
                 evaluate(rollout, eval_sets, step, log)
             clock = metrics.Clock(step + 1)
 
-            # After an error in phases 1 to 6, all ranks save the last finished step and stop.
-            # After an error in phases 7 to 9 the weights have changed, and nothing is saved.
+            # After an error in phases 1 to 6, all ranks save the last finished step and stop. In
+            # phase 5 this needs an error on all ranks, such as a lack of memory. After an error in
+            # phases 7 to 9 the weights have changed, and nothing is saved.
             with share_errors():
                 # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
                 requests = rollout_stage.requests_of_step(problems, cfg, step)
@@ -498,7 +504,7 @@ def main(cfg, world, device, store):
                 # 2. Rollout, 3. reward: each sample is graded as soon as it ends.
                 samples = rollout_stage.draw_step(rollout, requests, problems, cfg, step, clock)
 
-                # 4. Pack: one batch, the same on every rank. The sampler leaves the GPU.
+                # 4. Batch: all samples, the same on every rank. The sampler leaves the GPU.
                 rollout.sampler.sleep()
                 batch = ppo.make_batch(samples, device, cfg)
 
@@ -554,7 +560,8 @@ def run(argv):
         try:
             cfg = parse_flags(argv)
         except UserError as error:
-            # A variant may be absent on one machine alone. All ranks raise its error below.
+            # A variant may be absent on one machine alone. So the ranks raise the error together,
+            # as soon as they are connected.
             if not names_variants(argv):
                 raise
             wrong = error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lib.check import CHOICES
 
-VARIANTS = Path(__file__).resolve().parent.parent / "variants"
+HOME = Path(__file__).resolve().parent.parent / "variants"
 
 # Old names of flags, and the new names.
 RENAMED = {
@@ -23,10 +23,11 @@ RENAMED = {
 }
 
 
-def advice(config) -> dict[str, str]:
+def flag_comments(config) -> dict[str, str]:
     """The comment behind each field of a dataclass."""
     found = {}
-    # Base classes come first, so a class overrides the comments of its bases. The last is object.
+    # Base classes come first, so a class overrides the comments of its bases. [:-1] leaves out
+    # `object`.
     for owner in reversed(config.__mro__[:-1]):
         text = inspect.getsource(inspect.getmodule(owner))
         body = re.search(rf"^class {owner.__name__}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -41,7 +42,7 @@ def advice(config) -> dict[str, str]:
 def add_help(parser, config, estimators):
     """Adds the advice to an HfArgumentParser of `config`."""
     parser.usage = "accelerate launch train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
-    texts = advice(config)
+    texts = flag_comments(config)
     choices = {**CHOICES, "estimator": estimators, "attention": ["auto", *CHOICES["attention"]]}
     for action in parser._actions:
         name = action.dest
@@ -63,7 +64,7 @@ def explain_unknown(word, known) -> str:
     if name in RENAMED:
         return f"--{name} is called --{RENAMED[name]} now"
     owners = []
-    for path in sorted(VARIANTS.glob("*.py")):
+    for path in sorted(HOME.glob("*.py")):
         if re.search(rf"^    {re.escape(name)}: ", path.read_text(), re.MULTILINE):
             owners.append(path.stem)
     if owners:

@@ -22,9 +22,9 @@ from lib.equal import UNITS, prepare
 def symbolic_verdict(answer, label):
     """Equality by math-verify, with the label as its gold side. It may raise, hang or eat memory.
 
-    `verify` is not called with the sides exchanged, because it would then accept 2, 1 for the label
-    (1, 2). `prepare` and allow_set_relation_comp find what that call would find: x = 5 equals 5,
-    and x > 5 equals (5, \\infty).
+    `verify` is called once. A second call with the sides exchanged would accept 2, 1 for the label
+    (1, 2). It is not needed for x = 5 and 5, because of `prepare`, nor for x > 5 and (5, \\infty),
+    because of allow_set_relation_comp.
     """
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
@@ -36,7 +36,8 @@ def symbolic_verdict(answer, label):
     for text in prepare(answer, label):
         if re.search("[0-9]", text):
             text = UNITS.sub("", text)
-        # (3,125) -> (3, 125), because it is a pair
+        # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
+        # left separates two members.
         text = text.replace(",", ", ")
         # 3+5i -> 3+5{I}, the imaginary unit
         text = re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text)
@@ -56,7 +57,7 @@ def serve(cpu_seconds):
     """The worker process: reads lines of JSON, [answer, label], and writes a line for each of them.
 
     The kernel ends the process if a check uses more than `cpu_seconds` of CPU time. SIGPROF has its
-    default action, so this also works inside C code.
+    default action, so the limit also ends a check inside C code.
     """
     limit_process()
     import sympy
@@ -87,7 +88,7 @@ def serve(cpu_seconds):
 
 
 def limit_process():
-    """The process ends with its parent, ignores signals to its group, and has 2 GiB of memory."""
+    """Lets this process end with its parent, ignore SIGINT and SIGTERM, and have 2 GiB at most."""
     import ctypes
     import logging
     import resource
@@ -106,7 +107,7 @@ def limit_process():
 
 
 def close_sympy():
-    """Takes from sympy the two functions with which it runs text as code. Its imports need them."""
+    """Disables the two functions with which sympy runs text as code. Its imports need them."""
     import sympy.parsing.sympy_parser
 
     # parse_expr would evaluate the text of a number. read_number reads the exact number.
@@ -116,7 +117,7 @@ def close_sympy():
         return sympy.Rational(number.fullmatch(text)[0])
 
     sympy.parsing.sympy_parser.parse_expr = read_number
-    # lambdify executes the names in a sum. Without exec, a check of an infinite sum raises and
+    # lambdify runs text by exec, for infinite sums. Without exec a check of such a sum raises and
     # counts as 0.
     sys.modules["sympy.utilities.lambdify"].exec = None
 

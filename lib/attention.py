@@ -35,8 +35,8 @@ def packed_attention(module, query, key, value, mask, **options):
     longest = options["max_length_q"]  # tokens
     # The window of a token: all tokens before it (-1), and no token after it (0).
     settings = {"window_size": (-1, 0), "scale": options["scaling"]}
-    # The query may have more heads than the key. The source of PyTorch 2.11 shows that it needs no
-    # argument for that. This has not run on a GPU yet.
+    # The query may have more heads than the key. The source of PyTorch 2.11 shows that its
+    # varlen_attn needs no argument for that. This has not run on a GPU yet.
     if "enable_gqa" in arguments_of(varlen_attn):
         settings["enable_gqa"] = True
     out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)

@@ -15,7 +15,7 @@ CHOICES = {
     "loss_mean": ("token", "sequence", "constant"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
-# These numbers must be at least 1. All other numbers may be 0.
+# These numbers must be at least 1, all others at least 0. Functions below limit some further.
 COUNTS = (
     "rollout_batch_size",
     "n_samples_per_prompt",
@@ -87,7 +87,7 @@ def check_estimator(cfg, estimator):
 
 
 def check_samples(cfg, estimator, flag):
-    """Is this number of samples of a problem enough for the estimator? Variants have such flags."""
+    """Is the value of this flag enough samples for the estimator? Variants call this too."""
     least = estimator.least_samples
     advice = f"--estimator {cfg.estimator} compares samples of a problem: use at least {least}"
     require_all(cfg, {flag: (getattr(cfg, flag) >= least, advice)})
@@ -109,7 +109,7 @@ def check_sampling(cfg):
 
 
 def has_varlen():
-    """Can this PyTorch compute --attention varlen? Only runs that may need it load the file."""
+    """Can this PyTorch compute --attention varlen? Few runs need lib/attention.py."""
     from lib import attention
 
     return attention.has_varlen()

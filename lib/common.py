@@ -1,6 +1,6 @@
 """What the ranks of a run do together: the process group, gathering, agreeing on errors.
 
-Each stage imports this file, so a stage is copied together with it. It needs torch alone.
+The five main files import this file, so copy it with them. It needs torch alone.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = datetime.timedelta(minutes=30)  # the longest wait for another rank
-# What a launcher sets, with the values of a process without a launcher.
+# The variables that a launcher sets, and their values without a launcher.
 ALONE = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -92,9 +92,9 @@ def raise_together():
 def share_errors():
     """An error inside on one rank is raised on all ranks as Stopped. A collective.
 
-    It is for the loop, where the last finished step can be saved. A rank with an error goes to the
-    `agree` at the end of this function. There it must meet the other ranks. So between a line that
-    may fail on one rank alone and the next collective there must be an `agree`, as in rollout.draw.
+    It is for the loop, where the last finished step can be saved. A rank that fails jumps to the
+    `agree` below. The next collective of the other ranks must be an `agree` too. So the code inside
+    calls `agree` after lines that may fail on one rank alone, as rollout.draw does.
     """
     fault = None
     try:
@@ -108,7 +108,7 @@ def share_errors():
 
 @contextlib.contextmanager
 def share_same_error(store):
-    """An error inside on all ranks is raised on all ranks as Stopped. The code has collectives.
+    """An error inside on all ranks is raised on all ranks as Stopped. For code with collectives.
 
     If only some ranks fail, they raise their own errors and end. The other ranks wait in a
     collective, which raises an error when the failed ranks are gone.
@@ -175,7 +175,7 @@ def start_distributed():
     other ranks. Call this before vLLM starts: vLLM joins the same group, and on a CPU it keeps the
     number of threads that it finds. Raises UserError.
     """
-    # For one process `accelerate launch` sets none of the names. vLLM and DeepSpeed need them.
+    # For one process `accelerate launch` sets no variable of ALONE. vLLM and DeepSpeed need them.
     is_alone = "RANK" not in os.environ
     if is_alone:
         os.environ |= ALONE

@@ -117,11 +117,11 @@ def respell(text):
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
 # The name of a value, with its sign.
 NAME = re.compile(
-    # No name begins x \not= 5    \log x = 2    \sin x = 2
+    # No name is on the left of x \not= 5    \log x = 2    \sin x = 2
     r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
     # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =
     r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]"
-    # A_1 =    f^{-1}(x) =    \text{Area} =    \overline{AB} =
+    # A_1 =    f^{-1}(x) =    \text{Area} =    \overline{AB} =    Other braces are no name.
     r"|_\w|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
     rf"(?:{EQUALS.pattern}) ?"
 )
@@ -131,10 +131,10 @@ def drop_name(answer, label):
     """x = 5 -> 5    if the other text has the same name or none."""
     matches = [NAME.match(answer), NAME.match(label)]
     names = {match[0] for match in matches if match}
-    # m+n = 17 names a sum, but x+y = 17 as the label is an equation.
+    # As an answer, m+n = 17 names its value. As the label, x+y = 17 is an equation.
     if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return answer, label
-    # A list repeats its name: x=1, x=2 -> 1, 2
+    # A list repeats its name, at the start or after a comma or a space: x=1, x=2 -> 1, 2
     name = re.compile(rf"(?<![^, ]){re.escape(names.pop())}")
     values = name.sub("", answer), name.sub("", label)
     # A text with several names keeps all of them: x=1, y=2
@@ -209,8 +209,8 @@ UNITS = re.compile(
 def parse_number(text):
     """The exact value of an integer, decimal, fraction or mixed number, or None.
 
-    A number may have a percent sign or lack it, so two values come back: the value without the
-    sign and the value with the sign. 50% -> (50, 1/2)    5 -> (5, 5)
+    Returns two values. The first ignores a percent sign, the second obeys it.
+    50% -> (50, 1/2)    5 -> (5, 5)
     """
     # 3\frac{1}{2} cm -> 3 1/2
     text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
@@ -289,7 +289,7 @@ def same_choice(answer, label):
     """If the label is one letter, the answer may add the text of the choice: C. 12 m equals C."""
     # C    (C)
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
-    # C    (c)    C. 12 m    Option C
+    # C    (c)    C. 12 m    Option C    but not the product (a)(b)
     given = re.match(r"(?:[Oo]ption )?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer)
     if not choice or not given:
         return None
@@ -310,7 +310,8 @@ def same_in_base(answer, label):
 
 
 def same_word(answer, label):
-    """Words are compared without case. Points such as ABCD are no word, and xy is a product."""
+    """Words are compared without case. A label in capitals, such as ABCD, names points, and only
+    the same text equals it. xy is a product and no word."""
     # even    Monday    yes    8:34pm
     word = re.fullmatch(r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m", label)
     given = re.fullmatch(r"[0-9:A-Za-z' -]+", answer)
@@ -332,7 +333,7 @@ def same_shape(answer, label):
         return None
     if count_members(answer) != count_members(label):
         return False
-    # The answer 1,2 for the label (1,2)
+    # The answer 1,2 for the label (1,2): an opening bracket must come before a comma.
     if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", answer):
         return False
     return None
@@ -343,7 +344,8 @@ def count_members(text):
     return 1 + text.count(",") + text.count(r"\pm")
 
 
-# \frac{1}{x-5} > 0    but not x > 5 or 0 < x_1 < 5, where one side is a letter alone
+# \frac{1}{x-5} > 0    but not x > 5 or 0 < x_1 < 5: there a letter stands alone, at the start or
+# after a relation.
 UNSOLVED = re.compile(
     rf"(?!(?:.*{RELATION})?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})).*{RELATION}"
 )

@@ -1,7 +1,7 @@
 """The LM head computes log-probs and entropies in chunks, with a backward pass of its own.
 
-So the logits (t, V) never exist as a whole. ORZ held four copies of them. This file needs torch
-alone. Shapes: t response tokens, V vocabulary, H hidden.
+So numbers (M, V) never exist as a whole where they need more than 256 MB. ORZ held four copies of
+them. This file needs torch alone. Shapes: M response tokens, V vocabulary, H hidden.
 """
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk.
 
-    temperature: one number, or (t,). Up to 256 MB, log p of all V tokens is kept for the backward
+    temperature: one number, or (M,). Up to 256 MB, log p of all V tokens is kept for the backward
     pass. Above, the backward pass computes it again: 8k tokens and a vocabulary of 152k would need
     5 GB.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, token_ids, temperature, chunk, wants_entropy=True):
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (t,)
-        entropy = torch.empty_like(logprobs) if wants_entropy else None  # (t,)
-        keep_scores = len(hidden) * len(weight) <= 2**26
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (M,)
+        entropy = torch.empty_like(logprobs) if wants_entropy else None  # (M,)
+        keep_log_p = len(hidden) * len(weight) <= 2**26
         ctx.kept = []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -30,7 +30,7 @@ class ChunkedLogprob(torch.autograd.Function):
             if wants_entropy:
                 # An einsum would be shorter. In fp32 its sums over V are ten times less exact.
                 entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
-            if keep_scores:
+            if keep_log_p:
                 ctx.kept.append(log_p)
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature = temperature
@@ -51,9 +51,10 @@ class ChunkedLogprob(torch.autograd.Function):
         are z times the temperature, so g_y and g_S are divided by the temperature.
         """
         hidden, weight, token_ids, entropy = ctx.saved_tensors
+        # The loss may use the entropy alone.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
-        grad_hidden = torch.empty_like(hidden)  # (t, H)
+        grad_hidden = torch.empty_like(hidden)  # (M, H)
         # The gradient of the weight is a sum of many small terms, so the sum is in fp32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
         for start in range(0, len(hidden), ctx.chunk):
@@ -84,11 +85,11 @@ def of_chunk(temperature, part: slice):
 
 
 def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
-    scores = nn.functional.linear(hidden, weight).float()  # (chunk, V)
+    logits = nn.functional.linear(hidden, weight).float()  # (chunk, V)
     if isinstance(temperature, Tensor) or temperature != 1:
-        scores /= temperature
+        logits /= temperature
     # log_softmax is one kernel. A logsumexp is slower, and its entropy is less exact.
-    return scores.log_softmax(-1)
+    return logits.log_softmax(-1)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor):

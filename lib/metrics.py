@@ -47,7 +47,8 @@ def memory_in_use():
     """GiB in use on this rank's GPU by all processes; on a CPU, the memory of this process.
 
     At the end of a phase this is the phase's maximum, because torch's allocator keeps its memory
-    until the sampler wakes up. That allocator's own count would include the sleeping sampler.
+    until the sampler wakes up. torch's own count would include memory that the sleeping sampler
+    has given back.
     """
     if not torch.cuda.is_available():
         return psutil.Process().memory_info().rss / 2**30
@@ -109,6 +110,7 @@ def of_evaluation(samples, n):
         "problems": len(rewards),
         "n": n,
         "accuracy": rewards.mean(),
+        # std() divides by the number of problems. A standard error divides by one less.
         "stderr": rewards.mean(1).std() / math.sqrt(max(1, len(rewards) - 1)),
         "length": statistics.mean(lengths),
         "length_std": statistics.pstdev(lengths),

@@ -10,7 +10,7 @@ import os
 import sys
 
 # DeepSpeed compiles an op at its first start. Each environment keeps its own copy of the op, which
-# its own ninja has compiled. Two environments with one copy would compile it in turn.
+# its own ninja has compiled. Environments with one copy would compile it again at each change.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
@@ -38,11 +38,11 @@ class Policy(nn.Module):
         model.get_output_embeddings().__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
-        """Log-probs and entropies of the response tokens, (t,) and (t,), at this temperature.
+        """Log-probs and entropies of the response tokens, (M,) and (M,), at this temperature.
 
         Under torch.no_grad() the entropies are None.
         """
-        hidden = last_hidden_state(self.model.base_model, micro)  # (t, H)
+        hidden = last_hidden_state(self.model.base_model, micro)  # (M, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 
 
@@ -63,13 +63,13 @@ class Critic(nn.Module):
         self.value_head.weight.data.copy_(weight)
 
     def forward(self, micro) -> Tensor:
-        """V(s_t) of the response tokens, (t,). It is computed *before* the token is read."""
-        hidden = last_hidden_state(self.model, micro)  # (t, H)
-        return self.value_head(hidden).squeeze(-1).float()  # (t,)
+        """V(s_t) of the response tokens, (M,). It is computed *before* the token is read."""
+        hidden = last_hidden_state(self.model, micro)  # (M, H)
+        return self.value_head(hidden).squeeze(-1).float()  # (M,)
 
 
 def last_hidden_state(body, micro) -> Tensor:
-    """The body's last state at the positions that predict a response token, (t, H)."""
+    """The body's last state at the positions that predict a response token, (M, H)."""
     output = body(
         micro.input_ids,
         position_ids=micro.position_ids,
@@ -108,7 +108,7 @@ def engine_config(cfg, stage):
         # Without this setting DeepSpeed clips at 1.0.
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
-        # With --bf16, stage 0 is for a reference alone. Its weights are bf16 already.
+        # With --bf16, stage 0 is for a reference alone (see Learner). Its weights are bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
         # In bf16 the sum of 65 micro-batches lost a ninth of its norm.
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -142,7 +142,7 @@ def load_body(cfg, auto_class, folder=None):
         raise UserError(f"{source} lacks {len(missing)} of its weights, such as {missing[0]}")
     if cfg.attention == "varlen" and not model._supports_attention_backend:
         raise UserError(f"--model {source} has attention code of its own: add --attention sdpa")
-    # With dropout the ratio would not be 1. Attention layers have a number instead of a module.
+    # With dropout trainer and sampler would differ. In attention it is a number and no module.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -183,7 +183,7 @@ class Learner:
         return self.deepspeed(*inputs)
 
     def backward(self, loss: Tensor, is_last):
-        """Adds the gradient of a micro-batch. After the last one the ranks' sums are averaged."""
+        """Adds the gradient of a micro-batch. After the last one the ranks' mean is taken."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         # gas means gradient accumulation steps. `update` has scaled the loss before.
         self.deepspeed.backward(loss, scale_wrt_gas=False)
@@ -210,7 +210,7 @@ def optimizer_step(learner, lr):
     engine.optimizer.param_groups[0]["lr"] = lr
     skipped = engine.skipped_steps
     if learner.stage == 0:
-        # ZeRO 0 would apply a NaN. The sums over the ranks are in p.grad, so look at them before.
+        # ZeRO 0 would apply a NaN. The ranks' mean is in p.grad, so look at it before.
         gradients = [p.grad for p in learner.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item()
         if math.isfinite(norm):

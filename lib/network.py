@@ -18,6 +18,7 @@ def announce_interface(master):
             interface_of[entry.address] = name
     # On the first machine the route to MASTER_ADDR is the loopback. The route to an address outside
     # gives the right interface there. 192.0.2.1 is reserved for examples.
+    # The first target with a usable address wins, because of setdefault.
     for target in (master, "192.0.2.1"):
         address = address_towards(target)
         if address in interface_of and not address.startswith("127."):

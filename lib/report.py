@@ -6,7 +6,7 @@ Rank 0 writes these files:
 - eval.jsonl: one line for each evaluation of each set
 - eval_samples.jsonl: one line for each sample of an evaluation
 - config.json: all flags, and the versions of the libraries
-- result.json: written at the end of the last step
+- result.json: written when the run is complete
 """
 
 import contextlib
@@ -38,10 +38,10 @@ def redirect_libraries(path):
         os.dup2(log.fileno(), 2)
     sys.stdout = os.fdopen(screen, "w", buffering=1)
     sys.stderr = os.fdopen(errors, "w", buffering=1)
-    # These two would write to the new sys.stderr.
+    # Progress bars and warnings would go to the new sys.stderr.
     transformers.utils.logging.disable_progress_bar()
     logging.captureWarnings(True)
-    # Loggers without a file of their own write to this file, and warnings are such records now.
+    # Warnings are records of a logger now. Loggers without a file of their own write to this file.
     logging.basicConfig(filename=path)
 
 
@@ -115,7 +115,7 @@ class RunLog:
                 file.writelines(lines)
         except OSError as error:
             self.waiting[name] = lines
-            # A part of the lines may be in the file. The next call writes all of them.
+            # Remove a part that is in the file. The next call writes all lines.
             if path.exists():
                 os.truncate(path, size)
             warn(f"{path}: {error.strerror}; {len(lines)} line(s) wait until the disk has room")
@@ -132,6 +132,7 @@ class RunLog:
             self.tracker.add(line, step)
         self.cfg.variants.tell_unreached(learned)
         if step == 1 and not (line["answered"] or line["reward"]):
+            # one sample of each problem
             warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         numbers = f"step {step}  reward {line['reward']:.3f}  length {line['response_length']:.1f}"

@@ -66,6 +66,7 @@ def prepare_moments(flats, states, step):
 
 def fill(parameter, full, stage, flats, states):
     """Copies full tensors into the weight and into this rank's part of master and moments."""
+    # Under ZeRO 3 rank 0 writes the whole weight, and DeepSpeed shards it again.
     with GatheredParameters([parameter], modifier_rank=0, enabled=stage == 3):
         if stage < 3 or dist.get_rank() == 0:
             parameter.data.copy_(full["fp32"])
@@ -74,6 +75,7 @@ def fill(parameter, full, stage, flats, states):
     elif stage == 0:
         for kind in set(full) - {"fp32"}:
             states[parameter][kind].copy_(full[kind])
+    # It is None if this rank holds no part of the parameter.
     elif parameter._hp_mapping is not None:
         fill_cut(parameter._hp_mapping, full, flats, states)
 
@@ -95,6 +97,7 @@ def fill_share(parameter, full):
 
 def fill_cut(mapping, full, flats, states):
     """ZeRO 1 and 2: all parameters lie end to end, and every rank holds one range of them."""
+    # hp is the fp32 master (high precision), lp the weight in the training dtype (low precision).
     in_flat = mapping.hp_fragment_address
     in_parameter = mapping.lp_fragment_address
     flat = flats[mapping.param_group_index]

@@ -1,8 +1,8 @@
 """Signals of the operating system: SIGTERM, SIGINT and SIGUSR1 save the run and end it.
 
 train.py imports this file before everything that is slow, so it imports the standard library alone.
-At first `leave_on_signals` decides: a signal ends the process at once, because there is nothing to
-save. When a `Signals` is made, it decides from then on.
+Before a `Signals` is made, a signal ends the process at once (`leave_on_signals`), because there is
+nothing to save.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ def follow_launcher():
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
         # `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch`
         is_launcher = re.search(rb"accelerate[^\0]*[\0.-]launch\0", parent)
+        # Only a launcher of one process leaves RANK unset.
         if is_launcher and "RANK" not in os.environ:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -7,7 +7,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class Tracker:
-    """Writes points into RUN/tensorboard. With --log_with wandb they are copied there."""
+    """Writes points into RUN/tensorboard. With --log_with wandb, wandb copies them."""
 
     def __init__(self, cfg, run_dir, step):
         """step: a resumed run goes on from it, so later points are dropped."""

@@ -27,10 +27,8 @@ from pathlib import Path
 
 import torch
 
-from lib.advice import advice
+from lib.advice import HOME, flag_comments
 from lib.common import UserError, hash64, one_line
-
-HOME = Path(__file__).resolve().parent.parent / "variants"
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Variants:
         self.hooks = []
         self.undo = []  # functions that put the stages' own functions back
         self.has_told = False  # has tell_unreached said its line?
-        self.named = {Path(word).stem for word in words}
+        self.named = {Path(word).stem for word in words}  # the names that the user has given
         for word in words:
             self.read(word)
         self.check_order()
@@ -82,7 +80,7 @@ class Variants:
             line = traceback.extract_tb(error.__traceback__)[-1].lineno
             why = f"{type(error).__name__}: {one_line(error)} (line {line})"
             raise UserError(f"--variant {word}: {why}") from error
-        # Read the variants that this variant needs first, unless the user has named them.
+        # First read the variants that this one needs, unless the user has named them.
         for early in needs(module):
             is_known = early in self.named or early in self.modules
             if not is_known and (HOME / f"{early}.py").is_file():
@@ -108,7 +106,8 @@ class Variants:
         """Raises UserError if a variant would undo an earlier one, or needs one before it."""
         rules = self.order_rules()
         given = list(self.modules)
-        # Find an order that obeys the rules, for the message.
+        # Find an order that obeys the rules, for the message. If no variant is free, the rules form
+        # a circle.
         order = []
         while len(order) < len(given):
             waiting = {late for early, late in rules if early not in order}
@@ -151,18 +150,17 @@ class Variants:
         for name, module in self.modules.items():
             if not hasattr(module, "Flags"):
                 continue
-            texts = advice(module.Flags)
+            texts = flag_comments(module.Flags)
             for field in dataclasses.fields(module.Flags):
                 flag = f"{self.words[name]}: --{field.name}"
-                # Without a default both are MISSING.
+                # Without a default, default and default_factory are both MISSING.
                 no_default = field.default is field.default_factory
                 require(not no_default, f"{flag} has no default")
                 text = "write a comment behind it that says what it does"
                 require(field.name in texts, f"{flag} has no advice: {text}")
                 known = core.get(field.name)
-                require(
-                    not known or known.type == field.type, f"{flag} must have its type of train.py"
-                )
+                is_like = not known or known.type == field.type
+                require(is_like, f"{flag} must have the type that it has in train.py")
                 before = owner.get(field.name)
                 value = field.default
                 if value is dataclasses.MISSING:
@@ -171,7 +169,7 @@ class Variants:
                 is_same = known and default.get(field.name) == value
                 require(
                     before in (None, *needs(module)) or is_same,
-                    f"{flag} is a flag of {before} too; leave one of the two variants out",
+                    f"{flag} has another default in {before}; leave one of the two variants out",
                 )
                 owner[field.name] = name
                 default[field.name] = value
@@ -262,7 +260,9 @@ class Variants:
         in_task = set(functions_of(task))
         for hook in self.hooks:
             where = f"{self.words[hook.variant]}: {hook.name}"
-            require(hook.name not in EARLY, f"{where} runs before the variants are installed")
+            require(
+                hook.name not in BEFORE_FLAGS, f"{where} runs before the variants are installed"
+            )
             places = in_stages | in_task
             near = " or ".join(difflib.get_close_matches(hook.name, places)) or "a name of a stage"
             require(
@@ -325,7 +325,7 @@ class Variants:
 
 
 # Functions of train.py that read the flags. They run before the variants are known.
-EARLY = ("run", "parse_flags", "refuse_flag")
+BEFORE_FLAGS = ("run", "parse_flags", "refuse_flag")
 # The public names that a variant may define beside functions: their type and its description.
 KINDS = {
     "Flags": (type, "a dataclass"),
@@ -406,7 +406,8 @@ def public_names(text) -> list[str]:
 
 
 def check_hook(word, text, name, value):
-    """Returns the function `value`. Raises UserError if it is not a proper hook."""
+    """Returns the function `value`. Raises UserError if it is no function, or if the name of its
+    first argument is wrong."""
     is_plain = inspect.isfunction(value) and value.__name__ == name
     require(
         is_plain and not inspect.iscoroutinefunction(value),
@@ -469,7 +470,7 @@ def functions_of(module) -> list[str]:
     """The names of the functions that a module itself defines."""
     names = []
     for name, value in vars(module).items():
-        # functools.wraps keeps the module's name.
+        # A wrapped function has the stage's name in __module__, because of functools.wraps.
         if inspect.isfunction(value) and value.__module__ == module.__name__:
             names.append(name)
     return names
@@ -546,5 +547,5 @@ CHECKS = {
     "draw": wrong_drawn,
     "draw_step": wrong_step,
     "problems_of_step": wrong_problems,
-    "pass_order": wrong_pass,
+    "episode_order": wrong_pass,
 }

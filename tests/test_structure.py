@@ -69,7 +69,7 @@ def test_lib_has_no_circle():
 def test_every_setting_is_read_and_has_advice():
     texts = [path.read_text() for path in FILES if path.parent.name != "tools"]
     read = set(re.findall(r"\bcfg\.(\w+)", "\n".join(texts)))
-    assert vars(train.Config()).keys() <= read & advice.advice(train.Config).keys()
+    assert vars(train.Config()).keys() <= read & advice.flag_comments(train.Config).keys()
 
 
 def test_the_loop_fits_one_screen_and_has_a_banner_for_each_phase():

@@ -114,7 +114,7 @@ def test_help_has_the_advice_the_choices_and_the_default_of_each_flag(capsys):
     with pytest.raises(SystemExit):
         train.parse_flags(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for name, comment in advice.advice(train.Config).items():
+    for name, comment in advice.flag_comments(train.Config).items():
         assert f"--{name} " in text and " ".join(comment.split()) in text
     assert "Choose token, sequence, constant. (default: token)" in text
     assert all(name in text for name in train.ppo.ESTIMATORS) and "(default: gae)" in text

@@ -249,7 +249,7 @@ def draw_curriculum(cfg, requests, problems, memory, step):
     chosen = []
     for position in range(4 * step, 4 * step + 4):
         number, offset = divmod(position, 5)
-        shuffled = rollout.pass_order(problems, cfg, number)
+        shuffled = rollout.episode_order(problems, cfg, number)
         chosen.append(problems[sorted(shuffled, key=lambda i: DIFFICULTY[i])[offset]])
     seeds = rollout.problem_seeds(cfg.seed, step, "train", 4)
     again = rollout.make_requests(chosen, seeds, 8, cfg.generate_max_len, 1.0, 1.0)

@@ -150,9 +150,9 @@ REFUSED = [
     ([FLAGS + "x: int\n"], "--x has no default"),
     ([FLAGS + "x = 1  # A.\n"], "write x with its type"),
     ([FLAGS + "x: int = 1\n"], "--x has no advice"),
-    ([FLAGS + "gamma: str = 'a'  # A.\n"], "--gamma must have its type of train.py"),
-    ([FLAGS + "x: int = 1  # A.\n"] * 2, "--x is a flag of a too"),
-    ([FLAGS + f"gamma: float = 0.{k}  # A.\n" for k in "12"], "--gamma is a flag of a too"),
+    ([FLAGS + "gamma: str = 'a'  # A.\n"], "--gamma must have the type that it has in train.py"),
+    ([FLAGS + "x: int = 1  # A.\n"] * 2, "--x has another default in a"),
+    ([FLAGS + f"gamma: float = 0.{k}  # A.\n" for k in "12"], "--gamma has another default in a"),
     (["ESTIMATORS = {'x': 3}\n"], "the estimator x must be a ppo.Estimator"),
     (["import ppo\nESTIMATORS = {'gae': ppo.ESTIMATORS['grpo']}\n"], "gae is there already"),
     (["NEEDS = 'updates'\n"], "NEEDS must be a list of names"),
@@ -253,8 +253,8 @@ SEAMS = [
     ("draw_step", [1], None),
     ("problems_of_step", [0] * 4, None),
     ("problems_of_step", [0] * 3, "3 problems for --rollout_batch_size 4"),
-    ("pass_order", [2, 0, 1], None),
-    ("pass_order", [0, 1], "each index of the 3 problems once"),
+    ("episode_order", [2, 0, 1], None),
+    ("episode_order", [0, 1], "each index of the 3 problems once"),
 ]
 
 

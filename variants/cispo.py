@@ -43,6 +43,6 @@ def train_policy(_original, policy, batch, cfg, step, total_steps):
 
 
 def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    old = batch.per_token["old_logprobs"][micro.flat_index]  # (t,)
-    ratio = ((logprobs.detach() - old) * micro.mask).exp()  # (t,)
+    old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+    ratio = ((logprobs.detach() - old) * micro.mask).exp()  # (M,)
     return -(ratio.clamp(max=cfg.cispo_cap) * advantages * logprobs)

@@ -21,8 +21,8 @@ def check_config(original, cfg, world, estimators):
     check.require(needs_critic, f"--estimator {cfg.estimator} has no critic; choose gae")
 
 
-def count_steps(original, cfg, problems):
-    steps = original(cfg, problems)
+def count_steps(original, cfg, problem_count):
+    steps = original(cfg, problem_count)
     is_less = cfg.critic_only_steps < steps
     advice = f"the policy would learn in none of {steps} steps; choose fewer"
     check.require_all(cfg, {"critic_only_steps": (is_less, advice)})

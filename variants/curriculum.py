@@ -8,9 +8,9 @@ it.
 """
 
 
-def pass_order(original, problems, cfg, pass_number):
+def episode_order(original, problems, cfg, episode):
     # Python's sort is stable. So problems that are equally hard keep their random order.
-    return sorted(original(problems, cfg, pass_number), key=lambda i: _difficulty(problems[i]))
+    return sorted(original(problems, cfg, episode), key=lambda i: _difficulty(problems[i]))
 
 
 def _difficulty(problem):

@@ -17,7 +17,7 @@ class Flags:
 
 
 def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    loss = original(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (t,)
+    loss = original(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)
     return loss - cfg.entropy_coef * entropy
 
 

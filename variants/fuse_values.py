@@ -50,9 +50,9 @@ def train_critic(original, critic, batch, cfg, step):
 
 def critic_loss(original, critic, batch, micro, cfg):
     def critic_that_notes(micro):
-        values = critic(micro)  # (t,)
+        values = critic(micro)  # (M,)
         # These samples are in no other update, so each value is written once.
-        noted = values.detach() * micro.mask  # (t,)
+        noted = values.detach() * micro.mask  # (M,)
         batch.per_token["values"].index_add_(0, micro.flat_index, noted)
         return values
 

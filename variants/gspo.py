@@ -44,15 +44,15 @@ def train_policy(_original, policy, batch, cfg, step, total_steps):
 
 
 def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    old = batch.per_token["old_logprobs"][micro.flat_index]  # (t,)
-    log_ratio = ((logprobs - old) * micro.mask).detach()  # (t,)
+    old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+    log_ratio = ((logprobs - old) * micro.mask).detach()  # (M,)
     # A micro-batch holds whole samples, so these sums are complete.
     count = len(batch.samples)
-    sample = batch.spread(torch.arange(count))[micro.flat_index]  # (t,)
+    sample = batch.spread(torch.arange(count))[micro.flat_index]  # (M,)
     sums = torch.zeros(count, device=batch.device).index_add(0, sample, log_ratio)  # (N,)
-    mean = (sums / batch.response_lengths.to(batch.device))[sample]  # (t,)
+    mean = (sums / batch.response_lengths.to(batch.device))[sample]  # (M,)
     # Each token has its own gradient, because tokens may have different advantages (eq. 14).
-    ratio = (mean + logprobs - logprobs.detach()).exp()  # (t,)
-    clipped = ratio.clamp(1 - cfg.policy_clip, 1 + cfg.policy_clip_high)  # (t,)
+    ratio = (mean + logprobs - logprobs.detach()).exp()  # (M,)
+    clipped = ratio.clamp(1 - cfg.policy_clip, 1 + cfg.policy_clip_high)  # (M,)
     stats["clipped"] = ((clipped != ratio) * micro.mask).sum()
     return -torch.minimum(ratio * advantages, clipped * advantages)

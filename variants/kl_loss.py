@@ -19,9 +19,9 @@ class Flags:
 
 
 def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    loss = original(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (t,)
-    reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (t,)
-    log_ratio = (reference - logprobs) * micro.mask  # (t,)
+    loss = original(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)
+    reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (M,)
+    log_ratio = (reference - logprobs) * micro.mask  # (M,)
     return loss + cfg.kl_loss_coef * (log_ratio.exp() - 1 - log_ratio)
 
 

@@ -27,7 +27,7 @@ def token_passes(original, policy, critic, batch, cfg, step):
 
 
 def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (t,)
-    log_ratio = (reference - logprobs.detach()) * micro.mask  # (t,)
+    reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (M,)
+    log_ratio = (reference - logprobs.detach()) * micro.mask  # (M,)
     stats["kl"] = (log_ratio.exp() - 1 - log_ratio).sum()
     return original(logprobs, entropy, advantages, batch, micro, cfg, stats)

@@ -20,9 +20,9 @@ def sampling_params(original, request, cfg, stop_ids, with_logprobs):
 
 
 def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    sampled = batch.per_token["logprobs"][micro.flat_index]  # (t,)
-    log_ratio = (logprobs.detach() - sampled) * micro.mask  # (t,)
-    ratio = log_ratio.exp()  # (t,)
+    sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
+    log_ratio = (logprobs.detach() - sampled) * micro.mask  # (M,)
+    ratio = log_ratio.exp()  # (M,)
     stats["ratio"] = (ratio * micro.mask).sum()
     stats["ratio_max"] = ratio.max()
     stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()

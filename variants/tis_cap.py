@@ -25,11 +25,11 @@ def check_config(original, cfg, world, estimators):
 
 
 def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    sampled = batch.per_token["logprobs"][micro.flat_index]  # (t,)
-    trainer = logprobs.detach()  # (t,)
+    sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
+    trainer = logprobs.detach()  # (M,)
     if "old_logprobs" in batch.per_token:
         # With several updates the samples come from the policy before the first update.
-        trainer = batch.per_token["old_logprobs"][micro.flat_index]  # (t,)
-    log_ratio = (trainer - sampled) * micro.mask  # (t,)
-    weighed = advantages * log_ratio.exp().clamp(max=cfg.tis_cap)  # (t,)
+        trainer = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+    log_ratio = (trainer - sampled) * micro.mask  # (M,)
+    weighed = advantages * log_ratio.exp().clamp(max=cfg.tis_cap)  # (M,)
     return original(logprobs, entropy, weighed, batch, micro, cfg, stats)

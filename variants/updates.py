@@ -42,9 +42,9 @@ def train_policy(_original, policy, batch, cfg, step, total_steps):
 
 
 def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    old = batch.per_token["old_logprobs"][micro.flat_index]  # (t,)
+    old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
     # The ratio is 1 only in the first update.
-    ratio = ((logprobs - old) * micro.mask).exp()  # (t,)
+    ratio = ((logprobs - old) * micro.mask).exp()  # (M,)
     high = cfg.policy_clip if cfg.policy_clip_high is None else cfg.policy_clip_high
-    clipped = ratio.clamp(1 - cfg.policy_clip, 1 + high)  # (t,)
+    clipped = ratio.clamp(1 - cfg.policy_clip, 1 + high)  # (M,)
     return -torch.minimum(ratio * advantages, clipped * advantages)
