@@ -55,15 +55,8 @@ find-gpu:
 card: $(INSTALLED)
 	$(BIN)/python tools/card.py $(PARTS)
 
-bench: $(VENV)/trl/.installed
+bench: $(INSTALLED)
 	$(BIN)/python tools/bench.py
-
-# This environment adds only TRL. It uses the torch and the transformers of the main environment.
-$(VENV)/trl/.installed: $(INSTALLED)
-	$(BIN)/python -m venv --without-pip $(VENV)/trl
-	echo "$(abspath $(VENV))/lib/python3.11/site-packages" > $(VENV)/trl/lib/python3.11/site-packages/parent.pth
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/trl/lib/python3.11/site-packages trl==1.16.0
-	touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

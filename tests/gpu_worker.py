@@ -41,7 +41,7 @@ def worker(kind: str, out: Path, *words) -> dict:
 
 
 def sampled(sampler, requests) -> list[list[int]]:
-    """The ids of each request's response."""
+    """Returns the token ids of each request's response."""
     found = [[]] * len(requests)
     for position, sample in sampler.generate(requests):
         found[position] = sample.response_ids
@@ -49,7 +49,7 @@ def sampled(sampler, requests) -> list[list[int]]:
 
 
 def seeds(sampler, requests) -> dict:
-    """How many samples are the same in another call, in another order, and with other seeds."""
+    """Counts the samples that are the same in another call, in another order, with other seeds."""
     others = [dataclasses.replace(request, seed=request.seed + 1) for request in requests]
     first = sampled(sampler, requests)
     return {
@@ -61,7 +61,7 @@ def seeds(sampler, requests) -> dict:
 
 
 def gap(sampler, policy, requests, cfg) -> dict:
-    """As train.check_sampler: the mean difference of log-probs, and the worst response's."""
+    """Returns the mean difference of log-probs over tokens, and the mean of the worst response."""
     samples = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
     batch = ppo.make_batch(samples, policy.device, cfg)
     apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
@@ -87,12 +87,17 @@ def sync(sampler, policy) -> float:
 
 
 def scales(model) -> float:
-    """A sum over the scales of quantized weights."""
+    """Returns the sum of the scales of quantized weights."""
     return sum(p.double().sum().item() for name, p in model.named_parameters() if "scale" in name)
 
 
 def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
+    with cfg.variants.installed(train.stages()):
+        return measure_sampler(cfg)
+
+
+def measure_sampler(cfg) -> dict:
     start = held_gib()
     start_distributed()
     sampler = Sampler(cfg)
@@ -132,13 +137,13 @@ def find_of_sampler(*argv: str) -> dict:
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over the norm."""
+    """Returns the norm of the difference / the norm of what is expected."""
     difference = found.double() - expected.double()
     return (difference.norm() / expected.double().norm()).item()
 
 
 def make_batch(device, count: int, longest: int, vocab: int) -> ppo.Batch:
-    """Random samples of 8 to `longest` tokens, of which 4 are the prompt."""
+    """Makes random samples of 8 to `longest` tokens. A prompt has four tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(8, longest, count).int().tolist()
     ids = [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
@@ -150,7 +155,7 @@ def make_batch(device, count: int, longest: int, vocab: int) -> ppo.Batch:
 
 
 def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
-    """The fp32 sum of the bf16 gradients of the micro-batches, as one vector."""
+    """Returns the fp32 sum of the bf16 gradients of the micro-batches, as one vector."""
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in policy.parameters()]
     tokens = int(batch.response_lengths.sum())
     for micro in ppo.micro_batches(batch, batch.all_indices(), cfg):
@@ -163,7 +168,7 @@ def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
 
 
 def adam_by_hand(start, gradient, cfg, eps: float) -> torch.Tensor:
-    """The first update of AdamW with betas 0.9 and 0.95, after clipping at cfg.max_norm."""
+    """Returns the weights after the first update of AdamW, which clips at cfg.max_norm."""
     gradient = gradient * min(1.0, cfg.max_norm / gradient.norm().item())
     first = 0.1 * gradient / (1 - 0.9)
     second = 0.05 * gradient**2 / (1 - 0.95)
@@ -171,7 +176,7 @@ def adam_by_hand(start, gradient, cfg, eps: float) -> torch.Tensor:
 
 
 def find_of_step(model: str, row_len: str) -> dict:
-    """At each ZeRO stage: an update by hand, one of the learner, and one with a NaN gradient."""
+    """Compares updates at each ZeRO stage: by hand, of the learner, and with a NaN gradient."""
     device = start_distributed()[2]
     changes = {"bf16": True, "attention": "sdpa", "estimator": "grpo", "warmup_updates": 1}
     changes |= {"max_norm": 0.5, "micro_train_batch_size": 1, "packing_max_len": row_len}

@@ -1,4 +1,4 @@
-"""tools/card.py makes the page of a machine with a GPU. Here its parts run on a CPU."""
+"""tools/card.py makes the page of a machine with a GPU. Here the parts run on a CPU."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def test_every_file_of_gpu_tests_and_every_measurement_is_a_part():
     tests = {shlex.split(tests)[0] for tests, _ in card.PARTS.values() if tests}
     assert tests == {path.name for path in (ROOT / "tests").glob("test_gpu_*.py")}
     measured = {name for name, (tests, _) in card.PARTS.items() if not tests}
-    assert measured == set(bench.PARTS) - {"reward", "memory", "trl"}
+    assert measured == set(bench.PARTS) - {"reward"}
 
 
 @pytest.mark.engine
@@ -36,11 +36,10 @@ def test_what_a_part_started_ends_with_it(tmp_path):
 def test_a_page_has_all_parts_that_ran_beside_their_plan(tmp_path, monkeypatch, capsys):
     """A part that fails does not end the others. A later call of these versions adds its parts."""
     figures = json.dumps({"zero2": {"rollout: gib": 38.02, "rollout: planned_gib": 41.5}})
-    about = dict.fromkeys(("card", "name", "cards", "memory", "driver", "cores"), "NVIDIA H100")
-    about |= {"ram_gib": 128, "python": "3.11", "versions": {"torch": "2"}}
+    about = dict.fromkeys(("card", "name", "driver"), "NVIDIA H100") | {"versions": {"torch": "2"}}
     scripts = {
-        "cycle": "echo 'FAILED tests/x - |'; echo '= 2 failed, 3 passed in 1s ='; exit 1",
-        "kernels": "echo '= 2 skipped, 10 deselected, 3 warnings in 3.10s ='",
+        "cycle": "echo '= 2 failed, 3 passed in 1s ='; exit 1",
+        "kernels": "echo '= 2 skipped, 10 deselected, 3 warnings in 3.10s ='; exit 5",
         "zero2": f"echo a line; echo '{figures}'; echo a warning",
     }
     monkeypatch.setattr(card, "ROOT", tmp_path)
@@ -49,7 +48,6 @@ def test_a_page_has_all_parts_that_ran_beside_their_plan(tmp_path, monkeypatch, 
     monkeypatch.setattr(card, "machine", lambda: about)
     words = ["--out", str(tmp_path / "cards")]
     assert card.main(["cycle", "kernels", *words]) == 1
-    assert "\nFAILED tests/x - |\n" in capsys.readouterr().out
     assert card.main(["zero2", *words]) == 0
     text = (tmp_path / "cards" / "nvidia-h100.md").read_text()
     assert "| zero2 | rollout: gib | 38.02 |\n| zero2 | rollout: planned_gib | 41.5 |" in text

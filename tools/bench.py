@@ -2,22 +2,18 @@
 
     reward    checks per second; the verdicts of 2 and of 16 grading processes
     update    an update with each kind of attention; on a CPU also against bare transformers
-    update7b  the same with four layers of Qwen2.5-7B
-    rollout   the sampler's tokens per second, and vLLM without our code
-    memory    the chunked head against full logits, with a vocabulary of 151,936
+    rollout   tokens per second of the sampler, and of vLLM without our code
     step      steps of train.py, beside the plan of tools/plan.py
     zero2     steps of PPO with a critic at ZeRO 2
-    zero3     the same at ZeRO 3
-    lab       the laboratory: a base model, and 40 steps of PPO
-    trl       GRPO steps of TRL against ours, on a CPU (`make bench` installs TRL)
+    zero3     steps of PPO with a critic at ZeRO 3
+    lab       the laboratory: its base model is made, and then trained for 40 steps of PPO
 
 Each part prints a table and then a line of JSON: {part: {figure: value}}. A ratio is the median of
-rounds that measure both sides in turn. Except for `lab` and `trl` all models are random. They have
-the shape of Qwen2.5-0.5B on a GPU, and are small or tiny on a CPU.
+rounds that measure both sides in turn. Except for `lab` all models are random. The random models
+have the shape of Qwen2.5-0.5B on a GPU, and are small or tiny on a CPU.
 """
 
 import functools
-import gc
 import itertools
 import json
 import os
@@ -28,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,10 +32,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch.nn.functional as F
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
 import ppo
@@ -50,20 +44,18 @@ import train
 from lib import models
 from lib.attention import has_varlen
 from lib.common import start_distributed
-from lib.head import ChunkedLogprob
-from tools import cost, memory
+from tools import base_model, cost, memory
+from tools.runs import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-FIELDS += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
+SMALL = {"vocab_size": 32768, "hidden_size": 512, "intermediate_size": 1408}
+SMALL |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
 # tiny: the demo's shape. small: 30 million parameters.
 SHAPES = {
-    "tiny": (128, 512, 2, 4, 4, 512, True),
-    "small": (512, 1408, 4, 8, 8, 32768, True),
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "7B-layers": (3584, 18944, 4, 28, 4, 152064, False),
+    "tiny": {"vocab_size": 512},
+    "small": SMALL,
+    "0.5B": dict(zip(memory.SHAPE_FIELDS, memory.SHAPES["Qwen/Qwen2.5-0.5B"])),
 }
 FP32 = "--bf16 false --zero_stage 0 --gradient_checkpointing false"
 # A coin is the reward, because random models are never right and nothing is learnt from a group of
@@ -79,8 +71,8 @@ STEP = f"""{RUN} --estimator grpo --zero_stage 2 --rollout_batch_size 16 --n_sam
 CRITIC = f"""{STEP} --estimator gae --n_samples_per_prompt 8 --critic_updates 4
     --generate_max_len 1024 --max_len 2048 --packing_max_len 4096 --gradient_checkpointing true
     --gpu_memory_utilization 0.3 --max_steps 3"""
-# The sizes on a CPU.
-ON_CPU = """--rollout_batch_size 4 --n_samples_per_prompt 8 --prompt_max_len 64 --max_len 256
+# These sizes replace the others on a CPU.
+ON_CPU = """ --rollout_batch_size 4 --n_samples_per_prompt 8 --prompt_max_len 64 --max_len 256
     --generate_max_len 64 --packing_max_len 256 --micro_train_batch_size 2 --critic_updates 2
     --kv_cache_gb 0.5"""
 
@@ -88,37 +80,23 @@ ON_CPU = """--rollout_batch_size 4 --n_samples_per_prompt 8 --prompt_max_len 64 
 # ---- models, batches, clocks -----------------------------------------------------------------
 
 
-def byte_tokenizer(size: int) -> Qwen2Tokenizer:
-    """It has a token for each byte, and words of four letters up to the size.
+def byte_tokenizer(size: int):
+    """Makes a token for each byte. The other tokens are words of four letters.
 
     Every token has a text, so the sampler looks for stop strings in what a random model draws.
     """
-    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
     words = map("".join, itertools.product(string.ascii_lowercase, repeat=4))
-    tokens += itertools.islice(words, size - len(tokens))
-    return Qwen2Tokenizer({token: number for number, token in enumerate(tokens)}, [])
+    tokens = itertools.chain(sorted(ByteLevel.alphabet()), words)
+    return base_model.make_tokenizer(itertools.islice(tokens, size - 1), [])
 
 
 def random_model(folder: str, shape: str, **changes) -> str:
     """Writes a random Qwen2 in bf16 with a tokenizer. Returns the folder."""
-    ends = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
-    config = Qwen2Config(**dict(zip(FIELDS, SHAPES[shape])) | ends | changes)
-    torch.manual_seed(0)
-    with DEVICE:
-        model = Qwen2ForCausalLM(config).bfloat16()
-    model.save_pretrained(folder)
-    # The model must leave the GPU, because the memory of the whole GPU is compared with the plan.
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    byte_tokenizer(config.vocab_size).save_pretrained(folder)
-    return folder
-
-
-def base_model(kind: str, folder: str) -> str:
-    """Writes the base model of a toy task, with its problems and flags.txt. Returns the folder."""
-    command = [sys.executable, f"{ROOT}/tools/base_model.py", kind, folder]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    fields = {"max_position_embeddings": 32768, "initializer_range": 0.02} | SHAPES[shape]
+    tokenizer = byte_tokenizer(fields["vocab_size"])
+    tokenizer.save_pretrained(folder)
+    model = base_model.make_model(tokenizer, 0, **fields | changes)
+    model.bfloat16().save_pretrained(folder)
     return folder
 
 
@@ -128,18 +106,16 @@ def make_config(model: str, flags: str) -> train.Config:
     return train.parse_flags(words)
 
 
-def make_batch(vocab: int, shortest: int, longest: int) -> ppo.Batch:
-    """Eight samples of random tokens, whose lengths lie evenly between the two. Prompts have 8."""
+def make_batch(shortest: int, longest: int, device) -> ppo.Batch:
+    """Makes eight samples of random tokens. Lengths rise evenly. A prompt has eight tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(shortest, longest, 8).int().tolist()
-    ids = [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
+    ids = [torch.randint(1, 512, (n,), generator=generator).tolist() for n in lengths]
     prompts = [sample[:8] for sample in ids]
     responses = [sample[8:] for sample in ids]
-    groups = torch.arange(8)  # (N,)
-    batch = ppo.Batch(prompts, responses, groups, torch.ones(8).double(), DEVICE, {}, [])
-    tokens = sum(lengths) - 8 * 8
-    for name in ("advantages", "values", "returns"):
-        batch.per_token[name] = torch.randn(tokens, generator=generator).to(DEVICE)  # (T,)
+    batch = ppo.Batch(prompts, responses, torch.arange(8), torch.ones(8).double(), device, {}, [])
+    advantages = torch.randn(sum(map(len, responses)), generator=generator)  # (T,)
+    batch.per_token["advantages"] = advantages.to(device)
     return batch
 
 
@@ -158,37 +134,40 @@ def seconds_of(function) -> float:
 
 
 def median_seconds(function, rounds: int = 3) -> float:
-    """The median of some calls, after one call that does not count."""
+    """Returns the median time of the calls. One call before them does not count."""
     function()
     return statistics.median(seconds_of(function) for _ in range(rounds))
 
 
 def compare(ours, theirs) -> list[float]:
-    """time(theirs) / time(ours) of three rounds, after one round that does not count."""
+    """Returns time(theirs) / time(ours) of three rounds. One round before them does not count."""
     rounds = [seconds_of(theirs) / seconds_of(ours) for _ in range(4)]
     return rounds[1:]
 
 
 def held_gib() -> float:
-    """The GiB that all processes hold on the GPU; 0 on a CPU."""
+    """Returns the GiB that all processes hold on the GPU. Returns 0 without a GPU."""
     if not ON_GPU:
         return 0.0
-    settle()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / memory.GIB
 
 
-# ---- update and memory -----------------------------------------------------------------------
+# ---- an update ------------------------------------------------------------------------------
 
 
 def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int) -> dict:
-    """Updates of samples of `shortest` to `longest` tokens, in rows of `row` tokens."""
+    """Times updates of samples of `shortest` to `longest` tokens, in rows of `row` tokens."""
     start_distributed()
     flags = f"--max_len {longest} --packing_max_len {row}"
     cfg = make_config(random_model(folder, shape), flags)
     policy = models.make_policy(cfg)
-    batch = make_batch(SHAPES[shape][5], shortest, longest)
-    update = make_update(policy, ppo.policy_loss, batch, cfg)
+    batch = make_batch(shortest, longest, policy.device)
+
+    def update() -> None:
+        # The learning rate is 0.
+        ppo.update(policy, ppo.policy_loss, batch, batch.all_indices(), 0.0, cfg)
+
     seconds = {}
     best, *others = attentions()
     for name in (*others, best):
@@ -198,17 +177,16 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int)
     for name in others:
         figures[f"seconds of an update with {name} / with {best}"] = seconds[name] / seconds[best]
     if not ON_GPU:
-        figures |= compare_updates(policy, update, batch, cfg)
+        bare = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
+        passes = [functools.partial(bare_pass, bare, batch, count) for count in (1, 2, 4)]
+        fastest = min(passes, key=functools.partial(median_seconds, rounds=1))
+        ratio = compare(update, fastest)
+        figures["seconds of bare transformers / of our update (>= 0.9)"] = ratio
     return figures
 
 
-def make_update(learner, loss_fn, batch: ppo.Batch, cfg):
-    """An update of all samples, as a function without arguments. Its learning rate is 0."""
-    return functools.partial(ppo.update, learner, loss_fn, batch, batch.all_indices(), 0.0, cfg)
-
-
 def attentions() -> list[str]:
-    """The kinds of attention of this machine in bf16. train.py uses the first one."""
+    """Returns the kinds of attention of this machine in bf16. train.py uses the first kind."""
     names = ["sdpa"]
     if ON_GPU and has_varlen():
         names.insert(0, "varlen")
@@ -217,32 +195,8 @@ def attentions() -> list[str]:
     return names
 
 
-def compare_updates(policy, update_policy, batch: ppo.Batch, cfg) -> dict:
-    critic = models.make_critic(cfg)
-    update_critic = make_update(critic, ppo.critic_loss, batch, cfg)
-    bare = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
-    passes = [functools.partial(bare_pass, bare, batch, count) for count in (1, 2, 4)]
-    fastest = min(passes, key=lambda one: median_seconds(one, rounds=1))
-
-    def lean() -> None:
-        ppo.compute_values(critic, batch, cfg)
-        update_critic()
-        update_policy()
-
-    def full() -> None:
-        """ORZ also passes the batch through the old policy and the reference."""
-        lean()
-        ppo.compute_logprobs(policy, batch, cfg)
-        ppo.compute_logprobs(policy, batch, cfg)
-
-    return {
-        "seconds of bare transformers / of our update (>= 0.9)": compare(update_policy, fastest),
-        "seconds of ORZ's pipeline / of ours (>= 1.25)": compare(lean, full),
-    }
-
-
 def bare_pass(model, batch: ppo.Batch, count: int) -> None:
-    """Forward and backward, without an update. `count` samples of about one length share a pass."""
+    """Computes gradients without our code. `count` samples of about one length share a pass."""
     ids = [torch.tensor(p + r) for p, r in zip(batch.prompt_ids, batch.response_ids)]
     ids.sort(key=len)
     for start in range(0, len(ids), count):
@@ -252,33 +206,13 @@ def bare_pass(model, batch: ppo.Batch, count: int) -> None:
         model(input_ids=labels.clamp(min=0), labels=labels).loss.backward()
 
 
-def bench_memory(folder: str) -> dict:
-    """Log-probs of 8,192 tokens: how much they add to the peak memory of this process."""
-    vocab = 151936
-    hidden = torch.randn(8192, 896, requires_grad=True)  # (T, H)
-    weight = torch.randn(vocab, 896, requires_grad=True)  # (V, H)
-    token_ids = torch.randint(vocab, (8192,))  # (T,)
-    before = peak_kib()
-    logprobs, _ = ChunkedLogprob.apply(hidden, weight, token_ids, 1.0, 2**23 // vocab)  # (T,)
-    logprobs.sum().backward()
-    chunked = peak_kib() - before
-    hidden.grad = weight.grad = None
-    F.cross_entropy(F.linear(hidden, weight), token_ids).backward()
-    full = peak_kib() - before
-    return {"memory of log-probs / with full logits (<= 0.15)": chunked / full}
-
-
-def peak_kib() -> int:
-    """The most memory that this process has held. getrusage may return the parent's."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0])
-
-
 # ---- rollout and reward ----------------------------------------------------------------------
 
 
 def bench_rollout(folder: str, shape: str, tokens: int) -> dict:
     """Draws 1,024 responses at once, each of about `tokens` tokens."""
+    from vllm import SamplingParams
+
     start_distributed()
     flags = f"--max_len {2 * tokens} --micro_rollout_batch_size 1024"
     sampler = rollout.Sampler(make_config(random_model(folder, shape), flags))
@@ -289,22 +223,15 @@ def bench_rollout(folder: str, shape: str, tokens: int) -> dict:
     def ours() -> int:
         return sum(len(sample.response_ids) for _, sample in sampler.generate(requests))
 
+    def bare() -> None:
+        prompts = [{"prompt_token_ids": request.problem.prompt_ids} for request in requests]
+        settings = {"max_tokens": tokens, "detokenize": False}
+        params = [SamplingParams(seed=request.seed, **settings) for request in requests]
+        sampler.llm.generate(prompts, params, use_tqdm=False)
+
     speed = ours() / median_seconds(ours)
-    bare = functools.partial(bare_generate, sampler.llm, requests)
     ratio = compare(ours, bare)
     return {"tokens/s": speed, "seconds of bare LLM.generate / of ours (>= 0.95)": ratio}
-
-
-def bare_generate(llm, requests: list) -> None:
-    from vllm import SamplingParams
-
-    prompts = []
-    params = []
-    for request in requests:
-        prompts.append({"prompt_token_ids": request.problem.prompt_ids})
-        settings = {"seed": request.seed, "max_tokens": request.max_tokens}
-        params.append(SamplingParams(**settings, detokenize=False))
-    llm.generate(prompts, params, use_tqdm=False)
 
 
 def bench_reward(folder: str) -> dict:
@@ -327,7 +254,7 @@ def bench_reward(folder: str) -> dict:
 
 
 def grade(answers: list[tuple[str, str]], workers: int) -> tuple[dict, float]:
-    """The verdicts and the seconds of a grader with that many processes."""
+    """Returns the verdicts and the seconds of a grader with so many processes."""
     with reward.Grader(workers=workers) as grader:
         # The processes start before the clock does.
         for k in range(workers):
@@ -346,38 +273,29 @@ def train_steps(run_dir: str, flags: str) -> list[dict]:
     """Runs train.py. Returns the lines of metrics.jsonl."""
     words = [str(ROOT / "train.py"), *shlex.split(flags), "--run_dir", run_dir]
     subprocess.run([sys.executable, *words], stdout=sys.stderr, check=True)
-    return read_lines(f"{run_dir}/metrics.jsonl")
-
-
-def read_lines(path: str) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def write_problems(path: str) -> str:
-    problems = [{"question": f"{k}+{k}", "answer": f"#### {2 * k}"} for k in range(256)]
-    Path(path).write_text("\n".join(map(json.dumps, problems)))
-    return path
+    return read_lines(Path(run_dir, "metrics.jsonl"))
 
 
 def median_of(lines: list[dict], name: str) -> float:
-    """The median over all steps but the first."""
+    """Returns the median over all steps but the first."""
     for line in lines:
         assert line["policy_tokens"] > 0, f"a step without a policy update: {line}"
     return statistics.median(line[name] for line in lines[1:])
 
 
-def bench_step(folder: str, shape: str, flags: str) -> dict:
-    model = random_model(f"{folder}/model", shape)
-    flags += f" --model {model} --data {write_problems(f'{folder}/problems.jsonl')}"
+def bench_step(folder: str, flags: str) -> dict:
+    model = random_model(f"{folder}/model", "0.5B" if ON_GPU else "tiny")
+    problems = [{"question": f"{k}+{k}", "answer": f"#### {2 * k}"} for k in range(256)]
+    Path(folder, "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    flags += f" --model {model} --data {folder}/problems.jsonl"
+    if not ON_GPU:
+        flags += ON_CPU
     # The run reads the memory of the whole GPU. This process has a CUDA context there.
     held = held_gib()
     lines = train_steps(f"{folder}/run", flags)
-    work = [f"seconds_{name}" for name in ("rollout", "values", "critic", "policy")]
-    rest = [1 - sum(line[name] for name in work) / line["seconds"] for line in lines[1:]]
     figures = {
         "seconds of a step": median_of(lines, "seconds"),
         "tokens/s of a step": median_of(lines, "tokens_per_second"),
-        "share of neither rollout nor learning": statistics.median(rest),
     }
     for phase, found in phases(lines, held, planned(shlex.split(flags))).items():
         figures |= {f"{phase}: {name}": value for name, value in found.items()}
@@ -399,7 +317,7 @@ def phases(lines: list[dict], held: float, plan: dict[str, dict]) -> dict[str, d
 
 
 def planned(words: list[str]) -> dict[str, dict]:
-    """Returns {phase: planned_gib, planned_seconds} for this GPU, or for an H100 on a CPU."""
+    """Returns {phase: planned_gib, planned_seconds} for this GPU. Without a GPU: for an H100."""
     cfg = train.parse_flags(words)
     config = memory.model_config(cfg.model)
     name, card_gb = "H100", 80.0
@@ -416,10 +334,12 @@ def planned(words: list[str]) -> dict[str, dict]:
 
 
 def bench_lab(folder: str) -> dict:
-    """What `make lab` does, without its picture."""
-    flags = Path(base_model("countdown", f"{folder}/base"), "flags.txt").read_text()
+    """Runs what `make lab` runs, without the picture."""
+    command = [sys.executable, f"{ROOT}/tools/base_model.py", "countdown", f"{folder}/base"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    flags = Path(folder, "base/flags.txt").read_text()
     lines = train_steps(f"{folder}/run", f"{flags} --seed 1")
-    before, *_, after = [line["accuracy"] for line in read_lines(f"{folder}/run/eval.jsonl")]
+    before, *_, after = [line["accuracy"] for line in read_lines(Path(folder, "run/eval.jsonl"))]
     return {
         "seconds of a step": median_of(lines, "seconds"),
         "held-out accuracy before": before,
@@ -427,60 +347,18 @@ def bench_lab(folder: str) -> dict:
     }
 
 
-def bench_trl(folder: str) -> dict:
-    """The demo's base model with 64 x 16 samples; 30 million parameters with 4 x 8 samples."""
-    tiny = compare_steps(base_model("addition", f"{folder}/base"), 64, 16, 48, 64)
-    small = compare_steps(random_model(f"{folder}/small", "small"), 4, 8, 96, 16)
-    return {"TRL / ours, tiny (>= 1)": tiny, "TRL / ours, small (>= 1.5)": small}
-
-
-def compare_steps(model: str, prompts: int, samples: int, limit: int, rows: int) -> list[float]:
-    """Seconds of a GRPO step of TRL / of ours, in three rounds. rows: of our micro-batch."""
-    data = write_problems(f"{model}/problems.jsonl")
-    flags = f"""{RUN} {FP32} --model {model} --data {data} --template demo --estimator grpo
-        --rollout_batch_size {prompts} --n_samples_per_prompt {samples} --prompt_max_len 16
-        --generate_max_len {limit} --max_len {limit + 16} --packing_max_len {limit + 16}
-        --micro_train_batch_size {rows} --micro_rollout_batch_size {prompts * samples}
-        --max_steps 4 --actor_learning_rate 1e-9 --log_with none"""
-    ratios = []
-    # The first round finds the number of micro-batches that suits TRL best.
-    candidates = [1, 4]
-    for number in range(3):
-        ours = median_of(train_steps(f"{model}/run{number}", flags), "seconds")
-        theirs = {}
-        for parts in candidates:
-            words = map(str, (model, data, prompts, samples, limit, parts))
-            command = [f"{sys.prefix}/trl/bin/python", f"{ROOT}/tools/bench_trl.py", *words]
-            said = subprocess.check_output(command, text=True).splitlines()
-            theirs[parts] = statistics.median(json.loads(said[-1])[1:])
-        candidates = [min(theirs, key=theirs.get)]
-        ratios.append(min(theirs.values()) / ours)
-    return ratios
-
-
 # ---- the table -------------------------------------------------------------------------------
 
 # {part: its function, and what the function is given beside a folder}
-PARTS = {"reward": (bench_reward,), "memory": (bench_memory,)}
-if ON_GPU:
-    PARTS |= {
-        "update": (bench_update, "0.5B", 4096, 4096, 16384),
-        "update7b": (bench_update, "7B-layers", 4096, 4096, 16384),
-        "rollout": (bench_rollout, "0.5B", 256),
-        "step": (bench_step, "0.5B", STEP),
-        "zero2": (bench_step, "0.5B", CRITIC),
-        "zero3": (bench_step, "0.5B", f"{CRITIC} --zero_stage 3"),
-    }
-else:
-    PARTS |= {
-        "update": (bench_update, "small", 24, 512, 512),
-        "update7b": (bench_update, "tiny", 24, 512, 512),
-        "rollout": (bench_rollout, "tiny", 48),
-        "step": (bench_step, "small", f"{STEP} {ON_CPU}"),
-        "zero2": (bench_step, "tiny", f"{CRITIC} {ON_CPU}"),
-        "zero3": (bench_step, "tiny", f"{CRITIC} {ON_CPU} --zero_stage 3"),
-    }
-PARTS |= {"lab": (bench_lab,), "trl": (bench_trl,)}
+PARTS = {
+    "reward": (bench_reward,),
+    "update": (bench_update, *(("0.5B", 4096, 4096, 16384) if ON_GPU else ("small", 24, 512, 512))),
+    "rollout": (bench_rollout, *(("0.5B", 256) if ON_GPU else ("tiny", 48))),
+    "step": (bench_step, STEP),
+    "zero2": (bench_step, CRITIC),
+    "zero3": (bench_step, f"{CRITIC} --zero_stage 3"),
+    "lab": (bench_lab,),
+}
 
 
 def run_part(name: str) -> None:
@@ -497,9 +375,8 @@ def run_part(name: str) -> None:
 
 
 def main(names: list[str]) -> int:
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        print(f"error: no such part: {' '.join(unknown)}; choose from {', '.join(PARTS)}")
+    for name in set(names) - set(PARTS):
+        print(f"error: no such part: {name}; choose from {', '.join(PARTS)}")
         return 2
     if len(names) == 1:
         run_part(names[0])
@@ -509,11 +386,7 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = 1
-    try:
-        code = main(sys.argv[1:])
-    except Exception:
-        traceback.print_exc()
+    code = main(sys.argv[1:])
     sys.stdout.flush()
     # gloo's threads can abort an interpreter that ends in the normal way.
     os._exit(code)
