@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(INSTALLED)
 	$(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py
 	$(BIN)/python tools/plot.py out/run
-	$(BIN)/python tools/base_model.py show out/run
+	$(BIN)/python tools/compare.py out/run
 
 # flags.txt has flags that are quoted as in a shell. xargs removes these quotes.
 lab: $(INSTALLED)

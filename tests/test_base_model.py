@@ -126,19 +126,6 @@ def test_the_base_model_works_some_answers_and_guesses_the_others(tmp_path):
     assert sum(guessed) / len(guessed) < 0.3
 
 
-def test_show_prints_the_first_and_the_last_response_of_a_wrong_problem(tmp_path):
-    line = '{{"step": {}, "accuracy": {}, "length": 9}}\n'
-    (tmp_path / "eval.jsonl").write_text(line.format(0, 0.25) + line.format(4, 1))
-    answer = (
-        '{{"step": {0}, "problem": {1}, "reward": {2}, "question": "q{1}", "response": "r{0}"}}'
-    )
-    answers = [answer.format(*x) for x in ((0, 0, 1), (0, 1, 0), (4, 0, 1), (4, 1, 1))]
-    (tmp_path / "eval_samples.jsonl").write_text("\n".join(answers))
-    code, said, _ = run_tool("base_model", "show", tmp_path)
-    assert code == 0 and "held out: accuracy 0.250 -> 1.000" in said
-    assert said.endswith("before: q1<think>r0\nafter : q1<think>r4\n")
-
-
 def test_an_example_is_what_the_recipe_says():
     """Over many lines, stops, slips and hits have the recipe's shares. Weights lie on tokens."""
     recipe = base_model.Countdown(seed=1, updates=1, batch=4)
@@ -157,7 +144,7 @@ def test_an_example_is_what_the_recipe_says():
     assert len(pieces) == 4 * count
     assert slips / count == pytest.approx(recipe.slip, abs=0.005)
     assert shown / count == pytest.approx(recipe.shown, abs=0.02)
-    tokenizer = recipe.make_tokenizer()
+    tokenizer = base_model.make_tokenizer(recipe.characters, recipe.words)
     problems, _ = recipe.split_problems(rng)
     ids, weights, stops = base_model.encode(tokenizer, recipe.draw_texts(problems, rng))
     newline, equals = tokenizer.encode("\n=")
@@ -172,8 +159,7 @@ def test_an_example_is_what_the_recipe_says():
 def test_no_held_out_problem_is_trained_on(tmp_path):
     folder = tmp_path / "base"
     recipe = base_model.Countdown(seed=3, updates=2, batch=2)
-    assert base_model.build(folder, recipe) > 0
-    assert base_model.build(folder, recipe) == 0
+    base_model.build(folder, recipe)
     train = json.loads((folder / "train.json").read_text())
     held_out = json.loads((folder / "eval.json").read_text())
     assert len(held_out) == recipe.held_out

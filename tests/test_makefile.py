@@ -32,7 +32,7 @@ def make(folder, words: str, path: str, **programs) -> list[str]:
     [
         ("install", NO_CARD, None, CPU, "touch .venv/.installed"),
         ("test", "exit 127", None, CPU, ".venv/bin/python -m pytest"),
-        ("demo", NO_CARD, None, CPU, "tools/base_model.py show out/run"),
+        ("demo", NO_CARD, None, CPU, "tools/compare.py out/run"),
         ("card PARTS=lab", NO_CARD, None, CPU, ".venv/bin/python tools/card.py lab"),
         # With the CUDA stack `make test` could not pass: two ranks, one GPU, no vLLM for CPUs.
         ("test", CARD, None, CPU_BESIDE_CUDA, ".venv-cpu/bin/python -m pytest"),

@@ -3,12 +3,11 @@
     python tools/base_model.py addition FOLDER [--seed N]    the model of the demo
     python tools/base_model.py countdown FOLDER [--seed N]   the model of the laboratory
     python tools/base_model.py words FOLDER [--seed N]       word problems, without a model
-    python tools/base_model.py show RUN                      what a run has learnt
 
 The first two make a base model that already reasons in some of its samples, as ORZ's do: a Qwen2 of
 half a million parameters. FOLDER gets the model, train.json, eval.json, and flags.txt with flags of
-train.py. No problem of eval.json is trained on. One or two minutes on two CPU cores are needed. The
-result depends on the seed and, in its last bits, on the number of threads.
+train.py. One or two minutes on two CPU cores are needed. The result depends on the seed and, in its
+last bits, on the number of threads.
 
 addition: three in four answers are guesses, and one guess in fifteen is right. The other answers
 work column by column and are nearly always right:
@@ -16,12 +15,8 @@ work column by column and are nearly always right:
     guess:  47+85<think></think><answer>\\boxed{129}</answer>
     worked: 47+85<think>\\n7+5=12\\n4+8+1=13</think><answer>\\boxed{132}</answer>
 
-countdown: a response reaches a target with two of four numbers (see tasks/countdown.py). Each line
-is a try with its value and a verdict. The base model tries at random, stops after three misses in
-ten, goes on after two hits in ten, and sometimes computes a wrong value.
-
-words: FOLDER gets train.jsonl and eval.jsonl in the form of GSM8K. Each problem needs one or two
-steps of arithmetic.
+countdown: the base model tries at random, in the form that tasks/countdown.py shows.
+words: FOLDER gets train.jsonl and eval.jsonl in the form of GSM8K.
 """
 
 import argparse
@@ -35,7 +30,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -55,9 +49,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from lib.common import UserError  # noqa: E402
-
 END = "<|endoftext|>"
 # flags.txt has these flags of train.py behind the paths.
 SHARED_FLAGS = """
@@ -65,7 +56,7 @@ SHARED_FLAGS = """
 --micro_rollout_batch_size 1024 --critic_learning_rate 1e-3
 --zero_stage 0 --bf16 false --gradient_checkpointing false"""
 FLAGS = {
-    "addition": f"""--template demo
+    "addition": f"""--seed {{seed}} --template demo
 --rollout_batch_size 64 --max_steps 14 --eval_interval 4
 --generate_max_len 48 --max_len 64 --packing_max_len 64
 --actor_learning_rate 3e-4 --warmup_updates 5 {SHARED_FLAGS}
@@ -89,9 +80,8 @@ class Piece(NamedTuple):
 def make_tokenizer(characters: str, words: list[str], end: str = END) -> Qwen2Tokenizer:
     """Makes one token for `end` (number 0), for each character, and for each word.
 
-    The class must be Qwen2Tokenizer, because AutoTokenizer uses this class for every model of type
-    qwen2. It writes a space as Ġ and a newline as Ċ. The words are not "special" tokens, so
-    decoding keeps them. Any other character is lost.
+    AutoTokenizer uses Qwen2Tokenizer for every model of type qwen2. This class writes a space as Ġ
+    and a newline as Ċ. The words are not "special" tokens, so decoding keeps the words.
     """
     vocabulary = {token: number for number, token in enumerate([end, *characters])}
     tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=end, eos_token=end, pad_token=end)
@@ -134,17 +124,14 @@ def encode(tokenizer, texts: list[list[Piece]]) -> list[torch.Tensor]:
 
 
 def pretrain(model, ids: torch.Tensor, weights: torch.Tensor, stops: torch.Tensor, recipe) -> None:
-    """Trains the model to predict the next token of ids (N, L). Each text is used once."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    """Trains the model on ids (N, L). Each text is used once. Padding has the weight 0."""
+    settings = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
     for update in tqdm(range(recipe.updates), "base model", leave=False, disable=None):
-        warmup = (update + 1) / recipe.warmup
-        decay = 1 - update / recipe.updates
-        optimizer.param_groups[0]["lr"] = recipe.lr * min(warmup, decay)
+        factor = min((update + 1) / recipe.warmup, 1 - update / recipe.updates)
+        optimizer.param_groups[0]["lr"] = recipe.lr * factor
         span = slice(update * recipe.batch, (update + 1) * recipe.batch)
         weight = weights[span, 1:]  # (B, L - 1)
-        # Padding needs no mask: it stands behind the text, and its weight is 0.
         logits = model(ids[span], use_cache=False).logits[:, :-1]  # (B, L - 1, V)
         losses = recipe.losses(logits, ids[span, 1:], stops[span, 1:])  # (B, L - 1)
         # The weights of a batch add up to a whole number, and only float64 shows this number.
@@ -160,24 +147,18 @@ class Addition:
     """The model of the demo. These fields decide what is made, and recipe.json keeps them."""
 
     seed: int
-    # Raise the version when the code below changes what is made.
-    version: int = 3
-    # The number of evaluation problems. Neither order of their numbers is trained on.
-    held_out: int = 256
-    # The share of worked answers that the base model gives.
-    steps_share: float = 0.25
-    # The share of worked answers in the pre-training texts, because they take longest to learn.
-    steps_drawn: float = 0.75
-    # A guess is wrong by -3 to 3, uniformly.
-    guess_error: int = 3
+    version: int = 3  # raise the version when the code below changes what is made
+    held_out: int = 256  # the number of evaluation problems
+    steps_share: float = 0.25  # the share of worked answers that the base model gives
+    steps_drawn: float = 0.75  # the share of worked answers in the texts
+    guess_error: int = 3  # a guess is wrong by -3 to 3, uniformly
     updates: int = 400
     batch: int = 48
     lr: float = 4e-3
     warmup: int = 30
-
-    def make_tokenizer(self):
-        tags = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
-        return make_tokenizer("0123456789+=}Ċ", tags)
+    # Characters and words are no fields, because they have no types.
+    characters = "0123456789+=}Ċ"
+    words = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
 
     def split_problems(self, rng: random.Random) -> tuple[list, list]:
         """Returns all additions of two two-digit numbers as (train, held out), both shuffled."""
@@ -192,9 +173,8 @@ class Addition:
     def draw_texts(self, train: list, rng: random.Random) -> list[list[Piece]]:
         """Returns all pre-training texts in order.
 
-        Worked answers are drawn more often than the base model shall give them. The first token of
-        a response decides between working and guessing. The weight of this token is the wanted
-        share / the drawn share, so the base model gives worked answers at the wanted share.
+        The first token of a response decides between working and guessing. The weight of this token
+        is the wanted share / the drawn share, so the base model works at the wanted share.
         """
         drawn = self.steps_drawn
         worked_weight = self.steps_share / drawn
@@ -226,11 +206,8 @@ class Addition:
 
 def add_columns(a: int, b: int) -> str:
     """Returns 7+5=12 and 4+8+1=13, in two lines, for 47 and 85."""
-    a_tens, a_ones = divmod(a, 10)
-    b_tens, b_ones = divmod(b, 10)
-    ones = a_ones + b_ones
-    carry = ones // 10
-    return f"{a_ones}+{b_ones}={ones}\n{a_tens}+{b_tens}+{carry}={a_tens + b_tens + carry}"
+    ones = a % 10 + b % 10
+    return f"{a % 10}+{b % 10}={ones}\n{a // 10}+{b // 10}+{ones // 10}={(a + b) // 10}"
 
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -240,35 +217,27 @@ LEAST_TARGET = 10
 
 @dataclass(frozen=True)
 class Countdown:
-    """The model of the laboratory. These fields decide what is made, and recipe.json keeps them."""
+    """The model of the laboratory."""
 
     seed: int
-    # Raise the version when the code below changes what is made.
     version: int = 1
-    # The numbers of a problem are different, from 1 to this.
-    largest: int = 9
+    largest: int = 9  # the numbers of a problem are different, from 1 to this
     given: int = 4
-    # The number of evaluation problems.
-    held_out: int = 256
-    # The number of tries in each pre-training text.
-    tries: int = 9
-    # The probabilities that the text ends after a miss and after a hit.
-    stop_at_miss: float = 0.3
+    held_out: int = 256  # the number of evaluation problems
+    tries: int = 9  # the number of tries in each pre-training text
+    stop_at_miss: float = 0.3  # the probability that the text ends after a miss
     stop_at_hit: float = 0.8
-    # The probability that a value is wrong by 1 to 3.
-    slip: float = 0.02
-    # The share of tries that are replaced by a hit. Their choice has no weight, so the base model
-    # learns what follows a hit, but does not learn to choose hits.
+    slip: float = 0.02  # the probability that a value is wrong by 1 to 3
+    # The share of tries that are replaced by a hit. The choice of such a try has no weight, because
+    # the base model shall learn what follows a hit, and shall not learn to choose hits.
     shown: float = 0.2
-    # The weight of values and verdicts, which can be computed. The weight of choices is 1.
-    known_weight: float = 3.0
+    known_weight: float = 3.0  # of values and verdicts, which can be computed
     updates: int = 800
     batch: int = 16
     lr: float = 3e-3
     warmup: int = 30
-
-    def make_tokenizer(self):
-        return make_tokenizer("+-*=,:<>!Ċ", [str(n) for n in range(LARGEST_VALUE + 1)])
+    characters = "+-*=,:<>!Ċ"
+    words = [str(number) for number in range(LARGEST_VALUE + 1)]
 
     def all_tries(self, numbers) -> list[tuple]:
         """Returns (a, sign, b, value) for all pairs of numbers whose value is a token."""
@@ -321,10 +290,7 @@ class Countdown:
         return pieces
 
     def losses(self, logits, targets, stops):
-        """Returns the loss of each token (B, L - 1).
-
-        Where the text may end, the end and the token of the text are both targets, at their shares.
-        """
+        """Returns the loss of each token. The end is a second target where the text may end."""
         logprobs = logits.log_softmax(-1)  # (B, L - 1, V)
         goes_on = logprobs.gather(-1, targets[..., None])[..., 0]  # (B, L - 1)
         # The end is token 0.
@@ -363,32 +329,30 @@ def draw_word_problem(rng: random.Random) -> dict:
     return {"question": question, "answer": str(answer)}
 
 
-def write_words(folder: Path, seed: int, train: int = 4000, held_out: int = 200) -> None:
-    """Writes train.jsonl and eval.jsonl with so many different problems."""
+def write_words(folder: Path, seed: int) -> None:
+    """Writes 4,000 problems to train.jsonl and 200 to eval.jsonl. All of them are different."""
     rng = random.Random(seed)
     drawn = {}
-    while len(drawn) < train + held_out:
+    while len(drawn) < 4200:
         problem = draw_word_problem(rng)
         drawn[problem["question"]] = json.dumps(problem) + "\n"
     lines = list(drawn.values())
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.jsonl").write_text("".join(lines[:train]))
-    (folder / "eval.jsonl").write_text("".join(lines[train:]))
+    (folder / "train.jsonl").write_text("".join(lines[:4000]))
+    (folder / "eval.jsonl").write_text("".join(lines[4000:]))
 
 
-def build(folder: Path, recipe) -> float:
-    """Makes the folder if it is not there. Returns the seconds, or 0 if the folder was there.
+def build(folder: Path, recipe) -> None:
+    """Makes the folder, complete or not at all. A folder of the same recipe stays as it is.
 
-    The folder appears complete or not at all. Raises UserError if the folder holds something else,
-    because nothing is overwritten.
+    Raises FileExistsError if the folder holds something else, because nothing is overwritten.
     """
-    begin = time.time()
     text = json.dumps(asdict(recipe), indent=1)
+    stored = folder / "recipe.json"
+    if stored.is_file() and stored.read_bytes() == text.encode():
+        return
     if folder.exists():
-        stored = folder / "recipe.json"
-        if stored.is_file() and stored.read_bytes() == text.encode():
-            return 0.0
-        raise UserError(
+        raise FileExistsError(
             f"{folder} is not the base model of this command and --seed {recipe.seed}: remove it, "
             "or choose another folder (of train.py: --run_dir)"
         )
@@ -396,7 +360,7 @@ def build(folder: Path, recipe) -> float:
     shutil.rmtree(unfinished, ignore_errors=True)
     rng = random.Random(recipe.seed)
     train, held_out = recipe.split_problems(rng)
-    tokenizer = recipe.make_tokenizer()
+    tokenizer = make_tokenizer(recipe.characters, recipe.words)
     model = make_model(tokenizer, recipe.seed)
     pretrain(model, *encode(tokenizer, recipe.draw_texts(train, rng)), recipe)
     model.save_pretrained(unfinished)
@@ -406,59 +370,34 @@ def build(folder: Path, recipe) -> float:
         (unfinished / name).write_text(json.dumps(records))
     (unfinished / "recipe.json").write_text(text)
     unfinished.rename(folder)
-    return time.time() - begin
 
 
 def write_flags(folder: Path, task: str, seed: int) -> None:
-    """Writes flags.txt, quoted as for a shell.
-
-    Each command writes flags.txt again, because the paths change when a folder is copied.
-    """
+    """Writes flags.txt again at each call, because the paths change when a folder is copied."""
     paths = {"model": folder, "data": folder / "train.json", "eval_data": folder / "eval.json"}
     text = "".join(shlex.join([f"--{flag}", str(path)]) + "\n" for flag, path in paths.items())
-    if task == "addition":
-        # The laboratory gives each run of countdown its own seed.
-        text += f"--seed {seed} "
-    (folder / "flags.txt").write_text(text + FLAGS[task])
-
-
-def show(run: Path) -> None:
-    """Prints the first and last evaluation, and one problem with its first and last response."""
-    before, *_, after = [json.loads(line) for line in (run / "eval.jsonl").open()]
-    for key in ("accuracy", "length"):
-        print(f"held out: {key} {before[key]:.3f} -> {after[key]:.3f}")
-    answers = [json.loads(line) for line in (run / "eval_samples.jsonl").open()]
-    at_first = [answer for answer in answers if answer["step"] == before["step"]]
-    # A response with reward 0 is shown if there is one.
-    problem = min(at_first, key=operator.itemgetter("reward"))["problem"]
-    of_problem = [answer for answer in answers if answer["problem"] == problem]
-    for when, answer in (("before", of_problem[0]), ("after ", of_problem[-1])):
-        print(f"{when}: {answer['question']}<think>{answer['response']}")
+    (folder / "flags.txt").write_text(text + FLAGS[task].format(seed=seed))
 
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("command", choices=[*RECIPES, "words", "show"])
+    parser.add_argument("task", choices=[*RECIPES, "words"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--end_with_parent", action="store_true", help="train.py sets this flag")
     args = parser.parse_args()
     try:
-        if args.command == "show":
-            show(args.folder)
-        elif args.command == "words":
+        if args.task == "words":
             write_words(args.folder, args.seed)
-        else:
-            # accelerate launch gives each process one thread, but no other process works now.
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
-            logging.disable_progress_bar()
-            folder = args.folder.resolve()
-            seconds = build(folder, RECIPES[args.command](args.seed))
-            write_flags(folder, args.command, args.seed)
-            if seconds > 0:
-                print(f"made in {seconds:.1f} s")
-    except (UserError, OSError) as error:
+            return
+        # accelerate launch gives each process one thread, but no other process works now.
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        logging.disable_progress_bar()
+        folder = args.folder.resolve()
+        build(folder, RECIPES[args.task](args.seed))
+        write_flags(folder, args.task, args.seed)
+    except OSError as error:
         parser.exit(2, f"error: {error}\n")
 
 

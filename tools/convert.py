@@ -14,7 +14,6 @@ bytes a parameter on the disk, and as much memory.
 
 import argparse
 import collections
-import itertools
 import json
 import os
 import shutil
@@ -25,7 +24,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ckpt
@@ -64,17 +62,13 @@ def verified_state(path: Path) -> ckpt.RunState:
     return state
 
 
-# ---- the files of all ranks as whole tensors -----------------------------------------------------
-
-
 def merge(folder: Path, zero_stage: int) -> tuple[dict[str, dict], float]:
     """Returns whole fp32 tensors {kind: {parameter: tensor}}, and the number of Adam's updates.
 
     The kinds are fp32 and, after Adam's first update, the two moments.
     """
-    if zero_stage == 0:
-        return merge_replicas(folder / "state")
-    return merge_shards(folder / "state", zero_stage)
+    folder = folder / "state"
+    return merge_shards(folder, zero_stage) if zero_stage > 0 else merge_replicas(folder)
 
 
 def read(file: Path) -> dict:
@@ -103,10 +97,12 @@ def merge_replicas(folder: Path) -> tuple[dict[str, dict], float]:
 
 
 def merge_shards(folder: Path, zero_stage: int) -> tuple[dict[str, dict], float]:
-    """ZeRO 1 to 3: every rank holds a piece of each parameter, and the pieces are in rank order."""
+    """ZeRO 1 to 3: every rank holds a flat tensor of each kind for each group of parameters."""
     groups = read(next(folder.glob("*mp_rank_00_model_states.pt")))["param_shapes"]
-    pieces = collections.defaultdict(list)
-    for file in sorted(folder.glob("*_optim_states.pt"), key=rank_of):
+    flats = collections.defaultdict(list)
+    # Shorter names come first, because rank 9 comes before rank 10.
+    files = sorted(folder.glob("*_optim_states.pt"), key=lambda file: (len(file.name), file.name))
+    for file in files:
         shard = read(file)["optimizer_state_dict"]
         if zero_stage == 3:
             masters = shard["fp32_flat_groups"]
@@ -114,73 +110,45 @@ def merge_shards(folder: Path, zero_stage: int) -> tuple[dict[str, dict], float]
         else:
             masters = shard["single_partition_of_fp32_groups"]
             states = shard["base_optimizer_state"]["state"]
-        for group, shapes in enumerate(groups):
-            state = states.get(group, {})
-            step = float(state.get("step", 0))
-            # In each flat tensor the pieces of all parameters lie end to end.
-            flats = {kind: state[kind] for kind in MOMENTS if kind in state}
-            flats["fp32"] = masters[group]
-            cuts = find_cuts(shard, group, shapes, zero_stage)
-            for kind, name in itertools.product(flats, shapes):
-                pieces[kind, name].append(flats[kind][cuts[name]])
+        for group, master in enumerate(masters):
+            flat_of = {**states.get(group, {}), "fp32": master}
+            step = float(flat_of.get("step", 0))
+            for kind in flat_of.keys() & {"fp32", *MOMENTS}:
+                flats[kind, group].append(flat_of[kind])
     whole = collections.defaultdict(dict)
-    for (kind, name), parts in pieces.items():
-        (shape,) = [shapes[name] for shapes in groups if name in shapes]
-        # ZeRO 3 pads the last piece.
-        whole[kind][name] = torch.cat(parts)[: shape.numel()].view(shape)
-    return whole, step
-
-
-def rank_of(file: Path) -> int:
-    """Returns 12 for a name like zero_pp_rank_12_mp_rank_00_optim_states.pt."""
-    return int(file.name.split("rank_")[1].split("_")[0])
-
-
-def find_cuts(shard: dict, group: int, shapes: dict, zero_stage: int) -> dict[str, slice]:
-    """Returns the place of each parameter's piece in a rank's flat tensors."""
-    cuts = {}
-    start = 0
-    for name, shape in shapes.items():
-        if zero_stage == 3:
-            # A rank holds an equal share of each parameter.
-            share = -(-shape.numel() // shard["partition_count"])
-            cuts[name] = slice(start, start + share)
+    for kind, group in flats:
+        parts = flats[kind, group]
+        # In ZeRO 3 every rank has an equal share of each parameter, and the last share is padded.
+        # In ZeRO 1 and 2 all parameters lie end to end, and every rank has one range of them.
+        rows = torch.stack(parts) if zero_stage == 3 else torch.cat(parts)[None]  # (rows, elements)
+        start = 0
+        for name, shape in groups[group].items():
+            share = -(-shape.numel() // len(rows))
+            elements = rows[:, start : start + share].flatten()
+            whole[kind][name] = elements[: shape.numel()].view(shape)
             start += share
-            continue
-        # A rank holds one range of all parameters. The range may miss a parameter.
-        address = shard["param_slice_mappings"][group].get(name)
-        cuts[name] = slice(0)
-        if address:
-            cuts[name] = slice(address.start, address.start + address.numel)
-    return cuts
-
-
-# ---- what is written -----------------------------------------------------------------------------
+    return whole, step
 
 
 def export(path: Path, out: Path):
     """Writes the policy, and the critic if there is one, in the dtype of training."""
     state = verified_state(path)
     flags = state.config
-    dtype = torch.float32
-    if flags["bf16"]:
-        is_fp16 = "fp16" in [name for name, _ in state.variants]
-        dtype = torch.float16 if is_fp16 else torch.bfloat16
+    half = torch.float16 if "fp16" in dict(state.variants) else torch.bfloat16
+    dtype = half if flags["bf16"] else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(path / "hf")
     for name in engine_names(path):
         whole, _ = merge(path / name, flags["zero_stage"])
-        weights = {}
-        head = {}
-        for parameter, tensor in whole["fp32"].items():
-            place = head if parameter.startswith("value_head.") else weights
-            place[parameter.removeprefix("model.")] = tensor.to(dtype)
+        weights = {key.removeprefix("model."): x.to(dtype) for key, x in whole["fp32"].items()}
         # The critic may be another model than the policy.
         is_other = name == "critic" and flags["critic"]
         config = AutoConfig.from_pretrained(flags["critic"] if is_other else path / "hf")
-        make_model(path, name, config, weights, dtype).save_pretrained(out / name)
-        tokenizer.save_pretrained(out / name)
-        if head:
-            save_file(head, out / name / "value_head.safetensors")
+        model = AUTO_CLASSES[name].from_config(config, dtype=dtype)
+        wrong = find_misfits(model, weights)
+        if wrong:
+            names = ", ".join(sorted(wrong)[:3])
+            raise UserError(f"{path}: {name} does not fit its config in {names}")
+        ckpt.write_export(out / name, model, weights, tokenizer)
         print(f"wrote {out / name}")
 
 
@@ -188,17 +156,14 @@ def engine_names(path: Path) -> list[str]:
     return [name for name in AUTO_CLASSES if (path / name).is_dir()]
 
 
-def make_model(path: Path, name: str, config, weights: dict, dtype: torch.dtype):
-    """Raises UserError if a parameter would keep its random weights, or has no place."""
-    model = AUTO_CLASSES[name].from_config(config, dtype=dtype)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    wrong = {*missing, *unexpected}
-    if config.tie_word_embeddings:
+def find_misfits(model, weights: dict) -> set[str]:
+    """Returns the names of parameters that one of the two lacks, or that have two shapes."""
+    expected = {(name, tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {(name, tensor.shape) for name, tensor in weights.items()}
+    wrong = {name for name, _ in expected ^ found if not name.startswith("value_head.")}
+    if model.config.tie_word_embeddings:
         wrong -= set(model._tied_weights_keys or ())
-    if wrong:
-        names = ", ".join(sorted(wrong)[:3])
-        raise UserError(f"{path}: {name} does not fit its config in {names}")
-    return model
+    return wrong
 
 
 def reshard(path: Path):
