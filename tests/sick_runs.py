@@ -32,8 +32,8 @@ RUNS = {
     "critic_explains_nothing": ["--critic_learning_rate", "1"],
 }
 NUMBERS = ["step", "reward", "pass_at_n", "truncated", "response_length", "total_length", "entropy"]
-NUMBERS += ["explained_variance", "approx_kl", "policy_grad_norm", "policy_tokens", "reward_lost"]
-NUMBERS += ["seconds", "tokens_per_second"]
+NUMBERS += ["explained_variance", "approx_kl", "policy_tokens", "reward_lost", "seconds"]
+NUMBERS += ["tokens_per_second"]
 
 
 def main(folder: str, *names: str) -> None:

@@ -1,7 +1,5 @@
 """tools/doctor.py names what runs of the demo are ill with, and nothing of healthy ones."""
 
-import json
-
 import pandas as pd
 import pytest
 from conftest import run_tool
@@ -27,7 +25,7 @@ def well(steps: int = 20, without=(), **changes) -> list[dict]:
         line = {"step": k + 1, "reward": 0.2 + 0.6 * k / steps, "pass_at_n": 0.9}
         line |= {"truncated": 0.1, "response_length": 100.0, "total_length": 150.0}
         line |= {"entropy": 0.5, "explained_variance": 0.2, "approx_kl": 0.001}
-        line |= {"policy_grad_norm": 1.0, "policy_tokens": 9000, "reward_lost": 0}
+        line |= {"policy_tokens": 9000, "reward_lost": 0}
         line |= {"seconds": 10.0, "tokens_per_second": 960.0}
         for name, value in changes.items():
             line[name] = value[k] if isinstance(value, list) else value
@@ -51,8 +49,7 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         (None, "", well(reward=0.95, pass_at_n=1.0, policy_tokens=300, without=GRPO)),
         (None, "", well(**SURE, reward=[0.3] * 10 + [0.95] * 10)),
         (None, "", well(**SURE, reward=[0.2] * 10 + [0.6] * 10, pass_at_n=0.62)),
-        # There is no usual norm yet, and little is left to explain.
-        (None, "", well(policy_grad_norm=[1.0] * 3 + [50.0] + [1.0] * 16)),
+        # Little is left to explain.
         (None, "", well(explained_variance=-1.0, reward=0.97, pass_at_n=1.0)),
         # It has learnt to end. It was said that its long answers are unlearned.
         (None, "", well(**SHORTER)),
@@ -62,7 +59,6 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         ("lost checks", "5%", well(reward_lost=3)),
         ("entropy collapse", "0.010", well(**SURE)),
         ("critic explains nothing", "-0.10", well(explained_variance=-0.1)),
-        ("gradient spikes", "step 13", well(policy_grad_norm=[1.0] * 12 + [11.0] + [1.0] * 7)),
         ("steps too large", "0.90 to 0.70", well(pass_at_n=[0.9] * 10 + [0.7] * 10)),
         ("steps too large", "0.60 up to step", well(reward=[0.6] * 15 + [0.2] * 5)),
         # While the critic learns alone, steps do not count.
@@ -75,20 +71,6 @@ def test_the_doctor_gives_each_cause_with_its_number_and_none_if_all_is_well(cau
     found = doctor.examine(pd.DataFrame(lines).set_index("step"))
     assert list(found) == [cause] * bool(cause)
     assert number in found.get(cause, "")
-
-
-def test_where_nothing_was_right_three_responses_are_shown(tmp_path):
-    """Of three problems of the last step. A line that is being written is left out."""
-    metrics = (RECORDED / "format_never_met" / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(metrics + '{"step": 15, "rew')
-    with (tmp_path / "samples.jsonl").open("w") as file:
-        for step in (1, 2):
-            for question in ("1+1", "1+1", "1+2", "1+3", "1+4"):
-                sample = {"step": step, "question": question, "label": "9"}
-                file.write(json.dumps(sample | {"response": f"{question} in {step}"}) + "\n")
-    shown = run_tool("doctor", tmp_path)[1].splitlines()
-    assert shown[0].startswith("14 steps, ")
-    assert shown[2:] == [f"  '{x}' -> '{x} in 2'; label '9'" for x in ("1+1", "1+2", "1+3")]
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1]\n", '{"step": 1}\n'])

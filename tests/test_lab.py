@@ -28,7 +28,7 @@ def write_run(run, length: int, accuracies: list[float]) -> None:
     for k, accuracy in enumerate(accuracies):
         line = {"step": 10 * k, "accuracy": accuracy}
         evaluations += [line | {"set": name} for name in ("eval", "other")]
-    run.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
     files = {"metrics.jsonl": metrics, "eval.jsonl": evaluations, "result.json": [{}]}
     for name, lines in files.items():
         (run / name).write_text("\n".join(map(json.dumps, lines)))
@@ -73,6 +73,19 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     code, _, errors = run_tool("compare", tmp_path / "none")
     assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_compare_says_what_one_run_has_learnt(tmp_path):
+    write_run(tmp_path, 10, [0.2, 0.7])
+    told = run_tool("compare", tmp_path)[1]
+    assert told.startswith("evaluation set eval: accuracy 0.200 at step 0, 0.700 at step 10\n")
+    answers = []
+    for step, reward in ((0, 0.0), (10, 1.0)):
+        answer = {"step": step, "set": "eval", "problem": 7, "question": "q", "reward": reward}
+        answers.append(json.dumps(answer | {"response": f"a\n{step}", "length": 2}))
+    (tmp_path / "eval_samples.jsonl").write_text("\n".join(answers))
+    told = run_tool("compare", tmp_path)[1]
+    assert told.endswith("has learnt to solve: q\nbefore: a 0\nafter:  a 10\n")
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -204,7 +217,7 @@ def test_runs_have_a_core_each_and_a_failed_one_is_named_while_the_others_go_on(
         folder.mkdir(parents=True)
     (tmp_path / "plain" / "seed3" / "result.json").write_text("{}")
     core = min(os.sched_getaffinity(0))
-    assert lab.run_all(runs, [core], lab.claim(tmp_path)) == 1
+    assert lab.run_all(runs, [core]) == 1
     told = capsys.readouterr().out
     log = tmp_path / "plain" / "seed1.log"
     assert f"FAILED, see {log}: plain seed1: ValueError: this seed fails" in told
@@ -214,7 +227,7 @@ def test_runs_have_a_core_each_and_a_failed_one_is_named_while_the_others_go_on(
 
 @pytest.mark.slow
 def test_a_lab_that_is_killed_goes_on_later(tiny, tmp_path):
-    """Its run saves, and holds the laboratory's lock while it does."""
+    """If a laboratory is killed, its runs save and end. The same command resumes the runs."""
     flags = SMALL | tiny | {"max_steps": 8, "estimator": "grpo"}
     plan = tmp_path / "plan.txt"
     plan.write_text(f"base: {shlex.join(arguments(flags))}\nkl: kl_loss + --kl_loss_coef 0.2\n")
@@ -225,10 +238,8 @@ def test_a_lab_that_is_killed_goes_on_later(tiny, tmp_path):
     wait_until((run / "metrics.jsonl").exists, process)
     process.kill()
     process.wait()
-    with pytest.raises(UserError, match="still save; wait for them"):
-        lab.claim(out)
-    with (out / ".lock").open() as lock:
-        # It waits until the run has saved.
+    with (run / ".lock").open() as lock:
+        # The run holds this lock until the run has saved.
         fcntl.flock(lock, fcntl.LOCK_EX)
     before = (run / "metrics.jsonl").read_text()
     assert not (run / "result.json").exists()

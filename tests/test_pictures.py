@@ -8,7 +8,7 @@ import re
 import pytest
 from conftest import run_tool
 
-from tools import runs
+from tools import runs, samples
 
 
 def write_lines(path, rows: list, end: str = "") -> None:
@@ -101,6 +101,14 @@ def test_a_page_has_whole_problems_of_each_step_and_evaluations_before_and_after
     assert data["title"].endswith(": 58 samples, 85 left out")
     kept = [row for row in rows if row["problem"] * 4 + row["index"] < 6]
     assert data["samples"] == kept + [row for row in tests if row["step"] != 4]
+
+
+def test_a_page_holds_at_most_5000_samples_and_20_mb_of_a_file():
+    """Steps are spread evenly. If two steps are too many, each has fewer samples."""
+    for size, kept, count in ((10, 300, 4_800), (20_000, 38, 608), (2_000_000, 2, 8)):
+        found = {"train": {step: [f"{step:{size}}"] * 16 for step in range(1, 601)}}
+        texts = samples.choose(found, 64)
+        assert len(texts) == count and len(set(texts)) == kept and int(texts[-1]) == 600
 
 
 def test_hostile_text_stays_text(tmp_path):

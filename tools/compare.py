@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 import numpy as np
@@ -25,15 +26,15 @@ from tools.runs import STYLE, read_evaluations, read_lines, read_metrics, smooth
 
 PANELS = {
     "reward": "Training reward",
-    "accuracy": "Held-out accuracy, over thousand tokens",
+    "accuracy": "Held-out accuracy, over thousand response tokens",
     "response_length": "Response length, tokens",
     "entropy": "Entropy, nats per token",
     "truncated": "Truncated responses, share",
-    "tokens": "Response tokens so far, thousands",
+    "seconds": "Seconds per step",
 }
-METRICS = ["reward", "response_length", "truncated", "entropy", "seconds"]
-METRICS += ["total_length", "tokens_per_second"]
-AT_THE_END = ("response_length", "truncated", "entropy")
+AT_THE_END = ["response_length", "truncated", "entropy"]
+METRICS = [*AT_THE_END, "reward", "seconds", "total_length", "tokens_per_second"]
+ANSWER = ["set", "problem", "question", "response", "reward", "length"]
 HEADER = """\
 | setting | accuracy by steps | difference | accuracy by tokens | difference | length \
 | truncated | entropy | seconds | seeds |
@@ -54,15 +55,13 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """Raises OSError, and ValueError for a run without evaluations."""
+    """The numbers of a run folder, of the first evaluation set. Raises OSError."""
     metrics = read_metrics(folder).reindex(columns=METRICS)
     # A variant may change the number of samples from step to step.
     samples = metrics.tokens_per_second * metrics.seconds / metrics.total_length  # (S,)
     metrics["tokens"] = (samples.round() * metrics.response_length).cumsum()
     first_set = next(iter(read_evaluations(folder).values()), pd.DataFrame())
-    if "accuracy" not in first_set:
-        raise ValueError(f"{folder} has no accuracy in eval.jsonl; train with --eval_data")
-    evaluations = first_set.reset_index()
+    evaluations = first_set.rename_axis("step").reindex(columns=["accuracy"]).reset_index()
     steps = [0, *metrics.index]
     evaluations["tokens"] = np.interp(evaluations.step, steps, [0, *metrics.tokens])
     return Run(metrics, evaluations)
@@ -79,6 +78,8 @@ def read_settings(folders: list[Path], seeds: int | None) -> dict[str, dict[int,
             seed = int(path.parent.name.removeprefix("seed"))
             if seeds is None or seed <= seeds:
                 runs[seed] = read_run(path.parent)
+                if runs[seed].evaluations.accuracy.isna().all():
+                    raise ValueError(f"{path.parent} has no accuracy; train with --eval_data")
         settings[folder.name] = dict(sorted(runs.items()))
     if not settings[folders[0].name]:
         raise ValueError(f"{folders[0]}: the baseline has no finished run, such as seed1")
@@ -93,9 +94,8 @@ def make_row(name: str, runs: dict[int, Run], baseline: dict[int, Run]) -> dict:
     row = {"setting": name, "seeds": list(runs)}
     row["eval_step"] = compare(runs, baseline, "step")
     row["eval_tokens"] = compare(runs, baseline, "tokens")
-    for curve in AT_THE_END:
-        ends = [run.metrics[curve].tail(max(1, len(run.metrics) // 10)) for run in runs.values()]
-        row[curve] = np.mean([end.mean() for end in ends])
+    ends = [run.metrics.tail(max(1, len(run.metrics) // 10)).mean() for run in runs.values()]
+    row |= pd.DataFrame(ends)[AT_THE_END].mean().to_dict()
     row["seconds"] = np.mean([run.metrics.seconds.sum() for run in runs.values()])
     return row
 
@@ -108,15 +108,12 @@ def compare(runs: dict[int, Run], baseline: dict[int, Run], axis: str) -> dict:
     """
     at = min(run.evaluations[axis].max() for run in [*runs.values(), *baseline.values()])
     ours = accuracies_at(runs, axis, at)
-    cell = {"at": float(at), "accuracies": list(ours)}
-    cell |= {"difference": None, "error": None, "differs": False}
     pairs = (ours - accuracies_at(baseline, axis, at)).dropna()
-    if runs is not baseline and len(pairs) > 0:
-        cell["difference"] = pairs.mean()
-    if runs is not baseline and len(pairs) > 1:
-        cell["error"] = pairs.sem()
-        cell["differs"] = bool(abs(pairs.mean()) > 2 * pairs.sem())
-    return cell
+    is_compared = runs is not baseline and len(pairs) > 0
+    difference = pairs.mean() if is_compared else None
+    error = pairs.sem() if is_compared and len(pairs) > 1 else None
+    cell = {"at": float(at), "accuracies": list(ours), "difference": difference, "error": error}
+    return cell | {"differs": error is not None and bool(abs(difference) > 2 * error)}
 
 
 def accuracies_at(runs: dict[int, Run], axis: str, at: float) -> pd.Series:
@@ -154,25 +151,22 @@ def gather(runs: dict[int, Run], curve: str) -> pd.DataFrame:
         curves = pd.concat([table.accuracy for table in tables], axis=1)
         tokens = pd.concat([table.tokens for table in tables], axis=1)
         return curves.set_index(tokens.mean(axis=1) / 1000)
-    curves = pd.concat([run.metrics[curve] for run in runs.values()], axis=1)
-    return curves / 1000 if curve == "tokens" else smooth(curves)
+    return smooth(pd.concat([run.metrics[curve] for run in runs.values()], axis=1))
 
 
-def draw(panels: dict[str, dict[str, pd.DataFrame]], out: str | Path) -> None:
-    """Draws six panels with the curves {title: {name: one column for each seed}}.
-
-    A line is the mean over seeds. Its band goes from the lowest seed to the highest.
-    """
+def draw(settings: dict[str, dict[int, Run]], out: str | Path) -> None:
+    """Draws six panels. A line is the mean over seeds, and a band goes from lowest to highest."""
     with rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), layout="constrained")
-        for ax, (title, groups) in zip(figure.subplots(2, 3).flat, panels.items()):
+        for ax, (curve, title) in zip(figure.subplots(2, 3).flat, PANELS.items()):
             ax.set_title(title)
-            for name, curves in groups.items():
+            for name, runs in settings.items():
+                curves = gather(runs, curve)
                 [line] = ax.plot(curves.mean(axis=1), label=name)
                 band = (curves.index, curves.min(axis=1), curves.max(axis=1))
                 ax.fill_between(*band, color=line.get_color(), alpha=0.15, linewidth=0)
         lines = ax.get_lines()
-        figure.legend(lines, list(groups), loc="outside upper center", ncols=8, frameon=False)
+        figure.legend(lines, list(settings), loc="outside upper center", ncols=8, frameon=False)
         figure.savefig(out, dpi=100, format="png")
 
 
@@ -184,28 +178,28 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
     print(table)
     Path(f"{out}.md").write_text(table + LEGEND)
     Path(f"{out}.json").write_text(json.dumps(rows, indent=1))
-    drawn = {name: runs for name, runs in settings.items() if name in (shown or settings)}
-    panels = {}
-    for curve, title in PANELS.items():
-        panels[title] = {name: gather(runs, curve) for name, runs in drawn.items()}
-    draw(panels, f"{out}.png")
+    draw({name: settings[name] for name in settings if name in (shown or settings)}, f"{out}.png")
     print(f"the table, its numbers and the picture: {out}.md, {out}.json, {out}.png")
 
 
 def show_run(run: Path) -> None:
     """Prints what a run has learnt: held-out numbers, and a problem that it has learnt to solve."""
     for name, table in read_evaluations(run).items():
-        print(f"evaluation set {name}, before and after the training:")
-        ends = table.iloc[[0, -1]][["accuracy", "length", "truncated"]]
-        print(ends.to_string(float_format="%.3f"))
-    answers = pd.DataFrame(read_lines(run / "eval_samples.jsonl")).groupby("problem")
-    before, after = answers.first(), answers.last()
-    # The longest search shows most.
+        for column in table.columns.intersection(["accuracy", "length", "truncated"]):
+            curve = table[column].dropna()
+            ends = [f"{curve[step]:.3f} at step {step}" for step in curve.index[[0, -1]]]
+            print(f"evaluation set {name}: {column} {', '.join(ends)}")
+    answers = pd.DataFrame(read_lines(run / "eval_samples.jsonl"), columns=ANSWER)
+    by_problem = answers.groupby(["set", "problem"])
+    before, after = by_problem.first(), by_problem.last()
+    # The longest response shows most.
     learnt = after[after.reward > before.reward].sort_values("length")
     for problem in learnt.index[-1:]:
-        for word, answer in (("before", before.loc[problem]), ("after", after.loc[problem])):
-            tries = answer.response.replace("\n", "   ")
-            print(f"{word}: {answer.question}:   {tries}")
+        print(
+            f"a problem that the run has learnt to solve: {shorten(after.question[problem], 300)}"
+        )
+        print(f"before: {shorten(before.response[problem], 300)}")
+        print(f"after:  {shorten(after.response[problem], 300)}")
 
 
 def main() -> None:

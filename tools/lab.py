@@ -5,10 +5,8 @@
 A plan has a line for each setting: its name, then its variants, then its flags of train.py. The
 first setting is the baseline. docs/laboratory.md describes plans, runs and the table.
 
-    base: --max_steps 60                           of all settings; this line may be left out
-    ppo:                                           the baseline
-    mine: kl_loss + my_idea.py + --flag 3          two variants and a flag; my_idea.py is your own
-    few: --data {base}/train.json[:64]             the first 64 problems of the laboratory
+    ppo:
+    mine: kl_loss + my_idea.py + --flag 3
 
 If a setting names no --model, tools/base_model.py makes a base model in OUT/base, and this model's
 flags come before those of each setting. Each run has one process with one thread on its own core.
@@ -17,14 +15,11 @@ copies the code to OUT/code, and all runs use this copy.
 """
 
 import argparse
-import ctypes
-import fcntl
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -36,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from lib.common import UserError, one_line  # noqa: E402
-from lib.signals import PR_SET_PDEATHSIG  # noqa: E402
+from tools import compare  # noqa: E402
 
 # All runs share this code. A setting's folder has the texts of its variants.
 CODE = ("*.py", "lib/*.py", "tasks/*.py", "tools/*.py")
@@ -185,12 +180,10 @@ def check_words(setting: Setting) -> None:
         if not (cfg.max_steps and cfg.eval_data):
             raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
     except UserError as error:
-        # The plan names a variant without this folder.
-        message = str(error).replace(f"{setting.folder}/variants/", "")
-        raise UserError(f"{setting.name}: {message}") from None
+        raise UserError(f"{setting.name}: {error}") from None
 
 
-def run_all(runs: dict[Path, list[str]], cores: list[int], lock) -> int:
+def run_all(runs: dict[Path, list[str]], cores: list[int]) -> int:
     """Trains the runs that are not done, one on each core. Returns how many runs failed.
 
     runs: the flags of each run folder. After an interrupt it stops the runs, which save.
@@ -203,7 +196,7 @@ def run_all(runs: dict[Path, list[str]], cores: list[int], lock) -> int:
             for core in cores:
                 if waiting and core not in active:
                     folder = waiting.pop(0)
-                    active[core] = (folder, start(folder, runs[folder], core, lock))
+                    active[core] = (folder, start(folder, runs[folder], core))
             time.sleep(0.5)
             for core, (folder, process) in list(active.items()):
                 if process.poll() is not None:
@@ -222,27 +215,22 @@ def is_done(folder: Path) -> bool:
     return (folder / "result.json").exists()
 
 
-def start(folder: Path, flags: list[str], core: int, lock) -> subprocess.Popen:
-    """Starts one process with one thread on that core. The process inherits the lock."""
+def start(folder: Path, flags: list[str], core: int) -> subprocess.Popen:
+    """Starts one process with one thread on that core."""
     train = folder.parent.parent / "code" / "train.py"
+    # If the laboratory dies, Linux sends a SIGTERM to the process. Then the process saves and ends.
+    command = ["setpriv", "--pdeathsig", "TERM", "taskset", "--cpu-list", str(core)]
+    command += [sys.executable, str(train), *flags, "--run_dir", str(folder)]
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, str(train), *flags, "--run_dir", str(folder)],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             # A Ctrl-C reaches only the laboratory, which then stops its runs.
             start_new_session=True,
-            pass_fds=[lock.fileno()],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: settle(core),
         )
-
-
-def settle(core: int) -> None:
-    """Keeps this new process on the core. If the laboratory dies, the process saves and ends."""
-    os.sched_setaffinity(0, {core})
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def describe_end(folder: Path) -> str:
@@ -253,18 +241,6 @@ def describe_end(folder: Path) -> str:
     return f"{verdict}: {folder.parent.name} {folder.name}: {one_line(lines[-1])}"
 
 
-def claim(out: Path):
-    """Locks the folder; returns the lock. The runs of a lab that was killed hold it as well."""
-    out.mkdir(parents=True, exist_ok=True)
-    lock = (out / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        message = "is used by another laboratory, or its runs still save; wait for them"
-        raise UserError(f"{out} {message}") from None
-    return lock
-
-
 def run_plan(args) -> int:
     """From the arguments to an exit code. Raises UserError, OSError and KeyboardInterrupt."""
     out = args.out.resolve()
@@ -272,11 +248,9 @@ def run_plan(args) -> int:
     unknown = set(args.show) - {setting.name for setting in settings}
     if unknown:
         raise UserError(f"--show {' '.join(unknown)}: the plan has no such setting")
-    lock = claim(out)
     keep_code(out)
-    common = []
-    if not all("--model" in setting.flags for setting in settings):
-        common += lab_flags(out / "base")
+    has_model = all("--model" in setting.flags for setting in settings)
+    common = [] if has_model else lab_flags(out / "base")
     for setting in settings:
         setting.flags = [*common, *setting.flags]
         prepare(setting)
@@ -285,14 +259,12 @@ def run_plan(args) -> int:
     for seed in range(1, args.seeds + 1):
         for setting in settings:
             runs[setting.folder / f"seed{seed}"] = [*setting.words(), "--seed", str(seed)]
-    failed = run_all(runs, sorted(os.sched_getaffinity(0))[: args.jobs], lock)
-    command = [sys.executable, str(ROOT / "tools" / "compare.py")]
-    command += [str(setting.folder) for setting in settings]
-    command += ["--out", str(out / args.plan.stem), "--seeds", str(args.seeds)]
-    code = subprocess.call([*command, "--show", *args.show] if args.show else command)
+    failed = run_all(runs, sorted(os.sched_getaffinity(0))[: args.jobs])
     if failed:
         print(f"{failed} run(s) failed; the same command tries them again", file=sys.stderr)
-    return 1 if failed else code
+    finished = compare.read_settings([setting.folder for setting in settings], args.seeds)
+    compare.compare_all(finished, args.show, str(out / args.plan.stem))
+    return int(failed > 0)
 
 
 def main() -> int:
@@ -309,12 +281,10 @@ def main() -> int:
     args = parser.parse_args()
     try:
         return run_plan(args)
-    except (OSError, UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from there", file=sys.stderr)
-        return 130
-    return 2
+        parser.exit(130, "stopped; the same command goes on from there\n")
+    except (OSError, ValueError, UserError) as error:
+        parser.exit(2, f"error: {error}\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import runs
-from tools.compare import draw
+from tools.compare import draw, read_run
 
 # The panels of one run: {title: {metric: (its label, its colour)}}.
 REWARD = "Reward, accuracy (dots), truncated"
@@ -51,15 +51,6 @@ SEARCH = {
     "slips": ("slips", runs.RED),
 }
 UP_TO_ONE = (REWARD, VARIANCE, SEARCHES)
-# The panels of several runs have one metric each.
-SEVERAL = {
-    "reward": "Training reward",
-    "accuracy": "Accuracy on the first evaluation set",
-    "response_length": "Response length, tokens",
-    "truncated": "Truncated responses, share",
-    "entropy": "Entropy, nats per token",
-    "seconds": "Seconds per step",
-}
 
 
 def draw_run(run: Path, out: Path) -> None:
@@ -133,18 +124,6 @@ def write_labels(ax, ends: list[tuple[float, str, str]]) -> None:
             ax.text(1.02, height, text, transform=ax.transAxes, **style)
 
 
-def draw_runs(folders: list[Path], out: Path) -> None:
-    """Writes the picture of several runs over each other. Raises OSError."""
-    panels = {title: {} for title in SEVERAL.values()}
-    for run in folders:
-        metrics = runs.read_metrics(run)
-        first_set = next(iter(runs.read_evaluations(run).values()), pd.DataFrame())
-        for name, title in SEVERAL.items():
-            table = first_set if name == "accuracy" else metrics
-            panels[title][str(run)] = runs.smooth(table.filter([name]))
-    draw(panels, out)
-
-
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -160,7 +139,7 @@ def main() -> None:
                 message = "has no number in metrics.jsonl or eval.jsonl; name the folder of a run"
                 parser.exit(2, f"error: {run} {message}\n")
         if others:
-            draw_runs(args.runs, out)
+            draw({str(run): {1: read_run(run)} for run in args.runs}, out)
         else:
             draw_run(first, out)
     except OSError as error:

@@ -12,6 +12,7 @@ a step and evaluation set). All tools read these files by the same rules:
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -42,19 +43,19 @@ STYLE = {
 }
 
 
-def read_lines(path: Path) -> list[dict]:
+def read_lines(path: Path) -> Iterator[dict]:
     """The JSON objects of a .jsonl file, in the order of the file. Raises OSError."""
     if not path.exists():
-        return []
-    lines = []
-    for text in path.read_bytes().split(b"\n"):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
+        return
+    with path.open("rb") as file:
+        for text in file:
+            try:
+                # NaN and infinity become None, because a browser refuses them.
+                line = json.loads(text, parse_constant=lambda constant: None)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict):
+                yield line
 
 
 def read_metrics(run: Path) -> pd.DataFrame:
@@ -70,7 +71,7 @@ def read_evaluations(run: Path) -> dict[str, pd.DataFrame]:
     return {name: make_table(lines) for name, lines in lines_by_set.items()}
 
 
-def make_table(lines: list[dict]) -> pd.DataFrame:
+def make_table(lines: Iterable[dict]) -> pd.DataFrame:
     """A row for each line, indexed by step. A column without any number is left out."""
     rows = {}
     for line in lines:

@@ -11,111 +11,62 @@ shows it as text, and the page's policy forbids every script but the page's own.
 
 import argparse
 import base64
-import contextlib
 import hashlib
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.runs import read_lines
 
 # It holds the words HASH and DATA, which are replaced, and one script.
 PAGE = Path(__file__).with_name("samples.html")
-# What a line that is no sample raises.
-NO_SAMPLE = (ValueError, TypeError, KeyError, RecursionError, OverflowError)
+# The limits for each of the two files.
+MAX_SAMPLES = 5_000
+MAX_BYTES = 20_000_000
 
 
-def find(path: Path) -> dict[str, dict]:
-    """Returns {set: {step: {problem: byte offsets of its samples}}} of a file, {} without a file.
+def read_samples(path: Path, per_step: int) -> tuple[dict[str, dict[int, list[str]]], int]:
+    """{set: {step: its first samples as JSON}}, and the number of all samples of the file.
 
-    Lines that are no sample are left out. A run that was killed leaves half a line, for example.
+    A line without a set or without a step is no sample.
     """
     found = {}
-    if not path.is_file():
-        return found
-    start = 0
-    with path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(*NO_SAMPLE):
-                row = json.loads(line)
-                name = str(row["set"])
-                step = int(row["step"])
-                problem = str(row["problem"])
-                problems = found.setdefault(name, {}).setdefault(step, {})
-                problems.setdefault(problem, []).append(start)
-            start += len(line)
-    return found
-
-
-def order(path: Path, per_step: int) -> tuple[list[int], int]:
-    """The byte offsets of a file's samples, and the number of all samples.
-
-    However many of the offsets are used, they are spread over the run: one problem of each step
-    comes first (of the last step, the middle one, the quarters and so on), then another problem of
-    each step. Of evaluations only the first step and the last one are kept.
-    """
-    queue = []
     total = 0
-    for name, steps in find(path).items():
-        for problems in steps.values():
-            total += sum(len(offsets) for offsets in problems.values())
-        kept = steps if name == "train" else {min(steps), max(steps)}
-        for age, step in enumerate(sorted(kept, reverse=True)):
-            # The bits of a count in reverse order halve the run again and again.
-            turn = f"{age:020b}"[::-1]
-            samples_of_step = []
-            for number, offsets in enumerate(steps[step].values()):
-                samples_of_step += [(number, turn, offset) for offset in offsets]
-            queue += samples_of_step[:per_step]
-    return [offset for _, _, offset in sorted(queue)], total
+    for row in read_lines(path):
+        if "set" in row and isinstance(row.get("step"), int):
+            texts = found.setdefault(str(row["set"]), {}).setdefault(row["step"], [])
+            total += 1
+            if len(texts) < per_step:
+                texts.append(escape(row))
+    return found, total
 
 
-def null(constant: str) -> None:
-    """Stands for NaN and infinity, which Python's JSON has and a browser refuses."""
+def choose(found: dict[str, dict[int, list[str]]], per_step: int) -> list[str]:
+    """The samples of the page: of all steps of training, and of the first and last evaluation.
 
-
-def embed(path: Path, per_step: int, max_samples: int, max_bytes: int) -> tuple[list[str], int]:
-    """The chosen samples as JSON that may stand in a page, in the file's order.
-
-    The second value is how many are left out.
+    If these samples are too many, every second step is left out, again and again. If two steps are
+    too many, each step has fewer samples.
     """
-    offsets, total = order(path, per_step)
-    if not offsets:
-        return [], total
-    chosen = {}
-    with path.open("rb") as file:
-        for offset in offsets[:max_samples]:
-            file.seek(offset)
-            row = json.loads(file.readline(), parse_constant=null)
-            text = escape(row)
-            max_bytes -= len(text)
-            if max_bytes < 0:
-                break
-            chosen[offset] = text
-    texts = [chosen[offset] for offset in sorted(chosen)]
-    return texts, total - len(texts)
+    steps = {}
+    for name, by_step in found.items():
+        steps[name] = sorted(by_step if name == "train" else {min(by_step), max(by_step)})
+    while True:
+        texts = []
+        for name, kept in steps.items():
+            texts += [text for step in kept for text in found[name][step][:per_step]]
+        if len(texts) <= MAX_SAMPLES and sum(map(len, texts)) <= MAX_BYTES:
+            return texts
+        if max(map(len, steps.values())) > 2:
+            # The last step stays.
+            steps = {name: kept[::-2][::-1] for name, kept in steps.items()}
+        else:
+            per_step //= 2
 
 
 def escape(value) -> str:
     """JSON that cannot close the script element in which it stands."""
     return json.dumps(value).replace("<", "\\u003c")
-
-
-def write(run: Path, out: Path, per_step: int = 64) -> None:
-    """Writes the page of a run folder. A file that is absent counts as empty."""
-    samples = []
-    left_out = 0
-    for name in ("samples.jsonl", "eval_samples.jsonl"):
-        texts, more = embed(run / name, per_step, 5_000, 20_000_000)
-        samples += texts
-        left_out += more
-    counts = f"{len(samples)} samples, {left_out} left out"
-    title = escape(f"{run.resolve().name}: {counts}")
-    page = PAGE.read_text(encoding="utf-8")
-    script = page.rpartition("<script>")[2].partition("</script>")[0]
-    digest = hashlib.sha256(script.encode()).digest()
-    policy = "sha256-" + base64.b64encode(digest).decode()
-    data = f'{{"title": {title}, "samples": [{",".join(samples)}]}}'
-    # The data comes last, because it may hold the word HASH.
-    out.write_text(page.replace("HASH", policy).replace("DATA", data), encoding="utf-8")
-    print(f"wrote {out}: {counts}")
 
 
 def main() -> None:
@@ -128,7 +79,22 @@ def main() -> None:
     out = args.out or args.run / "samples.html"
     if not args.run.is_dir() or not out.parent.is_dir():
         parser.error("RUN and the folder of --out must be there")
-    write(args.run, out, args.max_per_step)
+    samples = []
+    total = 0
+    for name in ("samples.jsonl", "eval_samples.jsonl"):
+        found, count = read_samples(args.run / name, args.max_per_step)
+        samples += choose(found, args.max_per_step)
+        total += count
+    counts = f"{len(samples)} samples, {total - len(samples)} left out"
+    title = escape(f"{args.run.resolve().name}: {counts}")
+    page = PAGE.read_text(encoding="utf-8")
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    digest = hashlib.sha256(script.encode()).digest()
+    policy = "sha256-" + base64.b64encode(digest).decode()
+    data = f'{{"title": {title}, "samples": [{",".join(samples)}]}}'
+    # The data comes last, because it may hold the word HASH.
+    out.write_text(page.replace("HASH", policy).replace("DATA", data), encoding="utf-8")
+    print(f"wrote {out}: {counts}")
 
 
 if __name__ == "__main__":
