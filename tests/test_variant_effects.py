@@ -523,7 +523,6 @@ REFUSED = [
     (["critic_lambd"], {"estimator": "grpo"}, "--estimator grpo has no critic"),
     (["critic_first"], {"estimator": "rloo"}, "--estimator rloo has no critic"),
     (["lr_end"], {"lr_end": -1}, "--lr_end -1.*0 or more"),
-    (["fp8_rollout"], {}, "--variant fp8_rollout needs a GPU"),
     (["overlong_penalty"], {"overlong_cache": 0}, "--overlong_cache 0.*at least 1"),
     (["maxrl", "overlong_penalty"], {}, "--estimator maxrl.* negative"),
     (["tis_cap"], {"tis_cap": 0.5}, "--tis_cap 0.5.*at least 1"),

@@ -1,12 +1,10 @@
 """The seconds of a step, computed from the data sheet of a card. tools/plan.py adds the money.
 
-No number here was measured on a card. docs/scaling.md explains the constants below and computes the
-same sums by hand. The sums assume that communication between ranks hides behind computation. They
-leave out evaluations, saves and the start.
+No number here was measured on a card. docs/scaling.md explains the constants, computes the same
+sums by hand, and lists what the sums leave out.
 """
 
-import math
-from dataclasses import dataclass
+from collections import namedtuple
 
 from lib import check
 from tools import memory
@@ -29,8 +27,6 @@ CARDS = {
     "4090": (24, 165.2, 1008),
     "5090": (32, 209.5, 1792),
 }
-# Cards of Volta, of Turing, and older cards.
-WITHOUT_BF16 = ("T4", "V100", "P100", "1080TI", "2080TI", "TITAN", "RTX8000")
 
 PROMPT = 200  # tokens of an average prompt, with its template
 MFU = 0.3  # share of the peak FLOP/s in matrix products; recomputed layers count as work
@@ -41,33 +37,23 @@ LINK = 20e9  # bytes a second between card and CPU memory, and from policy to sa
 SWITCH = 2.0  # seconds in which the sampler sleeps and wakes and the step is reported
 
 
-@dataclass
-class Card:
-    name: str
-    gb: float  # as it is sold
-    flops: float  # a second, dense, in bf16
-    bandwidth: float  # bytes a second
+# gb: as it is sold. flops: a second, dense, in bf16. bandwidth: bytes a second.
+Card = namedtuple("Card", ["name", "gb", "flops", "bandwidth"])
 
 
 def find_card(name: str) -> Card:
-    """Raises UserError for a card without bf16, and for a name that is not in CARDS."""
-    key = name.upper()
-    choices = f"cards with bf16 are {', '.join(CARDS)}"
-    check.require(
-        key not in WITHOUT_BF16,
-        f"--card {name} has no bf16, so take a card of Ampere or newer; {choices}",
-    )
-    check.require(
-        key in CARDS, f"--card {name} is not known: {choices}; give another card's --card_gb"
-    )
-    gb, tera, giga = CARDS[key]
-    return Card(key, gb, tera * 1e12, giga * 1e9)
+    """Raises UserError for a name that is not in CARDS."""
+    choices = f"choose {', '.join(CARDS)}; cards older than Ampere have no bf16"
+    known = name.upper() in CARDS
+    check.require(known, f"--card {name} is not known: {choices}; or give a --card_gb alone")
+    gb, tera, giga = CARDS[name.upper()]
+    return Card(name.upper(), gb, tera * 1e12, giga * 1e9)
 
 
 class Times:
     """The seconds of each phase of a step. All ranks need the same time."""
 
-    def __init__(self, cfg, config, world: int, card: Card, length_share: float):
+    def __init__(self, cfg, config, world: int, card: Card, length_share=0.5):
         """length_share: the length of an average response as a share of the limit."""
         self.cfg = cfg
         self.rank = memory.Rank(cfg, config, world)
@@ -89,15 +75,13 @@ class Times:
         sizes = self.sizes
         seconds = {"rollout": self.rollout(kv_tokens)}
         if self.rank.has_critic:
-            forward = self.forward(sizes.critic - sizes.embedding)
             # The values are computed before the updates.
-            learning = self.passes * forward + self.moved_gradients(sizes.critic)
+            learning = (1 + self.passes) * self.forward(sizes.critic - sizes.embedding)
             updates = self.cfg.critic_updates * self.update(sizes.critic)
-            seconds["critic"] = forward + learning + updates
-        passes = self.passes
-        if "log_kl" in self.rank.variants:
-            passes += 1
-        learning = passes * self.forward(self.multiplied) + self.moved_gradients(sizes.learnt)
+            seconds["critic"] = learning + updates
+        # The reference of log_kl takes one more forward pass.
+        passes = self.passes + ("log_kl" in self.rank.variants)
+        learning = passes * self.forward(self.multiplied)
         seconds["policy"] = learning + self.update(sizes.learnt)
         seconds["sync"] = SWITCH + sizes.policy * self.rank.width / LINK
         return seconds
@@ -113,8 +97,8 @@ class Times:
     def decode(self, in_flight: float) -> float:
         """A decode reads all weights and the keys and values, and adds a token to each sample."""
         length = self.prompt + self.response / 2
-        cache = in_flight * length * self.rank.kv_bytes()
-        read = self.rank.sampler_weights() + cache / self.cfg.tensor_parallel
+        cache = in_flight * length * self.rank.kv_bytes
+        read = self.rank.sampler_weights + cache / self.cfg.tensor_parallel
         reading = read / (BANDWIDTH * self.card.bandwidth)
         products = 2 * self.multiplied * in_flight / self.cfg.tensor_parallel
         return OVERHEAD + max(reading, products / (MFU * self.card.flops))
@@ -128,11 +112,3 @@ class Times:
     def update(self, learnt: int) -> float:
         speed = self.card.bandwidth if self.rank.on_card else LINK
         return STEP_BYTES * learnt / self.rank.shards(1) / speed
-
-    def moved_gradients(self, learnt: int) -> float:
-        """ZeRO-3 with --offload: each micro-batch fetches gradient sums and returns them."""
-        if self.rank.on_card or self.rank.has_sums:
-            return 0.0
-        row = self.cfg.micro_train_batch_size * self.cfg.packing_max_len
-        micro_batches = math.ceil(self.tokens / row)
-        return micro_batches * 8 * learnt / self.rank.shards(2) / LINK

@@ -2,24 +2,18 @@
 
     python tools/evaluate.py MODEL --data FILE [FILE ...] [--n 16] [--out FOLDER] [FLAGS]
 
-MODEL comes first. It is a folder, such as RUN/policy, or a name of the Hugging Face hub. --n is the
-number of samples of each problem. They are drawn at --temperature 1 and --top_p 1 if nothing else
-is given; --greedy takes the likeliest tokens, once. FLAGS are train.py's, for example --template,
---system, --answer_form, --task, --stop, --generate_max_len, --max_len, --seed, --bf16. With the
-same flags, train.py finds the same numbers before its first step.
+MODEL is a folder, such as RUN/policy, or a name of the Hugging Face hub. --n is the number of
+samples of each problem. The samples are drawn at --temperature 1 and --top_p 1 if nothing else is
+given. --greedy takes the likeliest tokens. FLAGS are train.py's. With the same flags, train.py
+finds the same numbers before its first step.
 
-If tools/published.json has a figure for that model and set, a line has both figures and all
-settings that differ. The model is known by the last part of its name, and the set by its file.
-
-FOLDER is out/evaluate if none is given. It gets result.json (the numbers of the sets, the lines
-below the table, all flags, versions, wall seconds), eval_samples.jsonl with every response, and
-run.log. Under `accelerate launch` the ranks share the samples.
+FOLDER is out/evaluate if none is given. FOLDER gets result.json, eval_samples.jsonl with every
+response, and run.log. Under `accelerate launch` the ranks share the samples.
 """
 
 import argparse
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -38,46 +32,24 @@ from lib.signals import Signals
 from rollout import Rollout
 
 
-def compare(line: dict, cfg: train.Config) -> list[str]:
-    """A line of text for each published figure of this model on this set."""
-    published = json.loads(Path(__file__).with_name("published.json").read_text())
-    ours = {**vars(cfg), "problems": line["problems"]}
-    beside = f"{line['set']}: {100 * line['accuracy']:.1f} +- {100 * line['stderr']:.1f} here"
-    texts = []
-    for table in published["tables"]:
-        for name, percent in table["percent"].get(Path(cfg.model).name, {}).items():
-            of_set = published["sets"][name]
-            if not re.search(of_set["file"], line["set"].lower()):
-                continue
-            theirs = {**table["settings"], "problems": of_set["problems"]}
-            differ = [x for x in theirs if ours[x] != theirs[x]]
-            words = [f"{x.removeprefix('eval_')} {ours[x]} (theirs {theirs[x]})" for x in differ]
-            settings = "all settings that the source states are the same"
-            if differ:
-                settings = f"other settings: {', '.join(words)}"
-            texts.append(f"{beside}, {percent} published ({table['source']}); {settings}")
-    return texts
-
-
 def read_flags(argv: list[str]) -> train.Config:
     """Reads the flags of this file, and those of train.py. Raises UserError."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.error = train.refuse_flag
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE")
     parser.add_argument("--n", default="1")
     # train.py has a temperature and a top_p of training, which are other flags.
-    parser.add_argument("--temperature")
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument("--temperature", default="1.0")
+    one_of.add_argument("--greedy", action="store_const", dest="temperature", const="0")
     parser.add_argument("--top_p", default="1.0")
-    parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--out", default="out/evaluate", metavar="FOLDER")
     args, others = parser.parse_known_args(argv)
-    both = args.greedy and args.temperature
-    check.require(not both, "--greedy, --temperature: give one of the two")
-    temperature = "0" if args.greedy else args.temperature or "1.0"
     own = ["--model", args.model, "--eval_n", args.n, "--run_dir", args.out]
     own += ["--data", *args.data, "--eval_data", *args.data]
-    own += ["--eval_temperature", temperature, "--eval_top_p", args.top_p]
+    own += ["--eval_temperature", args.temperature, "--eval_top_p", args.top_p]
     cfg = train.parse_flags([*own, *others])
     is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
     check.require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so draw 1")
@@ -85,37 +57,30 @@ def read_flags(argv: list[str]) -> train.Config:
 
 
 class Results:
-    """train.evaluate gets it as the run's log. All ranks keep the numbers, and rank 0 writes."""
+    """train.evaluate gets it as the run's log. All ranks keep the numbers."""
 
-    def __init__(self, folder: Path, cfg: train.Config):
-        self.folder = folder
+    def __init__(self, cfg: train.Config):
         self.cfg = cfg
         self.sets = []
         self.remarks = []
-        self.writes = dist.get_rank() == 0
-        if self.writes:
-            # The files of an earlier evaluation.
-            (folder / "result.json").unlink(missing_ok=True)
-            (folder / "eval_samples.jsonl").unlink(missing_ok=True)
+        self.samples = []
 
     def evaluation(self, name: str, samples: list, step: int) -> None:
-        line = {"step": step, "set": name} | metrics.of_evaluation(samples, self.cfg.eval_n)
-        self.sets.append(line)
-        self.remarks += compare(line, self.cfg)
+        numbers = metrics.of_evaluation(samples, self.cfg.eval_n)
+        self.sets.append({"step": step, "set": name} | numbers)
+        self.samples += [report.describe(sample, step, name) for sample in samples]
         if not any(sample.answer for sample in samples):
             text = report.no_answers(samples[:: self.cfg.eval_n], self.cfg)
             self.remarks.append(f"{name}: {text}")
-        if self.writes:
-            with open(self.folder / "eval_samples.jsonl", "a", encoding="utf-8") as file:
-                for sample in samples:
-                    file.write(json.dumps(report.describe(sample, step, name)) + "\n")
 
-    def write(self) -> None:
+    def write(self, folder: Path) -> None:
+        """Replaces the files of an earlier evaluation."""
         result = {"sets": self.sets, "remarks": self.remarks, "config": vars(self.cfg)}
-        result |= {"world": dist.get_world_size(), "versions": report.versions()}
-        result["wall_seconds"] = metrics.since_start()
-        if self.writes:
-            (self.folder / "result.json").write_text(json.dumps(result, indent=1))
+        result |= {"world": dist.get_world_size(), "wall_seconds": metrics.since_start()}
+        result |= {"versions": report.versions()}
+        lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
+        (folder / "eval_samples.jsonl").write_text(lines, encoding="utf-8")
+        (folder / "result.json").write_text(json.dumps(result, indent=1))
 
     def table(self) -> str:
         names = ["set", "problems", "n", "accuracy", "stderr"]
@@ -141,13 +106,14 @@ def main(cfg: train.Config, world: int, store) -> None:
 
     task, tokenizer = train.find_inputs(cfg)
     eval_sets = train.prepare_eval_sets(task, cfg, tokenizer)
-    results = Results(folder, cfg)
+    results = Results(cfg)
     rollout = Rollout(task, Signals(store), cfg)
     try:
         train.evaluate(rollout, eval_sets, 0, results)
     finally:
         rollout.grader.close()
-    results.write()
+    if dist.get_rank() == 0:
+        results.write(folder)
     print0("\n".join([results.table(), *results.remarks, f"all files are in {folder}"]))
 
 
@@ -159,16 +125,15 @@ def run(argv: list[str]) -> int:
         _, world, _, store = start_distributed()
         with cfg.variants.installed(train.stages()):
             main(cfg, world, store)
+        return 0
     except (UserError, Stopped) as error:
         if isinstance(error, Stopped) and not error.fault:
             tell_once(store, "stopped: an evaluation saves nothing, so start it again")
             return 1
         tell_once(store, f"error: {error}")
         return 2
-    return 0
 
 
 if __name__ == "__main__":
-    code = run(sys.argv[1:])
-    # Not sys.exit, for the reasons at the end of train.py.
-    os._exit(code)
+    # The end of train.py says why this is not sys.exit.
+    os._exit(run(sys.argv[1:]))

@@ -10,10 +10,11 @@ import torch
 from lib import check
 
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
+def find_task(original, cfg):
+    """Refuses a run without a GPU. A plan of memory does not need a GPU."""
     has_gpu = torch.cuda.is_available()
     check.require(has_gpu, "--variant fp8_rollout needs a GPU of compute capability 8.9 or more")
+    return original(cfg)
 
 
 def sampler_settings(original, cfg, is_gpu):
