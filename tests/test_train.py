@@ -644,8 +644,8 @@ def test_all_ranks_refuse_what_one_of_them_finds_with_exit_code_2_and_one_line(t
         (folder / "bad.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"question": ""}')
     cases = [
         ({"run_dir": "run"}, {}, r"machine .*, rank \d, .*/run: not shared: the file of rank"),
-        ({}, {"seed": 7}, "rank 1: --seed: 7, of rank 0: 42; give all the same"),
-        ({"data": "other.json"}, {}, r"rank 1: hash of the problems in other.json: \d+, of rank 0"),
+        ({}, {"seed": 7}, "rank 1: --seed is 7, but on rank 0 it is 42; give all ranks the same"),
+        ({"data": "other.json"}, {}, r"rank 1: hash of the problems in other.json is \d+, but on rank 0"),
         ({"data": "empty.json"}, {}, "error: machine .*, rank 1: empty.json: holds no problems"),
         ({"data": "bad.jsonl"}, {}, "error: bad.jsonl: line 2"),
     ]

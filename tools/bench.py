@@ -55,7 +55,7 @@ SMALL |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads
 SHAPES = {
     "tiny": {"vocab_size": 512},
     "small": SMALL,
-    "0.5B": dict(zip(memory.SHAPE_FIELDS, memory.SHAPES["Qwen/Qwen2.5-0.5B"])),
+    "0.5B": dict(zip(memory.FIELDS, memory.SHAPES["Qwen/Qwen2.5-0.5B"])),
 }
 FP32 = "--bf16 false --zero_stage 0 --gradient_checkpointing false"
 # A coin is the reward, because random models are never right and nothing is learnt from a group of
