@@ -62,7 +62,7 @@ ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 class NoVariants:
     """Does nothing. With --variant an object of lib/variants.py stands in its place."""
 
-    hashes = estimators = ()
+    hashes = estimators = []
     added = memory = {}
 
     def installed(self, *_):

@@ -33,7 +33,7 @@ ESTIMATORS = {
     return -(advantages * logprobs).where(entropy >= border, 0.0)
 """,
     ),
-    (3, "ppo.py", "batch, samples, lr, cfg, denominator)", "batch, samples, lr, cfg)"),
+    (3, "ppo.py", "batch, indices, lr, cfg, denominator)", "batch, indices, lr, cfg)"),
     (
         4,
         "ppo.py",

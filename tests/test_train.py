@@ -176,6 +176,7 @@ def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, ca
         assert fixed.keys() == vars(train.Learning()).keys() - {"variant"}
         assert (run_dir, resume, new.step, new.total_steps) == (tmp_path, "auto", 0, 3)
         assert new.config == vars(cfg) and new.world == 1 and new.problems_hash > 0
+        assert new.variants == [], "as state.json has it"
         return None, dataclasses.replace(new, step=step)
 
     monkeypatch.setattr(train, "open_run_dir", lambda cfg: (tmp_path, None))
@@ -645,7 +646,7 @@ def test_all_ranks_refuse_what_one_of_them_finds_with_exit_code_2_and_one_line(t
     cases = [
         ({"run_dir": "run"}, {}, r"machine .*, rank \d, .*/run: not shared: the file of rank"),
         ({}, {"seed": 7}, "rank 1: --seed is 7, but on rank 0 it is 42; give all ranks the same"),
-        ({"data": "other.json"}, {}, r"rank 1: hash of the problems in other.json is \d+, but on rank 0"),
+        ({"data": "other.json"}, {}, r"rank 1: hash of the problems in other.json is \d+, but on"),
         ({"data": "empty.json"}, {}, "error: machine .*, rank 1: empty.json: holds no problems"),
         ({"data": "bad.jsonl"}, {}, "error: bad.jsonl: line 2"),
     ]

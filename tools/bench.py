@@ -273,7 +273,7 @@ def train_steps(run_dir: str, flags: str) -> list[dict]:
     """Runs train.py. Returns the lines of metrics.jsonl."""
     words = [str(ROOT / "train.py"), *shlex.split(flags), "--run_dir", run_dir]
     subprocess.run([sys.executable, *words], stdout=sys.stderr, check=True)
-    return read_lines(Path(run_dir, "metrics.jsonl"))
+    return list(read_lines(Path(run_dir, "metrics.jsonl")))
 
 
 def median_of(lines: list[dict], name: str) -> float:
