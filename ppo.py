@@ -75,7 +75,7 @@ class Batch:
 class MicroBatch:
     """R rows of packed samples. A model computes them in one forward pass.
 
-    The t response tokens of these rows are predicted, each from the position before it.
+    The M response tokens of these rows are predicted, each from the position before it.
     """
 
     input_ids: Tensor  # (R, L)

@@ -69,5 +69,7 @@ def explain_unknown(word, known) -> str:
             owners.append(path.stem)
     if owners:
         return f"--{name} is a flag of --variant {' or '.join(owners)}; name the variant"
+    if (HOME / f"{name}.py").is_file():
+        return f"--{name} is a variant now: --variant {name}"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
     return f"unknown flag {word}: did you mean --{nearest[0]}?"

@@ -1,6 +1,6 @@
 """What the ranks of a run do together: the process group, gathering, agreeing on errors.
 
-The five main files import this file, so copy it with them. It needs torch alone.
+The five main files import this file, so copy it with them. On one machine it needs torch alone.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Policy and critic: bodies of Hugging Face, our two heads, and DeepSpeed engines around them.
 
-Shapes: R packed rows, L row length, t response tokens of a micro-batch, H hidden.
+Shapes: R packed rows, L row length, M response tokens of a micro-batch, H hidden.
 """
 
 import contextlib

@@ -13,9 +13,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-# For tests/mutate.py each process says which test has started it.
-METHOD = "spawn" if "COVERAGE_PROCESS_START" in os.environ else "forkserver"
-SERVER = multiprocessing.get_context(METHOD)
+SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["deepspeed", "transformers", "vllm.entrypoints.llm", "math_verify"])
 
 
