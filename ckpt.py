@@ -239,7 +239,7 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
         error = on_rank0(publish, temporary, final, files, state, hf)
     if error:
         on_rank0(shutil.rmtree, temporary, True)
-        error = f"{error}; {describe_room(run_dir, engines)}"
+        error = f"{error}; {free_bytes(run_dir)} bytes are free"
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
     else:
         on_rank0(prune, run_dir, keep_last)
@@ -297,16 +297,10 @@ def publish(temporary, final, files, state, hf):
     fsync(run_dir)
 
 
-def describe_room(run_dir, engines):
-    """How many bytes a checkpoint takes at most, and how many bytes are free."""
-    # 16 bytes a parameter: the weight, its fp32 master and Adam's two moments.
-    parameters = [p for engine in engines.values() for p in engine.module.parameters()]
-    # ZeRO 3 leaves an empty tensor on the rank. The size of the whole tensor is its ds_numel.
-    needed = sum(16 * getattr(p, "ds_numel", p.numel()) for p in parameters)
-    free = "unknown"
+def free_bytes(run_dir):
     with contextlib.suppress(OSError):
-        free = f"{shutil.disk_usage(run_dir).free:,}"
-    return f"{run_dir}: needed {needed:,} bytes, free {free}"
+        return f"{shutil.disk_usage(run_dir).free:,}"
+    return "an unknown number of"
 
 
 def prune(run_dir, keep_last):
@@ -382,11 +376,10 @@ def find_start(run_dir, choice, new: RunState, fixed):
     if path is None:
         return None, new
     saved = load_state(path)
-    is_elsewhere = not path.parent.samefile(run_dir)
     changed = find_changes(saved, new, fixed)
     why = None
-    if is_elsewhere and checkpoints(run_dir):
-        why = f"is not in {run_dir}, which has checkpoints too; choose another --run_dir"
+    if not path.parent.samefile(run_dir):
+        why = f"is not in {run_dir}; copy the folder of that run"
     elif saved.step > new.total_steps:
         why = f"is past the {new.total_steps} steps of this run; raise --max_steps"
     elif changed:
@@ -405,9 +398,8 @@ def find_start(run_dir, choice, new: RunState, fixed):
         )
     if why:
         raise UserError(f"{path} {why}, or use --resume none")
-    # The sizes of another folder's logs do not fit the logs of this folder.
-    log_sizes = {} if is_elsewhere else saved.log_sizes
-    return path, dataclasses.replace(new, step=saved.step, memory=saved.memory, log_sizes=log_sizes)
+    values = {"step": saved.step, "memory": saved.memory, "log_sizes": saved.log_sizes}
+    return path, dataclasses.replace(new, **values)
 
 
 def find_changes(saved, new, fixed):

@@ -279,16 +279,6 @@ def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg
     return rewards - rewards.mean()
 
 
-def dr_grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - group mean (arXiv 2503.20783; that paper has --loss_mean constant).
-
-    `reinforce_pp` is this function with whitening over the batch: the REINFORCE++-baseline of arXiv
-    2501.03262.
-    """
-    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
-    return torch.where(std > 0, rewards - mean, 0.0)
-
-
 @dataclass(frozen=True)
 class Estimator:
     """The function of an estimator, and what the run must do for it."""
@@ -305,8 +295,6 @@ ESTIMATORS = {
     "grpo": Estimator(grpo, least_samples=2),
     "rloo": Estimator(rloo, least_samples=2),
     "reinforce": Estimator(reinforce, is_whitened=True),
-    "dr_grpo": Estimator(dr_grpo, least_samples=2),
-    "reinforce_pp": Estimator(dr_grpo, is_whitened=True, least_samples=2),
 }
 
 
@@ -331,16 +319,13 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
-    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log.
-
-    The batch's advantages are multiplied by the weights of --loss_mean. The log's are not.
-    """
+    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log."""
     advantages = raw_advantages(batch, cfg)  # (T,)
     returns = critic_targets(batch, advantages, cfg)  # (T,)
     if cfg.advantage_normalization and ESTIMATORS[cfg.estimator].is_whitened:
         advantages = whiten(advantages, batch, cfg)
     stats = advantage_stats(batch, advantages, returns)
-    batch.per_token["advantages"] = (advantages * token_weights(batch, cfg)).float()
+    batch.per_token["advantages"] = advantages.float()
     batch.per_token["returns"] = returns.float()
     return stats
 
@@ -389,25 +374,6 @@ def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[s
     return {key: value.item() for key, value in stats.items()}
 
 
-def token_weights(batch: Batch, cfg) -> Tensor:
-    """The weight of each token's advantage that makes the mean of --loss_mean: (T,) or ().
-
-    `update` divides a loss by the number of tokens, which is N times the mean length. A weight of
-    mean length / D turns this divisor into N times D. D is the sample's length for `sequence`, and
-    generate_max_len for `constant`.
-    """
-    # If no sample counts, use all of them. The mean of nothing would be NaN.
-    indices = samples_that_count(batch, cfg) or batch.all_indices()
-    mean_length = batch.response_lengths[indices].double().mean()  # ()
-    if cfg.loss_mean == "sequence":
-        # GRPO, arXiv 2402.03300, eq. 3
-        return mean_length / batch.spread(batch.response_lengths)
-    if cfg.loss_mean == "constant":
-        # Dr. GRPO, arXiv 2503.20783
-        return mean_length / cfg.generate_max_len
-    return torch.ones(())
-
-
 # ---- passes and losses -----------------------------------------------------------------------
 
 
@@ -427,7 +393,7 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
     """log p of every response token, (T,), the same on every rank. A collective."""
 
     def forward(micro):
-        return policy(micro, temperatures(batch, micro, cfg))[0]  # (M,)
+        return policy(micro, cfg.temperature)[0]  # (M,)
 
     return token_pass(batch, cfg, forward)
 
@@ -449,14 +415,9 @@ def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
     return [i for i in samples_that_count(batch, cfg) if parts[i].any()]
 
 
-def temperatures(batch: Batch, micro: MicroBatch, cfg) -> float | Tensor:
-    """The temperature of the log-probs: one number for all tokens, or (M,)."""
-    return cfg.temperature
-
-
 def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """Returns the sum of `token_loss`, and the numbers to log as sums over tokens."""
-    logprobs, entropy = policy(micro, temperatures(batch, micro, cfg))  # (M,), (M,)
+    logprobs, entropy = policy(micro, cfg.temperature)  # (M,), (M,)
     advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (M,)
     stats = {"entropy": (entropy.detach() * micro.mask).sum()}
     losses = token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)

@@ -13,15 +13,15 @@ Deviations from Open-Reasoner-Zero (ORZ):
 - The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
   holds keys of old weights.
 
-Run it alone: `python rollout.py MODEL "a prompt"` prints four samples.
+A copy needs lib/common.py beside it. Call `start_distributed` of that file first. A Sampler reads
+these fields of cfg: model, bf16, max_len, stop, micro_rollout_batch_size, gpu_memory_utilization,
+kv_cache_gb, tensor_parallel and enforce_eager. A problem needs prompt_ids.
 """
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 # vLLM runs in this process, with as many threads as the trainer, and logs errors only.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.common import UserError, agree, gather, hash64, one_line, start_distributed
+from lib.common import UserError, agree, gather, hash64, one_line
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ class Sampler:
     """vLLM on this rank. `tensor_parallel` consecutive ranks share one sampler.
 
     Ranks that share a sampler must make the same calls. On a GPU the sampler sleeps while the
-    trainer works: it has neither weights nor KV cache then. The last lines of this file list the
-    fields of cfg that the sampler reads.
+    trainer works: it has neither weights nor KV cache then.
     """
 
     def __init__(self, cfg):
@@ -327,9 +326,6 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
         # The number of checks without a verdict, of all ranks, in this call.
         lost = sum(gather(grader.lost - lost_before))
         clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
-        seconds = gather(clock.seconds["rollout"])
-        # How long a rank waits on average for the slowest one.
-        clock.numbers["seconds_waited"] = max(seconds) - float(np.mean(seconds))
         return exchange(requests, mine)
 
 
@@ -386,23 +382,3 @@ def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:
     for position, sample in samples.items():
         sample.request = requests[position]
     return [samples[position] for position in range(len(requests))]
-
-
-if __name__ == "__main__":
-    start_distributed()
-    cfg = SimpleNamespace(
-        model=sys.argv[1],
-        bf16=False,
-        max_len=256,  # tokens
-        stop=[],
-        micro_rollout_batch_size=4,
-        gpu_memory_utilization=0.5,
-        kv_cache_gb=None,
-        tensor_parallel=1,
-        enforce_eager=True,
-    )
-    sampler = Sampler(cfg)
-    problem = SimpleNamespace(prompt_ids=sampler.tokenizer.encode(sys.argv[2]))
-    four = make_requests([problem], seeds=[0], count=4, max_tokens=128, temperature=1.0, top_p=1.0)
-    for _, sample in sampler.generate(four):
-        print(f"[{sample.request.index}, {sample.finish_reason}] {sample.text}", flush=True)

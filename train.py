@@ -49,7 +49,6 @@ from lib.common import (
     print0,
     raise_together,
     share_errors,
-    share_same_error,
     start_distributed,
     tell_once,
 )
@@ -69,7 +68,7 @@ class NoVariants:
         return contextlib.nullcontext()
 
     # train.py uses only `installed` with `with`. The other methods are called for nothing.
-    wrap_task = tell_start = tell_unreached = installed
+    wrap_task = restore_memory = tell_start = tell_unreached = installed
 
 
 # `train.py --help` prints the comment behind each field.
@@ -96,10 +95,9 @@ class Learning:
     # ---- learning
     estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
     critic: str | None = None  # A folder with a critic. Default: the body of --model, a new head.
-    loss_mean: str = "token"  # How the policy's loss is averaged: token, sequence or constant.
     gamma: float = 1.0  # The discount of gae, per token. Below 1 it favours short responses.
     lambd: float = 1.0  # The lambda of gae. Below 1 the advantages vary less and are biased.
-    advantage_normalization: bool = True  # gae, reinforce, reinforce_pp: scale to mean 0, std 1.
+    advantage_normalization: bool = True  # gae and reinforce: scale to mean 0, std 1.
     critic_updates: int = 12  # Updates of the critic in a step. Each takes its part of the samples.
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
@@ -121,7 +119,7 @@ class Config(Learning):
 
     data: list[str] = field(default_factory=list)  # Files or data sets of training problems.
     run_dir: str = "out/run"  # The folder of the run. All machines must share it.
-    resume: str = "auto"  # auto: the newest checkpoint. none: start at step 0. Or a folder.
+    resume: str = "auto"  # auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.
     # ---- when
     num_episodes: int = 20  # An episode is one pass over all problems.
     max_steps: int | None = None  # Stop after this step, if --num_episodes has more steps.
@@ -142,7 +140,7 @@ class Config(Learning):
     packing_max_len: int = 16384  # Tokens in a row, at least max_len. sdpa is slow on long rows.
     micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
     gradient_checkpointing: bool = True  # Saves most activation memory, costs a third more compute.
-    attention: str = "auto"  # auto: varlen if GPU, bf16 and PyTorch allow it, else sdpa.
+    attention: str = "auto"  # auto: varlen on a GPU with --bf16 true, else sdpa.
     micro_rollout_batch_size: int = 256  # Samples drawn at the same time. More need more memory.
     tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
     gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
@@ -162,7 +160,7 @@ def parse_flags(argv):
     """
     flags_class = Config
     variant_names = []
-    if names_variants(argv):
+    if "--variant" in [word.partition("=")[0] for word in argv]:
         from lib import variants
 
         variant_names, argv = variants.take_words(argv)
@@ -170,7 +168,7 @@ def parse_flags(argv):
     parser = HfArgumentParser(flags_class, allow_abbrev=False)
     # The parser calls `error` for a wrong value. Its own `error` would print all flags and exit.
     parser.error = refuse_flag
-    if {"-h", "--help"} & set(argv):
+    if wants_help(argv):
         from lib.advice import add_help
 
         # The parser prints the help, and exits, in the next statement.
@@ -191,13 +189,12 @@ def parse_flags(argv):
     if cfg.eval_top_p is None:
         cfg.eval_top_p = cfg.top_p
     if cfg.attention == "auto":
-        has_kernel = cfg.bf16 and torch.cuda.is_available() and check.has_varlen()
-        cfg.attention = "varlen" if has_kernel else "sdpa"
+        cfg.attention = "varlen" if cfg.bf16 and torch.cuda.is_available() else "sdpa"
     return cfg
 
 
-def names_variants(argv):
-    return "--variant" in [word.partition("=")[0] for word in argv]
+def wants_help(argv):
+    return "-h" in argv or "--help" in argv
 
 
 def refuse_flag(message):
@@ -421,11 +418,6 @@ def open_run_dir(cfg):
     return run_dir, lock
 
 
-def count_updates(learners):
-    """The updates that this process has made."""
-    return sum(learner.updates for learner in learners)
-
-
 def export_all(learners, run_dir, tokenizer):
     """Writes policy and critic as Hugging Face folders."""
     for learner in learners:
@@ -478,15 +470,12 @@ def main(cfg, world, device, store):
     hf = [tokenizer, policy.module.model.config]
     ckpt.resume(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
-    # The MEMORY of a variant is a dict that each checkpoint keeps.
-    for name, memory in cfg.variants.memory.items():
-        memory.update(state.memory.get(name, {}))
+    cfg.variants.restore_memory(state.memory)
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer)
     log.start(state, gap)
 
     save_error = None
-    updates = count_updates(learners)
     try:
         # `step` steps are finished. The step that begins is number step + 1 in the logs.
         for step in range(state.step, total_steps):
@@ -494,9 +483,8 @@ def main(cfg, world, device, store):
                 evaluate(rollout, eval_sets, step, log)
             clock = metrics.Clock(step + 1)
 
-            # After an error in phases 1 to 6, all ranks save the last finished step and stop. In
-            # phase 5 this needs an error on all ranks, such as a lack of memory. After an error in
-            # phases 7 to 9 the weights have changed, and nothing is saved.
+            # After an error on one rank inside `share_errors`, all ranks save the last finished
+            # step and stop. After another error the run ends, and the last checkpoint stays.
             with share_errors():
                 # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
                 requests = rollout_stage.requests_of_step(problems, cfg, step)
@@ -508,8 +496,8 @@ def main(cfg, world, device, store):
                 rollout.sampler.sleep()
                 batch = ppo.make_batch(samples, device, cfg)
 
-            # 5. Values V(s_t), from the critic before its update. These passes have collectives.
-            with share_same_error(store), clock("values"):
+            # 5. Values V(s_t), from the critic before its update.
+            with clock("values"):
                 ppo.token_passes(policy, critic, batch, cfg, step)
 
             # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
@@ -530,16 +518,11 @@ def main(cfg, world, device, store):
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)
             state.finish_step(run_dir, cfg.variants.memory)
-            updates = count_updates(learners)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
     except Stopped as stop:
-        # A variant may have made an update in phases 1 to 6. Then the weights are not those of
-        # state.step.
-        if count_updates(learners) > updates:
-            save_error = "a variant has learnt in this step before the error"
-        elif state.step > 0:
+        if state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         tell_stop(stop, state.step, save_error)
         return
@@ -555,20 +538,15 @@ def main(cfg, world, device, store):
 
 def run(argv):
     """Runs a command line. Returns the exit code: 0, or 2 after a UserError."""
-    store = cfg = wrong = None
+    store = None
     try:
-        try:
-            cfg = parse_flags(argv)
-        except UserError as error:
-            # A variant may be absent on one machine alone. So the ranks raise the error together,
-            # as soon as they are connected.
-            if not names_variants(argv):
-                raise
-            wrong = error
+        if wants_help(argv):
+            # Prints the help, and exits. This also works where no run could start.
+            parse_flags(argv)
         _, world, device, store = start_distributed()
+        # A variant may be absent on one machine alone.
         with raise_together():
-            if wrong:
-                raise wrong
+            cfg = parse_flags(argv)
         if cfg.model is None:
             from lib.demo import demo_flags
 

@@ -3,26 +3,15 @@
 import functools
 import inspect
 
-# The arguments of varlen_attn that packed_attention needs. PyTorch 2.10 does not have them.
-NEEDED = {"scale", "window_size"}
-
 
 @functools.cache
 def arguments_of(function):
     return set(inspect.signature(function).parameters)
 
 
-def has_varlen():
-    """Can this PyTorch compute packed_attention? It needs PyTorch 2.11 or newer."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return arguments_of(varlen_attn) >= NEEDED
-
-
 def packed_attention(module, query, key, value, mask, **options):
-    """Causal attention within each sample, in the form that transformers calls.
+    """Causal attention within each sample, in the form that transformers calls. PyTorch 2.11 or
+    newer has the kernel.
 
     query: (R, heads, L, D). key and value may have fewer heads. `mask` is not used. Returns
     (R, L, heads, D) and None.

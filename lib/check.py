@@ -4,15 +4,13 @@ from importlib.util import find_spec
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import is_flash_attn_2_available
 
 from lib.common import UserError, gather, here, one_line
 
 CHOICES = {
     "zero_stage": (0, 1, 2, 3),
     "offload": ("none", "optimizer"),
-    "attention": ("sdpa", "eager", "varlen", "flash_attention_2"),
-    "loss_mean": ("token", "sequence", "constant"),
+    "attention": ("sdpa", "eager", "varlen"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
 # These numbers must be at least 1, all others at least 0. Functions below limit some further.
@@ -108,16 +106,7 @@ def check_sampling(cfg):
         require_all(cfg, {name: (0 < getattr(cfg, name) <= 1, "choose above 0, up to 1")})
 
 
-def has_varlen():
-    """Can this PyTorch compute --attention varlen? Few runs need lib/attention.py."""
-    from lib import attention
-
-    return attention.has_varlen()
-
-
 def check_hardware(cfg, world):
-    # Every PyTorch has sdpa and eager. These kernels may be absent.
-    kernels = {"varlen": has_varlen, "flash_attention_2": is_flash_attn_2_available}
     table = {
         "bf16": (
             not cfg.bf16 or cfg.zero_stage >= 2,
@@ -125,10 +114,8 @@ def check_hardware(cfg, world):
             "--zero_stage 2 or --bf16 false",
         ),
         "attention": (
-            cfg.attention not in kernels
-            or (cfg.bf16 and torch.cuda.is_available() and kernels[cfg.attention]()),
-            "needs a GPU, --bf16 true and its kernel (varlen: PyTorch 2.11 or newer; "
-            "flash_attention_2: `pip install flash-attn`); or choose sdpa",
+            cfg.attention != "varlen" or (cfg.bf16 and torch.cuda.is_available()),
+            "needs a GPU and --bf16 true; or choose sdpa",
         ),
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
         "offload": (

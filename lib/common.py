@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import traceback
 
 import torch
@@ -104,27 +103,6 @@ def share_errors():
     except Exception as error:
         fault = describe_error(error)
     agree(False, fault)
-
-
-@contextlib.contextmanager
-def share_same_error(store):
-    """An error inside on all ranks is raised on all ranks as Stopped. For code with collectives.
-
-    If only some ranks fail, they raise their own errors and end. The other ranks wait in a
-    collective, which raises an error when the failed ranks are gone.
-    """
-    try:
-        yield
-    except Exception as error:
-        failed = store.add("failed", 1)
-        deadline = time.monotonic() + 30  # seconds
-        while failed < dist.get_world_size() and time.monotonic() < deadline:
-            time.sleep(0.1)
-            # Adding 0 reads the counter.
-            failed = store.add("failed", 0)
-        if failed < dist.get_world_size():
-            raise
-        raise Stopped(describe_error(error)) from error
 
 
 def agree(is_asked, fault=None):

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk.
 
-    temperature: one number, or (M,). Up to 256 MB, log p of all V tokens is kept for the backward
-    pass. Above, the backward pass computes it again: 8k tokens and a vocabulary of 152k would need
-    5 GB.
+    Up to 256 MB, log p of all V tokens is kept for the backward pass. Above, the backward pass
+    computes it again: 8k tokens and a vocabulary of 152k would need 5 GB.
     """
 
     @staticmethod
@@ -24,8 +23,7 @@ class ChunkedLogprob(torch.autograd.Function):
         ctx.kept = []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            divisor = of_chunk(temperature, part)
-            log_p = chunk_log_softmax(hidden[part], weight, divisor)  # (chunk, V)
+            log_p = chunk_log_softmax(hidden[part], weight, temperature)  # (chunk, V)
             logprobs[part] = log_p.gather(1, token_ids[part, None])[:, 0]
             if wants_entropy:
                 # An einsum would be shorter. In fp32 its sums over V are ten times less exact.
@@ -59,15 +57,14 @@ class ChunkedLogprob(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            divisor = of_chunk(ctx.temperature, part)
             if ctx.kept:
                 log_p = ctx.kept.pop(0)  # (chunk, V)
             else:
-                log_p = chunk_log_softmax(hidden[part], weight, divisor)  # (chunk, V)
-            on_token = grad_logprobs[part, None] / divisor  # (chunk, 1)
+                log_p = chunk_log_softmax(hidden[part], weight, ctx.temperature)  # (chunk, V)
+            on_token = grad_logprobs[part, None] / ctx.temperature  # (chunk, 1)
             on_all = on_token
             if grad_entropy is not None:
-                on_entropy = grad_entropy[part, None] / divisor  # (chunk, 1)
+                on_entropy = grad_entropy[part, None] / ctx.temperature  # (chunk, 1)
                 on_all = on_token + on_entropy * (log_p + entropy[part, None])  # (chunk, V)
             grad_logits = log_p.exp_().mul_(-on_all)  # (chunk, V)
             grad_logits.scatter_add_(1, token_ids[part, None], on_token)
@@ -77,16 +74,9 @@ class ChunkedLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def of_chunk(temperature, part: slice):
-    """The temperature of a chunk's tokens: one number, or (chunk, 1)."""
-    if isinstance(temperature, Tensor):
-        return temperature[part, None]
-    return temperature
-
-
 def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
     logits = nn.functional.linear(hidden, weight).float()  # (chunk, V)
-    if isinstance(temperature, Tensor) or temperature != 1:
+    if temperature != 1:
         logits /= temperature
     # log_softmax is one kernel. A logsumexp is slower, and its entropy is less exact.
     return logits.log_softmax(-1)

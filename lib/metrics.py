@@ -61,12 +61,8 @@ def since_start():
     return time.time() - psutil.Process().create_time()
 
 
-def of_samples(samples, batch, limit):
-    """The numbers of a step's samples for metrics.jsonl.
-
-    limit: the most tokens of a response. A histogram counts lengths in 16 equal bins from 0 to
-    `limit`.
-    """
+def of_samples(samples, batch):
+    """The numbers of a step's samples for metrics.jsonl."""
     lengths = batch.response_lengths.double()  # (N,)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
     right = rewards > 0  # (N,) bool
@@ -84,8 +80,6 @@ def of_samples(samples, batch, limit):
     for name, part in (("right", lengths[right]), ("wrong", lengths[~right])):
         if len(part) > 0:
             line[f"length_{name}_mean"] = part.mean().item()
-            line[f"length_{name}_std"] = part.std(correction=0).item()
-        line[f"length_{name}_histogram"] = part.histc(16, 0, limit).int().tolist()
     return line
 
 
@@ -106,31 +100,18 @@ def of_evaluation(samples, n):
     """
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
     lengths = [len(sample.response_ids) for sample in samples]
-    line = {
+    return {
         "problems": len(rewards),
         "n": n,
         "accuracy": rewards.mean(),
         # std() divides by the number of problems. A standard error divides by one less.
         "stderr": rewards.mean(1).std() / math.sqrt(max(1, len(rewards) - 1)),
+        # The share of problems with a right sample.
+        f"pass@{n}": (rewards > 0).any(1).mean(),
         "length": statistics.mean(lengths),
-        "length_std": statistics.pstdev(lengths),
         "truncated": share_truncated(samples),
     }
-    return line | pass_rates((rewards > 0).sum(1), n)
 
 
 def share_truncated(samples):
     return statistics.mean(sample.finish_reason != "stop" for sample in samples)
-
-
-def pass_rates(right, n):
-    """{"pass@k": ...} for k = 1, 2, 4, ... and n. right: (problems,) counts of right samples.
-
-    pass@k is the probability that k of the n samples of a problem hold a right one. The unbiased
-    estimate for c right samples is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
-    """
-    line = {}
-    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-        missed = [math.comb(n - c, k) / math.comb(n, k) for c in right]
-        line[f"pass@{k}"] = 1 - np.mean(missed)
-    return line

@@ -177,7 +177,6 @@ class Learner:
         self.module = engine.module
         self.device = engine.device
         self.stage = stage
-        self.updates = 0  # made by this process
 
     def __call__(self, *inputs):
         return self.deepspeed(*inputs)
@@ -192,7 +191,6 @@ class Learner:
             self.deepspeed.step()
 
     def apply_update(self, lr):
-        self.updates += 1
         return optimizer_step(self, lr)
 
 

@@ -124,7 +124,7 @@ class RunLog:
         """Writes and prints a finished step. learned: the numbers of the losses and updates."""
         if self.is_silent:
             return
-        line = {"step": step} | metrics.of_samples(samples, batch, self.cfg.generate_max_len)
+        line = {"step": step} | metrics.of_samples(samples, batch)
         line |= learned | clock.numbers | metrics.of_time(clock, sum(batch.sample_lengths))
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))

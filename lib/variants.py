@@ -284,6 +284,11 @@ class Variants:
         modules = self.modules.items()
         return {name: module.MEMORY for name, module in modules if hasattr(module, "MEMORY")}
 
+    def restore_memory(self, saved: dict[str, dict]):
+        """saved: {name of a variant: its MEMORY in the checkpoint}."""
+        for name, memory in self.memory.items():
+            memory.update(saved.get(name, {}))
+
     @property
     def estimators(self) -> list[str]:
         return [
@@ -500,11 +505,6 @@ def wrong_micro(result, micro, **_):
     return wrong_shape(result, tuple(micro.mask.shape))
 
 
-def wrong_temperatures(result, micro, **_):
-    if isinstance(result, torch.Tensor):
-        return wrong_micro(result, micro)
-
-
 def wrong_shape(result, shape):
     found = tuple(result.shape) if isinstance(result, torch.Tensor) else result
     if found != shape:
@@ -543,7 +543,6 @@ CHECKS = {
     "compute_values": wrong_tokens,
     "compute_logprobs": wrong_tokens,
     "token_loss": wrong_micro,
-    "temperatures": wrong_temperatures,
     "draw": wrong_drawn,
     "draw_step": wrong_step,
     "problems_of_step": wrong_problems,

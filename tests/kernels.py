@@ -1,11 +1,10 @@
 """Loops in the place of the kernels for packed rows, which need a GPU.
 
 Each loop has those of its kernel's arguments that a caller gives or looks for. The loops of
-varlen_attn are of three versions of PyTorch.
+varlen_attn are of two versions of PyTorch.
 """
 
 import itertools
-import sys
 
 import torch
 from torch.nn import functional as F
@@ -28,10 +27,6 @@ def check_borders(q, borders, longest) -> None:
     assert type(longest) is int and longest == borders.diff().max() > 0
 
 
-def varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-    raise AssertionError("it has no argument for the scale, so nobody may call it")
-
-
 def varlen_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
 ):
@@ -50,39 +45,10 @@ def varlen_2_13(
     )
 
 
-# {version: (its varlen_attn, can packed_attention use it?)}
-VARLEN = {
-    "2.9": (None, False),
-    "2.10": (varlen_2_10, False),
-    "2.11": (varlen_2_11, True),
-    "2.13": (varlen_2_13, True),
-}
+# {version: its varlen_attn}
+VARLEN = {"2.11": varlen_2_11, "2.13": varlen_2_13}
 
 
 def use_varlen(monkeypatch, version: str) -> None:
     """From here on PyTorch has that version's varlen_attn."""
-    function, _ = VARLEN[version]
-    if function is None:
-        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    else:
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-
-
-def flash_attn(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-):
-    """The package flash-attn's flash_attn_varlen_func."""
-    check_borders(q, cu_seqlens_q, max_seqlen_q)
-    assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-    assert dropout_p == 0 and window_size == (-1, -1)
-    return attend_in_parts(q, k, v, cu_seqlens_q, causal, softmax_scale)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", VARLEN[version])

@@ -40,8 +40,9 @@ def std(numbers: list[float]) -> float:
 
 
 # What `scores` knows, and whether it compares the samples of a problem: of ppo.py, of variants/.
-COMPARES = dict.fromkeys(["grpo", "rloo", "dr_grpo", "reinforce_pp"], True) | {"reinforce": False}
-VARIANTS_COMPARE = {"maxrl": True, "pass_at_k": True, "positive": False, "negative": False}
+COMPARES = {"grpo": True, "rloo": True, "reinforce": False}
+VARIANTS_COMPARE = dict.fromkeys(["dr_grpo", "reinforce_pp", "maxrl", "pass_at_k"], True)
+VARIANTS_COMPARE |= {"positive": False, "negative": False}
 
 
 def scores(estimator: str, rewards: list[float], groups: list[int], k: int = 2) -> list[float]:
@@ -102,9 +103,9 @@ def raw_advantages(batch, cfg, lambd: float) -> Tensor:
 
 
 def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
-    """Advantages, whitened for some, and returns, (T,) each. No --loss_mean is in them."""
+    """Advantages, whitened for some, and returns, (T,) each. Not weighted by loss_mean."""
     found = targets = raw_advantages(batch, cfg, cfg.lambd)
-    if cfg.estimator in ("gae", "reinforce", "reinforce_pp") and cfg.advantage_normalization:
+    if cfg.estimator in ("gae", "reinforce") and cfg.advantage_normalization:
         found = (found - mean(found.tolist())) / std(found.tolist())
     return found, targets + batch.per_token["values"]
 
@@ -154,11 +155,12 @@ def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float
 
 
 def mean_loss(losses: Tensor, batch, cfg) -> Tensor:
-    """(T,) -> (), by --loss_mean, as the papers write it."""
+    """(T,) -> (), by the variant loss_mean, as the papers write it."""
     of_samples = losses.split([len(ids) for ids in batch.response_ids])
-    if cfg.loss_mean == "sequence":
+    kind = getattr(cfg, "loss_mean", "token")
+    if kind == "sequence":
         return sum(part.mean() for part in of_samples) / len(of_samples)
-    if cfg.loss_mean == "constant":
+    if kind == "constant":
         return sum(part.sum() / cfg.generate_max_len for part in of_samples) / len(of_samples)
     return losses.mean()
 

@@ -183,17 +183,6 @@ def test_share_errors_stops_all_ranks_for_an_error_of_one(process_group, monkeyp
         pass
 
 
-@pytest.mark.parametrize("later, expected", [(0, ValueError), (1, common.Stopped)])
-def test_share_same_error_raises_an_error_of_one_rank_alone(later, expected, monkeypatch):
-    store = dist.HashStore()
-    clock = mock.Mock(sleep=lambda _: store.add("failed", later))
-    clock.monotonic.side_effect = range(40)
-    monkeypatch.setattr(common, "time", clock)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(expected, match="of this rank"), common.share_same_error(store):
-        raise ValueError("of this rank")
-
-
 # ---- before the slow imports ---------------------------------------------------------------------
 
 IN_C = """import ctypes

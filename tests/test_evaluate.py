@@ -1,7 +1,9 @@
 """tools/evaluate.py: what training would find at step 0, and nothing of a training run touched."""
 
+import itertools
 import json
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -85,6 +87,17 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, tmp_path):
     assert remark in screen
     table = screen.splitlines()
     assert "pass@2" in table[0] and [x.split()[0] for x in table[1:3]] == ["eval", "larger"]
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+    counts = [0, 1, 3, 6]
+    samples = [SimpleNamespace(reward=float(k < count)) for count in counts for k in range(6)]
+    found = evaluate.pass_rates(samples, 6)
+    assert list(found) == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    for k in (1, 2, 4, 6):
+        draws = itertools.product(counts, itertools.combinations(range(6), k))
+        has_right = [any(position < count for position in draw) for count, draw in draws]
+        assert found[f"pass@{k}"] == pytest.approx(sum(has_right) / len(has_right))
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_000002/manifest.json"])

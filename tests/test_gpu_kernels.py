@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import ppo
 from lib import models
-from lib.attention import has_varlen, packed_attention
+from lib.attention import packed_attention
 from lib.head import ChunkedLogprob
 from tools import bench, memory
 
@@ -34,8 +34,6 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size):
     """Forward and backward with the heads of 0.5B and of 7B, and samples of 1 to 8,192 tokens."""
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
-    if not has_varlen():
-        pytest.skip("varlen_attn of this torch is absent, or cannot scale")
     borders = torch.tensor([0, 1, 8, 4103, 12295], dtype=torch.int32, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}

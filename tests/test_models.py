@@ -3,7 +3,6 @@ order of their functions. test_ppo.py has what needs ranks or ZeRO's stages.
 """
 
 import functools
-from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 
 import kernels
@@ -24,12 +23,10 @@ from transformers import (
     StableLmConfig,
     StableLmForCausalLM,
 )
-from transformers import modeling_flash_attention_utils as flash_utils
 
 import ckpt
-import lib.models
 import ppo
-from lib.attention import has_varlen, packed_attention
+from lib.attention import packed_attention
 from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
 from lib.models import Critic, Policy, engine_config, load_body, make_critic, named_weights
@@ -67,7 +64,7 @@ def draw(tokens, hidden, vocabulary):
     return states, weight, torch.randint(vocabulary, (tokens,), generator=rng)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, "each token's own"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 @pytest.mark.parametrize("through", [(0,), (1,), (0, 1)])  # the log-probs, the entropy, both
 def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
@@ -76,13 +73,9 @@ def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
     hidden, weight = hidden / 24**0.25, weight / 24**0.25
     rng = torch.Generator().manual_seed(3)
     upstream = {number: torch.randn(50, generator=rng) for number in through}
-    divisor = temperature
-    if temperature == "each token's own":
-        temperature = torch.linspace(0.5, 2, 50)  # (T,)
-        divisor = temperature[:, None].double()
     inputs = (hidden, weight, ids, temperature, chunk)
     got = differentiate(ChunkedLogprob.apply, *inputs, upstream=upstream)
-    inputs = (hidden.double(), weight.double(), ids, divisor)
+    inputs = (hidden.double(), weight.double(), ids, temperature)
     want = differentiate(full_logprobs, *inputs, upstream=upstream)
     for x, y in zip(got, want, strict=True):
         assert (x.double() - y).norm() < 1e-5 * y.norm()
@@ -116,12 +109,8 @@ def test_chunked_head_sums_bf16_gradients_in_fp32():
 
 @pytest.fixture(autouse=True)
 def loops(monkeypatch):
-    """On a CPU both kernels are a loop. All between them and the rows is what runs on a GPU."""
+    """On a CPU the kernel is a loop. All between the kernel and the rows is what runs on a GPU."""
     kernels.use_varlen(monkeypatch, "2.13")
-    reader = flash_utils._lazy_define_process_function(kernels.flash_attn)
-    monkeypatch.setattr(flash_utils, "_loaded_implementation", "flash_attention_2")
-    monkeypatch.setattr(flash_utils, "_flash_varlen_fn", kernels.flash_attn)
-    monkeypatch.setattr(flash_utils, "_process_flash_kwargs_fn", reader)
 
 
 def test_a_new_value_head_is_normal_with_std_1_over_h_plus_1():
@@ -147,19 +136,15 @@ def unpacked(folder) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load(folder, auto_class, attention: str, **settings):
-    """load_body, which looks for the package flash-attn if it is asked for that."""
-    asked = "sdpa" if attention == "flash_attention_2" else attention
-    model = load_body(config(folder, attention=asked, **settings), auto_class)
-    model.config._attn_implementation = attention
-    return model
+    return load_body(config(folder, attention=attention, **settings), auto_class)
 
 
 # varlen comes first: nobody has registered it before load_body does.
-@pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("row_len, rows", [(48, 1), (100, 2), (640, 1)])
 def test_packed_equals_unpacked(attention, row_len, rows, models, process_group):
     """Samples of a row do not see each other. Without use_cache=False they would, as in ORZ,
-    and without borders under FlashAttention with several rows. A value is read before its token,
+    and without borders under varlen. A value is read before its token,
     because a baseline that knew the token would teach nothing."""
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)
     policy = Policy(load(models[False], AutoModelForCausalLM, attention))
@@ -171,14 +156,13 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
     torch.testing.assert_close(got.double(), values, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
-def test_gradients_do_not_depend_on_the_attention(attention, models, process_group):
+def test_gradients_do_not_depend_on_the_attention(models, process_group):
     """Gradient checkpointing calls the attention again in backward. A filler has one token."""
     cfg = config(packing_max_len=100, micro_train_batch_size=2)
     batch = make_batch()
     micros = ppo.micro_batches(batch, batch.all_indices(), cfg)
     gradients = []
-    for name in ("sdpa", attention):
+    for name in ("sdpa", "varlen"):
         body = load(models[True], AutoModelForCausalLM, name, gradient_checkpointing=True)
         policy = Policy(body)
         for layer in body.base_model.layers:
@@ -209,16 +193,6 @@ def test_varlen_is_called_with_what_its_version_takes(version, monkeypatch):
     scores = (query @ wide[0].transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
     expected = scores.softmax(-1) @ wide[1]  # (R, heads, L, D)
     torch.testing.assert_close(found, expected.transpose(1, 2))
-
-
-@pytest.mark.parametrize("version", kernels.VARLEN)
-def test_lib_models_imports_with_any_version_of_varlen(version, models, monkeypatch):
-    """sdpa must work where PyTorch has no varlen_attn."""
-    kernels.use_varlen(monkeypatch, version)
-    _, is_usable = kernels.VARLEN[version]
-    assert has_varlen() == is_usable
-    spec = spec_from_file_location("older", lib.models.__file__)
-    spec.loader.exec_module(module_from_spec(spec))
 
 
 def test_a_model_with_its_own_attention_is_refused_in_one_line(tmp_path):

@@ -38,8 +38,8 @@ SHORT_ROWS = {"packing_max_len": 48, "micro_train_batch_size": 1}
 LONG_ROWS = {"packing_max_len": 300, "micro_train_batch_size": 1}
 OFFLOAD = {"offload": "optimizer"}
 FLAT_GROUPS = {"batch": "half flat", "estimator": "grpo"}
-SEQUENCE = {"loss_mean": "sequence"}
-CONSTANT = {"loss_mean": "constant"}
+SEQUENCE = {"variant": "loss_mean", "loss_mean": "sequence"}
+CONSTANT = {"variant": "loss_mean", "loss_mean": "constant"}
 ONE = [  # ranks: 1
     step("zero0, short rows", tied=False, warmup_updates=2, **SHORT_ROWS),
     step("zero1, one micro-batch, clipped", zero_stage=1, micro_train_batch_size=99, max_norm=0.1),
@@ -316,9 +316,7 @@ def test_a_flat_group_is_exactly_zero(estimator, reward):
         batch = batch_of_lists([[1]] * count, [[1, 2]] * count, groups, rewards)
         got = np.array(estimate(estimator, batch))
         assert (got[:size] == 0).all() and (got[size:] != 0).all() and np.isfinite(got).all()
-        # REINFORCE++ whitens over the batch, as it was published, and that moves flat groups.
-        whiten = estimator != "reinforce_pp"
-        ppo.compute_advantages(batch, config(estimator=estimator, advantage_normalization=whiten))
+        ppo.compute_advantages(batch, config(estimator=estimator))
         assert not batch.per_token["advantages"][: 2 * size].any()
 
 
@@ -340,10 +338,11 @@ CASES += [("gae", {"lambd": 0.5})]
 @pytest.mark.parametrize("estimator, settings", CASES)
 def test_advantages_and_returns_equal_the_naive_ones(estimator, settings):
     """Some estimators are whitened, over all response tokens, with the population's std. The log
-    and the critic's targets do not depend on --loss_mean."""
+    and the critic's targets do not depend on the variant loss_mean."""
     batch = make_batch()
     cfg = config(estimator=estimator, **settings)
-    stats = ppo.compute_advantages(batch, cfg)
+    with cfg.variants.installed(train.stages()):
+        stats = ppo.compute_advantages(batch, cfg)
     advantages, returns = naive.advantages(batch, cfg)
     weights = torch.ones_like(advantages, requires_grad=True)
     naive.mean_loss(weights, batch, cfg).backward()
@@ -411,9 +410,10 @@ def test_advantages_are_computed_on_the_device(estimator):
         if estimator != "gae":
             expected.per_token.clear()
             batch.per_token.clear()
-        stats = ppo.compute_advantages(expected, cfg)
+        with cfg.variants.installed(train.stages()):
+            stats = ppo.compute_advantages(expected, cfg)
         assert ("explained_variance" in stats) == (estimator == "gae"), "there is no critic"
-        with Card():
+        with Card(), cfg.variants.installed(train.stages()):
             assert ppo.compute_advantages(batch, cfg) == stats
         for name in ("advantages", "returns"):
             assert type(batch.per_token[name]) is OnCard

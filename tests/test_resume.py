@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import ROOT, equal_runs, jsonl, launch, run_python, run_tool, started_ranks
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 import ckpt
 from tools import convert
@@ -106,14 +105,31 @@ def check_exports(run: Path, out: Path):
             assert (ours / name).read_bytes() == (run / ours.name / name).read_bytes(), name
 
 
+USE_OF_ROLLOUT = """
+import sys
+from types import SimpleNamespace
+
+import rollout
+from lib.common import start_distributed
+
+start_distributed()
+cfg = SimpleNamespace(model=sys.argv[1], bf16=False, max_len=256, stop=[], enforce_eager=True)
+cfg.micro_rollout_batch_size, cfg.gpu_memory_utilization = 4, 0.5
+cfg.kv_cache_gb, cfg.tensor_parallel = None, 1
+sampler = rollout.Sampler(cfg)
+problem = SimpleNamespace(prompt_ids=sampler.tokenizer.encode("12+34"))
+requests = rollout.make_requests([problem], [0], 4, max_tokens=16, temperature=1.0, top_p=1.0)
+print(sorted(sample.request.index for _, sample in sampler.generate(requests)), flush=True)
+"""
+
+
 def check_copy_of_rollout(folder: Path, policy: Path):
     """vLLM loads an export, and rollout.py works in a folder that has lib/common.py besides."""
     (folder / "lib").mkdir(parents=True)
     for name in ("rollout.py", "lib/common.py"):
         shutil.copy(ROOT / name, folder / name)
-    done = run_python("rollout.py", policy, "12+34", cwd=folder, env={"PYTHONPATH": ""})
-    lines = [line[:3] for line in done.stdout.splitlines() if line.startswith("[")]
-    assert sorted(lines) == ["[0,", "[1,", "[2,", "[3,"]
+    done = run_python("-c", USE_OF_ROLLOUT, policy, cwd=folder, env={"PYTHONPATH": ""})
+    assert done.stdout.splitlines()[-1] == "[0, 1, 2, 3]"
 
 
 @pytest.mark.parametrize("command", ["list", "export", "reshard"])
@@ -153,12 +169,10 @@ def saved_by(tmp_path_factory):
 
 def test_a_disk_that_fails_is_reported_on_every_rank(saved_by):
     """Rank 1 cannot write, under ZeRO 3: nothing is published, the checkpoint before stays, and the
-    next try works. Both ranks report who could not, what was needed and what is free."""
+    next try works. Both ranks report who could not, and what is free."""
     folder = saved_by(2)
     run = folder / "saved.sick"
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    needed = 16 * sum(parameter.numel() for parameter in model.parameters())
-    numbers = rf"{run}: needed {needed:,} bytes, free [\d,]+"
+    numbers = r"[\d,]+ bytes are free"
     for rank in (0, 1):
         told = (run / f"4_{rank}.txt").read_text()
         assert re.fullmatch(rf"machine .*, rank 1: OSError: .*File too large; {numbers}", told)

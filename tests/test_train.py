@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import datasets
-import kernels
 import pytest
 import tiny as maker
 import torch
@@ -57,7 +56,7 @@ ORZ |= {"temperature": 1, "top_p": 1, "eval_temperature": 1, "eval_top_p": 1}
 ORZ |= {"prompt_max_len": 2048, "generate_max_len": 8000, "max_len": 8192}
 ORZ |= {"estimator": "gae", "gamma": 1, "lambd": 1, "advantage_normalization": True}
 ORZ |= {"critic_updates": 12, "warmup_updates": 50}
-ORZ |= {"actor_learning_rate": 1e-6, "critic_learning_rate": 5e-6, "loss_mean": "token"}
+ORZ |= {"actor_learning_rate": 1e-6, "critic_learning_rate": 5e-6}
 ORZ |= {"value_clip": 0.2, "max_norm": 1, "bf16": True, "gradient_checkpointing": True}
 ORZ |= {"packing_max_len": 16384, "micro_train_batch_size": 1, "zero_stage": 3}
 ORZ |= {"eval_interval": 10, "save_interval": 50}
@@ -69,16 +68,15 @@ def test_the_defaults_are_orz_s():
     assert not cfg.enforce_eager, "it costs time"
 
 
-# The version of PyTorch on a GPU, or None without a GPU, and flags.
-SDPA = [(None, ""), ("2.9", ""), ("2.10", ""), ("2.11", "--no_bf16"), ("2.11", "--attention sdpa")]
+# Is there a GPU, and flags.
+SDPA = [(False, ""), (True, "--no_bf16"), (True, "--attention sdpa")]
 
 
-@pytest.mark.parametrize("version, flags", [*SDPA, ("2.11", "")])
-def test_attention_is_pytorch_s_own_in_bf16_on_a_gpu(version, flags, monkeypatch):
-    """sdpa pays for a whole mask there. The kernel of an old PyTorch takes too few arguments."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: version is not None)
-    kernels.use_varlen(monkeypatch, version or "2.11")
-    expected = "sdpa" if (version, flags) in SDPA else "varlen"
+@pytest.mark.parametrize("has_gpu, flags", [*SDPA, (True, "")])
+def test_attention_is_pytorch_s_own_in_bf16_on_a_gpu(has_gpu, flags, monkeypatch):
+    """sdpa pays for a whole mask there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    expected = "sdpa" if (has_gpu, flags) in SDPA else "varlen"
     assert train.parse_flags(flags.split()).attention == expected
 
 
@@ -116,7 +114,7 @@ def test_help_has_the_advice_the_choices_and_the_default_of_each_flag(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for name, comment in advice.flag_comments(train.Config).items():
         assert f"--{name} " in text and " ".join(comment.split()) in text
-    assert "Choose token, sequence, constant. (default: token)" in text
+    assert "Choose none, optimizer. (default: none)" in text
     assert all(name in text for name in train.ppo.ESTIMATORS) and "(default: gae)" in text
     assert "--no_" not in text and "--max-len" not in text
 

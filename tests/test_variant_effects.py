@@ -51,6 +51,7 @@ OWN = {
 # Each variant, and some of them once more with other flags.
 CASES = [(name, OWN.get(name, {})) for name in NAMES]
 CASES += [("kl_penalty", {"estimator": "reinforce"}), ("first_stage", {"task": "code"})]
+CASES += [("loss_mean", {"loss_mean": "constant"})]
 MATH = ["format_reward", "lenient_reward", "majority_vote", "curriculum", "first_stage"]
 CASES += [(name, {"task": "math"}) for name in MATH]
 LONG = {"generate_max_len": 40, "max_len": 50, "packing_max_len": 60, "n_samples_per_prompt": 10}
@@ -171,7 +172,7 @@ def take_steps(names, flags):
             if has_critic:
                 log |= ppo.train_critic(critic, batch, cfg, step)
             log |= ppo.train_policy(policy, batch, cfg, step, STEPS)
-            log |= clock.numbers | metrics.of_samples(samples, batch, 12)
+            log |= clock.numbers | metrics.of_samples(samples, batch)
             time = metrics.of_time(clock, 1000)
             log["counted_tokens"] = time["tokens_per_second"] * time["seconds"]
             for memory in cfg.variants.memory.values():
@@ -378,10 +379,15 @@ def expected_step(name, cfg, step, tables, memory):
         paid = [score + sum(penalty) for score, penalty in zip(paid, penalties)]
         groups = [sample.request.group for sample in samples]
         advantages = torch.tensor(naive.scores(cfg.estimator, paid, groups, k=4))[owner]
-    if cfg.estimator in ("gae", "reinforce"):
+    if cfg.estimator in ("gae", "reinforce", "reinforce_pp"):
         used = advantages[torch.isin(owner, torch.tensor(counting))]
         advantages = (advantages - used.mean()) / used.std(correction=0)
 
+    if name == "loss_mean":
+        ones = torch.ones_like(advantages, requires_grad=True)
+        responses = SimpleNamespace(response_ids=[x.response_ids for x in samples])
+        naive.mean_loss(ones, responses, cfg).backward()
+        advantages = advantages * ones.grad * len(advantages)
     other, loss = LOSSES.get(name, ("policy", lambda a, p, _: -a * p))
     shares = []
 
@@ -537,6 +543,7 @@ REFUSED = [
     (["maxrl"], {"n_samples_per_prompt": 1}, "use at least 2"),
     (["dynamic_sampling", "first_stage"], {}, "--variant dynamic_sampling: name it behind"),
     (["kl_penalty", "fuse_values"], {}, "--variant kl_penalty: fuse_values would learn other"),
+    (["loss_mean"], {"loss_mean": "token"}, "--loss_mean token: choose sequence or constant"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),
 ]
 

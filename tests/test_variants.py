@@ -245,8 +245,6 @@ SEAMS = [
     ("compute_values", [1, 1, 1, 1], "shape (4,), and is [1, 1, 1, 1]"),
     ("token_loss", ONES[:2], None),
     ("token_loss", ONES, "shape (2,), and is (4,)"),
-    ("temperatures", 0.7, None),
-    ("temperatures", ONES, "shape (2,)"),
     ("draw", SAMPLES, None),
     ("draw", SAMPLES[::-1], "2 samples for 2 requests, or in another order"),
     ("draw_step", [], "no samples"),

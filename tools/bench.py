@@ -35,14 +35,12 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
-from transformers.utils import is_flash_attn_2_available
 
 import ppo
 import reward
 import rollout
 import train
 from lib import models
-from lib.attention import has_varlen
 from lib.common import start_distributed
 from tools import base_model, cost, memory
 from tools.runs import read_lines
@@ -188,10 +186,8 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int)
 def attentions() -> list[str]:
     """Returns the kinds of attention of this machine in bf16. train.py uses the first kind."""
     names = ["sdpa"]
-    if ON_GPU and has_varlen():
+    if ON_GPU:
         names.insert(0, "varlen")
-    if ON_GPU and is_flash_attn_2_available():
-        names.append("flash_attention_2")
     return names
 
 

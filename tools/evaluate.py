@@ -13,6 +13,7 @@ response, and run.log. Under `accelerate launch` the ranks share the samples.
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
@@ -67,6 +69,7 @@ class Results:
 
     def evaluation(self, name: str, samples: list, step: int) -> None:
         numbers = metrics.of_evaluation(samples, self.cfg.eval_n)
+        numbers |= pass_rates(samples, self.cfg.eval_n)
         self.sets.append({"step": step, "set": name} | numbers)
         self.samples += [report.describe(sample, step, name) for sample in samples]
         if not any(sample.answer for sample in samples):
@@ -83,9 +86,24 @@ class Results:
         (folder / "result.json").write_text(json.dumps(result, indent=1))
 
     def table(self) -> str:
-        names = ["set", "problems", "n", "accuracy", "stderr"]
-        names += [f"pass@{self.cfg.eval_n}", "length", "truncated"]
-        return pd.DataFrame(self.sets)[names].to_string(index=False, float_format="%.3f")
+        return (
+            pd.DataFrame(self.sets).drop(columns="step").to_string(index=False, float_format="%.3f")
+        )
+
+
+def pass_rates(samples: list, n: int) -> dict[str, float]:
+    """{"pass@k": ...} for k = 1, 2, 4, ... and n. samples: n of each problem, in their order.
+
+    pass@k is the probability that k of the n samples of a problem hold a right one. The unbiased
+    estimate for c right samples is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
+    """
+    rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
+    right = (rewards > 0).sum(1)  # (problems,)
+    line = {}
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        missed = [math.comb(n - c, k) / math.comb(n, k) for c in right]
+        line[f"pass@{k}"] = 1 - np.mean(missed)
+    return line
 
 
 def main(cfg: train.Config, world: int, store) -> None:

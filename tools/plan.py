@@ -122,7 +122,7 @@ def read_flags(argv: list[str]):
 
 def print_plan(args, cfg) -> None:
     world = args.machines * args.gpus
-    if cfg.attention in ("varlen", "flash_attention_2"):
+    if cfg.attention == "varlen":
         # The check of --attention would look for a GPU of this machine. The plan is for others.
         cfg = dataclasses.replace(cfg, attention="sdpa")
     check.check_config(cfg, world, ppo.ESTIMATORS)

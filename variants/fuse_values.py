@@ -16,6 +16,8 @@ import torch.distributed as dist
 import ppo
 from lib import check
 
+_LEARNT = {"step": 0}  # The step in which the critic has learnt last, counted from 1.
+
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
@@ -37,9 +39,17 @@ def token_passes(original, policy, critic, batch, cfg, step):
     returns = batch.spread(batch.rewards.float())  # (T,)
     batch.per_token |= {"values": torch.zeros_like(returns), "returns": returns}
     batch.critic_stats = None
+    _LEARNT["step"] = step + 1
     batch.critic_stats = ppo.train_critic(critic, batch, cfg, step)
     # Each token's value was computed by exactly one rank. The other ranks add 0.
     dist.all_reduce(batch.per_token["values"])
+
+
+def save(original, run_dir, state, engines, hf, keep_last):
+    """After an error in phase 6 the critic is not that of the last finished step any more."""
+    if state.step < _LEARNT["step"]:
+        return f"the critic has learnt from step {_LEARNT['step']} before the error"
+    return original(run_dir, state, engines, hf, keep_last)
 
 
 def train_critic(original, critic, batch, cfg, step):
