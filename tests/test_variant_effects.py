@@ -309,6 +309,7 @@ def clipped(low, high, a, p, old):
 LOSSES = {
     "kl_loss": ("reference", lambda a, p, q: -a * p + 0.1 * ((q - p).exp() - 1 - (q - p))),
     "entropy_bonus": ("policy", lambda a, p, _: -a * p - 0.01 * p.cos()),
+    "several_updates": ("policy", lambda a, p, _: -a * p),
     "updates": ("policy", lambda a, p, old: clipped(0.2, 0.2, a, p, old)),
     "clip_higher": ("policy", lambda a, p, old: clipped(0.2, 0.28, a, p, old)),
     "gspo": ("policy", lambda a, p, old: clipped(0.03, 0.04, a, p, old)),
@@ -404,7 +405,8 @@ def expected_step(name, cfg, step, tables, memory):
             log["clipped"] = naive.mean(shares)
         return loss(advantages, now, before)
 
-    count = 8 if name in ("updates", "clip_higher", "cispo", "gspo") else 1
+    several = ("several_updates", "updates", "clip_higher", "cispo", "gspo")
+    count = 8 if name in several else 1
     updates = range(step * count + 1, step * count + count + 1)
     fall = 8.5 / (STEPS * count - 2) if name == "lr_end" else 0
     if name == "critic_first":
@@ -487,10 +489,11 @@ def test_an_estimator_computes_on_the_device(name, monkeypatch):
         assert ppo.ESTIMATORS[name].function(there, there, there, there, cfg).is_meta
 
 
-# pass_at_k asks only whether what is paid is above 0, and no penalty reaches 1 there. updates is
-# part of clip_higher. If the policy learns in two steps only, both are its warm-up.
+# pass_at_k asks only whether what is paid is above 0, and no penalty reaches 1 there. Some variants
+# are part of others. If the policy learns in two steps only, both are its warm-up.
 EXCEPTIONS = [{"overlong_penalty", "pass_at_k"}, {"updates", "clip_higher"}]
 EXCEPTIONS += [{"critic_first", "lr_end"}]
+EXCEPTIONS += [{"several_updates", x} for x in ("updates", "clip_higher", "cispo", "gspo")]
 
 
 @pytest.mark.slow
@@ -512,7 +515,7 @@ def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
             if not differs(found, learnt(*alone)) and {one, two} not in EXCEPTIONS:
                 wrong.append(f"{one} {two} is like {alone}")
     assert not wrong, "\n".join(wrong)
-    assert refused < 120
+    assert refused < 150
 
 
 REFUSED = [

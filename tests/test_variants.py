@@ -173,7 +173,7 @@ def test_a_name_that_is_not_there_or_is_there_twice_is_refused(write, tmp_path, 
     for words, found in {
         "kl_loss kl_loss.py": "a variant called kl_loss is there already",
         "kl_los": "choose kl_loss, or a path that ends in .py",
-        "updates.py": "there is no file updates.py; choose updates, or",
+        "updates.py": "there is no file updates.py; choose updates or",
         "mine": "choose mine.py, or",
         "xyz": "choose adaptive_len or cispo or",
     }.items():
@@ -206,7 +206,7 @@ def test_a_variant_changes_a_default_of_the_core_and_a_flag_wins_over_it():
 
 def test_a_variant_that_another_one_needs_is_added_before_it():
     for words, names in [
-        (["clip_higher"], ["updates", "clip_higher"]),
+        (["clip_higher"], ["several_updates", "updates", "clip_higher"]),
         (["kl_loss", "kl_penalty"], ["log_kl", "kl_loss", "kl_penalty"]),
         (["log_kl", "hash_reward", "kl_loss"], ["log_kl", "hash_reward", "kl_loss"]),
     ]:
@@ -315,8 +315,10 @@ def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
         for _ in range(2):
             variants.tell_unreached({"policy_micro_batches": 2})
     said = capsys.readouterr().err
-    names = "updates.check_config, updates.token_passes, updates.train_policy, updates.token_loss"
-    assert said.count("WARNING") == 1 and f"first learning step: {names};" in said
+    functions = ("check_config", "token_passes", "train_policy")
+    names = ", ".join(f"several_updates.{name}" for name in functions)
+    assert said.count("WARNING") == 1
+    assert f"first learning step: {names}, updates.token_loss;" in said
 
 
 def test_a_variant_that_is_absent_or_differs_on_one_rank_is_reported_on_every_rank(
