@@ -107,6 +107,11 @@ def fsync(path):
         os.close(handle)
 
 
+def remove(folder):
+    """Deletes a folder, as far as the disk allows it."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def size_and_hash(path):
     """The entry of a file in manifest.json, or {} if the file cannot be read."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -149,9 +154,9 @@ def claim(run_dir, needed_bytes):
         if text:
             raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
-        # The claims are checked. A run that was killed during a save has left .saving_NNNNNN.
-        for leftover in [claims, *run_dir.glob(".saving_*")]:
-            shutil.rmtree(leftover, ignore_errors=True)
+        # The claims are checked. A run that was killed has left the other folders.
+        for leftover in [claims, *run_dir.glob(".saving_*"), *run_dir.glob(".deleting_*")]:
+            remove(leftover)
     return lock
 
 
@@ -238,7 +243,7 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
     if not error:
         error = on_rank0(publish, temporary, final, files, state, hf)
     if error:
-        on_rank0(shutil.rmtree, temporary, True)
+        on_rank0(remove, temporary)
         error = f"{error}; {free_bytes(run_dir)} bytes are free"
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
     else:
@@ -253,7 +258,7 @@ def make_folders(temporary, final, engines):
     DeepSpeed would make its own folders on rank 0, and raise an error there alone.
     """
     for folder in (temporary, final):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
     for name in ["hf", *engines]:
         os.makedirs(temporary / name)
 
@@ -310,8 +315,7 @@ def prune(run_dir, keep_last):
     complete = [path for path in checkpoints(run_dir) if manifest(path)]
     for path in complete[keep_last:]:
         # A kill during rmtree must not leave a part of a checkpoint under the name step_NNNNNN.
-        doomed = path.rename(path.with_name(f".saving_{path.name}"))
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove(path.rename(path.with_name(f".deleting_{path.name}")))
 
 
 # ---- resume ----------------------------------------------------------------------------------
@@ -377,6 +381,8 @@ def find_start(run_dir, choice, new: RunState, fixed):
         return None, new
     saved = load_state(path)
     changed = find_changes(saved, new, fixed)
+    # `tools/convert.py reshard` writes files for any layout into the folder universal/.
+    lacks_files = saved.layout != new.layout and find_damage(path / "universal")
     why = None
     if not path.parent.samefile(run_dir):
         why = f"is not in {run_dir}; copy the folder of that run"
@@ -391,7 +397,7 @@ def find_start(run_dir, choice, new: RunState, fixed):
             "was made with other variants, in another order, or with another text in one; use "
             f"--variant {' '.join(texts) or 'none'}"
         )
-    elif saved.layout != new.layout and find_damage(path / "universal"):
+    elif lacks_files:
         why = (
             f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has {new.layout}; "
             f"run `python tools/convert.py reshard {path}`"

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.common import gather, hash64, share_errors
+from lib.common import gather, hash64, stop_together
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Batch:
 
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
-    groups: Tensor  # (N,) number of the sample's problem in the step
-    rewards: Tensor  # (N,) float64, the rewards to learn from (`paid`)
+    groups: Tensor  # (N,) index of the sample's problem among the problems of the step
+    rewards: Tensor  # (N,) float64, the rewards to learn from: the result of the function `paid`
     device: torch.device  # of the flat tensors
     # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them)
     per_token: dict[str, Tensor]
@@ -86,7 +86,8 @@ class MicroBatch:
     token_ids: Tensor  # (M,) the response tokens
     flat_index: Tensor  # (M,) their places in the batch's flat tensors
     mask: Tensor  # (M,) 1.0, or 0.0 for a filler
-    # With the rows end to end: where each sample and each padding starts. The last number is R * L.
+    # FlashAttention's cu_seqlens: where each sample and each padding starts if all rows are laid
+    # end to end. The last number is R * L.
     borders: Tensor  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
 
@@ -98,7 +99,7 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     """
     if rewards is None:
         # A variant's `paid` may be random. So rank 0 decides for all ranks.
-        with share_errors():
+        with stop_together():
             rewards = paid(samples, cfg) if dist.get_rank() == 0 else None
         rewards = gather(rewards)[0]
     prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
@@ -119,8 +120,8 @@ def paid(samples, cfg) -> list[float]:
 
 
 def samples_that_count(batch: Batch, cfg) -> list[int]:
-    """The indices of the samples that losses, whitening and the mean length use. A variant may
-    leave some out. The mean of a group always uses all samples of the group."""
+    """The indices of the samples that the losses and the whitening use. A variant may leave some
+    out. The mean of a group always uses all samples of the group."""
     return batch.all_indices()
 
 
@@ -132,10 +133,7 @@ def longest_first(sizes: list[int], indices: list[int]) -> list[int]:
 
 
 def deal(sizes: list[int], indices: list[int], world: int) -> list[list[int]]:
-    """Deals samples to ranks: the longest first, each to the rank with the fewest tokens.
-
-    With 32 or more samples for each rank, the ranks' tokens differ by less than 2 %.
-    """
+    """Deals samples to ranks: the longest first, each to the rank with the fewest tokens."""
     loads = [0] * world  # tokens
     dealt = [[] for _ in range(world)]
     for i in longest_first(sizes, indices):
@@ -145,7 +143,7 @@ def deal(sizes: list[int], indices: list[int], world: int) -> list[list[int]]:
     return dealt
 
 
-def pack(sizes: list[int], indices: list[int], row_len: int) -> list[list[int]]:
+def pack(sizes: list[int], indices: list[int], row_limit: int) -> list[list[int]]:
     """Best-fit decreasing: each sample goes into the fullest row that has room for it."""
     rows = []
     rooms = []  # (tokens left, row), sorted
@@ -155,7 +153,7 @@ def pack(sizes: list[int], indices: list[int], row_len: int) -> list[list[int]]:
         if fitting < len(rooms):
             room, row = rooms.pop(fitting)
         else:
-            room = row_len
+            room = row_limit
             row = len(rows)
             rows.append([])
         rows[row].append(i)
@@ -165,7 +163,7 @@ def pack(sizes: list[int], indices: list[int], row_len: int) -> list[list[int]]:
 
 def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
     """Makes the tensors of these rows. rows: the indices of the samples of each row."""
-    row_len = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
+    longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     parts = []  # tokens of each sample and each padding
     columns = {
         "input_ids": [],
@@ -191,7 +189,7 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             columns["token_ids"] += response
             columns["flat_index"] += range(start, start + len(response))
         # The padding of a row is like one more sample without response tokens.
-        padding = row_len - len(ids)
+        padding = longest_row - len(ids)
         if padding > 0:
             parts.append(padding)
         columns["input_ids"].append(ids + [0] * padding)
@@ -275,7 +273,7 @@ def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> 
 
 
 def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - mean of all samples of the batch (Williams 1992 with a constant baseline)."""
+    """r - mean of all samples of the batch (Williams 1992 with the batch's mean as baseline)."""
     return rewards - rewards.mean()
 
 
@@ -301,7 +299,7 @@ ESTIMATORS = {
 def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean, population std and size of each sample's group, (N,) each.
 
-    In a flat group the std is exactly 0.
+    In a group with equal rewards the std is exactly 0.
     """
     # A GPU adds in a random order. One rank could find an advantage to be 0, and another rank not.
     # Then the two would deal different samples.
@@ -410,7 +408,8 @@ def token_pass(batch: Batch, cfg, forward) -> Tensor:
 
 
 def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
-    """The indices of the samples with an advantage other than 0. The others have no gradient."""
+    """The indices of the samples with an advantage other than 0. The others have no gradient in
+    `token_loss`. A variant whose loss has other terms replaces this function."""
     parts = batch.split(batch.per_token["advantages"].cpu())
     return [i for i in samples_that_count(batch, cfg) if parts[i].any()]
 
@@ -522,9 +521,10 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
         grad_norm = learner.apply_update(lr)
-    own = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
-    own["tokens"] = sum(batch.sample_lengths[i] for i in indices)
-    return stats | {f"{learner.name}_{key}": value for key, value in own.items()}
+    of_learner = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
+    # With the tokens of the prompts.
+    of_learner["tokens"] = sum(batch.sample_lengths[i] for i in indices)
+    return stats | {f"{learner.name}_{key}": value for key, value in of_learner.items()}
 
 
 def reduce_stats(history, denominator, tokens_in_passes):

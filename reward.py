@@ -9,7 +9,7 @@ This file sees only text. It deviates from Open-Reasoner-Zero (ORZ: playground/o
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
   the grammar and the comparison of math-verify are used (lib/algebra.py).
 
-A copy needs lib/equal.py, lib/algebra.py and lib/common.py beside it:
+To use this file elsewhere, copy lib/equal.py, lib/algebra.py and lib/common.py too:
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
@@ -103,7 +103,7 @@ def load_rows(path, split):
     try:
         dataset = datasets.load_from_disk(path)
     except FileNotFoundError:
-        # That library did not save it, so it is a folder of files, or "name:config".
+        # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
     return dataset[split] if isinstance(dataset, dict) else dataset
 
@@ -155,7 +155,8 @@ def last_box(text):
     # A stack with an entry for each open brace: the position where the content of a box starts, or
     # 0 for a brace that belongs to no box.
     content_starts = []
-    # \boxed{    an escaped character such as \{, which opens and closes nothing    {    }
+    # The first alternative takes \boxed{. The second takes an escaped character such as \{, which
+    # opens and closes nothing. The third takes a brace.
     for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", text, re.DOTALL):
         if token[0] == r"\boxed{":
             content_starts.append(token.end())
@@ -271,7 +272,8 @@ class Grader:
 
     def ask_worker(self, answer, label):
         """Runs in a thread. Returns what Worker.ask returns."""
-        # The process of the worker that ended last runs already. So few processes start.
+        # Take the worker that was used last, because its process already runs. So few processes
+        # start.
         worker = self.idle_workers.pop()
         try:
             return worker.ask(answer, label)
@@ -300,12 +302,13 @@ class Grader:
             reply = future.result()
             self.counts[reply] += 1
             self.verdicts[pair] = reply == "equal"
-            # Another way of loss may be an accident: in later rounds such a pair is checked again.
+            # A crash or a wall time-out may be an accident. So such a pair is checked again if it
+            # comes after this call.
             if reply == "cpu_timeouts":
                 self.hopeless[pair] = False
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}
-        # The next round knows these verdicts already. All of them are False.
+        # The verdicts that are kept. All of them are False.
         self.verdicts = self.hopeless.copy()
         self.running = {}
         return rewards

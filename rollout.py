@@ -6,8 +6,8 @@ sampler's weight sync, sleep and wake. It never sees a loss.
 Deviations from Open-Reasoner-Zero (ORZ):
 - There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
   same GPU.
-- The policy is trained on the sampled token ids. ORZ makes a text of the ids, and new ids of the
-  text. The last token is often another one after that.
+- The policy is trained on the sampled token ids. ORZ decodes the ids to a text and encodes the text
+  again, which often changes the last token.
 - The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in
   the step, and the sample's index. The rank, the order and earlier samples do not change it.
 - The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
@@ -107,7 +107,7 @@ def problems_of_step(problems, cfg, step) -> list:
 
 
 def episode_order(problems, cfg, episode) -> list[int]:
-    """The order of the problems in an episode, as indices. Each episode has another one."""
+    """The order of the problems in an episode, as indices. The order differs in each episode."""
     rng = np.random.default_rng(hash64(cfg.seed, "order", episode))
     return rng.permutation(len(problems)).tolist()
 
@@ -152,7 +152,8 @@ class Sampler:
         """
         from vllm.inputs import tokens_input
 
-        # A cached prefix would have keys of old weights. It would also change vLLM's schedule.
+        # A cached prefix would have keys of old weights. It would also change vLLM's schedule, and
+        # with the schedule the last bits of log-probs.
         is_empty = self.llm.reset_prefix_cache()
         assert is_empty, "the cache is not empty: requests of an earlier call are still running"
         llm_engine = self.llm.llm_engine
@@ -280,7 +281,7 @@ class Rollout:
 
     def __init__(self, task, signals, cfg):
         """task: a module like reward.py. signals: a Signals of lib/signals.py. Raises UserError."""
-        # Sampler() changes LOCAL_WORLD_SIZE to 1, so read it before.
+        # vLLM sets LOCAL_WORLD_SIZE to 1 when the sampler starts. So read this variable before.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
         workers = max(1, len(os.sched_getaffinity(0)) // ranks_here)
@@ -320,7 +321,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
             pass
     with clock("gather"):
         # This is the first collective after sampling. Here the ranks wait for the slowest one.
-        agree(signals.poll(), grader.broken)
+        agree(signals.poll(), fault=grader.broken)
         for position, reward in grader.results().items():
             mine[position].reward = reward
         # The number of checks without a verdict, of all ranks, in this call.
@@ -342,8 +343,8 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
     mine = {}
     grading_error = None
     with contextlib.closing(rollout.sampler.generate(share, rollout.stopped)) as stream:
-        # Rank 0 shows a progress bar. With None, tqdm hides it where there is no terminal.
-        hidden = dist.get_rank() > 0 or None
+        # Rank 0 shows a progress bar. None tells tqdm to hide the bar if there is no terminal.
+        hidden = True if dist.get_rank() > 0 else None
         for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
             # All ranks of a sampler get the same samples. Its first rank keeps them.
             if rank_in_sampler == 0:

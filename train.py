@@ -4,9 +4,9 @@
 tools/base_model.py makes a tiny base model and a file of flags, and train.py prints these flags.
 The flags on the command line override them.
 
-Owns the flags, the set-up, the loop and evaluation. There is one process for each GPU (a rank). It
-holds a shard of the policy and of the critic (DeepSpeed), and a sampler (vLLM). Trainer and sampler
-take turns on the GPU. docs/walkthrough.md has a glossary.
+Owns the flags, the set-up, the loop and evaluation. Each GPU has one process, which is called a
+rank. A rank holds a shard of the policy and of the critic (DeepSpeed), and a sampler (vLLM).
+Trainer and sampler take turns on the GPU. docs/walkthrough.md has a glossary.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ from lib.common import (
     one_line,
     print0,
     raise_together,
-    share_errors,
     start_distributed,
+    stop_together,
     tell_once,
 )
 from lib.report import RunLog, redirect_libraries
@@ -67,7 +67,7 @@ class NoVariants:
     def installed(self, *_):
         return contextlib.nullcontext()
 
-    # train.py uses only `installed` with `with`. The other methods are called for nothing.
+    # The other methods do nothing either, and nobody uses what they return.
     wrap_task = restore_memory = tell_start = tell_unreached = installed
 
 
@@ -101,12 +101,12 @@ class Learning:
     critic_updates: int = 12  # Updates of the critic in a step. Each takes its part of the samples.
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
-    warmup_updates: int = 50  # Both learning rates rise during the first updates. 1: no rise.
+    warmup_updates: int = 50  # Each learning rate rises during its first updates. 1: no rise.
     value_clip: float = (
         0.2  # PPO's clip in the critic's loss. 1e9 is no clip. 0 clips every change.
     )
     max_norm: float = 1.0  # A gradient with a larger norm is scaled down to this norm. 0: never.
-    bf16: bool = True  # Train in bf16 with fp32 masters. This needs --zero_stage 2 or 3.
+    bf16: bool = True  # Train in bf16, with masters and gradient sums in fp32.
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Config(Learning):
     # ---- where and how fast
     zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
-    packing_max_len: int = 16384  # Tokens in a row, at least max_len. sdpa is slow on long rows.
+    packing_max_len: int = 16384  # Length of a row of packed samples, in tokens. At least max_len.
     micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
     gradient_checkpointing: bool = True  # Saves most activation memory, costs a third more compute.
     attention: str = "auto"  # auto: varlen on a GPU with --bf16 true, else sdpa.
@@ -344,11 +344,12 @@ def count_steps(cfg, problem_count):
 def check_sampler(sampler, policy, problems, cfg):
     """Compares the log-probs of policy and sampler on 32 samples. Returns a sentence for the log.
 
-    Each rank draws the same 32 samples, so that each sampler is checked. The log-probs differ if a
-    sampler has old weights, or if lib/models.py computes other logits than vLLM. Raises UserError
-    if the mean |difference| is too large: over all tokens, or over the tokens of one sample.
+    Each rank draws these samples from its own sampler, and the batch has those of all ranks. So
+    each sampler is checked. The log-probs differ if a sampler has old weights, or if lib/models.py
+    computes other logits than vLLM. Raises UserError if the mean |difference| is too large: over
+    all tokens, or over the tokens of one sample.
     """
-    seeds = rollout_stage.problem_seeds(cfg.seed, 0, "check", 8)
+    seeds = rollout_stage.problem_seeds(cfg.seed, step=0, purpose="check", count=8)
     # With a lower top_p the sampler's log-probs would be those of the cut distribution.
     requests = rollout_stage.make_requests(
         problems[:8], seeds, count=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
@@ -393,7 +394,7 @@ def evaluate(rollout, eval_sets, step, log):
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
         clock = metrics.Clock(step)
-        with share_errors():
+        with stop_together():
             log.evaluation(name, rollout_stage.draw(rollout, requests, clock), step)
         lost = clock.numbers.get("reward_lost", 0)
         if lost > 0:
@@ -412,8 +413,8 @@ def open_run_dir(cfg):
     """
     run_dir = Path(cfg.run_dir).absolute()
     has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
-    saved = len(ckpt.checkpoints(run_dir))
-    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, saved))
+    checkpoint_count = len(ckpt.checkpoints(run_dir))
+    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, checkpoint_count))
     redirect_libraries(run_dir / "run.log")
     return run_dir, lock
 
@@ -483,9 +484,10 @@ def main(cfg, world, device, store):
                 evaluate(rollout, eval_sets, step, log)
             clock = metrics.Clock(step + 1)
 
-            # After an error on one rank inside `share_errors`, all ranks save the last finished
-            # step and stop. After another error the run ends, and the last checkpoint stays.
-            with share_errors():
+            # An error on one rank inside `stop_together` stops all ranks, and they save the last
+            # finished step. After an error elsewhere nothing is saved: the rank ends with a
+            # traceback, the launcher ends the other ranks, and the last checkpoint stays.
+            with stop_together():
                 # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
                 requests = rollout_stage.requests_of_step(problems, cfg, step)
 
@@ -501,7 +503,7 @@ def main(cfg, world, device, store):
                 ppo.token_passes(policy, critic, batch, cfg, step)
 
             # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
-            with share_errors(), clock("advantage"):
+            with stop_together(), clock("advantage"):
                 stats = ppo.compute_advantages(batch, cfg)
 
             # 7. Learn: the critic in several updates, then the policy in one.
@@ -552,7 +554,7 @@ def run(argv):
 
             cfg = parse_flags([*demo_flags(cfg), *argv])
         # The ranks' flags must be the same. --run_dir may differ, because two machines may mount
-        # the folder at two places. Of a variant the text is compared.
+        # the folder at two places. Variants are compared by their texts and not by their paths.
         values = {f"--{name}": value for name, value in vars(cfg).items()}
         check.require_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
         with cfg.variants.installed(stages()):

@@ -35,7 +35,7 @@ def flag_comments(config) -> dict[str, str]:
         pattern = r"^    (\w+): [^\n#]*(?:\n {8}[^\n#]*)*  # (.+)$"
         # The class that lib/variants.py makes has no text.
         if body:
-            found |= re.findall(pattern, body[0], re.MULTILINE)
+            found.update(re.findall(pattern, body[0], re.MULTILINE))
     return found
 
 
@@ -52,7 +52,7 @@ def add_help(parser, config, estimators):
             if name in choices:
                 action.help += f" Choose {', '.join(map(str, choices[name]))}."
         # The help leaves out other spellings: --max-len for --max_len, --no_bf16 for --bf16 false.
-        # The parser takes them all the same.
+        # The parser still accepts these spellings.
         action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS

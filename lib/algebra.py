@@ -23,8 +23,7 @@ def symbolic_verdict(answer, label):
     """Equality by math-verify, with the label as its gold side. It may raise, hang or eat memory.
 
     `verify` is called once. A second call with the sides exchanged would accept 2, 1 for the label
-    (1, 2). It is not needed for x = 5 and 5, because of `prepare`, nor for x > 5 and (5, \\infty),
-    because of allow_set_relation_comp.
+    (1, 2).
     """
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
@@ -88,12 +87,13 @@ def serve(cpu_seconds):
 
 
 def limit_process():
-    """Lets this process end with its parent, ignore SIGINT and SIGTERM, and have 2 GiB at most."""
+    """Lets this process end with its parent, ignore signals to stop, and have 2 GiB at most."""
     import ctypes
     import logging
     import resource
 
-    # PR_SET_PDEATHSIG: the process ends with the thread that started it.
+    # PR_SET_PDEATHSIG: the process ends with the thread that started it, which is a thread of the
+    # Grader.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     # A signal to the whole group is for the trainer. If it ended this process, the check would be
     # lost and count as 0.
@@ -117,8 +117,8 @@ def close_sympy():
         return sympy.Rational(number.fullmatch(text)[0])
 
     sympy.parsing.sympy_parser.parse_expr = read_number
-    # lambdify runs text by exec, for infinite sums. Without exec a check of such a sum raises and
-    # counts as 0.
+    # lambdify runs text by exec, for infinite sums. This global name of its module hides Python's
+    # exec. So a check of such a sum raises, and counts as 0.
     sys.modules["sympy.utilities.lambdify"].exec = None
 
 

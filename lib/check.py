@@ -92,7 +92,7 @@ def check_samples(cfg, estimator, flag):
 
 
 def check_sampling(cfg):
-    limits = "choose 0.01 to 2, because vLLM accepts no other"
+    limits = "choose 0.01 to 2, the range of vLLM"
     table = {
         "temperature": (0.01 <= cfg.temperature <= 2, limits),
         "eval_temperature": (
@@ -183,11 +183,12 @@ def count_parameters(config):
 
 
 def needed_bytes(cfg, has_critic, saved):
-    """The bytes that the coming checkpoints need on the disk. `saved` checkpoints are there.
+    """The bytes that the coming checkpoints need on the disk.
 
-    A checkpoint takes at most 16 bytes for each parameter of policy and critic: 4 each for weight,
-    fp32 master and two moments. While one is written, keep_last older ones are kept. With
-    --keep_last 0 all are kept, and only the next one is counted.
+    saved: how many checkpoints the folder has already. Later ones take their room. A checkpoint
+    takes at most 16 bytes for each parameter of policy and critic: 4 each for weight, fp32 master
+    and two moments. While one is written, keep_last older ones are kept. With --keep_last 0 all are
+    kept, and only the next one is counted.
     """
     if cfg.resume == "none":
         # The run sets the checkpoints of the folder aside, and they stay on the disk.

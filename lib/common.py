@@ -1,6 +1,7 @@
 """What the ranks of a run do together: the process group, gathering, agreeing on errors.
 
-The five main files import this file, so copy it with them. On one machine it needs torch alone.
+The five main files import this file, so copy it with them. On one machine it needs torch alone, on
+several machines also lib/network.py.
 """
 
 import contextlib
@@ -64,7 +65,15 @@ def here():
     return f"machine {socket.gethostname()}, rank {dist.get_rank()}"
 
 
-# ---- errors: what one rank finds, all ranks must act on ------------------------------------------
+# ---- errors: an error on one rank must stop all ranks --------------------------------------------
+
+# If one rank raised an error alone, the other ranks would wait for that rank in their next
+# collective. There are four ways:
+#   in the set-up              raise_together: all ranks raise the UserError.
+#   in the loop, before the    stop_together: all ranks raise Stopped, save the last finished step,
+#   weights change             and end.
+#   at the disk                ckpt.try_disk: a rank keeps the error's text, until the ranks gather.
+#   elsewhere                  The rank ends with a traceback, and the launcher ends the others.
 
 
 @contextlib.contextmanager
@@ -88,7 +97,7 @@ def raise_together():
 
 
 @contextlib.contextmanager
-def share_errors():
+def stop_together():
     """An error inside on one rank is raised on all ranks as Stopped. A collective.
 
     It is for the loop, where the last finished step can be saved. A rank that fails jumps to the

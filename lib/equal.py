@@ -121,7 +121,8 @@ NAME = re.compile(
     r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
     # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =
     r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]"
-    # A_1 =    f^{-1}(x) =    \text{Area} =    \overline{AB} =    Other braces are no name.
+    # A_1 =    f^{-1}(x) =    \text{Area} =    \overline{AB} =    A name has braces only after
+    # \text, \overline, ^ and _.
     r"|_\w|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
     rf"(?:{EQUALS.pattern}) ?"
 )
@@ -131,7 +132,8 @@ def drop_name(answer, label):
     """x = 5 -> 5    if the other text has the same name or none."""
     matches = [NAME.match(answer), NAME.match(label)]
     names = {match[0] for match in matches if match}
-    # As an answer, m+n = 17 names its value. As the label, x+y = 17 is an equation.
+    # In an answer, the m+n of m+n = 17 may be a name. If the label is x+y = 17, it is an equation,
+    # and both texts stay whole.
     if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return answer, label
     # A list repeats its name, at the start or after a comma or a space: x=1, x=2 -> 1, 2
@@ -246,10 +248,10 @@ def quick_verdict(answer, label):
     verdict = same_number(answer, label)
     if verdict is not None:
         return verdict
-    # Only units depend on \text{}.
+    # same_number needs \text{}, which marks units. The rules below do not need it.
     answer = unwrap_text(answer)
     label = unwrap_text(label)
-    for rule in (same_text, same_choice, same_in_base, same_word, same_shape, not_algebra):
+    for rule in (same_text, same_choice, same_in_base, same_word, same_shape, misread_by_algebra):
         verdict = rule(answer, label)
         if verdict is not None:
             return verdict
@@ -259,7 +261,8 @@ def quick_verdict(answer, label):
 def same_number(answer, label):
     """Numbers are compared exactly. Both 0.5 and 50 equal 50%, because labels often lack the sign.
 
-    If the label is a number, an expression is wrong: it may be a copy from the question.
+    If the label is a number, an expression is wrong, because it may be a copy from the question. A
+    power or a root of numbers is allowed.
     """
     number = parse_number(answer)
     label_number = parse_number(label)
@@ -286,7 +289,7 @@ def same_text(answer, label):
 
 
 def same_choice(answer, label):
-    """If the label is one letter, the answer may add the text of the choice: C. 12 m equals C."""
+    """If the label is one letter, the answer may add the text of the choice: `C. 12 m` for `C`."""
     # C    (C)
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
     # C    (c)    C. 12 m    Option C    but not the product (a)(b)
@@ -344,20 +347,23 @@ def count_members(text):
     return 1 + text.count(",") + text.count(r"\pm")
 
 
-# \frac{1}{x-5} > 0    but not x > 5 or 0 < x_1 < 5: there a letter stands alone, at the start or
-# after a relation.
-UNSOLVED = re.compile(
-    rf"(?!(?:.*{RELATION})?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})).*{RELATION}"
-)
+# An inequality is solved if a letter stands alone on one side of a relation.
+# x > 5    0 < x_1 < 5    but not \frac{1}{x-5} > 0
+SOLVED = re.compile(rf"(?:.*{RELATION})?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})")
 
 
-def not_algebra(answer, label):
+def is_unsolved(text):
+    """Is the text an inequality that is not solved?"""
+    return bool(re.search(RELATION, text)) and not SOLVED.match(text)
+
+
+def misread_by_algebra(answer, label):
     """The last rule: False where math-verify would be wrong."""
     # An equation is not a value.
     if bool(EQUALS.search(answer)) != bool(EQUALS.search(label)):
         return False
     # An inequality that is not solved may be a copy from the question.
-    if UNSOLVED.match(answer) and not UNSOLVED.match(label):
+    if is_unsolved(answer) and not is_unsolved(label):
         return False
     # The grammar of math-verify drops primes: f'(x)
     if answer.count("'") != label.count("'"):
@@ -406,6 +412,7 @@ class Worker:
             reply = self.process.stdout.readline().decode().strip()
         if reply:
             return reply
+        # The process has ended by itself. `kill` only closes its pipes and reads its exit code.
         self.kill()
         if self.process.returncode == -signal.SIGPROF:
             return "cpu_timeouts"

@@ -1,7 +1,8 @@
 """The LM head computes log-probs and entropies in chunks, with a backward pass of its own.
 
-So numbers (M, V) never exist as a whole where they need more than 256 MB. ORZ held four copies of
-them. This file needs torch alone. Shapes: M response tokens, V vocabulary, H hidden.
+Logits are M times V numbers. Above 256 MB they never exist as a whole: only one chunk of them does,
+which takes at most 512 MB. ORZ held four copies of all logits. This file needs torch alone.
+Shapes: M response tokens, V vocabulary, H hidden.
 """
 
 import torch
@@ -19,7 +20,7 @@ class ChunkedLogprob(torch.autograd.Function):
     def forward(ctx, hidden, weight, token_ids, temperature, chunk, wants_entropy=True):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (M,)
         entropy = torch.empty_like(logprobs) if wants_entropy else None  # (M,)
-        keep_log_p = len(hidden) * len(weight) <= 2**26
+        keep_log_p = len(hidden) * len(weight) <= 2**26  # floats, which are 256 MB
         ctx.kept = []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)

@@ -46,9 +46,8 @@ class Clock:
 def memory_in_use():
     """GiB in use on this rank's GPU by all processes; on a CPU, the memory of this process.
 
-    At the end of a phase this is the phase's maximum, because torch's allocator keeps its memory
-    until the sampler wakes up. torch's own count would include memory that the sleeping sampler
-    has given back.
+    At the end of a phase this is the phase's maximum, because torch gives no memory back before the
+    sampler wakes up.
     """
     if not torch.cuda.is_available():
         return psutil.Process().memory_info().rss / 2**30
@@ -104,7 +103,7 @@ def of_evaluation(samples, n):
         "problems": len(rewards),
         "n": n,
         "accuracy": rewards.mean(),
-        # std() divides by the number of problems. A standard error divides by one less.
+        # std() / sqrt(P - 1) is the same as std(ddof=1) / sqrt(P), and works for one problem too.
         "stderr": rewards.mean(1).std() / math.sqrt(max(1, len(rewards) - 1)),
         # The share of problems with a right sample.
         f"pass@{n}": (rewards > 0).any(1).mean(),

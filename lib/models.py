@@ -10,7 +10,8 @@ import os
 import sys
 
 # DeepSpeed compiles an op at its first start. Each environment keeps its own copy of the op, which
-# its own ninja has compiled. Environments with one copy would compile it again at each change.
+# its own ninja has compiled. If environments shared a copy, a start in another environment would
+# compile the op again.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
@@ -108,7 +109,8 @@ def engine_config(cfg, stage):
         # Without this setting DeepSpeed clips at 1.0.
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
-        # With --bf16, stage 0 is for a reference alone (see Learner). Its weights are bf16 already.
+        # With --bf16, stage 0 is only for a variant's model that never learns (see Learner). The
+        # weights of such a model are bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
         # In bf16 the sum of 65 micro-batches lost a ninth of its norm.
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -142,7 +144,7 @@ def load_body(cfg, auto_class, folder=None):
         raise UserError(f"{source} lacks {len(missing)} of its weights, such as {missing[0]}")
     if cfg.attention == "varlen" and not model._supports_attention_backend:
         raise UserError(f"--model {source} has attention code of its own: add --attention sdpa")
-    # With dropout trainer and sampler would differ. In attention it is a number and no module.
+    # With dropout trainer and sampler would differ. Attention keeps its dropout as a number.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

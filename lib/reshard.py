@@ -75,7 +75,7 @@ def fill(parameter, full, stage, flats, states):
     elif stage == 0:
         for kind in set(full) - {"fp32"}:
             states[parameter][kind].copy_(full[kind])
-    # It is None if this rank holds no part of the parameter.
+    # _hp_mapping is None if this rank holds no part of the parameter.
     elif parameter._hp_mapping is not None:
         fill_cut(parameter._hp_mapping, full, flats, states)
 

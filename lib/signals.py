@@ -53,8 +53,9 @@ def leave():
     for this rank.
     """
     number = signal.sigwait(STOPS)
+    # A `Signals` has set a handler, which is a function. This thread still waits, and may take a
+    # signal that is meant for the handler. So it sends the signal again.
     if callable(signal.getsignal(signal.SIGTERM)):
-        # A `Signals` exists. This thread took the signal, so it sends the signal again.
         return os.kill(os.getpid(), number)
     # The reader of our stderr may have ended by the same Ctrl-C.
     with contextlib.suppress(OSError):

@@ -70,8 +70,10 @@ class Variants:
     def read(self, word):
         path = Path(word) if word.endswith(".py") else HOME / f"{word}.py"
         name = path.stem
-        require(name not in self.modules, f"{word}: a variant called {name} is there already")
-        require(path.is_file(), f"{word}: there is no file {path}{other_names(word)}")
+        require_variant(
+            name not in self.modules, f"{word}: a variant called {name} is there already"
+        )
+        require_variant(path.is_file(), f"{word}: there is no file {path}{other_names(word)}")
         try:
             text = path.read_text(encoding="utf-8")
             module = run_file(f"variant_{name}", path, text)
@@ -92,15 +94,19 @@ class Variants:
             value = getattr(module, public, None)
             if public in KINDS:
                 kind, example = KINDS[public]
-                require(isinstance(value, kind), f"{word}: {public} must be {example}")
+                require_variant(isinstance(value, kind), f"{word}: {public} must be {example}")
             else:
                 self.hooks.append(Hook(name, check_hook(word, text, public, value)))
         flags = getattr(module, "Flags", None)
-        require(not flags or dataclasses.is_dataclass(flags), f"{word}: put @dataclass over Flags")
+        require_variant(
+            not flags or dataclasses.is_dataclass(flags), f"{word}: put @dataclass over Flags"
+        )
         typed = [field.name for field in dataclasses.fields(flags)] if flags else []
         for key in vars(flags) if flags else ():
             is_flag = key.startswith("_") or key in typed
-            require(is_flag, f"{word}: Flags: write {key} with its type: `{key}: float = 1.0`")
+            require_variant(
+                is_flag, f"{word}: Flags: write {key} with its type: `{key}: float = 1.0`"
+            )
 
     def check_order(self):
         """Raises UserError if a variant would undo an earlier one, or needs one before it."""
@@ -112,10 +118,10 @@ class Variants:
         while len(order) < len(given):
             waiting = {late for early, late in rules if early not in order}
             free = [name for name in given if name not in order and name not in waiting]
-            require(free, f"{' '.join(self.words.values())}: {'; '.join(rules.values())}")
+            require_variant(free, f"{' '.join(self.words.values())}: {'; '.join(rules.values())}")
             order.append(free[0])
         for early, late in rules:
-            require(
+            require_variant(
                 given.index(early) < given.index(late),
                 f"{' '.join(self.words.values())}: {rules[early, late]}; use --variant "
                 f"{' '.join(self.words[name] for name in order)}",
@@ -126,13 +132,15 @@ class Variants:
         rules = {}
         for late, module in self.modules.items():
             for early in needs(module):
-                require(early in self.modules, f"{self.words[late]} needs {early}; name it before")
+                require_variant(
+                    early in self.modules, f"{self.words[late]} needs {early}; name it before"
+                )
                 rules[early, late] = f"{late} needs {early} before it"
         for hook, other in itertools.permutations(self.hooks, 2):
             if hook.name == other.name and hook.is_replacement:
                 pair = (hook.variant, other.variant)
                 both = f"{self.words[pair[0]]} and {self.words[pair[1]]} both replace {hook.name}"
-                require(not other.is_replacement, f"{both}: leave one of them out")
+                require_variant(not other.is_replacement, f"{both}: leave one of them out")
                 rules[pair] = (
                     f"{pair[0]} replaces {hook.name}, and would undo {pair[1]} if it came later"
                 )
@@ -155,21 +163,22 @@ class Variants:
                 flag = f"{self.words[name]}: --{field.name}"
                 # Without a default, default and default_factory are both MISSING.
                 no_default = field.default is field.default_factory
-                require(not no_default, f"{flag} has no default")
+                require_variant(not no_default, f"{flag} has no default")
                 text = "write a comment behind it that says what it does"
-                require(field.name in texts, f"{flag} has no advice: {text}")
+                require_variant(field.name in texts, f"{flag} has no advice: {text}")
                 known = core.get(field.name)
                 is_like = not known or known.type == field.type
-                require(is_like, f"{flag} must have the type that it has in train.py")
+                require_variant(is_like, f"{flag} must have the type that it has in train.py")
                 before = owner.get(field.name)
                 value = field.default
                 if value is dataclasses.MISSING:
                     value = field.default_factory()
-                # Two variants may set one default if one needs the other, or if both agree.
+                # Two variants may set the default of one flag of train.py if the value is the same,
+                # or if one variant needs the other.
                 is_same = known and default.get(field.name) == value
-                require(
+                require_variant(
                     before in (None, *needs(module)) or is_same,
-                    f"{flag} has another default in {before}; leave one of the two variants out",
+                    f"{flag} is a flag of {before} too; leave one of the two variants out",
                 )
                 owner[field.name] = name
                 default[field.name] = value
@@ -200,7 +209,7 @@ class Variants:
             for name in sorted({hook.name for hook in self.hooks} & set(functions_of(stage))):
                 self.stand_in(stage, getattr(stage, name), self.chain(name, getattr(stage, name)))
             for name, module in self.modules.items():
-                self.refuse_escapes(name, module, stage)
+                self.refuse_direct_imports(name, module, stage)
                 if hasattr(stage, "ESTIMATORS"):
                     self.add_estimators(name, module, stage)
 
@@ -220,7 +229,7 @@ class Variants:
         wrappers = [hook for hook in self.hooks if hook.name == name]
         wrapped = function
         for hook in wrappers:
-            require(
+            require_variant(
                 arguments_of(hook.function)[1:] == arguments_of(function),
                 f"{self.words[hook.variant]}: after its first argument {name} needs these "
                 f"arguments and defaults: {inspect.signature(function)}",
@@ -230,11 +239,11 @@ class Variants:
             wrapped = checked(wrapped, CHECKS[name], self.describe_chain(name))
         return wrapped
 
-    def refuse_escapes(self, name, module, stage):
+    def refuse_direct_imports(self, name, module, stage):
         """Refuses `from ppo import gae` in a variant: other variants could not wrap that name."""
         for key, value in vars(module).items():
             is_of_stage = inspect.isfunction(value) and value.__module__ == stage.__name__
-            require(
+            require_variant(
                 not is_of_stage,
                 f"{self.words[name]}: import {stage.__name__} and call {stage.__name__}.{key}, so "
                 "that other variants can wrap it",
@@ -243,8 +252,10 @@ class Variants:
     def add_estimators(self, name, module, stage):
         for key, entry in getattr(module, "ESTIMATORS", {}).items():
             where = f"{self.words[name]}: the estimator {key}"
-            require(isinstance(entry, stage.Estimator), f"{where} must be a ppo.Estimator")
-            require(key not in stage.ESTIMATORS, f"{where} is there already; choose another name")
+            require_variant(isinstance(entry, stage.Estimator), f"{where} must be a ppo.Estimator")
+            require_variant(
+                key not in stage.ESTIMATORS, f"{where} is there already; choose another name"
+            )
             self.set_in(stage.ESTIMATORS, key, entry)
 
     def set_in(self, table: dict, name, value):
@@ -260,18 +271,18 @@ class Variants:
         in_task = set(functions_of(task))
         for hook in self.hooks:
             where = f"{self.words[hook.variant]}: {hook.name}"
-            require(
+            require_variant(
                 hook.name not in BEFORE_FLAGS, f"{where} runs before the variants are installed"
             )
             places = in_stages | in_task
             near = " or ".join(difflib.get_close_matches(hook.name, places)) or "a name of a stage"
-            require(
+            require_variant(
                 hook.name in places,
                 f"{where} is no function of a stage or of the task; write {near}, or begin a "
                 "helper's name with _",
             )
             is_clear = hook.name not in in_stages & in_task
-            require(
+            require_variant(
                 is_clear, f"{where} is a function of a stage and of the task; rename the task's"
             )
         self.wrap([task])
@@ -355,14 +366,16 @@ def take_words(argv) -> tuple[list[str], list[str]]:
             # The next flag ends the list of --variant.
             target = rest if word.startswith("-") else target
             target.append(word)
-    require(words, "names nothing; give a file of variants/, a path that ends in .py, or none")
+    require_variant(
+        words, "names nothing; give a file of variants/, a path that ends in .py, or none"
+    )
     if "none" in words:
         last = len(words) - words[::-1].index("none")
         words = words[last:]
     return words, rest
 
 
-def require(holds, message):
+def require_variant(holds, message):
     if not holds:
         raise UserError(f"--variant {message}")
 
@@ -414,25 +427,22 @@ def check_hook(word, text, name, value):
     """Returns the function `value`. Raises UserError if it is no function, or if the name of its
     first argument is wrong."""
     is_plain = inspect.isfunction(value) and value.__name__ == name
-    require(
+    require_variant(
         is_plain and not inspect.iscoroutinefunction(value),
         f"{word}: {name} must be a function made by `def`; begin a helper's name with _",
     )
     first = next(iter(inspect.signature(value).parameters), None)
-    require(
+    require_variant(
         first in ("original", "_original"),
         f"{word}: the first argument of {name} must be original, the function that it wraps; or "
         "_original if it is not called",
     )
     body = next(node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
     used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
-    require(
-        first in used or first == "_original",
-        f"{word}: {name} does not call `original`; name this argument _original",
-    )
-    require(
-        first == "original" or first not in used,
-        f"{word}: {name} uses `_original`; name this argument original",
+    right = "original" if first in used else "_original"
+    verb = "uses" if first in used else "does not use"
+    require_variant(
+        first == right, f"{word}: {name} {verb} its first argument; name this argument {right}"
     )
     return value
 
@@ -528,7 +538,7 @@ def wrong_problems(result, cfg, **_):
         return f"{len(result)} problems for --rollout_batch_size {cfg.rollout_batch_size}"
 
 
-def wrong_pass(result, problems, **_):
+def wrong_order(result, problems, **_):
     if sorted(result) != list(range(len(problems))):
         return f"the result must hold each index of the {len(problems)} problems once"
 
@@ -546,5 +556,5 @@ CHECKS = {
     "draw": wrong_drawn,
     "draw_step": wrong_step,
     "problems_of_step": wrong_problems,
-    "episode_order": wrong_pass,
+    "episode_order": wrong_order,
 }

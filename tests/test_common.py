@@ -165,8 +165,8 @@ def test_ranks_agree_on_a_fault_of_one_of_them(process_group, monkeypatch):
         assert stop.value.fault == told
 
 
-def test_share_errors_stops_all_ranks_for_an_error_of_one(process_group, monkeypatch, capfd):
-    with common.share_errors():
+def test_stop_together_stops_all_ranks_for_an_error_of_one(process_group, monkeypatch, capfd):
+    with common.stop_together():
         pass
     faults = {
         common.UserError("this cannot work"): "this cannot work",
@@ -175,11 +175,11 @@ def test_share_errors_stops_all_ranks_for_an_error_of_one(process_group, monkeyp
         common.Stopped(): "None",
     }
     for error, fault in faults.items():
-        with pytest.raises(common.Stopped, match=f"^{fault}$"), common.share_errors():
+        with pytest.raises(common.Stopped, match=f"^{fault}$"), common.stop_together():
             raise error
     assert capfd.readouterr().err.count("Traceback") == 1, "what is no UserError has a traceback"
     monkeypatch.setattr(common, "gather", lambda mine: [mine, (False, "of another rank")])
-    with pytest.raises(common.Stopped, match="^of another rank$"), common.share_errors():
+    with pytest.raises(common.Stopped, match="^of another rank$"), common.stop_together():
         pass
 
 

@@ -75,8 +75,8 @@ def test_known_answers_get_the_verdict_of_the_table(grader):
         ("same_shape", "1,2", "(1,2)", False),
         ("same_shape", r"\pm1", "1,-1", None),
         ("same_shape", "x>5", r"(5,\infty)", None),
-        ("not_algebra", "52_8+1", "x", False),
-        ("not_algebra", "x=5", "5=x", None),
+        ("misread_by_algebra", "52_8+1", "x", False),
+        ("misread_by_algebra", "x=5", "5=x", None),
         ("quick_verdict", "x+1", "1+x", None),
     ],
 )

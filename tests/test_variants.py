@@ -134,7 +134,7 @@ REFUSED = [
     (["def run(original, argv):\n    return original(argv)\n"], "run runs before the variants"),
     (["from ppo import gae\n" + ONE], "import ppo and call ppo.gae"),
     # It says that it calls the original, and does not; or the other way round.
-    ([ONE + WHITEN], "whiten does not call `original`; name this argument _original"),
+    ([ONE + WHITEN], "whiten does not use its first argument; name this argument _original"),
     ([ONE.replace("original", "_original")], "name this argument original"),
     # A file that cannot be run.
     (["def paid(original\n"], "SyntaxError"),
@@ -151,8 +151,8 @@ REFUSED = [
     ([FLAGS + "x = 1  # A.\n"], "write x with its type"),
     ([FLAGS + "x: int = 1\n"], "--x has no advice"),
     ([FLAGS + "gamma: str = 'a'  # A.\n"], "--gamma must have the type that it has in train.py"),
-    ([FLAGS + "x: int = 1  # A.\n"] * 2, "--x has another default in a"),
-    ([FLAGS + f"gamma: float = 0.{k}  # A.\n" for k in "12"], "--gamma has another default in a"),
+    ([FLAGS + "x: int = 1  # A.\n"] * 2, "--x is a flag of a too"),
+    ([FLAGS + f"gamma: float = 0.{k}  # A.\n" for k in "12"], "--gamma is a flag of a too"),
     (["ESTIMATORS = {'x': 3}\n"], "the estimator x must be a ppo.Estimator"),
     (["import ppo\nESTIMATORS = {'gae': ppo.ESTIMATORS['grpo']}\n"], "gae is there already"),
     (["NEEDS = 'updates'\n"], "NEEDS must be a list of names"),
