@@ -64,11 +64,13 @@ class NoVariants:
     hashes = estimators = []
     added = memory = {}
 
-    def installed(self, *_):
+    def installed(self, modules):
         return contextlib.nullcontext()
 
-    # The other methods do nothing either, and nobody uses what they return.
-    wrap_task = restore_memory = tell_start = tell_unreached = installed
+    def do_nothing(self, *_):
+        pass
+
+    wrap_task = restore_memory = tell_start = tell_unreached = do_nothing
 
 
 # `train.py --help` prints the comment behind each field.
@@ -201,7 +203,7 @@ def refuse_flag(message):
     raise UserError(f"{message}; `python train.py --help` explains each flag")
 
 
-def stages():
+def modules_to_wrap():
     """The modules whose functions a variant can wrap. It can wrap the task's functions too."""
     return [sys.modules[__name__], rollout_stage, ppo, ckpt, models, metrics, check]
 
@@ -325,7 +327,7 @@ def find_task(cfg):
         ) from error
     for name in ("load_problems", "Grader", "text_metrics"):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
-    cfg.variants.wrap_task(task, stages())
+    cfg.variants.wrap_task(task, modules_to_wrap())
     # For a task without ANSWER_FORMS, --answer_form must stay at its default.
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
     check.require(
@@ -557,7 +559,7 @@ def run(argv):
         # the folder at two places. Variants are compared by their texts and not by their paths.
         values = {f"--{name}": value for name, value in vars(cfg).items()}
         check.require_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
-        with cfg.variants.installed(stages()):
+        with cfg.variants.installed(modules_to_wrap()):
             check.check_config(cfg, world, ppo.ESTIMATORS)
             main(cfg, world, device, store)
     except UserError as error:

@@ -12,15 +12,7 @@ from pathlib import Path
 
 from lib.check import CHOICES
 
-HOME = Path(__file__).resolve().parent.parent / "variants"
-
-# Old names of flags, and the new names.
-RENAMED = {
-    "reward": "task",
-    "answer": "answer_form",
-    "num_warmup_steps": "warmup_updates",
-    "critic_update_steps": "critic_updates",
-}
+VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
 
 def flag_comments(config) -> dict[str, str]:
@@ -61,15 +53,13 @@ def add_help(parser, config, estimators):
 def explain_unknown(word, known) -> str:
     """word: `--FLAG` or `--FLAG=VALUE`. known: the names of the flags."""
     name = word.lstrip("-").partition("=")[0]
-    if name in RENAMED:
-        return f"--{name} is called --{RENAMED[name]} now"
     owners = []
-    for path in sorted(HOME.glob("*.py")):
+    for path in sorted(VARIANTS.glob("*.py")):
         if re.search(rf"^    {re.escape(name)}: ", path.read_text(), re.MULTILINE):
             owners.append(path.stem)
     if owners:
         return f"--{name} is a flag of --variant {' or '.join(owners)}; name the variant"
-    if (HOME / f"{name}.py").is_file():
+    if (VARIANTS / f"{name}.py").is_file():
         return f"--{name} is a variant now: --variant {name}"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
     return f"unknown flag {word}: did you mean --{nearest[0]}?"

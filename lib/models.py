@@ -4,7 +4,6 @@ Shapes: R packed rows, L row length, M response tokens of a micro-batch, H hidde
 """
 
 import contextlib
-import functools
 import math
 import os
 import sys
@@ -24,8 +23,6 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from lib.common import UserError
 from lib.head import ChunkedHead
-
-ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 class Policy(nn.Module):
@@ -159,7 +156,7 @@ def load_body(cfg, auto_class, folder=None):
 class Learner:
     """A model and its DeepSpeed engine, in the form that ppo.py calls a learner."""
 
-    def __init__(self, name, module, cfg, lr, optimizer_class=ADAMW):
+    def __init__(self, name, module, cfg, lr):
         """lr: the learning rate, or None for a reference: a model of a variant that never learns.
 
         A reference has no optimizer. Only ZeRO-3 shards its weights.
@@ -167,7 +164,7 @@ class Learner:
         stage = cfg.zero_stage
         optimizer = None
         if lr is not None:
-            optimizer = optimizer_class(trainable(module), lr=lr)
+            optimizer = make_optimizer(trainable(module), lr)
         elif stage < 3:
             stage = 0
         settings = engine_config(cfg, stage)
@@ -201,6 +198,10 @@ def trainable(module) -> list:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def make_optimizer(parameters, lr):
+    return torch.optim.AdamW(parameters, lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
 def optimizer_step(learner, lr):
     """Makes one update. Returns the gradient's norm before clipping. A variant can wrap it.
 
@@ -229,18 +230,18 @@ def policy_body(cfg):
     return load_body(cfg, AutoModelForCausalLM)
 
 
-def make_policy(cfg, **options) -> Learner:
-    return Learner("policy", Policy(policy_body(cfg)), cfg, cfg.actor_learning_rate, **options)
+def make_policy(cfg) -> Learner:
+    return Learner("policy", Policy(policy_body(cfg)), cfg, cfg.actor_learning_rate)
 
 
-def make_critic(cfg, **options) -> Learner:
+def make_critic(cfg) -> Learner:
     """Without --critic: the body of the base model with a new head. Raises UserError."""
     critic = Critic(load_body(cfg, AutoModel, cfg.critic), cfg.seed)
     if cfg.critic:
         from lib.value_head import load_value_head
 
         load_value_head(critic, cfg.critic)
-    return Learner("critic", critic, cfg, cfg.critic_learning_rate, **options)
+    return Learner("critic", critic, cfg, cfg.critic_learning_rate)
 
 
 def named_weights(learner):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from lib.advice import HOME, flag_comments
+from lib.advice import VARIANTS, flag_comments
 from lib.common import UserError, hash64, one_line
 
 
@@ -68,7 +68,7 @@ class Variants:
     # ---- reading ---------------------------------------------------------------------------------
 
     def read(self, word):
-        path = Path(word) if word.endswith(".py") else HOME / f"{word}.py"
+        path = Path(word) if word.endswith(".py") else VARIANTS / f"{word}.py"
         name = path.stem
         require_variant(
             name not in self.modules, f"{word}: a variant called {name} is there already"
@@ -85,7 +85,7 @@ class Variants:
         # First read the variants that this one needs, unless the user has named them.
         for early in needs(module):
             is_known = early in self.named or early in self.modules
-            if not is_known and (HOME / f"{early}.py").is_file():
+            if not is_known and (VARIANTS / f"{early}.py").is_file():
                 self.read(early)
         self.words[name] = word
         self.texts[name] = text
@@ -386,7 +386,7 @@ def texts_in(folder: Path) -> dict[str, str]:
 
 def other_names(word) -> str:
     name = word.removesuffix(".py")
-    known = sorted(file.stem for file in HOME.glob("*.py"))
+    known = sorted(file.stem for file in VARIANTS.glob("*.py"))
     near = difflib.get_close_matches(name, known) or known
     if Path(f"{name}.py").is_file():
         near = [f"{name}.py"]

@@ -9,7 +9,6 @@ the JSON file OUT. On a CPU it does the same, without the memory of a GPU.
 
 import copy
 import dataclasses
-import functools
 import gc
 import json
 import os
@@ -93,7 +92,7 @@ def scales(model) -> float:
 
 def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
-    with cfg.variants.installed(train.stages()):
+    with cfg.variants.installed(train.modules_to_wrap()):
         return measure_sampler(cfg)
 
 
@@ -194,10 +193,8 @@ def find_of_step(model: str, row_len: str) -> dict:
     found["norm by hand"] = gradient.norm().item()
     del policy, plain
     for stage in (2, 3):
-        learner = models.make_policy(
-            config(model=model, zero_stage=stage, **changes),
-            optimizer_class=functools.partial(models.ADAMW, eps=eps),
-        )
+        learner = models.make_policy(config(model=model, zero_stage=stage, **changes))
+        learner.deepspeed.optimizer.param_groups[0]["eps"] = eps
         found[str(stage)] = steps_of(learner, batch, cfg, start, expected)
         del learner
         gc.collect()

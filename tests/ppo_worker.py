@@ -30,7 +30,7 @@ from lib import common, models
 from lib.common import gather
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
-SGD = {"optimizer_class": torch.optim.SGD}
+SGD_KINDS = ("step", "nonfinite", "bf16")  # their update is the gradient itself
 CPU = torch.device("cpu")
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -146,8 +146,8 @@ def cell_step(cfg, spec) -> dict:
     """One SGD update of critic and policy, after the passes without gradient. calls: of both
     models' first layers in the update."""
     batch = make_batch(spec["batch"])
-    policy = models.make_policy(cfg, **SGD)
-    critic = models.make_critic(cfg, **SGD)
+    policy = models.make_policy(cfg)
+    critic = models.make_critic(cfg)
     result = {"policy_start": weights(policy), "critic_start": weights(critic)}
     result["values"] = ppo.compute_values(critic, batch, cfg)
     result["logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
@@ -180,7 +180,7 @@ def cell_nonfinite(cfg, spec) -> dict:
     """A NaN loss, NaN ratio or inf gradient in one micro-batch of one rank only."""
     batch = make_batch()
     original_loss = getattr(ppo, f"{spec['model']}_loss")
-    engine = getattr(models, f"make_{spec['model']}")(cfg, **SGD)
+    engine = getattr(models, f"make_{spec['model']}")(cfg)
     before = weights(engine)
     ppo.compute_advantages(batch, cfg)
     if spec["how"] == "nan":
@@ -257,7 +257,7 @@ def cell_bf16(cfg, spec) -> dict:
         if name == "others":
             advantages = torch.linspace(-1, 1, len(advantages))  # (T,)
         batch.per_token["advantages"] = advantages
-        policy = models.make_policy(cfg, **SGD)
+        policy = models.make_policy(cfg)
         before = masters(policy)
         stats = ppo.update(policy, ppo.policy_loss, batch, list(range(count)), LR, cfg)
         result[name] = stats | {"gradient": (before - masters(policy)) / LR}
@@ -292,8 +292,10 @@ def run(cell: dict) -> dict:
         return settings
 
     cfg = config(**cell["settings"])
-    patched = mock.patch.object(models, "engine_config", of_cell)
-    with patched, cfg.variants.installed(train.stages()):
+    changes = {"engine_config": of_cell}
+    if cell["kind"] in SGD_KINDS:
+        changes["make_optimizer"] = torch.optim.SGD
+    with mock.patch.multiple(models, **changes), cfg.variants.installed(train.modules_to_wrap()):
         return cell_function(cfg, cell["spec"])
 
 

@@ -67,7 +67,7 @@ def check_command(words: list[str]):
             # Without --model it is the demo, whose base model and data any names stand in for.
             argv = [*DEMO, *argv]
         cfg = train.parse_flags(argv)
-        with cfg.variants.installed(train.stages()):
+        with cfg.variants.installed(train.modules_to_wrap()):
             world = re.findall(r"--num_processes (\d+)", " ".join(words)) or [1]
             check.check_config(cfg, int(world[0]), ppo.ESTIMATORS)
             train.find_task(cfg)

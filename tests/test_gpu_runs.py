@@ -86,8 +86,9 @@ def test_a_run_agrees_with_its_sampler_and_resumes(stage, place, folder_of, tmp_
         assert line["approx_kl"] < 0.01
         assert line["clipfrac"] < 0.05
     shutil.rmtree(tmp_path / "a" / "step_000003")
-    run(flags | {"run_dir": tmp_path / "b", "resume": tmp_path / "a" / "step_000002"})
-    [again] = jsonl(tmp_path / "b" / "metrics.jsonl")
+    run(flags | {"run_dir": tmp_path / "a"})
+    *_, again = jsonl(tmp_path / "a" / "metrics.jsonl")
+    assert again["step"] == 3
     assert again["reward"] == lines[-1]["reward"]
     # If rounding changes one drawn token, it changes all tokens behind that token.
     for name in ("policy_loss", "critic_loss"):
@@ -98,6 +99,15 @@ def test_a_run_agrees_with_its_sampler_and_resumes(stage, place, folder_of, tmp_
         for phase in ("rollout", "policy"):
             planned = phases[phase]["planned_gib"]
             assert phases[phase]["gib"] == pytest.approx(planned, rel=0.25), phase
+
+
+@pytest.mark.gpu
+def test_fp16_trains_on_a_gpu(folder_of, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    flags = flags_of_run("cuda", folder_of, tmp_path, zero_stage=2, variant="fp16")
+    run(flags | {"run_dir": tmp_path / "run", "save_interval": 0})
+    assert len(jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
 def test_a_signal_saves_and_ends_the_run(place, folder_of, tmp_path):

@@ -341,7 +341,7 @@ def test_advantages_and_returns_equal_the_naive_ones(estimator, settings):
     and the critic's targets do not depend on the variant loss_mean."""
     batch = make_batch()
     cfg = config(estimator=estimator, **settings)
-    with cfg.variants.installed(train.stages()):
+    with cfg.variants.installed(train.modules_to_wrap()):
         stats = ppo.compute_advantages(batch, cfg)
     advantages, returns = naive.advantages(batch, cfg)
     weights = torch.ones_like(advantages, requires_grad=True)
@@ -410,10 +410,10 @@ def test_advantages_are_computed_on_the_device(estimator):
         if estimator != "gae":
             expected.per_token.clear()
             batch.per_token.clear()
-        with cfg.variants.installed(train.stages()):
+        with cfg.variants.installed(train.modules_to_wrap()):
             stats = ppo.compute_advantages(expected, cfg)
         assert ("explained_variance" in stats) == (estimator == "gae"), "there is no critic"
-        with Card(), cfg.variants.installed(train.stages()):
+        with Card(), cfg.variants.installed(train.modules_to_wrap()):
             assert ppo.compute_advantages(batch, cfg) == stats
         for name in ("advantages", "returns"):
             assert type(batch.per_token[name]) is OnCard
@@ -631,7 +631,7 @@ def test_the_rate_rises_and_stays():
 def test_with_lr_end_the_rate_falls_linearly():
     words = ["--variant", "lr_end", "--actor_learning_rate", "1e-6", "--warmup_updates", "4"]
     cfg = train.parse_flags([*words, "--lr_end", "3e-7"])
-    with cfg.variants.installed(train.stages()):
+    with cfg.variants.installed(train.modules_to_wrap()):
         rates = [ppo.policy_rate(cfg, step, 100) for step in range(101)]
         last = [ppo.policy_rate(cfg, 4, total) for total in (0, 4, 5)]
     assert rates[:4] == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6])

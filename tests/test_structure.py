@@ -1,4 +1,4 @@
-"""The house: arrows go down, settings are read, and the loop fits on one screen.
+"""Imports go down, settings are read, and the loop fits on one screen.
 
 What a run loads is counted in test_train.py, over the modules of a run.
 """
@@ -17,7 +17,7 @@ FOLDERS = ("lib", "tasks", "tools", "variants")
 BELOW = {
     "tools": {*STAGES, "lib", "tasks", "tools"},
     "train": {*STAGES, "lib"},
-    "tasks": {"lib", "tasks"},
+    "tasks": {"reward", "lib", "tasks"},
     "variants": {*STAGES, "lib", "tasks"},
     "lib": {"lib"},
 } | dict.fromkeys(STAGES[1:], {"lib"})

@@ -94,14 +94,12 @@ def test_flags_are_read_and_a_file_of_flags_beside_the_script_is_not(monkeypatch
 
 
 def test_wrong_flags_are_refused_in_one_line():
-    """The line for an unknown flag names the nearest one, and that for an old flag its new name."""
+    """The line for an unknown flag names the nearest one."""
     wrong = {
         ("--actor_learningrate", "1"): ".*did you mean --actor_learning_rate",
         ("--actor_learning", "1"): ".*did you mean --actor_learning_rate",
         ("--seed", "many"): ".*seed.*--help` explains each flag",
     }
-    for old, new in advice.RENAMED.items():
-        wrong[(f"--{old}", "1")] = wrong[(f"--{old}=1",)] = f"--{old} is called --{new} now$"
     for words, told in wrong.items():
         with pytest.raises(UserError, match=f"^{told}") as error:
             train.parse_flags(list(words))
@@ -368,7 +366,7 @@ def test_an_answer_form_is_one_of_the_task_s():
 def test_steps_are_counted_from_the_passes_and_an_interval_of_0_is_never():
     def count(problems, **changes):
         cfg = config(num_episodes=3, rollout_batch_size=8, **{"max_steps": None} | changes)
-        with cfg.variants.installed(train.stages()):
+        with cfg.variants.installed(train.modules_to_wrap()):
             return train.count_steps(cfg, problems)
 
     first = {"variant": "critic_first", "critic_only_steps": 6}

@@ -26,11 +26,11 @@ import rollout
 import train
 from lib import check, common, metrics, models
 from lib.common import UserError, hash64
-from lib.variants import HOME, Variants
+from lib.variants import VARIANTS, Variants
 
 pytestmark = pytest.mark.usefixtures("process_group")
 # fp16 needs DeepSpeed's engines, lora those of a whole run (test_variant_runs.py), fp8 a GPU.
-NAMES = sorted({path.stem for path in HOME.glob("*.py")} - {"fp16", "fp8_rollout", "lora"})
+NAMES = sorted({path.stem for path in VARIANTS.glob("*.py")} - {"fp16", "fp8_rollout", "lora"})
 # These only log.
 LOGGERS = ("log_kl", "log_ratio")
 NAMES = [name for name in NAMES if name not in LOGGERS]
@@ -159,7 +159,7 @@ def take_steps(names, flags):
     names = [name for name, _ in cfg.variants.hashes]
     if "log_kl" in names:
         cfg.variants.modules["log_kl"]._LEARNERS["reference"] = reference
-    with mock.patch.object(rollout, "draw", draw), cfg.variants.installed(train.stages()):
+    with mock.patch.object(rollout, "draw", draw), cfg.variants.installed(train.modules_to_wrap()):
         check.check_config(cfg, 2, ppo.ESTIMATORS)
         has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
         for step in range(STEPS):
@@ -485,7 +485,7 @@ def test_an_estimator_computes_on_the_device(name, monkeypatch):
     there = torch.ones(3, device="meta")
     monkeypatch.setattr(ppo, "group_stats", lambda *_: (there, there, there))
     cfg = config(variant=name)
-    with cfg.variants.installed(train.stages()):
+    with cfg.variants.installed(train.modules_to_wrap()):
         assert ppo.ESTIMATORS[name].function(there, there, there, there, cfg).is_meta
 
 
@@ -570,7 +570,7 @@ def test_fp16_learns_what_fp32_learns(tmp_path):
     accelerator = models.deepspeed.get_accelerator()
     # DeepSpeed refuses fp16 on CPUs, where it is slow. All else is as on a GPU.
     allowed = mock.patch.object(accelerator, "is_fp16_supported", lambda: True)
-    with allowed, cfg.variants.installed(train.stages()):
+    with allowed, cfg.variants.installed(train.modules_to_wrap()):
         for stage in (2, 3):
             half = replace(cfg, bf16=True, zero_stage=stage)
             policy = models.make_policy(half)

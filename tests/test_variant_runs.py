@@ -12,7 +12,7 @@ from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch
 from forks import Fork
 from safetensors.torch import load_file
 
-from lib.variants import HOME
+from lib.variants import VARIANTS
 
 NAMES = ["curriculum", "hash_reward", "fuse_values", "first_stage", "adaptive_len", "tis_cap"]
 NAMES += ["lr_end"]
@@ -144,7 +144,7 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
     in_groups = " ".join(names for names, _ in GROUPS).split()
     needed = {"log_kl", "log_ratio"}
     assert needed | {*NAMES, "lora", "fp16", "fp8_rollout", *in_groups} == {
-        path.stem for path in HOME.glob("*.py")
+        path.stem for path in VARIANTS.glob("*.py")
     }
     processes = []
     for number, (names, _) in enumerate(GROUPS):
@@ -167,11 +167,3 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
         assert len(lines) == 1 if number == 0 else "2 steps in" in said[number]
     assert (tmp_path / "0" / "step_000001").is_dir()
     assert "ZeroDivisionError" in said[0] and "goes on from step 1" in said[0]
-
-
-@pytest.mark.gpu
-def test_fp16_trains_on_a_gpu(tiny, tmp_path):
-    if not torch.cuda.is_available():
-        pytest.skip("torch finds no GPU")
-    launch(tmp_path, **tiny | {"variant": ["fp16"], "bf16": True, "zero_stage": 2})
-    assert len(jsonl(tmp_path / "metrics.jsonl")) == 3

@@ -42,7 +42,7 @@ def write(tmp_path):
 
 def paid_with(words):
     """What a right and a wrong sample are paid."""
-    with Variants(words).installed(train.stages()):
+    with Variants(words).installed(train.modules_to_wrap()):
         return ppo.paid([SimpleNamespace(reward=1.0), SimpleNamespace(reward=0.0)], None)
 
 
@@ -84,7 +84,7 @@ def test_functions_in_tables_are_wrapped(write):
 def test_the_task_s_functions_are_wrapped_once_it_is_loaded(write):
     text = "def text_metrics(original, text):\n    return original(text) | {'words': 1.0}\n"
     cfg = config(task="countdown", variant=write(words=text))
-    with cfg.variants.installed(train.stages()):
+    with cfg.variants.installed(train.modules_to_wrap()):
         assert train.find_task(cfg).text_metrics("1+1=2")["words"] == 1
     assert "words" not in train.find_task(config(task="countdown")).text_metrics("")
 
@@ -96,7 +96,7 @@ def test_a_function_of_the_task_that_a_stage_has_too_is_refused(write):
     with pytest.raises(UserError, match="v.py: paid is a function of a stage and of the task"):
         train.find_task(config(task=task, variant=variant))
     owners = {}
-    for module in train.stages():
+    for module in train.modules_to_wrap():
         for name in functions_of(module):
             assert owners.setdefault(name, module) is module, name
     for task in (reward, countdown, code):
@@ -108,7 +108,7 @@ def test_no_module_imports_a_function_of_a_stage_by_its_name():
     for path in (ROOT / "lib").glob("*.py"):
         importlib.import_module(f"lib.{path.stem}")
     hookable = {}
-    for stage in train.stages():
+    for stage in train.modules_to_wrap():
         hookable |= {getattr(stage, name): stage.__name__ for name in functions_of(stage)}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
@@ -163,7 +163,7 @@ REFUSED = [
 def test_what_a_variant_must_not_be_is_refused_in_one_line(texts, words, write):
     with pytest.raises(UserError, match=f"^--variant .*{words}"):
         cfg = config(task="countdown", variant=write(**dict(zip("ab", texts))))
-        with cfg.variants.installed(train.stages()):
+        with cfg.variants.installed(train.modules_to_wrap()):
             train.find_task(cfg)
 
 
@@ -308,7 +308,7 @@ def test_a_run_says_what_is_wrapped_by_whom_and_keeps_the_texts(write, tmp_path,
 
 def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
     """After the first step in which the policy learns."""
-    with Variants(["updates", *write(twice=TWICE)]).installed(train.stages()) as variants:
+    with Variants(["updates", *write(twice=TWICE)]).installed(train.modules_to_wrap()) as variants:
         variants.tell_unreached({"critic_lr": 1.0, "policy_micro_batches": 0})
         assert not capsys.readouterr().err
         ppo.paid([], None)

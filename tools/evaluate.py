@@ -141,7 +141,7 @@ def run(argv: list[str]) -> int:
     try:
         cfg = read_flags(argv)
         _, world, _, store = start_distributed()
-        with cfg.variants.installed(train.stages()):
+        with cfg.variants.installed(train.modules_to_wrap()):
             main(cfg, world, store)
         return 0
     except (UserError, Stopped) as error:

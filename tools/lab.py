@@ -174,7 +174,7 @@ def check_words(setting: Setting) -> None:
 
     try:
         cfg = train.parse_flags(setting.words())
-        with cfg.variants.installed(train.stages()):
+        with cfg.variants.installed(train.modules_to_wrap()):
             train.check.check_config(cfg, 1, train.ppo.ESTIMATORS)
             train.find_task(cfg)
         if not (cfg.max_steps and cfg.eval_data):

@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
     if cfg.model is None:
         print("no --model: this is the demo; tools/base_model.py makes its model and its flags")
         return
-    with cfg.variants.installed(train.stages()):
+    with cfg.variants.installed(train.modules_to_wrap()):
         print_plan(args, cfg)
 
 

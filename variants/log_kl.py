@@ -13,11 +13,11 @@ from lib import models
 _LEARNERS = {}
 
 
-def make_policy(original, cfg, **options):
+def make_policy(original, cfg):
     """Makes the reference too. The reference has no learning rate, so it has no optimizer."""
     body = models.load_body(cfg, AutoModelForCausalLM)
     _LEARNERS["reference"] = models.Learner("reference", models.Policy(body), cfg, lr=None)
-    return original(cfg, **options)
+    return original(cfg)
 
 
 def token_passes(original, policy, critic, batch, cfg, step):
