@@ -244,7 +244,6 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
         error = on_rank0(publish, temporary, final, files, state, hf)
     if error:
         on_rank0(remove, temporary)
-        error = f"{error}; {free_bytes(run_dir)} bytes are free"
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
     else:
         on_rank0(prune, run_dir, keep_last)
@@ -300,12 +299,6 @@ def publish(temporary, final, files, state, hf):
         fsync(path)
     os.rename(temporary, final)
     fsync(run_dir)
-
-
-def free_bytes(run_dir):
-    with contextlib.suppress(OSError):
-        return f"{shutil.disk_usage(run_dir).free:,}"
-    return "an unknown number of"
 
 
 def prune(run_dir, keep_last):

@@ -320,7 +320,7 @@ def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
     """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log."""
     advantages = raw_advantages(batch, cfg)  # (T,)
     returns = critic_targets(batch, advantages, cfg)  # (T,)
-    if cfg.advantage_normalization and ESTIMATORS[cfg.estimator].is_whitened:
+    if ESTIMATORS[cfg.estimator].is_whitened:
         advantages = whiten(advantages, batch, cfg)
     stats = advantage_stats(batch, advantages, returns)
     batch.per_token["advantages"] = advantages.float()

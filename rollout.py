@@ -326,7 +326,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
             mine[position].reward = reward
         # The number of checks without a verdict, of all ranks, in this call.
         lost = sum(gather(grader.lost - lost_before))
-        clock.numbers["reward_lost"] = clock.numbers.get("reward_lost", 0) + lost
+        clock.numbers["reward_lost"] += lost
         return exchange(requests, mine)
 
 

@@ -99,7 +99,6 @@ class Learning:
     critic: str | None = None  # A folder with a critic. Default: the body of --model, a new head.
     gamma: float = 1.0  # The discount of gae, per token. Below 1 it favours short responses.
     lambd: float = 1.0  # The lambda of gae. Below 1 the advantages vary less and are biased.
-    advantage_normalization: bool = True  # gae and reinforce: scale to mean 0, std 1.
     critic_updates: int = 12  # Updates of the critic in a step. Each takes its part of the samples.
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
@@ -214,10 +213,9 @@ def find_inputs(cfg):
         task = find_task(cfg)
         tokenizer = load_tokenizer(cfg, cfg.model)
         if cfg.critic:
-            check.require(
-                load_tokenizer(cfg, cfg.critic).get_vocab() == tokenizer.get_vocab(),
-                f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}",
-            )
+            from lib.value_head import check_tokenizer
+
+            check_tokenizer(cfg, load_tokenizer(cfg, cfg.critic), tokenizer)
     return task, tokenizer
 
 
@@ -398,7 +396,7 @@ def evaluate(rollout, eval_sets, step, log):
         clock = metrics.Clock(step)
         with stop_together():
             log.evaluation(name, rollout_stage.draw(rollout, requests, clock), step)
-        lost = clock.numbers.get("reward_lost", 0)
+        lost = clock.numbers["reward_lost"]
         if lost > 0:
             print0(f"WARNING: {name}: {lost} checks ended without a verdict and counted as wrong")
 

@@ -3,6 +3,20 @@
 import functools
 import inspect
 
+from transformers import AttentionInterface
+
+from lib.common import UserError
+
+
+def register():
+    # transformers makes masks for its own kinds of attention alone. varlen needs no mask.
+    AttentionInterface.register("varlen", packed_attention)
+
+
+def check_model(model, source):
+    if not model._supports_attention_backend:
+        raise UserError(f"--model {source} has attention code of its own: add --attention sdpa")
+
 
 @functools.cache
 def arguments_of(function):

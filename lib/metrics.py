@@ -23,7 +23,7 @@ class Clock:
         self.start = time.perf_counter()
         self.seconds = defaultdict(float)
         self.memory = defaultdict(float)
-        self.numbers = {}
+        self.numbers = defaultdict(int)
 
     @contextlib.contextmanager
     def __call__(self, phase):

@@ -18,7 +18,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from lib.common import UserError
@@ -128,10 +128,9 @@ def load_body(cfg, auto_class, folder=None):
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     source = folder or cfg.model
     if cfg.attention == "varlen":
-        from lib.attention import packed_attention
+        from lib import attention
 
-        # transformers makes masks for its own kinds of attention alone. varlen needs no mask.
-        AttentionInterface.register("varlen", packed_attention)
+        attention.register()
     dtype = training_dtype(cfg)
     model, report = auto_class.from_pretrained(
         source, dtype=dtype, attn_implementation=cfg.attention, output_loading_info=True
@@ -139,8 +138,8 @@ def load_body(cfg, auto_class, folder=None):
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(f"{source} lacks {len(missing)} of its weights, such as {missing[0]}")
-    if cfg.attention == "varlen" and not model._supports_attention_backend:
-        raise UserError(f"--model {source} has attention code of its own: add --attention sdpa")
+    if cfg.attention == "varlen":
+        attention.check_model(model, source)
     # With dropout trainer and sampler would differ. Attention keeps its dropout as a number.
     for module in model.modules():
         if isinstance(module, nn.Dropout):

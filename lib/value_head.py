@@ -1,4 +1,4 @@
-"""--critic FOLDER: reads the value head of a critic. Only a run with this flag loads this file."""
+"""--critic FOLDER: the critic's tokenizer and value head. Only a run with --critic loads this."""
 
 import glob
 
@@ -9,6 +9,12 @@ from lib.common import UserError, one_line
 
 # The names of a value head on disk: ours and ORZ's, and those of a token classifier.
 HEADS = {"value_head.weight", "value_head.bias", "score.weight", "score.bias"}
+
+
+def check_tokenizer(cfg, of_critic, of_model):
+    """Raises UserError if the critic was trained on other tokens."""
+    if of_critic.get_vocab() != of_model.get_vocab():
+        raise UserError(f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}")
 
 
 def load_value_head(critic, folder):

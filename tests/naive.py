@@ -105,7 +105,7 @@ def raw_advantages(batch, cfg, lambd: float) -> Tensor:
 def advantages(batch, cfg) -> tuple[Tensor, Tensor]:
     """Advantages, whitened for some, and returns, (T,) each. Not weighted by loss_mean."""
     found = targets = raw_advantages(batch, cfg, cfg.lambd)
-    if cfg.estimator in ("gae", "reinforce") and cfg.advantage_normalization:
+    if cfg.estimator in ("gae", "reinforce"):
         found = (found - mean(found.tolist())) / std(found.tolist())
     return found, targets + batch.per_token["values"]
 

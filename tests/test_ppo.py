@@ -330,7 +330,7 @@ def test_an_estimator_says_how_many_samples_it_needs(estimator):
 
 
 ESTIMATORS = ["gae", *naive.COMPARES]
-SETTINGS = [{}, {"advantage_normalization": False}, SEQUENCE, CONSTANT]
+SETTINGS = [{}, SEQUENCE, CONSTANT]
 CASES = list(itertools.product(ESTIMATORS, SETTINGS))
 CASES += [("gae", {"lambd": 0.5})]
 

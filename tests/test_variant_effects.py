@@ -380,7 +380,8 @@ def expected_step(name, cfg, step, tables, memory):
         paid = [score + sum(penalty) for score, penalty in zip(paid, penalties)]
         groups = [sample.request.group for sample in samples]
         advantages = torch.tensor(naive.scores(cfg.estimator, paid, groups, k=4))[owner]
-    if cfg.estimator in ("gae", "reinforce", "reinforce_pp"):
+    is_whitened = cfg.estimator in ("gae", "reinforce", "reinforce_pp")
+    if is_whitened and name != "no_whitening":
         used = advantages[torch.isin(owner, torch.tensor(counting))]
         advantages = (advantages - used.mean()) / used.std(correction=0)
 
