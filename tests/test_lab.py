@@ -78,7 +78,7 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
 def test_compare_says_what_one_run_has_learnt(tmp_path):
     write_run(tmp_path, 10, [0.2, 0.7])
     told = run_tool("compare", tmp_path)[1]
-    assert told.startswith("evaluation set eval: accuracy 0.200 at step 0, 0.700 at step 10\n")
+    assert told.startswith(f"{tmp_path}:\nevaluation set eval: accuracy 0.200 at step 0, 0.700 at")
     answers = []
     for step, reward in ((0, 0.0), (10, 1.0)):
         answer = {"step": step, "set": "eval", "problem": 7, "question": "q", "reward": reward}

@@ -2,9 +2,10 @@
 
 A part is a process. It runs GPU tests or a part of tools/bench.py. Without a PART all parts run.
 If a part fails or takes too long, the next part starts. After each part the tool writes the page
-FOLDER/NAME.md and its figures FOLDER/NAME.json, where NAME is the GPU's name. A later call adds its
-parts to the page. If FOLDER is docs/cards, the tool also writes the table in docs/scaling.md anew.
-The output of a part is in out/card. Without a GPU the parts run on the CPU with small shapes.
+FOLDER/NAME.md and its figures FOLDER/NAME.json, where NAME is the GPU's name. FOLDER is docs/cards,
+or out/card on a machine without a GPU. A later call adds its parts to the page. If FOLDER is
+docs/cards, the tool also writes the table in docs/scaling.md anew. The output of a part is in
+out/card. Without a GPU the parts run on the CPU with small shapes.
 
 The exit code is 1 if a part has failed, and 2 for a wrong command.
 """
@@ -180,13 +181,18 @@ def write(path: Path, about: dict, new: dict) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--out", type=Path, default=CARDS, help="folder of the page (docs/cards)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the page (docs/cards; no GPU: out/card)"
+    )
     # No GPU has shown yet how long a part takes.
     parser.add_argument("--timeout", type=float, default=480, help="seconds for each part (480)")
     args = parser.parse_args(argv)
     for name in set(args.parts) - set(PARTS):
         parser.error(f"no such part: {name}; choose from {', '.join(PARTS)}")
     about = machine()
+    if args.out is None:
+        # A page of a CPU shows nothing that a pull request needs.
+        args.out = CARDS if about["card"] else LOGS
     commit = about["versions"].pop("git_commit", "unknown")
     path = args.out / (re.sub(r"[^a-z0-9]+", "-", about["name"].lower()).strip("-") + ".json")
     # A folder that cannot be written is an error before the first part.

@@ -1,7 +1,7 @@
 """Compares settings over seeds: a table of their differences, and a picture with bands.
 
     python tools/compare.py BASELINE SETTING ... --out PATH     PATH.md, PATH.json and PATH.png
-    python tools/compare.py RUN                                 says what one run has learnt
+    python tools/compare.py RUN ...                             says what each run has learnt
 
 The folder of a setting holds its finished runs, seed1, seed2 and so on, as tools/lab.py makes them.
 The accuracy is that on the first evaluation set. A setting and the baseline are compared at an
@@ -187,7 +187,9 @@ def show_run(run: Path) -> None:
     for name, table in read_evaluations(run).items():
         for column in table.columns.intersection(["accuracy", "length", "truncated"]):
             curve = table[column].dropna()
-            ends = [f"{curve[step]:.3f} at step {step}" for step in curve.index[[0, -1]]]
+            # With one evaluation the first step is the last step.
+            steps = dict.fromkeys(curve.index[[0, -1]])
+            ends = [f"{curve[step]:.3f} at step {step}" for step in steps]
             print(f"evaluation set {name}: {column} {', '.join(ends)}")
     answers = pd.DataFrame(read_lines(run / "eval_samples.jsonl"), columns=ANSWER)
     by_problem = answers.groupby(["set", "problem"])
@@ -211,8 +213,12 @@ def main() -> None:
     parser.add_argument("--show", nargs="+", default=[], help="the settings in the picture")
     args = parser.parse_args()
     try:
-        if (args.folders[0] / "eval.jsonl").exists():
-            return show_run(args.folders[0])
+        are_runs = [(folder / "eval.jsonl").exists() for folder in args.folders]
+        if any(are_runs):
+            for folder in args.folders:
+                print(f"{folder}:")
+                show_run(folder)
+            return
         if unknown := set(args.show) - {folder.name for folder in args.folders}:
             raise ValueError(f"--show {' '.join(unknown)}: no folder has this name")
         compare_all(read_settings(args.folders, args.seeds), args.show, args.out)
