@@ -1,8 +1,7 @@
 """The LM head computes log-probs and entropies in chunks, with a backward pass of its own.
 
-Logits are M times V numbers. Above 256 MB they never exist as a whole: only one chunk of them does,
-which takes at most 512 MB. ORZ held four copies of all logits. This file needs torch alone.
-Shapes: M response tokens, V vocabulary, H hidden.
+A chunk of logits takes at most 512 MB on a GPU, and 32 MB on a CPU. ORZ held four copies of all
+logits. This file needs torch alone. Shapes: M response tokens, V vocabulary, H hidden.
 """
 
 import torch

@@ -3,7 +3,8 @@
 A function of a variant takes the place of the stage's function of the same name, and gets that
 function as its first argument. A variant that calls this argument names it `original`: it wraps the
 stage's function. A variant that does not call it names it `_original`: it replaces the stage's
-function, and must come before the variants that wrap this function. CONTRIBUTING.md is the manual.
+function, and must come before the variants that wrap this function. In this file a stage is any
+module whose functions a variant can wrap (train.modules_to_wrap). CONTRIBUTING.md is the manual.
 
 Only a run with --variant loads this file.
 """
