@@ -334,15 +334,18 @@ class Variants:
         if not learned.get("policy_micro_batches") or self.has_told:
             return
         self.has_told = True
-        names = [f"{hook.variant}.{hook.name}" for hook in self.hooks if not hook.calls]
+        missed = [hook for hook in self.hooks if not hook.calls and hook.name not in AFTER_A_STEP]
+        names = [f"{hook.variant}.{hook.name}" for hook in missed]
         if names:
-            missed = f"not called in the first learning step: {', '.join(names)}"
+            fact = f"not called in the first learning step: {', '.join(names)}"
             why = "another variant may replace their callers, or the run calls them later"
-            print(f"WARNING: --variant: {missed}; {why}", file=sys.stderr)
+            print(f"WARNING: --variant: {fact}; {why}", file=sys.stderr)
 
 
 # Functions of train.py that read the flags. They run before the variants are known.
 BEFORE_FLAGS = ("run", "parse_flags", "refuse_flag")
+# Functions of ckpt.py that a run calls after a step.
+AFTER_A_STEP = ("save", "write_engines", "publish", "prune", "export", "write_export")
 # The public names that a variant may define beside functions: their type and its description.
 KINDS = {
     "Flags": (type, "a dataclass"),

@@ -2,9 +2,9 @@
 
 The problems may have the columns of MBPP, HumanEval, APPS or LiveCodeBench, or two columns:
 question and tests. An assert must have one of these forms: value == literal,
-math.isclose(value, literal), abs(value - literal) < c, f(x), not f(x). Only from these forms can the
-expected value be separated, which must stay outside of the program's process (tasks/code.py).
-Other asserts are left out, and a warning says how many. ORZ has no such task.
+math.isclose(value, literal), abs(value - literal) < c, f(x), not f(x). From these forms alone the
+expected value can be separated. This value must stay outside of the program's process
+(tasks/code.py). Other asserts are left out, and a warning says how many. ORZ has no such task.
 """
 
 import ast

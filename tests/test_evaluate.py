@@ -75,7 +75,8 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, tmp_path):
     assert said[1][0] == "", "one rank prints the table"
 
     result = json.loads((out / "result.json").read_text())
-    assert result["sets"] == [x for x in jsonl(run / "eval.jsonl") if x["step"] == 0]
+    trained = [x for x in jsonl(run / "eval.jsonl") if x["step"] == 0]
+    assert result["sets"] == [x | {"pass@1": x["accuracy"]} for x in trained]
     answers = [line for line in jsonl(run / "eval_samples.jsonl") if line["step"] == 0]
     assert jsonl(out / "eval_samples.jsonl") == answers, "a second evaluation replaces the first"
     assert len(answers) == (8 + 40) * 2

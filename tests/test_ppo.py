@@ -424,7 +424,7 @@ def test_advantages_are_computed_on_the_device(estimator):
 
 # ---- passes, losses and updates: one update against its naive gradient ---------------------------
 
-LEARNT = ("estimator", "loss_mean", "lambd")
+LEARNT = ("estimator", "lambd")
 
 
 def new_head(cfg) -> torch.Tensor:
@@ -433,10 +433,11 @@ def new_head(cfg) -> torch.Tensor:
 
 
 @functools.cache
-def naive_step(folder, batch_kind: str, learnt: tuple) -> dict[str, dict]:
+def naive_step(folder, batch_kind: str, learnt: tuple, loss_mean: str) -> dict[str, dict]:
     """Gradients of policy and critic. They do not depend on any knob of memory or speed."""
     batch = make_batch(batch_kind)
     cfg = config(**dict(zip(LEARNT, learnt)))
+    cfg.loss_mean = loss_mean
     policy = naive.policy_gradient(naive.load(folder), batch, cfg)
     body = naive.load(folder, AutoModel)
     _, returns = naive.advantages(batch, cfg)
@@ -478,7 +479,8 @@ def check_step(result: dict, job: dict, models: dict) -> None:
     expected = {}
     lr = LR / cfg.warmup_updates
     learnt = tuple(getattr(cfg, name) for name in LEARNT)
-    for learner, gradient in naive_step(folder, batch_kind, learnt).items():
+    loss_mean = getattr(cfg, "loss_mean", "token")
+    for learner, gradient in naive_step(folder, batch_kind, learnt, loss_mean).items():
         start = result[f"{learner}_start"]
         assert start.keys() == starts[learner].keys()
         assert not norm_of(subtract(start, starts[learner]))

@@ -480,6 +480,14 @@ def test_each_variant_changes_what_is_learnt():
         assert learnt(name).isfinite().all() and differs(learnt(name), learnt()), name
 
 
+def test_fuse_values_saves_nothing_after_an_error_in_phase_6(tmp_path):
+    """The critic has learnt from step 4 then, and the policy has not."""
+    cfg = config(variant="fuse_values")
+    cfg.variants.modules["fuse_values"]._LEARNT["step"] = 4
+    with cfg.variants.installed(train.modules_to_wrap()):
+        assert "has learnt from step 4" in ckpt.save(tmp_path, ckpt.RunState(3), {}, [], 0)
+
+
 @pytest.mark.parametrize("name", naive.VARIANTS_COMPARE)
 def test_an_estimator_computes_on_the_device(name, monkeypatch):
     """On a GPU a tensor of the CPU would be an error."""
