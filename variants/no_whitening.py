@@ -6,6 +6,14 @@ the estimator's advantages as they are.
 The laboratory has not measured this variant.
 """
 
+from lib import check
+
+
+def check_config(original, cfg, world, estimators):
+    original(cfg, world, estimators)
+    is_whitened = estimators[cfg.estimator].is_whitened
+    check.require(is_whitened, f"--variant no_whitening: {cfg.estimator} is not whitened anyway")
+
 
 def whiten(_original, advantages, batch, cfg):
     return advantages
