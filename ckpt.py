@@ -87,7 +87,6 @@ def try_disk(action, *arguments):
         while isinstance(error.__context__, OSError):
             error = error.__context__
         return f"{here()}: {type(error).__name__}: {one_line(error)}"
-    return None
 
 
 def on_rank0(action, *arguments):
@@ -99,7 +98,7 @@ def on_rank0(action, *arguments):
 
 
 def fsync(path):
-    """Flushes a file or a folder to the disk. A file's name is flushed with the file's folder."""
+    """Flushes a file or a folder to the disk. A file's new name is a part of its folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -154,7 +153,7 @@ def claim(run_dir, needed_bytes):
         if text:
             raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
-        # The claims are checked. A run that was killed has left the other folders.
+        # All ranks have found the claims. The other folders were left by a run that was killed.
         for leftover in [claims, *run_dir.glob(".saving_*"), *run_dir.glob(".deleting_*")]:
             remove(leftover)
     return lock
@@ -293,7 +292,7 @@ def publish(temporary, final, files, state, hf):
     if not manifest(temporary):
         raise OSError("a file does not have the size that its rank wrote")
     run_dir = final.parent
-    # A resume needs the logs too, as far as state.log_sizes counts their bytes.
+    # A resume also needs the first bytes of each log, as many as state.log_sizes says.
     logs = [run_dir / name for name in state.log_sizes]
     for path in [temporary, *temporary.rglob("*"), *logs]:
         fsync(path)
@@ -322,10 +321,10 @@ def pick_checkpoint(run_dir, choice):
     """
     # Machines may mount the folder under different paths, so rank 0 decides about the names only.
     candidates = [run_dir / path.name for path in gather(checkpoints(run_dir))[0]]
+    if choice == "none" or (choice == "auto" and not candidates):
+        return None
     if choice != "auto":
         candidates = [Path(choice).absolute()]
-    if choice == "none" or not candidates:
-        return None
     for path in candidates:
         damage = find_damage(path)
         if not damage:
@@ -349,7 +348,6 @@ def find_damage(path):
     wrong = sum(gather(wrong), [])
     if wrong:
         return f"{wrong[0]} does not match its hash"
-    return None
 
 
 def load_state(path):
@@ -375,7 +373,7 @@ def find_start(run_dir, choice, new: RunState, fixed):
     saved = load_state(path)
     changed = find_changes(saved, new, fixed)
     # `tools/convert.py reshard` writes files for any layout into the folder universal/.
-    lacks_files = saved.layout != new.layout and find_damage(path / "universal")
+    needs_reshard = saved.layout != new.layout and find_damage(path / "universal")
     why = None
     if not path.parent.samefile(run_dir):
         why = f"is not in {run_dir}; copy the folder of that run"
@@ -390,7 +388,7 @@ def find_start(run_dir, choice, new: RunState, fixed):
             "was made with other variants, in another order, or with another text in one; use "
             f"--variant {' '.join(texts) or 'none'}"
         )
-    elif lacks_files:
+    elif needs_reshard:
         why = (
             f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has {new.layout}; "
             f"run `python tools/convert.py reshard {path}`"
@@ -414,6 +412,7 @@ def find_changes(saved, new, fixed):
             print0(f"resume: --{name} was {old[name]}, is {value}")
             if name in fixed:
                 changed.append(name)
+    # Another --template changes the hash of the problems too, and is named already.
     if saved.problems_hash != new.problems_hash and not changed:
         changed.append("data")
     return changed
@@ -442,7 +441,7 @@ def resume(run_dir, source, engines, state: RunState):
     for name, size in measure_logs(run_dir).items():
         os.truncate(run_dir / name, min(size, state.log_sizes.get(name, 0)))
     for path in checkpoints(run_dir):
-        if source is None or step_of(path) > state.step:
+        if not source or step_of(path) > state.step:
             # The time makes the new name unique.
             renamed = path.rename(path.with_name(f"dropped_{path.name}_{time.time_ns()}"))
             print0(f"{path} is renamed to {renamed.name}: the run resumes from step {state.step}")

@@ -42,7 +42,7 @@ class Batch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     groups: Tensor  # (N,) index of the sample's problem among the problems of the step
-    rewards: Tensor  # (N,) float64, the rewards to learn from: the result of the function `paid`
+    rewards: Tensor  # (N,) float64, what each sample is paid: the result of the function `paid`
     device: torch.device  # of the flat tensors
     # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them)
     per_token: dict[str, Tensor]
@@ -98,7 +98,8 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     rewards: (N). Without them rank 0 calls `paid`, and this function is a collective.
     """
     if rewards is None:
-        # A variant's `paid` may be random. So rank 0 decides for all ranks.
+        # A variant's `paid` may be random. So rank 0 decides for all ranks. This `stop_together` is
+        # inside the one of train.py, which lets Stopped pass.
         with stop_together():
             rewards = paid(samples, cfg) if dist.get_rank() == 0 else None
         rewards = gather(rewards)[0]
@@ -107,7 +108,7 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
     rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,)
     batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples)
-    if samples[0].logprobs is not None:
+    if samples[0].logprobs:
         logprobs = [x for sample in samples for x in sample.logprobs]
         batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
     return batch
@@ -165,7 +166,7 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
     """Makes the tensors of these rows. rows: the indices of the samples of each row."""
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     parts = []  # tokens of each sample and each padding
-    columns = {
+    fields = {
         "input_ids": [],
         "position_ids": [],
         "predict": [],
@@ -186,23 +187,24 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
             # response token, and the last position predicts nothing.
             predict += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
             start = int(batch.start[i])
-            columns["token_ids"] += response
-            columns["flat_index"] += range(start, start + len(response))
+            fields["token_ids"] += response
+            fields["flat_index"] += range(start, start + len(response))
         # The padding of a row is like one more sample without response tokens.
         padding = longest_row - len(ids)
         if padding > 0:
             parts.append(padding)
-        columns["input_ids"].append(ids + [0] * padding)
-        columns["position_ids"].append(positions + [*range(padding)])
-        columns["predict"].append(predict + [False] * padding)
-    columns["mask"] = [1.0] * len(columns["token_ids"])
-    tensors = {name: torch.tensor(x, device=batch.device) for name, x in columns.items()}
+        fields["input_ids"].append(ids + [0] * padding)
+        fields["position_ids"].append(positions + [*range(padding)])
+        fields["predict"].append(predict + [False] * padding)
+    fields["mask"] = [1.0] * len(fields["token_ids"])
+    tensors = {name: torch.tensor(x, device=batch.device) for name, x in fields.items()}
     borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
     return MicroBatch(**tensors, borders=borders, longest=max(parts))
 
 
 def filler(device) -> MicroBatch:
     """Makes a micro-batch of one token with mask 0, for a rank with fewer micro-batches."""
+    # One response token, so that the head is called too.
     zero = torch.zeros(1, dtype=torch.int64, device=device)  # (1,)
     return MicroBatch(
         input_ids=zero[None],  # (1, 1)
@@ -301,8 +303,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     In a group with equal rewards the std is exactly 0.
     """
-    # A GPU adds in a random order. One rank could find an advantage to be 0, and another rank not.
-    # Then the two would deal different samples.
+    # These tensors are small. On a GPU each round of the loop would wait for the GPU.
     on_cpu = rewards.cpu()
     groups = groups.cpu()
     mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
@@ -384,7 +385,7 @@ def token_passes(policy, critic, batch: Batch, cfg, step):
 
 def compute_values(critic, batch: Batch, cfg) -> Tensor:
     """V(s_t) of every response token, (T,), the same on every rank. A collective."""
-    return token_pass(batch, cfg, critic)
+    return forward_pass(batch, cfg, critic)
 
 
 def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
@@ -393,11 +394,11 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
     def forward(micro):
         return policy(micro, cfg.temperature)[0]  # (M,)
 
-    return token_pass(batch, cfg, forward)
+    return forward_pass(batch, cfg, forward)
 
 
 @torch.no_grad()
-def token_pass(batch: Batch, cfg, forward) -> Tensor:
+def forward_pass(batch: Batch, cfg, forward) -> Tensor:
     """One number for each response token, (T,). forward(micro) returns those of a micro-batch."""
     numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
     for micro in micro_batches(batch, batch.all_indices(), cfg):
@@ -417,10 +418,9 @@ def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
 def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
     """Returns the sum of `token_loss`, and the numbers to log as sums over tokens."""
     logprobs, entropy = policy(micro, cfg.temperature)  # (M,), (M,)
-    advantages = batch.per_token["advantages"][micro.flat_index] * micro.mask  # (M,)
+    advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
     stats = {"entropy": (entropy.detach() * micro.mask).sum()}
     losses = token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)
-    # The mask is here too, because a variant's loss may have terms without an advantage.
     loss = (losses * micro.mask).sum()
     stats["policy_loss"] = loss.detach()
     return loss, stats
@@ -521,10 +521,10 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
         grad_norm = learner.apply_update(lr)
-    of_learner = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
-    # With the tokens of the prompts.
-    of_learner["tokens"] = sum(batch.sample_lengths[i] for i in indices)
-    return stats | {f"{learner.name}_{key}": value for key, value in of_learner.items()}
+    own_stats = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
+    # This count includes the prompts.
+    own_stats["tokens"] = sum(batch.sample_lengths[i] for i in indices)
+    return stats | {f"{learner.name}_{key}": value for key, value in own_stats.items()}
 
 
 def reduce_stats(history, denominator, tokens_in_passes):

@@ -156,7 +156,7 @@ def last_box(text):
     # 0 for a brace that belongs to no box.
     content_starts = []
     # The first alternative takes \boxed{. The second takes an escaped character such as \{, which
-    # opens and closes nothing. The third takes a brace.
+    # opens and closes nothing, but not the first backslash of \\boxed{. The third takes a brace.
     for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", text, re.DOTALL):
         if token[0] == r"\boxed{":
             content_starts.append(token.end())
@@ -204,7 +204,7 @@ ANSWER_FORMS = {
 
 
 def is_equiv(answer, label):
-    """Is the answer right? Any text is safe, because only a worker process may die of it.
+    """Is the answer right? A text that hangs or crashes a check ends a worker process alone.
 
     Raises UserError if no such process can be started. Its start takes 2 s, so use one Grader for
     many answers.
@@ -239,10 +239,10 @@ class Grader:
         self.find_answer = ANSWER_FORMS[answer_form]
         self.counts = Counter()
         self.broken = None
-        self.hopeless = {}  # pair whose check used up its CPU time -> False
+        self.hopeless = {}  # pair whose check used up its CPU time -> False, its verdict
         self.pairs = {}  # key -> (answer, label)
         self.verdicts = {}  # pair -> bool
-        self.running = {}  # pair -> Future of what Worker.ask returns
+        self.running = {}  # pair -> Future of "equal", "different" or the way of the loss
         self.workers = [Worker(cpu_seconds, wall_seconds) for _ in range(workers)]
         self.idle_workers = self.workers.copy()
         # There is a thread for each worker, which waits for the worker's reply.
@@ -308,7 +308,7 @@ class Grader:
                 self.hopeless[pair] = False
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}
-        # The verdicts that are kept. All of them are False.
+        # Only the verdicts of hopeless pairs are kept.
         self.verdicts = self.hopeless.copy()
         self.running = {}
         return rewards

@@ -243,8 +243,8 @@ def sampler_settings(cfg, is_gpu) -> dict:
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
-        # If vLLM computes a prompt in chunks, it sets the random generator back. A CPU's generator
-        # cannot be set back.
+        # If vLLM computes a prompt in chunks, it rewinds the random generator of the sample. The
+        # generator of a CPU cannot be rewound, so the seed would not decide the sample.
         settings["enable_chunked_prefill"] = False
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
@@ -291,8 +291,10 @@ class Rollout:
         self.cfg = cfg
 
     def stopped(self):
-        """The sampler calls this before each decode. Ranks that share a sampler must make the same
-        decodes, so they finish their rollout before they stop."""
+        """Must the sampler stop early? The sampler asks this before each decode.
+
+        Ranks that share a sampler must make the same decodes. So they finish their rollout.
+        """
         if self.cfg.tensor_parallel > 1:
             return False
         return self.signals.poll()
@@ -320,7 +322,7 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
         while grader.pending(0.5) and not signals.poll():
             pass
     with clock("gather"):
-        # This is the first collective after sampling. Here the ranks wait for the slowest one.
+        # This is the first collective of all ranks after sampling. Here they wait for the slowest.
         agree(signals.poll(), fault=grader.broken)
         for position, reward in grader.results().items():
             mine[position].reward = reward
@@ -364,7 +366,7 @@ def grade(rollout, position, sample):
     sample.text_metrics = rollout.task.text_metrics(sample.text)
     label = sample.request.problem.label
     sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
-    # A task of the user may return whether the response is right instead of the answer.
+    # By mistake a user's task may return whether the response is right.
     if isinstance(sample.answer, bool):
         raise UserError(
             f"--task {rollout.cfg.task}: Grader.submit returned {sample.answer}; its last line "

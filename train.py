@@ -61,8 +61,10 @@ ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 class NoVariants:
     """Does nothing. With --variant an object of lib/variants.py stands in its place."""
 
-    hashes = estimators = []
-    added = memory = {}
+    hashes = []  # [name, hash of its text] of each variant
+    estimators = []  # names of estimators that variants add
+    added = {}  # {flag that a variant adds: its default}
+    memory = {}  # {name of a variant: its MEMORY}
 
     def installed(self, modules):
         return contextlib.nullcontext()
@@ -342,12 +344,12 @@ def count_steps(cfg, problem_count):
 
 
 def check_sampler(sampler, policy, problems, cfg):
-    """Compares the log-probs of policy and sampler on 32 samples. Returns a sentence for the log.
+    """Compares the log-probs of policy and samplers. Returns a sentence for the log.
 
-    Each rank draws these samples from its own sampler, and the batch has those of all ranks. So
-    each sampler is checked. The log-probs differ if a sampler has old weights, or if lib/models.py
-    computes other logits than vLLM. Raises UserError if the mean |difference| is too large: over
-    all tokens, or over the tokens of one sample.
+    Each rank draws 32 samples from its own sampler, so each sampler is checked. The log-probs
+    differ if a sampler has old weights, or if lib/models.py computes other logits than vLLM. Raises
+    UserError if the mean |difference| over all tokens, or over the tokens of one sample, is too
+    large.
     """
     seeds = rollout_stage.problem_seeds(cfg.seed, step=0, purpose="check", count=8)
     # With a lower top_p the sampler's log-probs would be those of the cut distribution.
@@ -396,8 +398,9 @@ def evaluate(rollout, eval_sets, step, log):
         clock = metrics.Clock(step)
         with stop_together():
             log.evaluation(name, rollout_stage.draw(rollout, requests, clock), step)
+        # `draw` has counted the checks without a verdict.
         lost = clock.numbers["reward_lost"]
-        if lost > 0:
+        if lost:
             print0(f"WARNING: {name}: {lost} checks ended without a verdict and counted as wrong")
 
 
@@ -449,7 +452,8 @@ def main(cfg, world, device, store):
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
     new.variants = cfg.variants.hashes
-    # The flags that a resumed run must keep, and their defaults.
+    # The flags that a resumed run must keep. A checkpoint that is older than a flag was made with
+    # that flag's default.
     fixed = vars(Learning()) | cfg.variants.added
     # ckpt.py compares the variants' texts instead of their paths, because a file may move.
     del fixed["variant"]
@@ -467,7 +471,7 @@ def main(cfg, world, device, store):
     critic = models.make_critic(cfg) if ppo.ESTIMATORS[cfg.estimator].needs_critic else None
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
-    # Each checkpoint has these two in the Hugging Face form.
+    # Each checkpoint has the tokenizer and the config in the Hugging Face form.
     hf = [tokenizer, policy.module.model.config]
     ckpt.resume(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))

@@ -107,7 +107,10 @@ def limit_process():
 
 
 def close_sympy():
-    """Disables the two functions with which sympy runs text as code. Its imports need them."""
+    """Disables the two functions with which sympy runs text as code.
+
+    Call this after sympy's imports, because the imports need these functions.
+    """
     import sympy.parsing.sympy_parser
 
     # parse_expr would evaluate the text of a number. read_number reads the exact number.

@@ -120,7 +120,7 @@ def check_hardware(cfg, world):
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
         "offload": (
             cfg.offload == "none" or cfg.zero_stage > 0,
-            "ZeRO does it; add --zero_stage 1, 2 or 3",
+            "offloading is a part of ZeRO; add --zero_stage 1, 2 or 3",
         ),
         "log_with": (cfg.log_with != "wandb" or find_spec("wandb"), "`pip install wandb` first"),
     }
@@ -185,7 +185,7 @@ def count_parameters(config):
 def needed_bytes(cfg, has_critic, saved):
     """The bytes that the coming checkpoints need on the disk.
 
-    saved: how many checkpoints the folder has already. Later ones take their room. A checkpoint
+    saved: how many checkpoints the folder has. New checkpoints take the room of those. A checkpoint
     takes at most 16 bytes for each parameter of policy and critic: 4 each for weight, fp32 master
     and two moments. While one is written, keep_last older ones are kept. With --keep_last 0 all are
     kept, and only the next one is counted.

@@ -68,12 +68,12 @@ def here():
 # ---- errors: an error on one rank must stop all ranks --------------------------------------------
 
 # If one rank raised an error alone, the other ranks would wait for that rank in their next
-# collective. There are four ways:
-#   in the set-up              raise_together: all ranks raise the UserError.
-#   in the loop, before the    stop_together: all ranks raise Stopped, save the last finished step,
-#   weights change             and end.
-#   at the disk                ckpt.try_disk: a rank keeps the error's text, until the ranks gather.
-#   elsewhere                  The rank ends with a traceback, and the launcher ends the others.
+# collective. What happens depends on the place of the error:
+# - Inside `raise_together` (the set-up): all ranks raise the UserError.
+# - Inside `stop_together` (the loop, before the weights change): all ranks raise Stopped, save the
+#   last finished step, and end.
+# - At the disk (`try_disk` of ckpt.py): the rank keeps the error's text until the ranks gather.
+# - Elsewhere: the rank ends with a traceback, and the launcher ends the other ranks.
 
 
 @contextlib.contextmanager

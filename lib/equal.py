@@ -94,7 +94,7 @@ REWRITES = {
     r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])": "",
     # 2{,}304 -> 2,304
     r"\{,\}": ",",
-    # 2,304\pi -> 2304\pi, but (2,304) is a pair
+    # 2,304\pi -> 2304\pi, but (2,304) is a pair: no closing bracket may follow
     r"(?<![0-9,.])([1-9][0-9]{0,2}),([0-9]{3})(?:,([0-9]{3}))?(?:,([0-9]{3}))?"
     r"(?![0-9,])(?!.*(?:[)\]]|\\\}))": r"\1\2\3\4",
 }
@@ -115,16 +115,14 @@ def respell(text):
 
 # The sign of x = 5 and of x \in S, but not <=    >=    !=    :=
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
+# No name is on the left of x \not= 5    \log x = 2    \sin x = 2
+NO_NAME = r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
+# A name has braces only after \text, \overline, ^ and _: \text{Area}    \overline{AB}    f^{-1}
+BRACES = r"(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\}"
 # The name of a value, with its sign.
 NAME = re.compile(
-    # No name is on the left of x \not= 5    \log x = 2    \sin x = 2
-    r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
-    # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =
-    r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]"
-    # A_1 =    f^{-1}(x) =    \text{Area} =    \overline{AB} =    A name has braces only after
-    # \text, \overline, ^ and _.
-    r"|_\w|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
-    rf"(?:{EQUALS.pattern}) ?"
+    # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =    A_1 =
+    rf"{NO_NAME}\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|{BRACES})*(?:{EQUALS.pattern}) ?"
 )
 
 
@@ -132,8 +130,8 @@ def drop_name(answer, label):
     """x = 5 -> 5    if the other text has the same name or none."""
     matches = [NAME.match(answer), NAME.match(label)]
     names = {match[0] for match in matches if match}
-    # In an answer, the m+n of m+n = 17 may be a name. If the label is x+y = 17, it is an equation,
-    # and both texts stay whole.
+    # If the label is a sum, as in x+y = 17, the label is an equation, and both texts stay whole. In
+    # an answer a sum may be a name.
     if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return answer, label
     # A list repeats its name, at the start or after a comma or a space: x=1, x=2 -> 1, 2
@@ -261,8 +259,8 @@ def quick_verdict(answer, label):
 def same_number(answer, label):
     """Numbers are compared exactly. Both 0.5 and 50 equal 50%, because labels often lack the sign.
 
-    If the label is a number, an expression is wrong, because it may be a copy from the question. A
-    power or a root of numbers is allowed.
+    If the label is 7, the answer 3+4 is wrong, because it may be a copy from the question. A power
+    or a root of numbers is allowed.
     """
     number = parse_number(answer)
     label_number = parse_number(label)

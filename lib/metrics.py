@@ -46,8 +46,8 @@ class Clock:
 def memory_in_use():
     """GiB in use on this rank's GPU by all processes; on a CPU, the memory of this process.
 
-    At the end of a phase this is the phase's maximum, because torch gives no memory back before the
-    sampler wakes up.
+    torch gives no memory back before the sampler wakes up. So for a phase of learning this is the
+    maximum since the sampler fell asleep.
     """
     if not torch.cuda.is_available():
         return psutil.Process().memory_info().rss / 2**30

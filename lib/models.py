@@ -8,9 +8,9 @@ import math
 import os
 import sys
 
-# DeepSpeed compiles an op at its first start. Each environment keeps its own copy of the op, which
-# its own ninja has compiled. If environments shared a copy, a start in another environment would
-# compile the op again.
+# DeepSpeed compiles its CPU op at the first start, with ninja. Each virtual environment compiles
+# the op with its own ninja (so PATH), into a folder of its own. If environments shared the folder,
+# a start in another environment would compile the op again.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
@@ -106,8 +106,8 @@ def engine_config(cfg, stage):
         # Without this setting DeepSpeed clips at 1.0.
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
-        # With --bf16, stage 0 is only for a variant's model that never learns (see Learner). The
-        # weights of such a model are bf16 already.
+        # check.py allows --bf16 with stages 2 and 3 only. Stage 0 is then a variant's model that
+        # never learns (see Learner). The weights of such a model are bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
         # In bf16 the sum of 65 micro-batches lost a ninth of its norm.
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -121,7 +121,7 @@ def training_dtype(cfg):
     return torch.bfloat16 if cfg.bf16 else torch.float32
 
 
-def load_body(cfg, auto_class, folder=None):
+def load_model(cfg, auto_class, folder=None):
     """The model of a folder, or of --model, in the training dtype and without dropout."""
     if cfg.zero_stage == 3:
         # As long as this object exists, from_pretrained shards the model while it loads.
@@ -224,18 +224,18 @@ def optimizer_step(learner, lr):
     return norm
 
 
-def policy_body(cfg):
+def policy_model(cfg):
     """The causal LM that is trained."""
-    return load_body(cfg, AutoModelForCausalLM)
+    return load_model(cfg, AutoModelForCausalLM)
 
 
 def make_policy(cfg) -> Learner:
-    return Learner("policy", Policy(policy_body(cfg)), cfg, cfg.actor_learning_rate)
+    return Learner("policy", Policy(policy_model(cfg)), cfg, cfg.actor_learning_rate)
 
 
 def make_critic(cfg) -> Learner:
     """Without --critic: the body of the base model with a new head. Raises UserError."""
-    critic = Critic(load_body(cfg, AutoModel, cfg.critic), cfg.seed)
+    critic = Critic(load_model(cfg, AutoModel, cfg.critic), cfg.seed)
     if cfg.critic:
         from lib.value_head import load_value_head
 

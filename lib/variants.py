@@ -104,9 +104,9 @@ class Variants:
         )
         typed = [field.name for field in dataclasses.fields(flags)] if flags else []
         for key in vars(flags) if flags else ():
-            is_flag = key.startswith("_") or key in typed
+            is_right = key.startswith("_") or key in typed
             require_variant(
-                is_flag, f"{word}: Flags: write {key} with its type: `{key}: float = 1.0`"
+                is_right, f"{word}: Flags: write {key} with its type: `{key}: float = 1.0`"
             )
 
     def check_order(self):
@@ -208,24 +208,25 @@ class Variants:
         """Wraps functions of these modules. Raises UserError."""
         for stage in stages:
             for name in sorted({hook.name for hook in self.hooks} & set(functions_of(stage))):
-                self.stand_in(stage, getattr(stage, name), self.chain(name, getattr(stage, name)))
+                function = getattr(stage, name)
+                self.replace_everywhere(stage, function, self.wrapped_function(name, function))
             for name, module in self.modules.items():
                 self.refuse_direct_imports(name, module, stage)
                 if hasattr(stage, "ESTIMATORS"):
                     self.add_estimators(name, module, stage)
 
-    def stand_in(self, stage, function, wrapped):
+    def replace_everywhere(self, stage, function, wrapped):
         """Puts `wrapped` in the place of `function`, in the module and in the module's tables."""
-        self.set_in(vars(stage), function.__name__, wrapped)
+        self.set_with_undo(vars(stage), function.__name__, wrapped)
         for table in [table for table in vars(stage).values() if isinstance(table, dict)]:
             for key, value in table.items():
                 if value is function:
-                    self.set_in(table, key, wrapped)
+                    self.set_with_undo(table, key, wrapped)
                 elif getattr(value, "function", None) is function:
                     # An entry of ESTIMATORS.
-                    self.set_in(table, key, dataclasses.replace(value, function=wrapped))
+                    self.set_with_undo(table, key, dataclasses.replace(value, function=wrapped))
 
-    def chain(self, name, function):
+    def wrapped_function(self, name, function):
         """The function of a stage with the variants' functions around it."""
         wrappers = [hook for hook in self.hooks if hook.name == name]
         wrapped = function
@@ -257,9 +258,9 @@ class Variants:
             require_variant(
                 key not in stage.ESTIMATORS, f"{where} is there already; choose another name"
             )
-            self.set_in(stage.ESTIMATORS, key, entry)
+            self.set_with_undo(stage.ESTIMATORS, key, entry)
 
-    def set_in(self, table: dict, name, value):
+    def set_with_undo(self, table: dict, name, value):
         if name in table:
             self.undo.append(functools.partial(table.__setitem__, name, table[name]))
         else:

@@ -29,7 +29,7 @@ import ppo
 from lib.attention import packed_attention
 from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
-from lib.models import Critic, Policy, engine_config, load_body, make_critic, named_weights
+from lib.models import Critic, Policy, engine_config, load_model, make_critic, named_weights
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,10 @@ def unpacked(folder) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load(folder, auto_class, attention: str, **settings):
-    return load_body(config(folder, attention=attention, **settings), auto_class)
+    return load_model(config(folder, attention=attention, **settings), auto_class)
 
 
-# varlen comes first: nobody has registered it before load_body does.
+# varlen comes first: nobody has registered it before load_model does.
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("row_len, rows", [(48, 1), (100, 2), (640, 1)])
 def test_packed_equals_unpacked(attention, row_len, rows, models, process_group):
@@ -200,9 +200,9 @@ def test_a_model_with_its_own_attention_is_refused_in_one_line(tmp_path):
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     StableLmForCausalLM(StableLmConfig(**shape, **heads)).save_pretrained(tmp_path)
-    load_body(config(tmp_path), AutoModelForCausalLM)
+    load_model(config(tmp_path), AutoModelForCausalLM)
     with pytest.raises(UserError, match="has attention code of its own: add --attention sdpa"):
-        load_body(config(tmp_path, attention="varlen"), AutoModelForCausalLM)
+        load_model(config(tmp_path, attention="varlen"), AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize("form", ["ours", "orz", "classifier"])
@@ -296,7 +296,7 @@ def test_deepspeed_knows_the_settings_of_its_buckets(stage, models):
     assert (zero.overlap_comm, zero.memory_efficient_linear) == (stage > 1, False)
 
 
-# ---- load_body -----------------------------------------------------------------------------------
+# ---- load_model ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
@@ -311,12 +311,12 @@ def test_dropout_is_off(family, models, tmp_path):
     ids = torch.arange(1, 21)[None]
     dropping = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
     assert not torch.equal(dropping(ids).logits, dropping(ids).logits), "there is none to turn off"
-    body = load_body(config(folder), AutoModelForCausalLM)
+    body = load_model(config(folder), AutoModelForCausalLM)
     assert body.training and torch.equal(body(ids).logits, body(ids).logits)
 
 
 def test_zero_3_shards_a_model_while_it_is_loaded(models, process_group):
     """After loading no rank holds a whole parameter. reshard_worker.py asserts it on two ranks."""
     for stage in (2, 3):
-        body = load_body(config(models[True], zero_stage=stage), AutoModel)
+        body = load_model(config(models[True], zero_stage=stage), AutoModel)
         assert {hasattr(p, "ds_id") for p in body.parameters()} == {stage == 3}

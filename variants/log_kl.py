@@ -15,7 +15,7 @@ _LEARNERS = {}
 
 def make_policy(original, cfg):
     """Makes the reference too. The reference has no learning rate, so it has no optimizer."""
-    body = models.load_body(cfg, AutoModelForCausalLM)
+    body = models.load_model(cfg, AutoModelForCausalLM)
     _LEARNERS["reference"] = models.Learner("reference", models.Policy(body), cfg, lr=None)
     return original(cfg)
 

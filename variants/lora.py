@@ -35,7 +35,7 @@ def find_task(original, cfg):
     return original(cfg)
 
 
-def policy_body(original, cfg):
+def policy_model(original, cfg):
     from peft import LoraConfig, inject_adapter_in_model
 
     body = original(cfg)
