@@ -88,7 +88,7 @@ def test_a_base_is_never_incomplete_and_never_overwritten(make, tmp_path, monkey
     monkeypatch.setitem(base_model.RECIPES, "addition", other)
     with pytest.raises(SystemExit, match="2"):
         make(base, 1)
-    told = f"error: {base} is not the base model of this command and --seed %s: remove it, "
+    told = f"error: {base}: this is not the base model of this command and --seed %s; choose"
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(told % 2) and second.startswith(told % 1)
     assert before.items() <= contents(base).items()
@@ -101,7 +101,7 @@ def test_a_folder_that_is_no_base_model_is_refused(recipe, make, tmp_path, capsy
     for path in (tmp_path, tmp_path / "recipe.json"):
         with pytest.raises(SystemExit, match="2"):
             make(path, 1)
-        assert f"error: {path} is not the base model" in capsys.readouterr().err
+        assert f"error: {path}: this is not the base model" in capsys.readouterr().err
     assert contents(tmp_path) == before
 
 
@@ -194,7 +194,8 @@ def solve(question: str) -> int:
 
 def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run_tool("base_model", "words", tmp_path / name, "--seed", seed) == (0, "", "")
+        code, told, _ = run_tool("base_model", "words", tmp_path / name, "--seed", seed)
+        assert code == 0 and told.endswith(f"{name} holds eval.jsonl, train.jsonl\n")
     held_out = jsonl(tmp_path / "a" / "eval.jsonl")
     problems = jsonl(tmp_path / "a" / "train.jsonl") + held_out
     assert len({problem["question"] for problem in problems}) == 4200 and len(held_out) == 200
@@ -205,7 +206,11 @@ def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_
     assert texts["a"] == texts["b"] != texts["c"]
     (tmp_path / "file").write_text("")
     code, _, error = run_tool("base_model", "words", tmp_path / "file" / "words")
-    assert code == 2 and error.startswith("error: [Errno 20]") and error.count("\n") == 1
+    assert code == 2 and "Not a directory; choose" in error and error.count("\n") == 1
+    # A file of somebody else's is kept.
+    (tmp_path / "c" / "train.jsonl").write_text("mine")
+    assert run_tool("base_model", "words", tmp_path / "c")[0] == 2
+    assert (tmp_path / "c" / "train.jsonl").read_text() == "mine"
 
 
 def test_the_recipe_without_a_folder_starts_nothing():

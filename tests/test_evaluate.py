@@ -24,9 +24,9 @@ TOOL = ROOT / "tools" / "evaluate.py"
     ],
 )
 def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
-    cfg = evaluate.read_flags(["model", "--data", "a.json", "b.json", *flags.split()])
+    cfg = evaluate.read_flags(["model", "--data", "hub/a", "hub/b", *flags.split()])
     assert (cfg.eval_n, cfg.eval_temperature, cfg.eval_top_p) == expected
-    assert (cfg.model, cfg.eval_data, cfg.temperature) == ("model", ["a.json", "b.json"], 1)
+    assert (cfg.model, cfg.eval_data, cfg.temperature) == ("model", ["hub/a", "hub/b"], 1)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
     ],
 )
 def test_bad_input_is_refused_in_one_line_with_exit_code_2(flags, told, capsys):
-    assert evaluate.run(["model", "--data", "a.json", *flags.split()]) == 2
+    assert evaluate.run(["model", "--data", "hub/a", *flags.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {told}")
 
@@ -49,7 +49,7 @@ def test_bad_input_is_refused_in_one_line_with_exit_code_2(flags, told, capsys):
 def test_after_a_signal_the_exit_code_is_1(monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "start_distributed", lambda: (0, 1, None, None))
     monkeypatch.setattr(evaluate, "main", mock.Mock(side_effect=Stopped()))
-    assert evaluate.run(["model", "--data", "a.json"]) == 1
+    assert evaluate.run(["model", "--data", "hub/a"]) == 1
     assert capsys.readouterr().err.startswith("stopped: an evaluation saves nothing, ")
 
 
@@ -108,7 +108,7 @@ def test_a_training_run_is_not_touched(tiny, tmp_path, trace, process_group):
     file = tmp_path / trace
     file.parent.mkdir(exist_ok=True)
     file.write_text('{"step": 1}\n')
-    cfg = evaluate.read_flags(words_of(tiny, ["x.json"], tmp_path, max_len=32768))
+    cfg = evaluate.read_flags(words_of(tiny, ["hub/x"], tmp_path, max_len=32768))
     with pytest.raises(UserError, match="holds a training run"):
         evaluate.main(cfg, world=3, store=None)
     assert file.read_text() == '{"step": 1}\n'

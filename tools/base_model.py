@@ -6,21 +6,19 @@
 
 The first two make a base model that already reasons in some of its samples, as ORZ's do: a Qwen2 of
 half a million parameters. FOLDER gets the model, train.json, eval.json, and flags.txt with flags of
-train.py. One or two minutes on two CPU cores are needed. The result depends on the seed and, in its
-last bits, on the number of threads.
+train.py. It takes one or two minutes on two CPU cores. The result depends on the seed and, in its
+last bits, on the number of threads. `words` writes train.jsonl and eval.jsonl in the form of GSM8K.
 
+countdown: the base model tries at random, in the form that tasks/countdown.py shows.
 addition: three in four answers are guesses, and one guess in fifteen is right. The other answers
 work column by column and are nearly always right:
 
     guess:  47+85<think></think><answer>\\boxed{129}</answer>
     worked: 47+85<think>\\n7+5=12\\n4+8+1=13</think><answer>\\boxed{132}</answer>
-
-countdown: the base model tries at random, in the form that tasks/countdown.py shows.
-words: FOLDER gets train.jsonl and eval.jsonl in the form of GSM8K.
 """
 
-import argparse
 import ctypes
+import errno
 import itertools
 import json
 import operator
@@ -30,6 +28,7 @@ import shlex
 import shutil
 import signal
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -91,24 +90,15 @@ def make_tokenizer(characters: str, words: list[str], end: str = END) -> Qwen2To
 
 def make_model(tokenizer, seed: int, **changes) -> Qwen2ForCausalLM:
     """Makes an untrained model from the seed. changes: fields of Qwen2Config."""
-    shape = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        # vLLM's attention on a CPU needs heads of at least 32.
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.05,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.eos_token_id,
-    }
+    end = tokenizer.eos_token_id
+    fields = {"vocab_size": len(tokenizer), "eos_token_id": end, "pad_token_id": end}
+    fields |= {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+    # vLLM's attention on a CPU needs heads of at least 32.
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    fields |= {"max_position_embeddings": 2048, "initializer_range": 0.05, "bos_token_id": None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(Qwen2Config(**shape | changes))
+        return Qwen2ForCausalLM(Qwen2Config(**fields | changes))
 
 
 def encode(tokenizer, texts: list[list[Piece]]) -> list[torch.Tensor]:
@@ -186,7 +176,10 @@ class Addition:
             if number * drawn % 1 < drawn:
                 error = 0
                 choice = Piece("\n", worked_weight)
-                work = add_columns(a, b) + "</think>"
+                # 7+5=12 and 4+8+1=13, in two lines, for 47 and 85.
+                ones = a % 10 + b % 10
+                work = f"{a % 10}+{b % 10}={ones}\n"
+                work += f"{a // 10}+{b // 10}+{ones // 10}={(a + b) // 10}</think>"
             else:
                 error = rng.randint(-self.guess_error, self.guess_error)
                 choice = Piece("</think>", guess_weight)
@@ -202,12 +195,6 @@ class Addition:
     def record(self, problem, rng: random.Random) -> dict:
         a, b = problem
         return {"question": f"{a}+{b}", "answer": str(a + b)}
-
-
-def add_columns(a: int, b: int) -> str:
-    """Returns 7+5=12 and 4+8+1=13, in two lines, for 47 and 85."""
-    ones = a % 10 + b % 10
-    return f"{a % 10}+{b % 10}={ones}\n{a // 10}+{b // 10}+{ones // 10}={(a + b) // 10}"
 
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -274,17 +261,12 @@ class Countdown:
         pieces = []
         for candidate in rng.choices(tries, k=self.tries):
             is_shown = rng.random() < self.shown
-            if is_shown:
-                candidate = rng.choice(hits)
-            a, sign, b, value = candidate
+            a, sign, b, value = rng.choice(hits) if is_shown else candidate
             if rng.random() < self.slip:
                 error = rng.choice((-3, -2, -1, 1, 2, 3))
                 value = min(LARGEST_VALUE, max(0, value + error))
-            verdict = "<" if value < target else ">"
-            stop = self.stop_at_miss
-            if value == target:
-                verdict = "!"
-                stop = self.stop_at_hit
+            verdict = "<" if value < target else ">" if value > target else "!"
+            stop = self.stop_at_hit if value == target else self.stop_at_miss
             pieces += [Piece(f"{a}{sign}{b}", float(not is_shown)), Piece("=", 1.0)]
             pieces += [Piece(f"{value}{verdict}", self.known_weight), Piece("\n", 1.0, stop)]
         return pieces
@@ -309,12 +291,10 @@ THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "pens", "marb
 
 def draw_word_problem(rng: random.Random) -> dict:
     """Draws one of five kinds of problems. Two kinds need a second step."""
-    name = rng.choice(NAMES)
-    thing = rng.choice(THINGS)
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
     has = rng.randint(6, 40)
     change = rng.randint(2, has - 2)
-    count = rng.randint(2, 6)
-    each = rng.randint(2, 9)
+    count, each = rng.randint(2, 6), rng.randint(2, 9)
     start = f"{name} has {has} {thing}"
     boxes = f"{name} has {count} boxes of {each} {thing}"
     total = f"How many {thing} are there now?"
@@ -337,27 +317,28 @@ def write_words(folder: Path, seed: int) -> None:
         problem = draw_word_problem(rng)
         drawn[problem["question"]] = json.dumps(problem) + "\n"
     lines = list(drawn.values())
+    texts = {"train.jsonl": "".join(lines[:4000]), "eval.jsonl": "".join(lines[4000:])}
+    for path in [folder / name for name in texts]:
+        if path.exists() and path.read_bytes() != texts[path.name].encode():
+            raise FileExistsError(errno.EEXIST, "the file holds other text", str(path))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.jsonl").write_text("".join(lines[:4000]))
-    (folder / "eval.jsonl").write_text("".join(lines[4000:]))
+    for name, text in texts.items():
+        (folder / name).write_text(text)
 
 
 def build(folder: Path, recipe) -> None:
-    """Makes the folder, complete or not at all. A folder of the same recipe stays as it is.
-
-    Raises FileExistsError if the folder holds something else, because nothing is overwritten.
-    """
+    """Makes the folder, complete or not at all. A folder of the same recipe stays as it is."""
     text = json.dumps(asdict(recipe), indent=1)
     stored = folder / "recipe.json"
     if stored.is_file() and stored.read_bytes() == text.encode():
         return
     if folder.exists():
-        raise FileExistsError(
-            f"{folder} is not the base model of this command and --seed {recipe.seed}: remove it, "
-            "or choose another folder (of train.py: --run_dir)"
-        )
+        told = f"this is not the base model of this command and --seed {recipe.seed}"
+        raise FileExistsError(errno.EEXIST, told, str(folder))
     unfinished = folder.with_name(folder.name + ".making")
     shutil.rmtree(unfinished, ignore_errors=True)
+    # If the folder cannot be made, this is an error before the training.
+    unfinished.mkdir(parents=True)
     rng = random.Random(recipe.seed)
     train, held_out = recipe.split_problems(rng)
     tokenizer = make_tokenizer(recipe.characters, recipe.words)
@@ -380,25 +361,28 @@ def write_flags(folder: Path, task: str, seed: int) -> None:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=[*RECIPES, "words"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--end_with_parent", action="store_true", help="train.py sets this flag")
     args = parser.parse_args()
     try:
-        if args.task == "words":
-            write_words(args.folder, args.seed)
-            return
-        # accelerate launch gives each process one thread, but no other process works now.
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        logging.disable_progress_bar()
         folder = args.folder.resolve()
-        build(folder, RECIPES[args.task](args.seed))
-        write_flags(folder, args.task, args.seed)
+        if args.task == "words":
+            write_words(folder, args.seed)
+        else:
+            # accelerate launch gives each process one thread, but no other process works now.
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            logging.disable_progress_bar()
+            build(folder, RECIPES[args.task](args.seed))
+            write_flags(folder, args.task, args.seed)
     except OSError as error:
-        parser.exit(2, f"error: {error}\n")
+        place = error.filename or args.folder
+        parser.exit(2, f"error: {place}: {error.strerror}; choose another folder (or --run_dir)\n")
+    # The demo's first line is train.py's.
+    if not args.end_with_parent:
+        print(f"{folder} holds {', '.join(sorted(os.listdir(folder)))}")
 
 
 if __name__ == "__main__":

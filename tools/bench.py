@@ -1,6 +1,6 @@
 """Measures speed and memory: `python tools/bench.py [PART ...]`. Without a PART it runs all parts.
 
-    reward    checks per second; the verdicts of 2 and of 16 grading processes
+    reward    checks per second, of two grading processes
     update    an update with each kind of attention; on a CPU also against bare transformers
     rollout   tokens per second of the sampler, and of vLLM without our code
     step      steps of train.py, beside the plan of tools/plan.py
@@ -18,15 +18,20 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import statistics
 import string
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from types import SimpleNamespace
 
+if __name__ == "__main__":
+    # Ctrl-C ends this process in one line, also while the imports below take seconds.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 # train.py sets this variable too. It must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -47,12 +52,10 @@ from tools.runs import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = torch.cuda.is_available()
-SMALL = {"vocab_size": 32768, "hidden_size": 512, "intermediate_size": 1408}
-SMALL |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
 # tiny: the demo's shape. small: 30 million parameters.
 SHAPES = {
     "tiny": {"vocab_size": 512},
-    "small": SMALL,
+    "small": dict(zip(memory.FIELDS, (512, 4, 8, 8, 1408, 32768, True))),
     "0.5B": dict(zip(memory.FIELDS, memory.SHAPES["Qwen/Qwen2.5-0.5B"])),
 }
 FP32 = "--bf16 false --zero_stage 0 --gradient_checkpointing false"
@@ -75,14 +78,8 @@ ON_CPU = """ --rollout_batch_size 4 --n_samples_per_prompt 8 --prompt_max_len 64
     --kv_cache_gb 0.5"""
 
 
-# ---- models, batches, clocks -----------------------------------------------------------------
-
-
 def byte_tokenizer(size: int):
-    """Makes a token for each byte. The other tokens are words of four letters.
-
-    Every token has a text, so the sampler looks for stop strings in what a random model draws.
-    """
+    """Makes a token for each byte, and words of four letters. So every token has a text."""
     words = map("".join, itertools.product(string.ascii_lowercase, repeat=4))
     tokens = itertools.chain(sorted(ByteLevel.alphabet()), words)
     return base_model.make_tokenizer(itertools.islice(tokens, size - 1), [])
@@ -109,21 +106,16 @@ def make_batch(shortest: int, longest: int, device) -> ppo.Batch:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(shortest, longest, 8).int().tolist()
     ids = [torch.randint(1, 512, (n,), generator=generator).tolist() for n in lengths]
-    prompts = [sample[:8] for sample in ids]
-    responses = [sample[8:] for sample in ids]
+    prompts, responses = [sample[:8] for sample in ids], [sample[8:] for sample in ids]
     batch = ppo.Batch(prompts, responses, torch.arange(8), torch.ones(8).double(), device, {}, [])
     advantages = torch.randn(sum(map(len, responses)), generator=generator)  # (T,)
     batch.per_token["advantages"] = advantages.to(device)
     return batch
 
 
-def settle() -> None:
-    """Waits for the work that was started on the GPU."""
-    if ON_GPU:
-        torch.cuda.synchronize()
-
-
 def seconds_of(function) -> float:
+    # The clock waits for the work that was started on the GPU.
+    settle = torch.cuda.synchronize if ON_GPU else lambda: None
     settle()
     begin = time.perf_counter()
     function()
@@ -149,9 +141,6 @@ def held_gib() -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / memory.GIB
-
-
-# ---- an update ------------------------------------------------------------------------------
 
 
 def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int) -> dict:
@@ -185,10 +174,7 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int)
 
 def attentions() -> list[str]:
     """Returns the kinds of attention of this machine in bf16. train.py uses the first kind."""
-    names = ["sdpa"]
-    if ON_GPU:
-        names.insert(0, "varlen")
-    return names
+    return ["varlen", "sdpa"] if ON_GPU else ["sdpa"]
 
 
 def bare_pass(model, batch: ppo.Batch, count: int) -> None:
@@ -200,9 +186,6 @@ def bare_pass(model, batch: ppo.Batch, count: int) -> None:
         labels = pad_sequence(group, batch_first=True, padding_value=-100)  # (R, L)
         # Causal attention does not see the padding, which stands on the right.
         model(input_ids=labels.clamp(min=0), labels=labels).loss.backward()
-
-
-# ---- rollout and reward ----------------------------------------------------------------------
 
 
 def bench_rollout(folder: str, shape: str, tokens: int) -> dict:
@@ -240,29 +223,17 @@ def bench_reward(folder: str) -> dict:
         if k % 33 == 0:
             answer, label = rf"\frac{{{a}x}}{{7}}", rf"\frac{{{label}}}{{7}}x"
         answers.append((answer, label))
-    verdicts, seconds = grade(answers, 2)
-    others, _ = grade(answers, 16)
-    differ = sum(verdicts[k] != others[k] for k in verdicts)
-    return {
-        "checks per second, 2 processes (>= 2000)": len(answers) / seconds,
-        "verdicts that differ with 16 processes (0)": differ,
-    }
-
-
-def grade(answers: list[tuple[str, str]], workers: int) -> tuple[dict, float]:
-    """Returns the verdicts and the seconds of a grader with so many processes."""
-    with reward.Grader(workers=workers) as grader:
+    with reward.Grader(workers=2) as grader:
         # The processes start before the clock does.
-        for k in range(workers):
+        for k in range(2):
             grader.submit(k, f"<answer>\\boxed{{x+y+{k}}}</answer>", "stop", f"y+{k}+x")
         grader.results()
         begin = time.perf_counter()
         for k, (answer, label) in enumerate(answers):
             grader.submit(k, f"<answer>\\boxed{{{answer}}}</answer>", "stop", label)
-        return grader.results(), time.perf_counter() - begin
-
-
-# ---- whole steps -----------------------------------------------------------------------------
+        grader.results()
+        speed = len(answers) / (time.perf_counter() - begin)
+    return {"checks per second, 2 processes (>= 2000)": speed}
 
 
 def train_steps(run_dir: str, flags: str) -> list[dict]:
@@ -283,28 +254,22 @@ def bench_step(folder: str, flags: str) -> dict:
     model = random_model(f"{folder}/model", "0.5B" if ON_GPU else "tiny")
     problems = [{"question": f"{k}+{k}", "answer": f"#### {2 * k}"} for k in range(256)]
     Path(folder, "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    flags += f" --model {model} --data {folder}/problems.jsonl"
-    if not ON_GPU:
-        flags += ON_CPU
+    flags += f" --model {model} --data {folder}/problems.jsonl {'' if ON_GPU else ON_CPU}"
     # The run reads the memory of the whole GPU. This process has a CUDA context there.
     held = held_gib()
     lines = train_steps(f"{folder}/run", flags)
-    figures = {
-        "seconds of a step": median_of(lines, "seconds"),
-        "tokens/s of a step": median_of(lines, "tokens_per_second"),
-    }
+    figures = {"seconds of a step": median_of(lines, "seconds")}
+    figures["tokens/s of a step"] = median_of(lines, "tokens_per_second")
     for phase, found in phases(lines, held, planned(shlex.split(flags))).items():
         figures |= {f"{phase}: {name}": value for name, value in found.items()}
     return figures
 
 
 def phases(lines: list[dict], held: float, plan: dict[str, dict]) -> dict[str, dict]:
-    """Returns {phase: seconds, gib, planned_seconds, planned_gib}, without the first step.
-
-    held: GiB on the GPU before the run. The plan's critic computes the values too.
-    """
+    """{phase: seconds, gib and the plan's}, without step 1. held: GiB on the GPU before the run."""
     found = {}
     for phase in plan:
+        # The plan's critic computes the values too.
         names = ["values", "critic"] if phase == "critic" else [phase]
         seconds = sum(median_of(lines, f"seconds_{name}") for name in names)
         gib = max(line[f"memory_{phase}"] for line in lines[1:]) - held
@@ -336,14 +301,9 @@ def bench_lab(folder: str) -> dict:
     flags = Path(folder, "base/flags.txt").read_text()
     lines = train_steps(f"{folder}/run", f"{flags} --seed 1")
     before, *_, after = [line["accuracy"] for line in read_lines(Path(folder, "run/eval.jsonl"))]
-    return {
-        "seconds of a step": median_of(lines, "seconds"),
-        "held-out accuracy before": before,
-        "held-out accuracy after 40 steps": after,
-    }
+    figures = {"held-out accuracy before": before, "held-out accuracy after 40 steps": after}
+    return {"seconds of a step": median_of(lines, "seconds")} | figures
 
-
-# ---- the table -------------------------------------------------------------------------------
 
 # {part: its function, and what the function is given beside a folder}
 PARTS = {
@@ -370,19 +330,23 @@ def run_part(name: str) -> None:
     print(json.dumps({name: figures}), flush=True)
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    names = parser.parse_args().parts
     for name in set(names) - set(PARTS):
-        print(f"error: no such part: {name}; choose from {', '.join(PARTS)}")
-        return 2
+        parser.exit(2, f"error: no such part: {name}; choose from {', '.join(PARTS)}\n")
     if len(names) == 1:
         run_part(names[0])
         return 0
     # Each part has its own process, because an engine keeps its memory until its process ends.
+    # Ctrl-C reaches the part too, and the part says so.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     return max([subprocess.call([sys.executable, __file__, name]) for name in names or PARTS])
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main()
     sys.stdout.flush()
     # gloo's threads can abort an interpreter that ends in the normal way.
     os._exit(code)

@@ -64,9 +64,6 @@ def machine() -> dict:
     return about | {"cores": len(os.sched_getaffinity(0)), "versions": versions()}
 
 
-# ---- a part ----------------------------------------------------------------------------------
-
-
 def command_of(name: str, has_gpu: bool) -> list[str]:
     if not PARTS[name][0]:
         return [sys.executable, f"{ROOT}/tools/bench.py", name]
@@ -117,9 +114,6 @@ def kill_all(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-# ---- the page --------------------------------------------------------------------------------
-
-
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -132,8 +126,7 @@ def page(found: dict) -> str:
     text = f"# {about['name']}\n\n`make card` has written this page. {', '.join(words)}.\n\n"
     if not about["card"]:
         text += "**This machine has no GPU.** Shapes are small. Planned figures are an H100's.\n\n"
-    rows = []
-    figures = []
+    rows, figures = [], []
     for name, part in found["parts"].items():
         when = [part["date"], part["commit"]]
         rows.append([name, part["result"], f"{part['seconds']:.0f}", *when])
@@ -157,7 +150,7 @@ def table_of_runs(folder: Path) -> str:
 
 
 def write(path: Path, about: dict, new: dict) -> None:
-    """Adds the new parts to the page. Raises UserError for a page of other versions."""
+    """Adds new parts to the page, or checks that it could. Raises OSError and UserError."""
     old = json.loads(path.read_text()) if path.exists() else {"machine": about, "parts": {}}
     for key in ("driver", "versions"):
         theirs, ours = old["machine"].get(key), about.get(key)
@@ -166,6 +159,9 @@ def write(path: Path, about: dict, new: dict) -> None:
             raise UserError(f"{path} has {key} {theirs}, and here it is {ours}: {advice}")
     found = {"machine": about, "parts": old["parts"] | new}
     path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
+    if not new:
+        return
     path.write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".md").write_text(page(found))
     if path.parent.resolve() == CARDS:
@@ -175,25 +171,23 @@ def write(path: Path, about: dict, new: dict) -> None:
         scaling.write_text(before + MARKS[0] + table_of_runs(CARDS) + MARKS[1] + after)
 
 
-# ---- the command -----------------------------------------------------------------------------
-
-
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument(
-        "--out", type=Path, help="folder of the page (docs/cards; no GPU: out/card)"
-    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder of the page")
     # No GPU has shown yet how long a part takes.
     parser.add_argument("--timeout", type=float, default=480, help="seconds for each part (480)")
     args = parser.parse_args(argv)
     for name in set(args.parts) - set(PARTS):
-        parser.error(f"no such part: {name}; choose from {', '.join(PARTS)}")
+        parser.exit(2, f"error: no such part: {name}; choose from {', '.join(PARTS)}\n")
+    if not args.timeout > 0:
+        parser.exit(2, f"error: --timeout {args.timeout:g}: give seconds above 0\n")
     about = machine()
     if args.out is None:
         # A page of a CPU shows nothing that a pull request needs.
         args.out = CARDS if about["card"] else LOGS
-    commit = about["versions"].pop("git_commit", "unknown")
+    commit = about["versions"].pop("git_commit", "") or "unknown"
     path = args.out / (re.sub(r"[^a-z0-9]+", "-", about["name"].lower()).strip("-") + ".json")
     # A folder that cannot be written is an error before the first part.
     LOGS.mkdir(parents=True, exist_ok=True)

@@ -4,14 +4,15 @@
     python tools/compare.py RUN ...                             says what each run has learnt
 
 The folder of a setting holds its finished runs, seed1, seed2 and so on, as tools/lab.py makes them.
-The accuracy is that on the first evaluation set. A setting and the baseline are compared at an
-equal step, and at an equal number of response tokens. Both are the end of the shortest run of the
-two. Between two evaluations the accuracy is interpolated.
+The accuracy is that on the first evaluation set, which all runs must share. A setting and the
+baseline are compared at an equal step, and at an equal number of response tokens. Both are the end
+of the shortest run of the two. Between two evaluations the accuracy is interpolated.
 """
 
-import argparse
+import itertools
 import json
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from textwrap import shorten
 from typing import NamedTuple
@@ -22,11 +23,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.runs import STYLE, read_evaluations, read_lines, read_metrics, smooth
+from tools.runs import STYLE, read_evaluations, read_lines, read_metrics, smooth, to_number
 
 PANELS = {
     "reward": "Training reward",
-    "accuracy": "Held-out accuracy, over thousand response tokens",
+    "accuracy": "Held-out accuracy",
     "response_length": "Response length, tokens",
     "entropy": "Entropy, nats per token",
     "truncated": "Truncated responses, share",
@@ -34,7 +35,8 @@ PANELS = {
 }
 AT_THE_END = ["response_length", "truncated", "entropy"]
 METRICS = [*AT_THE_END, "reward", "seconds", "total_length", "tokens_per_second"]
-ANSWER = ["set", "problem", "question", "response", "reward", "length"]
+ANSWER = {"set": str, "question": str, "response": str}
+ANSWER |= {"problem": to_number, "reward": to_number, "length": to_number}
 HEADER = """\
 | setting | accuracy by steps | difference | accuracy by tokens | difference | length \
 | truncated | entropy | seconds | seeds |
@@ -52,6 +54,7 @@ are means over the last tenth of the steps. The seconds are the sum over all tra
 class Run(NamedTuple):
     metrics: pd.DataFrame  # a row for each step; tokens: the response tokens so far
     evaluations: pd.DataFrame  # a row for each evaluation: step, tokens, accuracy
+    set: str  # the name of the evaluation set
 
 
 def read_run(folder: Path) -> Run:
@@ -60,29 +63,40 @@ def read_run(folder: Path) -> Run:
     # A variant may change the number of samples from step to step.
     samples = metrics.tokens_per_second * metrics.seconds / metrics.total_length  # (S,)
     metrics["tokens"] = (samples.round() * metrics.response_length).cumsum()
-    first_set = next(iter(read_evaluations(folder).values()), pd.DataFrame())
+    name, first_set = next(iter(read_evaluations(folder).items()), ("", pd.DataFrame()))
     evaluations = first_set.rename_axis("step").reindex(columns=["accuracy"]).reset_index()
     steps = [0, *metrics.index]
     evaluations["tokens"] = np.interp(evaluations.step, steps, [0, *metrics.tokens])
-    return Run(metrics, evaluations)
+    return Run(metrics, evaluations, name)
 
 
 def read_settings(folders: list[Path], seeds: int | None) -> dict[str, dict[int, Run]]:
     """The finished runs by setting and seed. Raises OSError and ValueError."""
+    if seeds is not None and seeds < 1:
+        raise ValueError(f"--seeds {seeds}: the first seed is 1; give 1 or a larger number")
     settings = {}
+    folder_of = {}  # evaluation set: a run that has it
     for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder; give the folder of a setting")
         if folder.name in settings:
             raise ValueError(f"two folders have the name {folder.name}; rename one of them")
         runs = {}
         for path in folder.glob("seed*/result.json"):
-            seed = int(path.parent.name.removeprefix("seed"))
-            if seeds is None or seed <= seeds:
-                runs[seed] = read_run(path.parent)
-                if runs[seed].evaluations.accuracy.isna().all():
+            number = path.parent.name.removeprefix("seed")
+            if not number.isdecimal():
+                raise ValueError(f"{path.parent}: the name has no seed; rename it, as to seed1")
+            if seeds is None or int(number) <= seeds:
+                run = runs[int(number)] = read_run(path.parent)
+                if run.evaluations.accuracy.isna().all():
                     raise ValueError(f"{path.parent} has no accuracy; train with --eval_data")
+                folder_of.setdefault(run.set, path.parent)
         settings[folder.name] = dict(sorted(runs.items()))
     if not settings[folders[0].name]:
         raise ValueError(f"{folders[0]}: the baseline has no finished run, such as seed1")
+    if len(folder_of) > 1:
+        sets = ", ".join(f"{name} in {folder}" for name, folder in folder_of.items())
+        raise ValueError(f"the evaluation sets differ: {sets}; compare runs of one set")
     for name in [name for name, runs in settings.items() if not runs]:
         print(f"{name} has no finished run, and is left out")
         del settings[name]
@@ -133,40 +147,34 @@ def describe(cell: dict) -> str:
     return text + " *" * cell["differs"]
 
 
-def make_table(rows: list[dict]) -> str:
-    """The rows as a table in Markdown."""
-    text = HEADER
-    for row in rows:
-        cells = [row["setting"], describe(row["eval_step"]), describe(row["eval_tokens"])]
-        cells += [f"{row['response_length']:.1f}", f"{row['truncated']:.2f}"]
-        cells += [f"{row['entropy']:.2f}", f"{row['seconds']:.0f}", str(row["seeds"])]
-        text += f"| {' | '.join(cells)} |\n"
-    return text
-
-
-def gather(runs: dict[int, Run], curve: str) -> pd.DataFrame:
-    """One curve of all seeds: a column for each seed."""
+def gather(runs: dict[int, Run], curve: str, steps: int) -> pd.DataFrame:
+    """One curve of all seeds: a column for each seed. steps: decides the smoothing."""
     if curve == "accuracy":
-        tables = [run.evaluations for run in runs.values()]
-        curves = pd.concat([table.accuracy for table in tables], axis=1)
-        tokens = pd.concat([table.tokens for table in tables], axis=1)
+        curves = pd.concat([run.evaluations.accuracy for run in runs.values()], axis=1)
+        tokens = pd.concat([run.evaluations.tokens for run in runs.values()], axis=1)
         return curves.set_index(tokens.mean(axis=1) / 1000)
-    return smooth(pd.concat([run.metrics[curve] for run in runs.values()], axis=1))
+    return smooth(pd.concat([run.metrics[curve] for run in runs.values()], axis=1), steps)
 
 
-def draw(settings: dict[str, dict[int, Run]], out: str | Path) -> None:
-    """Draws six panels. A line is the mean over seeds, and a band goes from lowest to highest."""
+def draw(settings: dict[str, dict[int, Run]], shown: list[str], out: str | Path) -> None:
+    """Draws the shown settings, or all. A band goes from the lowest seed to the highest."""
+    # One window smooths all curves. A setting has one style, whichever settings are shown.
+    steps = max(len(run.metrics) for runs in settings.values() for run in runs.values())
+    styles = dict(zip(settings, itertools.cycle(STYLE["axes.prop_cycle"])))
+    shown = [name for name in settings if name in shown or not shown]
     with rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
         for ax, (curve, title) in zip(figure.subplots(2, 3).flat, PANELS.items()):
             ax.set_title(title)
-            for name, runs in settings.items():
-                curves = gather(runs, curve)
-                [line] = ax.plot(curves.mean(axis=1), label=name)
+            ax.set_xlabel("thousand response tokens" if curve == "accuracy" else "step")
+            ax.xaxis.get_major_locator().set_params(integer=curve != "accuracy")
+            for name in shown:
+                curves = gather(settings[name], curve, steps)
+                ax.plot(curves.mean(axis=1), label=name, **styles[name])
                 band = (curves.index, curves.min(axis=1), curves.max(axis=1))
-                ax.fill_between(*band, color=line.get_color(), alpha=0.15, linewidth=0)
-        lines = ax.get_lines()
-        figure.legend(lines, list(settings), loc="outside upper center", ncols=8, frameon=False)
+                ax.fill_between(*band, color=styles[name]["color"], alpha=0.15, linewidth=0)
+        figure.legend(ax.get_lines(), shown, loc="outside upper center", ncols=8, frameon=False)
         figure.savefig(out, dpi=100, format="png")
 
 
@@ -174,49 +182,56 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
     """Writes and prints the table, and draws. The first setting is the baseline."""
     baseline = next(iter(settings.values()))
     rows = [make_row(name, runs, baseline) for name, runs in settings.items()]
-    table = make_table(rows)
+    table = HEADER
+    for row in rows:
+        cells = [row["setting"], describe(row["eval_step"]), describe(row["eval_tokens"])]
+        cells += [f"{row['response_length']:.1f}", f"{row['truncated']:.2f}"]
+        cells += [f"{row['entropy']:.2f}", f"{row['seconds']:.0f}", str(row["seeds"])]
+        table += f"| {' | '.join(cells)} |\n"
     print(table)
     Path(f"{out}.md").write_text(table + LEGEND)
     Path(f"{out}.json").write_text(json.dumps(rows, indent=1))
-    draw({name: settings[name] for name in settings if name in (shown or settings)}, f"{out}.png")
+    draw(settings, shown, f"{out}.png")
     print(f"the table, its numbers and the picture: {out}.md, {out}.json, {out}.png")
 
 
 def show_run(run: Path) -> None:
     """Prints what a run has learnt: held-out numbers, and a problem that it has learnt to solve."""
-    for name, table in read_evaluations(run).items():
+    if not (evaluations := read_evaluations(run)):
+        raise ValueError(f"{run}/eval.jsonl is not there, or has no whole line; give a run folder")
+    print(f"{run}:")
+    for name, table in evaluations.items():
         for column in table.columns.intersection(["accuracy", "length", "truncated"]):
             curve = table[column].dropna()
             # With one evaluation the first step is the last step.
             steps = dict.fromkeys(curve.index[[0, -1]])
             ends = [f"{curve[step]:.3f} at step {step}" for step in steps]
             print(f"evaluation set {name}: {column} {', '.join(ends)}")
-    answers = pd.DataFrame(read_lines(run / "eval_samples.jsonl"), columns=ANSWER)
-    by_problem = answers.groupby(["set", "problem"])
+    lines = read_lines(run / "eval_samples.jsonl")
+    answers = pd.DataFrame(lines, columns=list(ANSWER), dtype=object)
+    answers = pd.DataFrame({name: answers[name].map(kind) for name, kind in ANSWER.items()})
+    # A line without one of the numbers is no sample.
+    by_problem = answers.dropna().groupby(["set", "problem"])
     before, after = by_problem.first(), by_problem.last()
     # The longest response shows most.
     learnt = after[after.reward > before.reward].sort_values("length")
     for problem in learnt.index[-1:]:
-        print(
-            f"a problem that the run has learnt to solve: {shorten(after.question[problem], 300)}"
-        )
+        question = shorten(after.question[problem], 300)
+        print(f"a problem that the run has learnt to solve: {question}")
         print(f"before: {shorten(before.response[problem], 300)}")
         print(f"after:  {shorten(after.response[problem], 300)}")
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--out", default="comparison")
     parser.add_argument("--seeds", type=int, help="the last seed to compare; absent: all seeds")
     parser.add_argument("--show", nargs="+", default=[], help="the settings in the picture")
     args = parser.parse_args()
     try:
-        are_runs = [(folder / "eval.jsonl").exists() for folder in args.folders]
-        if any(are_runs):
+        if any((folder / "eval.jsonl").exists() for folder in args.folders):
             for folder in args.folders:
-                print(f"{folder}:")
                 show_run(folder)
             return
         if unknown := set(args.show) - {folder.name for folder in args.folders}:

@@ -12,15 +12,19 @@ any ZeRO stage. It adds universal/ to the checkpoint, in the format of lib/resha
 bytes a parameter on the disk, and as much memory.
 """
 
-import argparse
 import collections
 import json
 import os
 import shutil
+import signal
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
+if __name__ == "__main__":
+    # Ctrl-C ends this process in one line, also while the imports below take seconds.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
@@ -42,7 +46,7 @@ def list_checkpoints(run: Path):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
         verdict = "complete" if ckpt.manifest(path) else "TORN"
-        if ckpt.manifest(path / "universal"):
+        if verdict == "complete" and ckpt.manifest(path / "universal"):
             verdict += ", any number of ranks"
         print(f"{ckpt.step_of(path):8d}  {when}  {size / 2**20:10.1f} MiB  {verdict}")
 
@@ -51,7 +55,10 @@ def verified_state(path: Path) -> ckpt.RunState:
     """Returns the state of a checkpoint. Raises UserError if a file does not match its hash."""
     entries = ckpt.manifest(path)
     if not entries:
-        command = f"python tools/convert.py list {path.parent}"
+        run = path if ckpt.checkpoints(path) else path.parent
+        if not ckpt.checkpoints(run):
+            raise UserError(f"{path}: no step_NNNNNN there; give RUN/step_NNNNNN of a run folder")
+        command = f"python tools/convert.py list {run}"
         raise UserError(f"{path} is not a complete checkpoint; see `{command}`")
     for name, entry in entries.items():
         if ckpt.size_and_hash(path / name) != entry:
@@ -134,36 +141,37 @@ def export(path: Path, out: Path):
     """Writes the policy, and the critic if there is one, in the dtype of training."""
     state = verified_state(path)
     flags = state.config
+    names = engine_names(path)
+    if taken := [out / name for name in names if (out / name).exists()]:
+        raise UserError(f"{taken[0]} is there already; choose another OUT")
     half = torch.float16 if "fp16" in dict(state.variants) else torch.bfloat16
     dtype = half if flags["bf16"] else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(path / "hf")
-    for name in engine_names(path):
+    for name in names:
         whole, _ = merge(path / name, flags["zero_stage"])
         weights = {key.removeprefix("model."): x.to(dtype) for key, x in whole["fp32"].items()}
         # The critic may be another model than the policy.
         is_other = name == "critic" and flags["critic"]
         config = AutoConfig.from_pretrained(flags["critic"] if is_other else path / "hf")
         model = AUTO_CLASSES[name].from_config(config, dtype=dtype)
-        wrong = find_misfits(model, weights)
+        # Parameters that one of the two lacks, or that have two shapes.
+        expected = {(key, tensor.shape) for key, tensor in model.state_dict().items()}
+        found = {(key, tensor.shape) for key, tensor in weights.items()}
+        wrong = {key for key, _ in expected ^ found if not key.startswith("value_head.")}
+        if model.config.tie_word_embeddings:
+            wrong -= set(model._tied_weights_keys or ())
         if wrong:
-            names = ", ".join(sorted(wrong)[:3])
-            raise UserError(f"{path}: {name} does not fit its config in {names}")
-        ckpt.write_export(out / name, model, weights, tokenizer)
+            raise UserError(f"{path}: {name} does not fit its config in {sorted(wrong)[:3]}")
+        # After an interrupt, OUT has no folder that is not whole.
+        unfinished = out / f".{name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        ckpt.write_export(unfinished, model, weights, tokenizer)
+        unfinished.rename(out / name)
         print(f"wrote {out / name}")
 
 
 def engine_names(path: Path) -> list[str]:
     return [name for name in AUTO_CLASSES if (path / name).is_dir()]
-
-
-def find_misfits(model, weights: dict) -> set[str]:
-    """Returns the names of parameters that one of the two lacks, or that have two shapes."""
-    expected = {(name, tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {(name, tensor.shape) for name, tensor in weights.items()}
-    wrong = {name for name, _ in expected ^ found if not name.startswith("value_head.")}
-    if model.config.tie_word_embeddings:
-        wrong -= set(model._tied_weights_keys or ())
-    return wrong
 
 
 def reshard(path: Path):
@@ -189,22 +197,17 @@ def reshard(path: Path):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list").add_argument("path", metavar="RUN", type=Path)
+    commands.add_parser("list").add_argument("run", metavar="RUN", type=Path)
     exporting = commands.add_parser("export")
     exporting.add_argument("path", metavar="CHECKPOINT", type=Path)
     exporting.add_argument("out", metavar="OUT", type=Path)
     commands.add_parser("reshard").add_argument("path", metavar="RUN", type=Path)
-    args = parser.parse_args()
+    args = vars(parser.parse_args())
+    command = {"list": list_checkpoints, "export": export, "reshard": reshard}[args.pop("command")]
     try:
-        if args.command == "list":
-            list_checkpoints(args.path)
-        elif args.command == "export":
-            export(args.path, args.out)
-        else:
-            reshard(args.path)
+        command(**args)
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
 

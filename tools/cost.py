@@ -1,4 +1,4 @@
-"""The seconds of a step, computed from the data sheet of a card. tools/plan.py adds the money.
+"""A library of plan.py and bench.py: the seconds of a step, computed from a card's data sheet.
 
 No number here was measured on a card. docs/scaling.md explains the constants, computes the same
 sums by hand, and lists what the sums leave out.
@@ -11,22 +11,12 @@ from tools import memory
 
 # Name: GB as sold, TFLOP/s of dense bf16 products with fp32 sums, GB/s of the memory. The numbers
 # are from NVIDIA's data sheets and, for GeForce cards, from its white papers.
-CARDS = {
-    "A10": (24, 125, 600),
-    "A100": (80, 312, 2039),
-    "A100-40": (40, 312, 1555),
-    "A4000": (16, 76.7, 448),
-    "A6000": (48, 154.8, 768),
-    "H100": (80, 989, 3350),
-    "H100-PCIE": (80, 756, 2000),
-    "H200": (141, 989, 4800),
-    "L4": (24, 121, 300),
-    "L40S": (48, 362, 864),
-    "3090": (24, 71, 936),
-    "4080": (16, 97.5, 717),
-    "4090": (24, 165.2, 1008),
-    "5090": (32, 209.5, 1792),
-}
+CARDS = {"A10": (24, 125, 600), "A100": (80, 312, 2039), "A100-40": (40, 312, 1555)}
+CARDS |= {"A4000": (16, 76.7, 448), "A6000": (48, 154.8, 768)}
+CARDS |= {"H100": (80, 989, 3350), "H100-PCIE": (80, 756, 2000), "H200": (141, 989, 4800)}
+CARDS |= {"L4": (24, 121, 300), "L40S": (48, 362, 864)}
+CARDS |= {"3090": (24, 71, 936), "4080": (16, 97.5, 717)}
+CARDS |= {"4090": (24, 165.2, 1008), "5090": (32, 209.5, 1792)}
 
 PROMPT = 200  # tokens of an average prompt, with its template
 MFU = 0.3  # share of the peak FLOP/s in matrix products; recomputed layers count as work
@@ -35,7 +25,6 @@ OVERHEAD = 0.005  # seconds of a decode for launches, the choice of tokens and t
 STEP_BYTES = 30  # an update moves so many bytes a parameter: gradient, masters, moments, weight
 LINK = 20e9  # bytes a second between card and CPU memory, and from policy to sampler
 SWITCH = 2.0  # seconds in which the sampler sleeps and wakes and the step is reported
-
 
 # gb: as it is sold. flops: a second, dense, in bf16. bandwidth: bytes a second.
 Card = namedtuple("Card", ["name", "gb", "flops", "bandwidth"])

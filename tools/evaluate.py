@@ -4,8 +4,8 @@
 
 MODEL is a folder, such as RUN/policy, or a name of the Hugging Face hub. --n is the number of
 samples of each problem. The samples are drawn at --temperature 1 and --top_p 1 if nothing else is
-given. --greedy takes the likeliest tokens. FLAGS are train.py's. With the same flags, train.py
-finds the same numbers before its first step.
+given. --greedy takes the likeliest tokens. FLAGS are train.py's; `python train.py --help` explains
+them. With the same flags, train.py finds the same numbers before its first step.
 
 FOLDER is out/evaluate if none is given. FOLDER gets result.json, eval_samples.jsonl with every
 response, and run.log. Under `accelerate launch` the ranks share the samples.
@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -41,18 +42,23 @@ def read_flags(argv: list[str]) -> train.Config:
     parser.error = train.refuse_flag
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--n", default="1")
+    parser.add_argument("--n", default=1, type=int)
     # train.py has a temperature and a top_p of training, which are other flags.
     one_of = parser.add_mutually_exclusive_group()
-    one_of.add_argument("--temperature", default="1.0")
-    one_of.add_argument("--greedy", action="store_const", dest="temperature", const="0")
-    parser.add_argument("--top_p", default="1.0")
+    one_of.add_argument("--temperature", default=1.0, type=float)
+    one_of.add_argument("--greedy", action="store_const", dest="temperature", const=0.0)
+    parser.add_argument("--top_p", default=1.0, type=float)
     parser.add_argument("--out", default="out/evaluate", metavar="FOLDER")
     args, others = parser.parse_known_args(argv)
+    for path in args.data:
+        file, _ = train.parse_path(path)
+        # A data set of the hub has a name such as openai/gsm8k.
+        is_file = re.search(r"^[/.]|\.(jsonl?|csv|parquet)$", file)
+        check.require(not is_file or Path(file).exists(), f"--data {file}: no such file")
     own = ["--model", args.model, "--eval_n", args.n, "--run_dir", args.out]
     own += ["--data", *args.data, "--eval_data", *args.data]
     own += ["--eval_temperature", args.temperature, "--eval_top_p", args.top_p]
-    cfg = train.parse_flags([*own, *others])
+    cfg = train.parse_flags([*map(str, own), *others])
     is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
     check.require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so draw 1")
     return cfg
@@ -63,9 +69,7 @@ class Results:
 
     def __init__(self, cfg: train.Config):
         self.cfg = cfg
-        self.sets = []
-        self.remarks = []
-        self.samples = []
+        self.sets, self.remarks, self.samples = [], [], []
 
     def evaluation(self, name: str, samples: list, step: int) -> None:
         numbers = metrics.of_evaluation(samples, self.cfg.eval_n)
@@ -84,11 +88,6 @@ class Results:
         lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
         (folder / "eval_samples.jsonl").write_text(lines, encoding="utf-8")
         (folder / "result.json").write_text(json.dumps(result, indent=1))
-
-    def table(self) -> str:
-        return (
-            pd.DataFrame(self.sets).drop(columns="step").to_string(index=False, float_format="%.3f")
-        )
 
 
 def pass_rates(samples: list, n: int) -> dict[str, float]:
@@ -132,7 +131,9 @@ def main(cfg: train.Config, world: int, store) -> None:
         rollout.grader.close()
     if dist.get_rank() == 0:
         results.write(folder)
-    print0("\n".join([results.table(), *results.remarks, f"all files are in {folder}"]))
+    table = pd.DataFrame(results.sets).drop(columns="step")
+    texts = [table.to_string(index=False, float_format="%.3f"), *results.remarks]
+    print0("\n".join([*texts, f"all files are in {folder}"]))
 
 
 def run(argv: list[str]) -> int:
@@ -148,7 +149,10 @@ def run(argv: list[str]) -> int:
         if isinstance(error, Stopped) and not error.fault:
             tell_once(store, "stopped: an evaluation saves nothing, so start it again")
             return 1
-        tell_once(store, f"error: {error}")
+        # Errors name the flags of train.py, which have other names here.
+        text = re.sub(r"--eval_(?=n\b|temperature|top_p|data)", "--", str(error))
+        text = text.replace("--run_dir", "--out").replace("--model, --critic", "MODEL")
+        tell_once(store, f"error: {text.replace('python train.py', 'python tools/evaluate.py')}")
         return 2
 
 

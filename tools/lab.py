@@ -14,7 +14,6 @@ The same command again skips runs that are done, and resumes runs that were stop
 copies the code to OUT/code, and all runs use this copy.
 """
 
-import argparse
 import json
 import os
 import re
@@ -23,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class Setting:
     variants: dict[str, str]  # name: text, in the order of --variant
     flags: list[str]
     folder: Path
+    place: str = ""  # the plan, the number of the line, and the name
 
     def words(self) -> list[str]:
         """The flags of train.py. The variants are the files in the setting's folder."""
@@ -65,6 +66,7 @@ def read_plan(path: Path, out: Path) -> list[Setting]:
                 setting = read_line(words, path.parent, out)
                 if setting.name in settings:
                     raise ValueError(f"the name {setting.name} is there twice; choose another")
+                setting.place = f"{path}, line {number}: {setting.name}"
                 settings[setting.name] = setting
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
@@ -82,7 +84,8 @@ def read_line(words: list[str], folder: Path, out: Path) -> Setting:
     name = words[0].removesuffix(":")
     # OUT/code is the copy of the code.
     if name in (words[0], "code") or not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"{words[0]!r} cannot name a setting; write `NAME: VARIANT + FLAGS`")
+        told = "write `NAME: VARIANT + FLAGS`; a NAME has letters, digits, _ and -, and is not code"
+        raise ValueError(f"{words[0]!r} cannot name a setting; {told}")
     is_flag = [word.startswith("--") for word in words]
     first_flag = is_flag.index(True) if any(is_flag) else len(words)
     for word in words[first_flag:]:
@@ -90,20 +93,15 @@ def read_line(words: list[str], folder: Path, out: Path) -> Setting:
             raise ValueError(f"the laboratory gives {word} itself; leave it out")
     variants = {}
     for word in filter(None, "".join(words[1:first_flag]).split("+")):
-        path = find_variant(word, folder)
+        is_path = word.endswith(".py")
+        places = [Path(word), folder / word] if is_path else [ROOT / "variants" / f"{word}.py"]
+        path = next(filter(Path.is_file, places), None)
+        if path is None:
+            raise ValueError(f"the variant {' or '.join(map(str, places))} is not there")
         if path.stem in variants:
             raise ValueError(f"two variants are called {path.stem}; leave one of them out")
         variants[path.stem] = path.read_text(encoding="utf-8")
     return Setting(name, variants, words[first_flag:], out / name)
-
-
-def find_variant(word: str, folder: Path) -> Path:
-    """The file of a variant. Raises ValueError."""
-    is_path = word.endswith(".py")
-    places = [Path(word), folder / word] if is_path else [ROOT / "variants" / f"{word}.py"]
-    for path in filter(Path.is_file, places):
-        return path
-    raise ValueError(f"the variant {' or '.join(map(str, places))} is not there")
 
 
 def keep_code(out: Path) -> None:
@@ -118,10 +116,8 @@ def keep_code(out: Path) -> None:
         part.rename(code)
     if read_code(code) != read_code(ROOT):
         command = shlex.join(["python", str(code / "tools" / "lab.py"), *sys.argv[1:]])
-        raise UserError(
-            f"all runs in {out} use the code in {code}, and {ROOT} has other code now; choose "
-            f"another --out, or go on with the copy: {command}"
-        )
+        told = f"all runs in {out} use the code in {code}, and {ROOT} has other code now"
+        raise UserError(f"{told}; choose another --out, or go on with the copy: {command}")
 
 
 def read_code(folder: Path) -> dict[Path, bytes]:
@@ -141,19 +137,24 @@ def prepare(setting: Setting) -> None:
     """Makes a setting's folder. Raises UserError if the folder or train.py refuses the setting."""
     record = setting.folder / "setting.json"
     folder = setting.folder / "variants"
-    folder.mkdir(parents=True, exist_ok=True)
     setting.flags = [cut_data(word, setting.folder) for word in setting.flags]
+    folder.mkdir(parents=True, exist_ok=True)
     # A text keeps the order of the variants, which matters.
     wanted = json.dumps({"variants": setting.variants, "flags": setting.flags}, indent=1)
     if record.exists() and record.read_text() != wanted:
-        raise UserError(
-            f"{setting.folder} has runs with other flags, or with another text of a variant; "
-            "rename the setting, remove the folder, or choose another --out"
-        )
+        told = f"{setting.folder} has runs with other flags, or with another text of a variant"
+        raise UserError(f"{told}; rename the setting, remove the folder, or choose another --out")
     for name, text in setting.variants.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     if not record.exists():
-        check_words(setting)
+        import train  # This takes seconds, and only a new setting needs it.
+
+        cfg = train.parse_flags(setting.words())
+        with cfg.variants.installed(train.modules_to_wrap()):
+            train.check.check_config(cfg, 1, train.ppo.ESTIMATORS)
+            train.find_task(cfg)
+        if not (cfg.max_steps and cfg.eval_data):
+            raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
         record.write_text(wanted)
 
 
@@ -162,34 +163,19 @@ def cut_data(word: str, folder: Path) -> str:
     match = re.fullmatch(r"(.+\.json)\[:([0-9]+)\]", word)
     if not match:
         return word
+    records = json.loads(Path(match[1]).read_text())[: int(match[2])]
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"first_{match[2]}.json"
-    records = json.loads(Path(match[1]).read_text())
-    path.write_text(json.dumps(records[: int(match[2])]))
+    path.write_text(json.dumps(records))
     return str(path)
 
 
-def check_words(setting: Setting) -> None:
-    """Raises UserError if train.py refuses the setting's words."""
-    import train  # This takes seconds, and only a new setting needs it.
-
-    try:
-        cfg = train.parse_flags(setting.words())
-        with cfg.variants.installed(train.modules_to_wrap()):
-            train.check.check_config(cfg, 1, train.ppo.ESTIMATORS)
-            train.find_task(cfg)
-        if not (cfg.max_steps and cfg.eval_data):
-            raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
-    except UserError as error:
-        raise UserError(f"{setting.name}: {error}") from None
-
-
 def run_all(runs: dict[Path, list[str]], cores: list[int]) -> int:
-    """Trains the runs that are not done, one on each core. Returns how many runs failed.
-
-    runs: the flags of each run folder. After an interrupt it stops the runs, which save.
-    """
+    """Trains the runs that are not done, one on each core. Returns how many runs failed."""
     waiting = [folder for folder in runs if not is_done(folder)]
-    print(f"{len(waiting)} of {len(runs)} runs to train; the log of each is beside its folder")
+    names = ", ".join(dict.fromkeys(folder.parent.name for folder in waiting)) or "none"
+    told = f"{len(waiting)} of {len(runs)} runs to train, each with a log beside its folder"
+    print(f"{told}; their settings: {names}", flush=True)
     active = {}  # core: (folder, process)
     try:
         while waiting or active:
@@ -204,6 +190,7 @@ def run_all(runs: dict[Path, list[str]], cores: list[int]) -> int:
                     done = sum(map(is_done, runs))
                     print(f"{done} of {len(runs)}: {describe_end(folder)}", flush=True)
     finally:
+        # After an interrupt the runs save and end.
         for _, process in active.values():
             process.terminate()
         for _, process in active.values():
@@ -221,16 +208,11 @@ def start(folder: Path, flags: list[str], core: int) -> subprocess.Popen:
     # If the laboratory dies, Linux sends a SIGTERM to the process. Then the process saves and ends.
     command = ["setpriv", "--pdeathsig", "TERM", "taskset", "--cpu-list", str(core)]
     command += [sys.executable, str(train), *flags, "--run_dir", str(folder)]
+    # A Ctrl-C reaches only the laboratory, which then stops its runs.
+    options = {"start_new_session": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with folder.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # A Ctrl-C reaches only the laboratory, which then stops its runs.
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        return subprocess.Popen(command, stdout=log, **options)
 
 
 def describe_end(folder: Path) -> str:
@@ -245,15 +227,19 @@ def run_plan(args) -> int:
     """From the arguments to an exit code. Raises UserError, OSError and KeyboardInterrupt."""
     out = args.out.resolve()
     settings = read_plan(args.plan, out)
-    unknown = set(args.show) - {setting.name for setting in settings}
-    if unknown:
+    if args.seeds < 1:
+        raise UserError(f"--seeds {args.seeds}: give 1 or a larger number")
+    if unknown := set(args.show) - {setting.name for setting in settings}:
         raise UserError(f"--show {' '.join(unknown)}: the plan has no such setting")
     keep_code(out)
     has_model = all("--model" in setting.flags for setting in settings)
     common = [] if has_model else lab_flags(out / "base")
     for setting in settings:
         setting.flags = [*common, *setting.flags]
-        prepare(setting)
+        try:
+            prepare(setting)
+        except (OSError, ValueError, TypeError, UserError) as error:
+            raise UserError(f"{setting.place}: {error}") from None
     # Runs go seed by seed, so a laboratory that is stopped early can compare all settings.
     runs = {}
     for seed in range(1, args.seeds + 1):
@@ -268,8 +254,7 @@ def run_plan(args) -> int:
 
 
 def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, metavar="PLAN")
     parser.add_argument("--seeds", type=int, default=3, help="train the seeds 1 to this number")
     parser.add_argument("--out", type=Path, default=Path("out/lab"))
@@ -277,7 +262,7 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     jobs = {"default": 1 if torch.cuda.is_available() else cores, "choices": range(1, cores + 1)}
     parser.add_argument("--jobs", type=int, help="the number of runs at a time", **jobs)
-    parser.add_argument("--show", nargs="+", default=[], help="the settings in the picture")
+    parser.add_argument("--show", nargs="+", default=[], help="settings to draw; all are trained")
     args = parser.parse_args()
     try:
         return run_plan(args)

@@ -3,17 +3,16 @@
 A plan needs no GPU and no weights. Each of these commands checks the flags and prints the numbers:
 
     bash runs/orz_7b_4x8.sh --dry_run
-    python tools/plan.py --machines 4 --gpus 8 --card H100 --price 2.5 --model Qwen/Qwen2.5-7B \
-        --data x.json
+    python tools/plan.py --machines 4 --gpus 8 --card H100 --model Qwen/Qwen2.5-7B --data x.json
 
-If the peak of a phase does not fit, the exit code is 2, and the last line names the phase.
---card_gb is the size of a card as it is sold. --card, the name of a card in tools/cost.py, adds the
-seconds of a step and the hours of --max_steps, or of 100 steps. --price, in dollars for an hour of
-one GPU, adds the money. No number was measured on a card.
+All flags but those below are train.py's, and `python train.py --help` explains them. The hours are
+those of --max_steps, or of 100 steps. If the peak of a phase does not fit, the exit code is 2, and
+the last line names the phase. No number was measured on a card.
 """
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 from pathlib import Path
@@ -23,16 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ppo
 import train
 from lib import check
-from lib.common import UserError
+from lib.common import UserError, one_line
 from tools import cost
 from tools.memory import USABLE, Memory, estimate, model_config, total
 
-# What helps a phase that does not fit.
-ADVICE = (
-    "use more GPUs or --offload optimizer; critic and policy need less with --zero_stage 3, "
-    "--gradient_checkpointing true or a lower --packing_max_len; rollout and sync need less with a "
-    "lower --gpu_memory_utilization"
-)
+ADVICE = """use more GPUs or --offload optimizer; critic and policy need less with --zero_stage 3,
+    --gradient_checkpointing true or a lower --packing_max_len; rollout and sync need less with a
+    lower --gpu_memory_utilization"""
 
 
 def print_batches(cfg, world: int) -> None:
@@ -43,10 +39,9 @@ def print_batches(cfg, world: int) -> None:
     samples_per_row = max(1, cfg.packing_max_len // cfg.max_len)
     rows = math.ceil(samples / world / samples_per_row)
     micro_batches = math.ceil(rows / cfg.micro_train_batch_size)
+    share = f"{samples // samplers} for a sampler"
     print(f"{world} rank(s), {samplers} sampler(s) of {cfg.tensor_parallel}")
-    print(
-        f"a step: at most {samples} samples, {samples // samplers} for a sampler, {tokens:,} tokens"
-    )
+    print(f"a step: at most {samples} samples, {share}, {tokens:,} tokens")
     print(f"a rank: at most {rows} rows of {cfg.packing_max_len}, {micro_batches} micro-batches")
 
 
@@ -69,18 +64,14 @@ def print_memory(memory: Memory, cfg) -> None:
     print(f"KV cache: {memory.kv_tokens:,} tokens, {samples}, {in_flight}")
     if cfg.critic:
         print("memory: the critic is counted like the model, whatever --critic holds")
-
     usable = USABLE * memory.card
     too_large = {phase: peak for phase, peak in peaks.items() if peak > usable}
-    needs = (
-        f"phase {listed(too_large, ', ')} of {usable:.1f} GiB, {USABLE:.0%} of what the card shows"
-    )
-    check.require(not too_large, f"the plan does not fit: {needs}: {ADVICE}")
-    check.require(
-        memory.kv_tokens >= cfg.max_len,
-        f"phase rollout: the KV cache holds {memory.kv_tokens} tokens, less than a sequence of "
-        f"--max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel",
-    )
+    needs = f"{listed(too_large, ', ')} of {usable:.1f} GiB, {USABLE:.0%} of what the card shows"
+    told = f"the plan does not fit: phase {needs}: {one_line(ADVICE)}"
+    check.require(not too_large, told)
+    told = f"phase rollout: the KV cache holds {memory.kv_tokens} tokens, less than a sequence of "
+    told += f"--max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
+    check.require(memory.kv_tokens >= cfg.max_len, told)
 
 
 def print_time(args, cfg, seconds: dict[str, float]) -> None:
@@ -88,9 +79,9 @@ def print_time(args, cfg, seconds: dict[str, float]) -> None:
     world = args.machines * args.gpus
     cards = f"{world} x {args.card.name}"
     step = total(seconds)
-    print(f"seconds a step on {cards}: {listed(seconds)} = {step:.1f}")
     steps = 100 if cfg.max_steps is None else cfg.max_steps
     hours = step * steps / 3600
+    print(f"seconds a step on {cards}: {listed(seconds)} = {step:.1f}")
     print(f"time: {step:.1f} s a step, {hours:.1f} h for {steps} steps on {cards}")
     if args.price is not None:
         dollars = hours * world * args.price
@@ -100,17 +91,18 @@ def print_time(args, cfg, seconds: dict[str, float]) -> None:
 
 def read_flags(argv: list[str]):
     """Returns the tool's own flags, and the others. Raises UserError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = train.refuse_flag
-    numbers = {"machines": 1, "gpus": 1, "card_gb": None, "price": None}
-    for name, default in numbers.items():
-        kind = int if type(default) is int else float
-        parser.add_argument(f"--{name}", type=kind, default=default)
-    parser.add_argument("--card")
-    # runs/launch.sh reads this flag.
-    parser.add_argument("--dry_run", action="store_true")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.error = functools.partial(check.require, False)
+    add = functools.partial(parser.add_argument, metavar="N")
+    add("--machines", type=int, default=1, help="the number of machines (1)")
+    add("--gpus", type=int, default=1, help="the number of GPUs of each machine (1)")
+    add("--card_gb", type=float, help="the size of a card as it is sold (--card's size, or 80)")
+    add("--price", type=float, help="dollars for an hour of one GPU; adds the money")
+    add("--card", metavar="NAME", help=f"adds seconds and hours: {', '.join(cost.CARDS)}")
+    parser.add_argument("--dry_run", action="store_true", help="runs/launch.sh reads this flag")
     args, others = parser.parse_known_args(argv)
-    for name in numbers:
+    for name in ("machines", "gpus", "card_gb", "price"):
         value = getattr(args, name)
         works = value is None or 0 < value < 2**63
         check.require(works, f"--{name} {value}: must be a number above 0")
@@ -130,11 +122,10 @@ def print_plan(args, cfg) -> None:
     try:
         config = model_config(cfg.model)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        print(f"memory: unknown until --model {cfg.model} can be read ({reason})")
-        return
-    default_gb = args.card.gb if args.card else 80
-    memory = estimate(cfg, config, world, args.card_gb or default_gb)
+        told = f"--model {cfg.model} cannot be read ({one_line(error).partition('. ')[0]})"
+        raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
+    card_gb = args.card_gb or (args.card.gb if args.card else 80)
+    memory = estimate(cfg, config, world, card_gb)
     print_memory(memory, cfg)
     if args.card and not cfg.bf16:
         print("time: not estimated with --bf16 false, since the table of cards is of bf16")

@@ -1,15 +1,17 @@
 """Draws the curves of a run folder as one picture, or compares several runs in one picture.
 
     python tools/plot.py RUN                       writes RUN/curves.png
-    python tools/plot.py RUN RUN ... [--out PATH]  writes curves.png here
+    python tools/plot.py RUN RUN ... [--out PATH]  writes curves.png here, or beside a first RUN
+                                                   that is outside of the current folder
 
-A strong line is a centred mean over a twentieth of the run. If a run has 40 steps or more, a pale
-line shows the single steps. The picture of several runs has a colour for each run. A curve without
-data is left out.
+A strong line is a centred mean over a twentieth of the run, or of the longest of several runs. If
+a run has 40 steps or more, a pale line shows the single steps. The picture of several runs has a
+colour for each run, and the accuracy on each run's first evaluation set. A curve without data is
+left out.
 """
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import pandas as pd
@@ -85,7 +87,7 @@ def draw_curves(ax, metrics: pd.DataFrame, curves: dict) -> list[tuple[float, st
     for name in metrics.columns.intersection(list(curves)):
         text, colour = curves[name]
         curve = metrics[name].dropna()
-        means = runs.smooth(curve)
+        means = runs.smooth(curve, len(curve))
         marker = "o" if name.startswith("accuracy ") or len(curve) < 3 else ""
         if len(curve) >= 40:
             ax.plot(curve, color=colour, linestyle="-", alpha=0.25, linewidth=0.8)
@@ -125,13 +127,15 @@ def write_labels(ax, ends: list[tuple[float, str, str]]) -> None:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     [first, *others] = args.runs
-    out = args.out or (Path() if others else first) / "curves.png"
+    folder = first
+    if others:
+        folder = Path() if Path.cwd() in first.resolve().parents else first.resolve().parent
+    out = args.out or folder / "curves.png"
     try:
         for run in args.runs:
             tables = [runs.read_metrics(run), *runs.read_evaluations(run).values()]
@@ -139,9 +143,12 @@ def main() -> None:
                 message = "has no number in metrics.jsonl or eval.jsonl; name the folder of a run"
                 parser.exit(2, f"error: {run} {message}\n")
         if others:
-            draw({str(run): {1: read_run(run)} for run in args.runs}, out)
+            found = {str(run): read_run(run) for run in args.runs}
+            settings = {f"{name} ({found[name].set})": {1: found[name]} for name in found}
+            draw(settings, [], out)
         else:
             draw_run(first, out)
+        print(f"wrote {out}")
     except OSError as error:
         parser.exit(2, f"error: {error.filename or out}: {error.strerror}; no picture is written\n")
 

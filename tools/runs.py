@@ -1,11 +1,10 @@
-"""Reads the files of run folders, and holds the style of all pictures. The other tools import it.
+"""A library of the other tools: it reads run folders, and holds the style of all pictures.
 
 A run appends one JSON object a line to metrics.jsonl (one line a step) and to eval.jsonl (one line
 a step and evaluation set). All tools read these files by the same rules:
 
-- A file that does not exist has no lines.
-- A line that is not whole JSON is skipped, because a run may be writing the line at this moment.
-  A line that is not a JSON object is skipped too.
+- A file that does not exist has no lines. A line that is not a JSON object is skipped.
+- A line that is not whole is skipped too, because a run may be writing the line at this moment.
 - In a table, a value that is not a finite number is missing (NaN).
 - In a table, a line without a step is skipped. If two lines have one step, the later line counts.
 """
@@ -18,29 +17,15 @@ from pathlib import Path
 import pandas as pd
 from cycler import cycler
 
-BLUE = "#0072B2"
-RED = "#D55E00"
-BLACK = "#222222"
-GREEN = "#009E73"
-PINK = "#CC79A7"
-GREY = "#999999"
+BLACK, GREY, BLUE = "#222222", "#999999", "#0072B2"
+RED, GREEN, PINK = "#D55E00", "#009E73", "#CC79A7"
 COLOURS = [BLACK, BLUE, RED, GREEN, PINK, "#E69F00", "#56B4E9", "#7F5539"]
 # The settings of matplotlib for every picture. After eight curves the colours repeat, dashed.
-STYLE = {
-    "text.parse_math": False,
-    "font.size": 13,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 14,
-    "axes.edgecolor": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.xmargin": 0.0,
-    "axes.prop_cycle": cycler(linestyle=["-", "--"]) * cycler(color=COLOURS),
-    "grid.color": "#ececec",
-    "lines.linewidth": 2.2,
-    "lines.markersize": 5,
-}
+STYLE = {"axes.prop_cycle": cycler(linestyle=["-", "--"]) * cycler(color=COLOURS)}
+STYLE |= {"text.parse_math": False, "font.size": 13, "lines.linewidth": 2.2, "lines.markersize": 5}
+STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 14, "axes.edgecolor": GREY}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.xmargin": 0.0}
+STYLE |= {"axes.grid": True, "grid.color": "#ececec"}
 
 
 def read_lines(path: Path) -> Iterator[dict]:
@@ -90,6 +75,6 @@ def to_number(value) -> float:
     return math.nan
 
 
-def smooth(curves):
-    """Centred means over a twentieth of the rows. Below 40 rows the curves stay as they are."""
-    return curves.rolling(2 * (len(curves) // 40) + 1, center=True, min_periods=1).mean()
+def smooth(curves, rows: int):
+    """Centred means over a twentieth of so many rows. Below 40 the curves stay as they are."""
+    return curves.rolling(2 * (rows // 40) + 1, center=True, min_periods=1).mean()

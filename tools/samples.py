@@ -3,17 +3,17 @@
     python tools/samples.py RUN [--out PATH] [--max_per_step N]     writes RUN/samples.html
 
 The page shows the samples of a problem side by side: by step, and those of evaluations before and
-after the training. Values, advantages or log-probs can shade the tokens. The page holds at most
-5,000 training and 5,000 evaluation samples, 20 MB each, from steps spread evenly over the run. It
-says how many samples are left out. Model output is hostile. So it is JSON with < escaped, the page
-shows it as text, and the page's policy forbids every script but the page's own.
+after the training. Values, advantages or log-probs can shade the tokens. The page holds at most N
+samples of a step and set (default: 64), and at most 5,000 training and 5,000 evaluation samples, 20
+MB each, from steps spread evenly over the run. It says how many samples are left out. Model output
+is hostile. So it is JSON with < escaped, and the page's policy forbids every script but its own.
 """
 
-import argparse
 import base64
 import hashlib
 import json
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,12 +27,8 @@ MAX_BYTES = 20_000_000
 
 
 def read_samples(path: Path, per_step: int) -> tuple[dict[str, dict[int, list[str]]], int]:
-    """{set: {step: its first samples as JSON}}, and the number of all samples of the file.
-
-    A line without a set or without a step is no sample.
-    """
-    found = {}
-    total = 0
+    """{set: {step: its first samples as JSON}}, and the number of all samples of the file."""
+    found, total = {}, 0
     for row in read_lines(path):
         if "set" in row and isinstance(row.get("step"), int):
             texts = found.setdefault(str(row["set"]), {}).setdefault(row["step"], [])
@@ -43,10 +39,9 @@ def read_samples(path: Path, per_step: int) -> tuple[dict[str, dict[int, list[st
 
 
 def choose(found: dict[str, dict[int, list[str]]], per_step: int) -> list[str]:
-    """The samples of the page: of all steps of training, and of the first and last evaluation.
+    """The samples of all steps of training, and of the first and last evaluation.
 
-    If these samples are too many, every second step is left out, again and again. If two steps are
-    too many, each step has fewer samples.
+    If these samples are too many, the page has fewer steps, and then fewer samples of a step.
     """
     steps = {}
     for name, by_step in found.items():
@@ -58,7 +53,7 @@ def choose(found: dict[str, dict[int, list[str]]], per_step: int) -> list[str]:
         if len(texts) <= MAX_SAMPLES and sum(map(len, texts)) <= MAX_BYTES:
             return texts
         if max(map(len, steps.values())) > 2:
-            # The last step stays.
+            # Every second step is left out. The last step stays.
             steps = {name: kept[::-2][::-1] for name, kept in steps.items()}
         else:
             per_step //= 2
@@ -70,31 +65,34 @@ def escape(value) -> str:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--max_per_step", type=int, default=64)
+    parser.add_argument("--max_per_step", type=int, default=64, metavar="N")
     args = parser.parse_args()
     out = args.out or args.run / "samples.html"
-    if not args.run.is_dir() or not out.parent.is_dir():
-        parser.error("RUN and the folder of --out must be there")
-    samples = []
-    total = 0
-    for name in ("samples.jsonl", "eval_samples.jsonl"):
-        found, count = read_samples(args.run / name, args.max_per_step)
-        samples += choose(found, args.max_per_step)
-        total += count
-    counts = f"{len(samples)} samples, {total - len(samples)} left out"
-    title = escape(f"{args.run.resolve().name}: {counts}")
-    page = PAGE.read_text(encoding="utf-8")
-    script = page.rpartition("<script>")[2].partition("</script>")[0]
-    digest = hashlib.sha256(script.encode()).digest()
-    policy = "sha256-" + base64.b64encode(digest).decode()
-    data = f'{{"title": {title}, "samples": [{",".join(samples)}]}}'
-    # The data comes last, because it may hold the word HASH.
-    out.write_text(page.replace("HASH", policy).replace("DATA", data), encoding="utf-8")
-    print(f"wrote {out}: {counts}")
+    samples, total = [], 0
+    try:
+        if args.max_per_step < 1:
+            raise ValueError(f"--max_per_step {args.max_per_step}: give 1 or a larger number")
+        for name in ("samples.jsonl", "eval_samples.jsonl"):
+            found, count = read_samples(args.run / name, args.max_per_step)
+            samples += choose(found, args.max_per_step)
+            total += count
+        if not samples:
+            raise ValueError(f"{args.run} has no samples.jsonl with a sample; name a run folder")
+        counts = f"{len(samples)} samples, {total - len(samples)} left out"
+        title = escape(f"{args.run.resolve().name}: {counts}")
+        page = PAGE.read_text(encoding="utf-8")
+        script = page.rpartition("<script>")[2].partition("</script>")[0]
+        digest = hashlib.sha256(script.encode()).digest()
+        policy = "sha256-" + base64.b64encode(digest).decode()
+        data = f'{{"title": {title}, "samples": [{",".join(samples)}]}}'
+        # The data comes last, because it may hold the word HASH.
+        out.write_text(page.replace("HASH", policy).replace("DATA", data), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: {error}; no page is written\n")
+    print(f"wrote {out}: {counts}; at most {args.max_per_step} of a step (--max_per_step)")
 
 
 if __name__ == "__main__":
