@@ -105,9 +105,7 @@ class Learning:
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
     warmup_updates: int = 50  # Each learning rate rises during its first updates. 1: no rise.
-    value_clip: float = (
-        0.2  # PPO's clip in the critic's loss. 1e9 is no clip. 0 clips every change.
-    )
+    value_clip: float = 0.2  # The critic's loss clips a value's change to this. 1e9: no clip.
     max_norm: float = 1.0  # A gradient with a larger norm is scaled down to this norm. 0: never.
     bf16: bool = True  # Train in bf16, with masters and gradient sums in fp32.
 
@@ -147,9 +145,7 @@ class Config(Learning):
     micro_rollout_batch_size: int = 256  # Samples drawn at the same time. More need more memory.
     tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
     gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
-    kv_cache_gb: float | None = (
-        None  # GiB of KV cache. Default: what the share above leaves; CPU: 1.
-    )
+    kv_cache_gb: float | None = None  # GiB of KV cache. Default: the rest of the share; CPU: 1.
     enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
 
     # `variants` has no type, so it is no flag. With --variant it is an object of lib/variants.py.

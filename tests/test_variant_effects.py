@@ -8,6 +8,7 @@ variants' docstrings in loops and float64, says what the steps must make of thes
 
 import functools
 import itertools
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -566,6 +567,24 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
     with pytest.raises(UserError, match=words) as error:
         take_steps(names, flags)
     assert "\n" not in str(error.value)
+
+
+def test_a_copy_of_a_variant_under_another_name_keeps_the_rules(tmp_path):
+    """Once a copied first_stage was a traceback, and fuse_values learnt the returns of a copy."""
+    for name in ("first_stage", "critic_lambd"):
+        shutil.copy(VARIANTS / f"{name}.py", tmp_path / f"my_{name}.py")
+    take_steps((f"{tmp_path}/my_first_stage.py",), {})
+    with pytest.raises(UserError, match="--variant my_critic_lambd: fuse_values would learn"):
+        take_steps((f"{tmp_path}/my_critic_lambd.py", "fuse_values"), {"lambd": 1})
+
+
+def test_maxrl_refuses_a_negative_reward():
+    """A mean of 0 or less would turn the signs of the advantages around."""
+    cfg = config(variant="maxrl")
+    with cfg.variants.installed(train.modules_to_wrap()):
+        batch = SimpleNamespace(rewards=torch.tensor([1.0, -1.0]))
+        with pytest.raises(UserError, match="maxrl: a reward is negative"):
+            ppo.raw_advantages(batch, cfg)
 
 
 @pytest.mark.long

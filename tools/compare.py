@@ -161,7 +161,7 @@ def draw(settings: dict[str, dict[int, Run]], shown: list[str], out: str | Path)
     # One window smooths all curves. A setting has one style, whichever settings are shown.
     steps = max(len(run.metrics) for runs in settings.values() for run in runs.values())
     styles = dict(zip(settings, itertools.cycle(STYLE["axes.prop_cycle"])))
-    shown = [name for name in settings if name in shown or not shown]
+    shown = [name for name in settings if name in shown] or list(settings)
     with rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)

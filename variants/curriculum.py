@@ -10,10 +10,10 @@ it.
 
 def episode_order(original, problems, cfg, episode):
     # Python's sort is stable. So problems that are equally hard keep their random order.
-    return sorted(original(problems, cfg, episode), key=lambda i: _difficulty(problems[i]))
+    return sorted(original(problems, cfg, episode), key=lambda i: _difficulty(problems[i], cfg))
 
 
-def _difficulty(problem):
-    if isinstance(problem.label, dict):
+def _difficulty(problem, cfg):
+    if cfg.task == "countdown":
         return problem.label["pick"] or len(problem.label["numbers"]), -problem.label["target"]
     return len(problem.question)

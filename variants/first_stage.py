@@ -13,7 +13,6 @@ accuracy of 0.980.
 
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 from lib import check
 
@@ -28,8 +27,10 @@ class Flags:
 
 def check_config(original, cfg, world, estimators):
     original(cfg, world, estimators)
-    names = [Path(word).stem for word in cfg.variant]
-    is_first = "dynamic_sampling" not in names[: names.index("first_stage")]
+    # The name of this file, which may be a copy, and the variants before it.
+    own = __name__.removeprefix("variant_")
+    names = list(cfg.variants.modules)
+    is_first = "dynamic_sampling" not in names[: names.index(own)]
     check.require(is_first, "--variant dynamic_sampling: name it behind first_stage")
     check.check_samples(cfg, estimators[cfg.estimator], "first_stage")
     samples = cfg.n_samples_per_prompt

@@ -9,12 +9,14 @@ it. The policy did not learn false claims.
 
 
 def paid(_original, samples, cfg):
-    return [float(sample.finish_reason == "stop" and _is_claimed(sample)) for sample in samples]
+    return [
+        float(sample.finish_reason == "stop" and _is_claimed(sample, cfg)) for sample in samples
+    ]
 
 
-def _is_claimed(sample):
+def _is_claimed(sample, cfg):
     label = sample.request.problem.label
-    if not isinstance(label, dict):
+    if cfg.task != "countdown":
         return str(label) in sample.text
     _, _, claim = sample.text.strip().rpartition("=")
     return claim.rstrip("<>!") == str(label["target"])

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 import torch
 
 import ppo
+from lib import check
 
 
 @dataclass
 class Flags:
     estimator: str = "maxrl"  # How rewards become advantages.
+
+
+def raw_advantages(original, batch, cfg):
+    advice = "choose another estimator, or leave out the variant that makes rewards negative"
+    check.require(batch.rewards.min() >= 0, f"--estimator maxrl: a reward is negative; {advice}")
+    return original(batch, cfg)
 
 
 def _maxrl(rewards, values, mask, groups, cfg):
