@@ -213,6 +213,13 @@ def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_
     assert (tmp_path / "c" / "train.jsonl").read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training(make, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with mock.patch.object(base_model, "pretrain") as train, pytest.raises(SystemExit, match="2"):
+        make(tmp_path / "file" / "base", 1)
+    assert not train.called and "Not a directory; choose another" in capsys.readouterr().err
+
+
 def test_the_recipe_without_a_folder_starts_nothing():
     """The launcher torchrun is never started, so the error is one line."""
     command = ["bash", ROOT / "runs/smollm2_cpu.sh", "nowhere"]

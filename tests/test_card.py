@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+from unittest import mock
 
 import psutil
 import pytest
@@ -47,6 +48,10 @@ def test_a_page_has_all_parts_that_ran_beside_their_plan(tmp_path, monkeypatch, 
     monkeypatch.setattr(card, "command_of", lambda name, _: ["sh", "-c", scripts[name]])
     monkeypatch.setattr(card, "machine", lambda: about)
     words = ["--out", str(tmp_path / "cards")]
+    interrupt = mock.patch.object(card, "run_part", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        card.main(["cycle", *words])
+    assert not list((tmp_path / "cards").iterdir()), "a page without a part says nothing"
     assert card.main(["cycle", "kernels", *words]) == 1
     assert card.main(["zero2", *words]) == 0
     text = (tmp_path / "cards" / "nvidia-h100.md").read_text()
@@ -58,6 +63,8 @@ def test_a_page_has_all_parts_that_ran_beside_their_plan(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as left:
         card.main(["kernel", *words])
     assert left.value.code == 2 and "no such part: kernel; choose" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        card.main(["cycle", "--timeout", "-1", *words])
     about["versions"] = {"torch": "3"}
     with pytest.raises(UserError, match="h100.json has versions .*: rename that page"):
         card.main(["zero2", *words])

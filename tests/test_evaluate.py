@@ -38,6 +38,9 @@ def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
             "argument --temperature: not allowed with argument --greedy",
         ),
         ("--temprature 0.6", "unknown flag --temprature: did you mean --temperature"),
+        ("--data hub/a gone.json?split=test", "--data gone.json: no such file"),
+        ("--n x", "argument --n: invalid int value: 'x'; `python tools/evaluate.py --help`"),
+        ("--eval_n x", "argument --n/--eval-n: invalid int value"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_with_exit_code_2(flags, told, capsys):

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, SMALL, arguments, jsonl, run_python, run_tool, start_python, wait_until
 
 from lib.common import UserError
-from tools import base_model, lab
+from tools import base_model, compare, lab
 
 # ---- the table -----------------------------------------------------------------------------------
 
@@ -71,8 +71,27 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
     ]
     assert "| +0.350 ± 0.050 * |" in (tmp_path / "plan.md").read_text()
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    code, _, errors = run_tool("compare", tmp_path / "none")
-    assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+    write_run(tmp_path / "odd" / "seedx", 10, [0.2])
+    write_run(tmp_path / "math" / "seed1", 10, [0.2])
+    evaluations = tmp_path / "math" / "seed1" / "eval.jsonl"
+    evaluations.write_text(evaluations.read_text().replace('"eval"', '"math500"'))
+    for names, told in (
+        (["none"], "none: the baseline has no finished run"),
+        (["plain", "gone"], "gone: no such folder"),
+        (["odd"], "odd/seedx: the name has no seed"),
+        (["plain", "math"], "the evaluation sets differ: eval in .*, math500 in "),
+    ):
+        code, _, errors = run_tool("compare", *[tmp_path / name for name in names])
+        assert code == 2 and re.fullmatch(f"error: .*{told}.*\n", errors)
+
+
+def test_one_window_smooths_all_curves_of_a_comparison(tmp_path):
+    """A run that is the beginning of another run has the same curve, except at its end."""
+    write_run(tmp_path, 10, [0.2] * 5)
+    run = compare.read_run(tmp_path)
+    start = run._replace(metrics=run.metrics.head(20))
+    whole, first = (compare.gather({1: x}, "entropy", 40).entropy for x in (run, start))
+    assert list(first[:19]) == list(whole[:19]) and (first[1], len(first)) == (1.5, 20)
 
 
 def test_compare_says_what_one_run_has_learnt(tmp_path):
@@ -83,6 +102,8 @@ def test_compare_says_what_one_run_has_learnt(tmp_path):
     for step, reward in ((0, 0.0), (10, 1.0)):
         answer = {"step": step, "set": "eval", "problem": 7, "question": "q", "reward": reward}
         answers.append(json.dumps(answer | {"response": f"a\n{step}", "length": 2}))
+        # A line of another shape is no sample.
+        answers.append(json.dumps(answer | {"set": ["a"], "response": None, "reward": "1"}))
     (tmp_path / "eval_samples.jsonl").write_text("\n".join(answers))
     told = run_tool("compare", tmp_path)[1]
     assert told.endswith("has learnt to solve: q\nbefore: a 0\nafter:  a 10\n")
@@ -138,6 +159,7 @@ GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero
     [
         ("# nothing\nbase: --seed_of 1\n", "", "has no setting"),
         ("a/b: --bf16 false\n", "", "line 1: 'a/b:' cannot name a setting"),
+        (GOOD, "--seeds 0", "--seeds 0: give 1 or a larger number"),
         ("plain:\n\nplain: --bf16 false\n", "", "line 3: the name plain is there twice"),
         ("plain: --stop '\n", "", "line 1: No closing quotation"),
         (GOOD + "other: my.py\n", "", "line 3: the variant my.py or /.*/my.py is not there"),
@@ -145,7 +167,7 @@ GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero
         (GOOD + "other: --seed=3\n", "", "line 3: the laboratory gives --seed=3 itself"),
         (GOOD + "other: updates + --policy_updates 0\n", "", "other: --policy_updates 0: must be"),
         (GOOD.replace("--max_steps 2", ""), "", "plain: give --max_steps and --eval_data"),
-        (GOOD + "other: --data {base}/gone.json[:3]\n", "", "No such file .*gone.json"),
+        (GOOD + "other: --data {base}/gone.json[:3]\n", "", "line 3: other: .*/gone.json'"),
         (GOOD, "--show other", "--show other"),
     ],
 )

@@ -56,6 +56,8 @@ def test_plot_writes_into_the_run_or_for_several_here_or_to_out(tmp_path, monkey
     # The tool once printed a warning and ended with 0, because training called it.
     code, _, errors = run_tool("plot", "gae", "$grpo_{", "--out", tmp_path / "none" / "x.png")
     assert code == 2 and errors.startswith("error: ") and "none/x.png: No such file" in errors
+    monkeypatch.chdir(tmp_path / "gae")
+    assert run_tool("plot", "../gae", "../$grpo_{")[1] == f"wrote {tmp_path}/curves.png\n"
 
 
 def test_a_table_has_the_numbers_by_step_and_skips_lines_that_are_not_whole(tmp_path):
@@ -129,7 +131,10 @@ def test_hostile_text_stays_text(tmp_path):
     _, same_page = make_page(tmp_path / "plain")
     assert same_page == page
     (tmp_path / "empty").mkdir()
-    assert run_tool("samples", tmp_path / "empty")[0] == 2, "there is nothing to show"
+    run = tmp_path / "run"
+    for words in ([tmp_path / "empty"], [run, "--max_per_step", 0], [run, "--out", tmp_path]):
+        code, _, errors = run_tool("samples", *words)
+        assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
     # No script but the page's own runs, and that one makes no HTML of text.
     script = page.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -63,7 +63,7 @@ def read_run(folder: Path) -> Run:
     # A variant may change the number of samples from step to step.
     samples = metrics.tokens_per_second * metrics.seconds / metrics.total_length  # (S,)
     metrics["tokens"] = (samples.round() * metrics.response_length).cumsum()
-    name, first_set = next(iter(read_evaluations(folder).items()), ("", pd.DataFrame()))
+    name, first_set = next(iter(read_evaluations(folder).items()), ("no set", pd.DataFrame()))
     evaluations = first_set.rename_axis("step").reindex(columns=["accuracy"]).reset_index()
     steps = [0, *metrics.index]
     evaluations["tokens"] = np.interp(evaluations.step, steps, [0, *metrics.tokens])

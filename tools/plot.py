@@ -144,9 +144,7 @@ def main() -> None:
                 parser.exit(2, f"error: {run} {message}\n")
         if others:
             found = {str(run): read_run(run) for run in args.runs}
-            settings = {
-                f"{name} ({found[name].set or 'no evaluation'})": {1: found[name]} for name in found
-            }
+            settings = {f"{name} ({found[name].set})": {1: found[name]} for name in found}
             draw(settings, [], out)
         else:
             draw_run(first, out)
