@@ -16,10 +16,10 @@ through the tree. It never evaluates an answer as code. ORZ has no such task.
 import ast
 import operator
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 
 from lib.common import UserError
+from reward import Problem
 from tasks.code_data import load_rows
 
 TEMPLATES: dict[str, str] = {
@@ -50,22 +50,12 @@ ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
 TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]{1,20})(?P<verdict>[<>!]?)")
 
 
-@dataclass(frozen=True)
-class Problem:
-    index: int  # position among all problems
-    question: str
-    # {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or None}
-    label: dict
-    prompt: str  # the template with the question in it
-    # train.py fills in the token ids of the prompt.
-    prompt_ids: list[int] | None = None
-
-
 def load_problems(path, template, bos="", columns=("nums", "target"), split="train"):
     """The problems of a JSON or JSONL file, or of a dataset.
 
-    `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names the
-    file, the item (counted from 1) and what is wrong there.
+    A label is {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or
+    None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names
+    the file, the item (counted from 1) and what is wrong there.
     """
     template = TEMPLATES.get(template, template).replace("{bos}", bos)
     if "{question}" not in template:
