@@ -1,7 +1,7 @@
 """What named losses become at ratio 1, where pi = pi_old = sampler: docs/stripped.md.
 
 Each loss is written as it was published, as the mean that is maximised, and differentiated in
-float64 on a toy. test_ppo.py shows that --loss_mean token and sequence are PPO's and GRPO's means.
+float64 on a toy. test_ppo.py shows that `update` takes PPO's mean, and the variant loss_mean GRPO's.
 """
 
 from collections.abc import Callable
