@@ -1,7 +1,8 @@
 """What named losses become at ratio 1, where pi = pi_old = sampler: docs/stripped.md.
 
 Each loss is written as it was published, as the mean that is maximised, and differentiated in
-float64 on a toy. test_ppo.py shows that `update` takes PPO's mean, and the variant loss_mean GRPO's.
+float64 on a toy. test_ppo.py shows that `update` takes PPO's mean. The variant loss_mean takes
+GRPO's mean.
 """
 
 from collections.abc import Callable
