@@ -511,7 +511,8 @@ def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
     """Where the line of a refusal advises an order, Variants accepts that order."""
     wrong = []
     refused = 0
-    for one, two in itertools.permutations(NAMES, 2):
+    pairs = list(itertools.permutations(NAMES, 2))
+    for one, two in pairs:
         found = learnt(one, two)
         if isinstance(found, str):
             refused += 1
@@ -525,7 +526,7 @@ def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
             if not differs(found, learnt(*alone)) and {one, two} not in EXCEPTIONS:
                 wrong.append(f"{one} {two} is like {alone}")
     assert not wrong, "\n".join(wrong)
-    assert refused < 180
+    assert refused < len(pairs) / 4
 
 
 REFUSED = [
