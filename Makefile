@@ -1,4 +1,4 @@
-# The targets are demo, lab, check, test, test-gpu, card, bench, install and lint.
+# `make` prints the targets: the lines below with two #.
 # STACK=cuda or STACK=cpu chooses the packages that .venv gets. Both stacks have the same versions. The default is cuda if
 # nvidia-smi finds a GPU, else cpu. `make check` and `make test` run on the CPU. If .venv has the CUDA stack, they use a
 # second environment, .venv-cpu.
@@ -20,31 +20,33 @@ CPU_VENV := $(VENV)
 endif
 export HF_HUB_OFFLINE ?= 1
 
-demo: $(INSTALLED)
-	$(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /make \1: /p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(INSTALLED) ## train a tiny model to add two numbers (about 3 minutes on 2 CPU cores)
+	$(BIN)/python train.py
 	$(BIN)/python tools/plot.py out/run
 	$(BIN)/python tools/compare.py out/run
 
 # flags.txt has flags that are quoted as in a shell. xargs removes these quotes.
-lab: $(INSTALLED)
+lab: $(INSTALLED) ## train the model of the laboratory on Countdown problems (about 3 minutes)
 	$(BIN)/python tools/base_model.py countdown out/lab/base
-	xargs $(BIN)/accelerate launch --num_machines 1 --num_processes 1 --mixed_precision no --dynamo_backend no train.py \
-	--seed 1 --run_dir out/lab/run < out/lab/base/flags.txt
+	xargs $(BIN)/python train.py --seed 1 --run_dir out/lab/run < out/lab/base/flags.txt
 	$(BIN)/python tools/plot.py out/lab/run
 	$(BIN)/python tools/compare.py out/lab/run
 
 # Run `make check` after an edit. It runs ruff and all tests without the mark `engine`.
-check: $(CPU_VENV)/.installed
+check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 1 minute)
 	$(CPU_VENV)/bin/ruff check .
 	$(CPU_VENV)/bin/ruff format --check .
 	$(CPU_VENV)/bin/python -m pytest -m "not engine and not slow and not long and not gpu"
 
-test: $(CPU_VENV)/.installed
+test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 4 minutes)
 	$(CPU_VENV)/bin/python -m pytest
 
 # `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
 # nvidia-smi finds no GPU, the target ends before it installs anything.
-test-gpu: find-gpu $(INSTALLED)
+test-gpu: find-gpu $(INSTALLED) ## run the tests that need a GPU
 	$(BIN)/python tools/card.py $(or $(PARTS),cycle kernels sampler runs two_cards) --out out/card
 
 find-gpu:
@@ -52,17 +54,17 @@ find-gpu:
 
 # `make card` runs the tests on a GPU and all measurements on a GPU, and writes a page of docs/cards. PARTS="zero2 lab"
 # chooses parts. Without a GPU the shapes are tiny.
-card: $(INSTALLED)
+card: $(INSTALLED) ## run all tests and measurements on a GPU, and write a page of results
 	$(BIN)/python tools/card.py $(PARTS)
 
-bench: $(INSTALLED)
+bench: $(INSTALLED) ## measure the speed of this machine
 	$(BIN)/python tools/bench.py
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) ## run ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-install: $(INSTALLED)
+install: $(INSTALLED) ## install the packages into .venv
 
 # requirements-cpu.txt names all packages, so pip resolves nothing (--no-deps). Otherwise pip would install a torchvision for
 # CUDA into the CPU stack. A compilation that was killed leaves a lock, and later compilations wait for this lock without
@@ -89,4 +91,4 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 	$(if $(findstring cpu,$<),$(COMPILE))
 	touch $@
 
-.PHONY: demo lab check test test-gpu find-gpu card bench lint install
+.PHONY: help demo lab check test test-gpu find-gpu card bench lint install

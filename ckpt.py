@@ -38,6 +38,8 @@ from lib.common import UserError, gather, here, one_line, print0
 
 # A resume shortens these files and no other files of the run folder.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
+# What else a run writes, besides its checkpoints. A new run sets all of it aside.
+OTHERS = ("config.json", "result.json", "variants", "policy", "critic", "tensorboard")
 
 
 @dataclass
@@ -63,6 +65,17 @@ class RunState:
         # The state needs a copy, because an interrupted step may change `memory`. JSON makes the
         # copy, because a resumed run reads its memory from JSON too.
         self.memory = json.loads(json.dumps(memory))
+
+    def check_types(self):
+        """Raises TypeError if the file had another type somewhere."""
+        for name, default in vars(RunState()).items():
+            found = getattr(self, name)
+            parts = found.values() if name in ("log_sizes", "memory") else ()
+            kind = int if name == "log_sizes" else dict
+            if type(found) is not type(default) or any(type(part) is not kind for part in parts):
+                raise TypeError(f"{name} is {found!r:.99}")
+        if type(self.config.get("zero_stage")) is not int:
+            raise TypeError("config lacks zero_stage")
 
     @property
     def layout(self):
@@ -297,7 +310,10 @@ def publish(temporary, final, files, state, hf):
     for path in [temporary, *temporary.rglob("*"), *logs]:
         fsync(path)
     os.rename(temporary, final)
-    fsync(run_dir)
+    try:
+        fsync(run_dir)
+    except OSError as error:
+        print(f"WARNING: {final} is saved, but a loss of power could lose it: {error}", flush=True)
 
 
 def prune(run_dir, keep_last):
@@ -353,7 +369,9 @@ def find_damage(path):
 def load_state(path):
     """The state of a checkpoint. Raises UserError if another version of the code has written it."""
     try:
-        return RunState(**json.loads((path / "state.json").read_text()))
+        state = RunState(**json.loads((path / "state.json").read_text()))
+        state.check_types()
+        return state
     except (OSError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}/state.json is not of this version ({one_line(error)}); resume it with the "
@@ -381,7 +399,11 @@ def find_start(run_dir, choice, new: RunState, fixed):
         why = f"is past the {new.total_steps} steps of this run; raise --max_steps"
     elif changed:
         names = ", --".join(changed)
-        why = f"was made with another --{names}, which changes what is learnt; use the old value"
+        why = (
+            f"was made with another --{names}, which changes what is learnt; use the old value, or "
+            f"begin a new run with its weights: `python tools/convert.py export {path} NEW`, "
+            "--model NEW/policy --critic NEW/critic and another --run_dir"
+        )
     elif saved.variants != new.variants:
         texts = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]
         why = (
@@ -423,9 +445,9 @@ def resume(run_dir, source, engines, state: RunState):
 
     source: the checkpoint that find_start has chosen. A new run has None.
     1. Fills the engines from the checkpoint. In a new run the engines stay as they are.
-    2. Shortens the logs to their sizes in `state`. In a new run these sizes are 0.
-    3. Renames the checkpoints of later steps, because the run makes these steps again. In a new
-       run it renames all checkpoints. The user may delete the renamed folders.
+    2. Shortens the logs to their sizes in `state`.
+    3. Sets the checkpoints of later steps aside, because the run makes these steps again. A new
+       run sets aside everything that another run has left. The user may delete the new folder.
     """
     if source and load_state(source).layout == state.layout:
         for name, engine in engines.items():
@@ -438,13 +460,21 @@ def resume(run_dir, source, engines, state: RunState):
         reshard.load(source / "universal", engines)
     if dist.get_rank() > 0:
         return
+    dropped = [path for path in checkpoints(run_dir) if not source or step_of(path) > state.step]
+    if not source:
+        dropped += [run_dir / name for name in (*LOGS, *OTHERS) if (run_dir / name).exists()]
+    # The time makes the new name unique.
+    folder = run_dir / f"dropped_{time.time_ns()}"
+    if dropped:
+        folder.mkdir()
+        names = ", ".join(path.name for path in dropped)
+        print0(f"the run begins at step {state.step}; {folder} has what is set aside: {names}")
+    for path in dropped:
+        path.rename(folder / path.name)
     for name, size in measure_logs(run_dir).items():
+        if dropped:
+            shutil.copy(run_dir / name, folder)
         os.truncate(run_dir / name, min(size, state.log_sizes.get(name, 0)))
-    for path in checkpoints(run_dir):
-        if not source or step_of(path) > state.step:
-            # The time makes the new name unique.
-            renamed = path.rename(path.with_name(f"dropped_{path.name}_{time.time_ns()}"))
-            print0(f"{path} is renamed to {renamed.name}: the run resumes from step {state.step}")
 
 
 # ---- export ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ To use this file elsewhere, copy lib/equal.py, lib/algebra.py and lib/common.py 
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
+import csv
 import json
 import os
 import re
@@ -53,7 +54,7 @@ class Problem:
 
 
 def load_problems(path, template, bos="", columns=("question", "answer"), split="train"):
-    """The problems of a JSON or JSONL file, or of a dataset.
+    """The problems of a JSON, JSONL, CSV or Parquet file, or of a dataset.
 
     The records may have the form of ORZ's training data, of ORZ's evaluation data or of GSM8K, or
     they have these `columns`. A path that is no file is a dataset's folder or "name:config".
@@ -66,19 +67,24 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
             f"template {template!r} is unknown and lacks {{question}}; choose "
             f"{', '.join(TEMPLATES)}, or write a text with {{question}}"
         )
-    is_jsonl = path.endswith(".jsonl")
-    unit = "line" if is_jsonl else "item"
     problems = []
     place = path
     try:
-        for number, row in enumerate(load_rows(path, split), start=1):
+        unit, rows = load_rows(path, split)
+        for number, row in enumerate(rows, start=1):
             place = f"{path}: {unit} {number}"
-            if is_jsonl and not row.strip():
-                continue
-            record = json.loads(row) if is_jsonl else row
-            question, label = parse_record(record, columns)
+            if unit == "line":
+                if not row.strip():
+                    continue
+                row = json.loads(row)
+            question, label = parse_record(row, columns)
             prompt = template.replace("{question}", question)
             problems.append(Problem(len(problems), question, label, prompt))
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{place} is no JSON ({error}); give a list in a .json file, an object on each line of "
+            "a .jsonl file, or a .csv or .parquet file"
+        ) from None
     # The datasets library alone has a dozen classes of errors for "not found".
     except Exception as error:
         raise UserError(
@@ -91,21 +97,32 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
 
 
 def load_rows(path, split):
-    """The lines of a .jsonl file, the items of another file's JSON list, or a dataset's rows."""
-    if path.endswith((".json", ".jsonl")) or os.path.isfile(path):
+    """("line", lines of JSON), or ("item", the items of a list, a table or a dataset)."""
+    is_file = path.endswith((".json", ".jsonl", ".csv")) or os.path.isfile(path)
+    if is_file and not path.endswith(".parquet"):
         # Only \n ends a line, because a question may hold other ends of line.
         with open(path, encoding="utf-8-sig", newline="\n") as file:
-            if path.endswith(".jsonl"):
-                return file.readlines()
-            return list(json.load(file))
+            if path.endswith(".csv"):
+                return "item", list(csv.DictReader(file))
+            text = file.read()
+        if not path.endswith(".jsonl"):
+            try:
+                return "item", list(json.loads(text))
+            except json.JSONDecodeError as error:
+                # The file has another value behind its first, so it has a value on each line.
+                if error.msg != "Extra data":
+                    raise
+        return "line", text.split("\n")
     import datasets  # slow, and seldom needed
 
+    if is_file:
+        return "item", datasets.Dataset.from_parquet(path)
     try:
         dataset = datasets.load_from_disk(path)
     except FileNotFoundError:
         # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
-    return dataset[split] if isinstance(dataset, dict) else dataset
+    return "item", dataset[split] if isinstance(dataset, dict) else dataset
 
 
 def parse_record(record, columns):
@@ -117,8 +134,13 @@ def parse_record(record, columns):
         question = record["prompt"][0]["value"]
         value = record["final_answer"]
     else:
-        question = record[columns[0]]
-        value = record[columns[1]]
+        missing = [name for name in columns if name not in record]
+        if missing:
+            raise ValueError(
+                f"it has the columns {', '.join(record)} and lacks {' and '.join(missing)}; name "
+                "its columns of questions and of answers: FILE?columns=prompt,solution"
+            )
+        question, value = [record[name] for name in columns]
     # encode raises if the text holds half of a surrogate pair.
     if not isinstance(question, str) or not question.encode().strip():
         raise ValueError(f"its question is no text: {question!r:.99}")
@@ -231,14 +253,13 @@ class Grader:
     time, the same answer and label get 0 at once in all later calls.
 
     `counts` says how many checks ended in each way since the start: "equal", "different",
-    "cpu_timeouts", "wall_timeouts" or "crashes". `broken` is None, or the reason why no worker
-    process can be started. In this case `results` raises UserError.
+    "cpu_timeouts", "wall_timeouts" or "crashes". `results` raises UserError if no worker process
+    can be started.
     """
 
     def __init__(self, workers=1, answer_form="orz", cpu_seconds=5.0, wall_seconds=120.0):
         self.find_answer = ANSWER_FORMS[answer_form]
         self.counts = Counter()
-        self.broken = None
         self.hopeless = {}  # pair whose check used up its CPU time -> False, its verdict
         self.pairs = {}  # key -> (answer, label)
         self.verdicts = {}  # pair -> bool
@@ -278,12 +299,9 @@ class Grader:
         try:
             return worker.ask(answer, label)
         except OSError as error:
-            # rollout.py shares this text with all ranks. An error in `results` would end this rank
-            # alone.
-            self.broken = (
+            raise UserError(
                 f"no grading process can be started: {error}; `python -m lib.algebra 5` says why"
-            )
-            raise UserError(self.broken) from None
+            ) from None
         finally:
             self.idle_workers.append(worker)
 

@@ -19,9 +19,12 @@ kv_cache_gb, tensor_parallel and enforce_eager. A problem needs prompt_ids.
 """
 
 import contextlib
+import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Real
 
 # vLLM runs in this process, with as many threads as the trainer, and logs errors only.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -39,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.common import UserError, agree, gather, hash64, one_line
+from lib.common import UserError, agree, gather, hash64, one_line, stop_together
 
 
 @dataclass(frozen=True)
@@ -316,23 +319,24 @@ def draw(rollout, requests: list[Request], clock) -> list[Sample]:
     agree(signals.poll())
     lost_before = grader.lost
     with clock("rollout"):
-        mine = draw_my_share(rollout, requests)
+        mine = draw_my_share(rollout, requests, clock)
     with clock("reward"):
         # `pending` waits for at most 0.5 s.
         while grader.pending(0.5) and not signals.poll():
             pass
     with clock("gather"):
         # This is the first collective of all ranks after sampling. Here they wait for the slowest.
-        agree(signals.poll(), fault=grader.broken)
-        for position, reward in grader.results().items():
-            mine[position].reward = reward
+        agree(signals.poll())
+    with clock("results"), stop_together():
+        take_rewards(rollout, mine)
+    with clock("gather"):
         # The number of checks without a verdict, of all ranks, in this call.
         lost = sum(gather(grader.lost - lost_before))
         clock.numbers["reward_lost"] += lost
         return exchange(requests, mine)
 
 
-def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
+def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
     """Draws this rank's part of the requests, and returns {position: sample}.
 
     The requests are dealt one by one. So the long samples of one hard problem go to all samplers.
@@ -351,27 +355,48 @@ def draw_my_share(rollout, requests: list[Request]) -> dict[int, Sample]:
             # All ranks of a sampler get the same samples. Its first rank keeps them.
             if rank_in_sampler == 0:
                 mine[positions[k]] = sample
+                begin = time.perf_counter()
                 try:
                     grade(rollout, positions[k], sample)
                 except Exception as error:
-                    # Go on with the decodes, because other ranks may share the sampler.
                     grading_error = error
+                    # This ends the sampling on all ranks, but not that of a shared sampler.
+                    rollout.signals.asked = True
+                clock.seconds["submit"] += time.perf_counter() - begin
     if grading_error:
         raise grading_error
     return mine
 
 
 def grade(rollout, position, sample):
-    """Gives a sample to the grader. Raises UserError if the task does not return the answer."""
-    sample.text_metrics = rollout.task.text_metrics(sample.text)
+    """Gives a sample to the grader. Raises UserError if the task returns something else than an
+    answer and numbers."""
+    task = f"--task {rollout.cfg.task}"
+    found = rollout.task.text_metrics(sample.text)
+    if not isinstance(found, dict) or not all(isinstance(x, Real) for x in found.values()):
+        raise UserError(f"{task}: text_metrics returned {found!r:.99}, not {{name: number}}")
+    sample.text_metrics = found
     label = sample.request.problem.label
     sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
     # By mistake a user's task may return whether the response is right.
-    if isinstance(sample.answer, bool):
+    if not isinstance(sample.answer, str | None):
         raise UserError(
-            f"--task {rollout.cfg.task}: Grader.submit returned {sample.answer}; its last line "
-            "must be `return answer`: the answer's text, or None where a response has none"
+            f"{task}: Grader.submit returned {sample.answer!r:.99}; its last "
+            "line must be `return answer`: the answer's text, or None where a response has none"
         )
+
+
+def take_rewards(rollout, mine: dict[int, Sample]):
+    """Writes the grader's rewards into the samples. Raises UserError for a wrong reward."""
+    rewards = rollout.grader.results() or {}
+    for position, sample in mine.items():
+        reward = rewards.get(position)
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            raise UserError(
+                f"--task {rollout.cfg.task}: Grader.results has the reward {reward} for the answer "
+                f"{sample.answer!r:.99}; each key that submit got needs a finite number"
+            )
+        sample.reward = float(reward)
 
 
 def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:

@@ -1,8 +1,8 @@
 """nanoORZ: reinforcement learning of reasoning straight on a base model, after Open-Reasoner-Zero.
 
-`accelerate launch train.py --model MODEL --data FILE` trains. Without --model it runs the demo:
-tools/base_model.py makes a tiny base model and a file of flags, and train.py prints these flags.
-The flags on the command line override them.
+`python train.py --model MODEL --data FILE` trains in one process. `accelerate launch` starts
+several. Without --model train.py runs the demo: tools/base_model.py makes a tiny base model and a
+file of flags, and train.py prints these flags. The flags on the command line override them.
 
 Owns the flags, the set-up, the loop and evaluation. Each GPU has one process, which is called a
 rank. A rank holds a shard of the policy and of the critic (DeepSpeed), and a sampler (vLLM).
@@ -89,7 +89,7 @@ class Learning:
     seed: int = 42  # Each random choice depends on a hash of this seed and of its purpose.
     # ---- sampling
     rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
-    n_samples_per_prompt: int = 64  # Samples of each problem. Raise it if all samples are wrong.
+    n_samples_per_prompt: int = 64  # Responses to each problem. Raise it if all of them are wrong.
     temperature: float = 1.0  # The sampling temperature. The losses use it too.
     top_p: float = 1.0  # Draw from the likeliest tokens whose probabilities add up to this number.
     stop: list[str] = field(default_factory=ORZ_STOP.copy)  # Texts that end a response. "": none.
@@ -182,6 +182,7 @@ def parse_flags(argv):
         raise UserError(explain_unknown(unknown[0], vars(cfg)))
     # `--stop ""` means no stop string.
     cfg.stop = [text for text in cfg.stop if text]
+    check.require(cfg.run_dir, "--run_dir: name a folder")
     # config.json must show the values that the run uses, so defaults are filled in here.
     if cfg.eval_temperature is None:
         cfg.eval_temperature = cfg.temperature
@@ -214,6 +215,9 @@ def find_inputs(cfg):
             from lib.value_head import check_tokenizer
 
             check_tokenizer(cfg, load_tokenizer(cfg, cfg.critic), tokenizer)
+    # Two machines may have different files under this name.
+    text = Path(task.__file__).read_bytes()
+    check.require_same({f"hash of the text of --task {cfg.task}": hash64(text)})
     return task, tokenizer
 
 
@@ -224,6 +228,8 @@ def load_tokenizer(cfg, folder):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no tokenizer: {one_line(error)}") from error
+    # transformers makes a tokenizer of a folder without one.
+    check.require(len(tokenizer) > 3, f"{folder} has no tokenizer; put its tokenizer.json there")
     check.require(
         tokenizer.eos_token_id is not None,
         f"{folder}: its tokenizer has no eos token, so no response could end; set eos_token in "
@@ -275,6 +281,8 @@ def parse_path(path):
     """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems."""
     file, _, query = path.partition("?")
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    is_split = "split" in options and Path(file).is_file()
+    check.require(not is_split, f"{path}: a file has no splits; leave ?split= out")
     unknown = set(options) - {"split", "columns"}
     check.require(not unknown, f"{path}: {', '.join(unknown)} is neither split nor columns")
     if "columns" in options:
@@ -325,10 +333,12 @@ def find_task(cfg):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
     cfg.variants.wrap_task(task, modules_to_wrap())
     # For a task without ANSWER_FORMS, --answer_form must stay at its default.
-    forms = getattr(task, "ANSWER_FORMS", ["orz"])
-    check.require(
-        cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: choose {' or '.join(forms)}"
-    )
+    forms = ["orz"]
+    advice = f" alone, because {path} has no ANSWER_FORMS; `from reward import ANSWER_FORMS`?"
+    if hasattr(task, "ANSWER_FORMS"):
+        forms, advice = task.ANSWER_FORMS, ""
+    advice = f"choose {' or '.join(forms)}{advice}"
+    check.require(cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: {advice}")
     return task
 
 
@@ -365,6 +375,9 @@ def check_sampler(sampler, policy, problems, cfg):
     found = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
     # With a NaN both comparisons are false, and the run ends here.
     if not (mean < mean_limit and worst < worst_limit):
+        for name, weight in models.named_weights(policy):
+            is_finite = weight.isfinite().all()
+            check.require(is_finite, f"--model {cfg.model}: its weight {name} has NaN or infinity")
         raise UserError(
             f"--model {cfg.model}: {found}; allowed are {mean_limit} "
             f"and {worst_limit}; lib/models.py does not compute this architecture's logits, or the "
@@ -444,6 +457,7 @@ def main(cfg, world, device, store):
     problems = prepare_problems(task, cfg.data, cfg, tokenizer)
     eval_sets = prepare_eval_sets(task, cfg, tokenizer)
     total_steps = count_steps(cfg, len(problems))
+    check.warn(cfg, ppo.ESTIMATORS[cfg.estimator], problems, eval_sets)
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))

@@ -33,7 +33,7 @@ def flag_comments(config) -> dict[str, str]:
 
 def add_help(parser, config, estimators):
     """Adds the advice to an HfArgumentParser of `config`."""
-    parser.usage = "accelerate launch train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
+    parser.usage = "python train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
     texts = flag_comments(config)
     choices = {**CHOICES, "estimator": estimators, "attention": ["auto", *CHOICES["attention"]]}
     for action in parser._actions:
@@ -61,5 +61,8 @@ def explain_unknown(word, known) -> str:
         return f"--{name} is a flag of --variant {' or '.join(owners)}; name the variant"
     if (VARIANTS / f"{name}.py").is_file():
         return f"--{name} is a variant now: --variant {name}"
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
-    return f"unknown flag {word}: did you mean --{nearest[0]}?"
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    advice = (
+        f"did you mean --{nearest[0]}?" if nearest else "`python train.py --help` has all flags"
+    )
+    return f"unknown flag {word}: {advice}"

@@ -9,7 +9,10 @@ def as_chat(text, tokenizer, cfg):
     if cfg.system:
         turns = [{"role": "system", "content": cfg.system}, *turns]
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        if text.strip() not in prompt:
+            raise ValueError("its chat template leaves the question out")
+        return prompt
     # A chat template is a program by the model's author. It may raise anything.
     except Exception as error:
         raise UserError(

@@ -1,11 +1,14 @@
 """Refuses flags and models that cannot work, in one line, before any weight is read."""
 
+import dataclasses
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lib.common import UserError, gather, here, one_line
+from lib.common import UserError, gather, here, one_line, print0
 
 CHOICES = {
     "zero_stage": (0, 1, 2, 3),
@@ -27,6 +30,9 @@ COUNTS = (
     "critic_updates",
     "tensor_parallel",
 )
+
+# Only an estimator with a critic reads these flags.
+OF_THE_CRITIC = ("gamma", "lambd", "critic_updates", "critic_learning_rate", "value_clip")
 
 
 def require(holds, message):
@@ -82,6 +88,8 @@ def check_estimator(cfg, estimator):
     check_samples(cfg, estimator, "n_samples_per_prompt")
     is_right = not cfg.critic or estimator.needs_critic
     require_all(cfg, {"critic": (is_right, f"--estimator {cfg.estimator} has no critic")})
+    for name in ("gamma", "lambd"):
+        require_all(cfg, {name: (getattr(cfg, name) <= 1, "choose 0 to 1")})
 
 
 def check_samples(cfg, estimator, flag):
@@ -129,6 +137,30 @@ def check_hardware(cfg, world):
     require(cfg.data, "--data: name at least one file of training problems")
 
 
+def warn(cfg, estimator, problems, eval_sets):
+    """Prints what a run accepts although it is rarely meant. estimator: of ppo.ESTIMATORS."""
+    labels = {}  # {question: its labels}
+    for problem in problems:
+        labels.setdefault(problem.question, set()).add(str(problem.label))
+    doubtful = [question for question, found in labels.items() if len(found) > 1]
+    if doubtful:
+        first = f"{doubtful[0]!r:.99}: {sorted(labels[doubtful[0]])!s:.99}"
+        print0(f"WARNING: --data: {len(doubtful)} question(s) have several labels, such as {first}")
+    if cfg.rollout_batch_size > len(problems):
+        print0(
+            f"WARNING: a step takes {cfg.rollout_batch_size} problems (--rollout_batch_size), and "
+            f"--data has {len(problems)}, so a step takes problems more than once"
+        )
+    for name, held_out in eval_sets.items():
+        known = sum(problem.question in labels for problem in held_out)
+        if known:
+            print0(f"WARNING: {known} of {len(held_out)} problems of {name} are also in --data")
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if field.name in OF_THE_CRITIC and value != field.default and not estimator.needs_critic:
+            print0(f"WARNING: --{field.name} {value}: --estimator {cfg.estimator} has no critic")
+
+
 def require_same(values):
     """Raises UserError on all ranks if a rank has another value than rank 0. A collective.
 
@@ -148,12 +180,27 @@ def require_same(values):
 
 def load_config(model):
     """The config of a model. Raises UserError if it is absent or cannot be trained."""
+    path = Path(model)
+    # The hub has names such as Qwen/Qwen2.5-7B.
+    is_path = path.is_absolute() or model.count("/") > 1 or ("/" in model and path.parent.is_dir())
+    require(path.is_dir() or not is_path, f"--model, --critic: there is no folder {model}")
     try:
         config = AutoConfig.from_pretrained(model)
         check_architecture(config)
+        for file in sorted(path.glob("*.safetensors")):
+            check_weights(file)
     except (OSError, ValueError) as error:
         raise UserError(f"--model, --critic: {model} cannot be used: {one_line(error)}") from error
     return config
+
+
+def check_weights(file):
+    """Raises ValueError for a file that is cut short. Only its header is read."""
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is damaged ({error}); copy the file again") from error
 
 
 def check_architecture(config):

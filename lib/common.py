@@ -148,7 +148,9 @@ def describe_error(error):
     # lib/report.py sends file descriptor 2 to run.log, and makes a new sys.stderr for the screen.
     # sys.__stderr__ still writes to descriptor 2.
     traceback.print_exception(error, file=sys.__stderr__)
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    # The last line of our code or of the user's, and not of a library that it has called.
+    places = traceback.extract_tb(error.__traceback__)
+    place = ([x for x in places if "/lib/python3" not in x.filename] or places)[-1]
     return f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
 
 

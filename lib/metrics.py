@@ -32,9 +32,12 @@ class Clock:
         try:
             yield
         except (RuntimeError, FloatingPointError) as error:
+            advice = "lower --packing_max_len or --gpu_memory_utilization if memory ran out"
+            if isinstance(error, FloatingPointError):
+                advice = "a learning rate may be too high"
             error.add_note(
-                f"in phase {phase} of step {self.step}, with {memory_in_use():.1f} GiB in use; if "
-                "memory ran out, lower --packing_max_len or --gpu_memory_utilization"
+                f"in phase {phase} of step {self.step}, with {memory_in_use():.1f} GiB in use; "
+                f"{advice}"
             )
             raise
         if torch.cuda.is_available():
@@ -75,7 +78,8 @@ def of_samples(samples, batch):
         "total_length": statistics.mean(batch.sample_lengths),
     }
     for key in samples[0].text_metrics:
-        line[key] = statistics.mean(sample.text_metrics[key] for sample in samples)
+        numbers = [x.text_metrics[key] for x in samples if key in x.text_metrics]
+        line[key] = statistics.mean(numbers)
     for name, part in (("right", lengths[right]), ("wrong", lengths[~right])):
         if len(part) > 0:
             line[f"length_{name}_mean"] = part.mean().item()
@@ -86,10 +90,8 @@ def of_time(clock, tokens):
     """The seconds of a step, in all and by phase. tokens: prompts and responses of all samples."""
     seconds = time.perf_counter() - clock.start
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    for phase in clock.seconds:
-        line[f"seconds_{phase}"] = clock.seconds[phase]
-        line[f"memory_{phase}"] = clock.memory[phase]
-    return line
+    line |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
+    return line | {f"memory_{phase}": memory for phase, memory in clock.memory.items()}
 
 
 def of_evaluation(samples, n):

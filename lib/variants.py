@@ -19,7 +19,6 @@ import itertools
 import math
 import numbers
 import sys
-import time
 import traceback
 import types
 from collections.abc import Callable
@@ -316,9 +315,6 @@ class Variants:
         for flag, value in self.new_defaults.items():
             print(f"variants: the default of --{flag} is {value}")
         folder = run_dir / "variants"
-        if folder.exists() and texts_in(folder) != self.texts:
-            # The old texts belong to checkpoints that --resume none has set aside.
-            folder.rename(folder.with_name(f"dropped_variants_{time.time_ns()}"))
         folder.mkdir(exist_ok=True)
         for name, text in self.texts.items():
             (folder / f"{name}.py").write_text(text, encoding="utf-8")
@@ -383,10 +379,6 @@ def take_words(argv) -> tuple[list[str], list[str]]:
 def require_variant(holds, message):
     if not holds:
         raise UserError(f"--variant {message}")
-
-
-def texts_in(folder: Path) -> dict[str, str]:
-    return {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
 
 
 def other_names(word) -> str:

@@ -30,6 +30,9 @@ fi
 if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${MASTER_ADDR:-}" ]; then
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 fi
+# One process needs no launcher. After an error accelerate would print 20 lines of its own, and end with 1 instead of 2.
+[ $((machines * gpus)) = 1 ] && exec python train.py "$@"
+
 # From here on the launcher ignores the signal USR1. The ranks catch USR1, save, and end.
 trap '' USR1
 exec accelerate launch --use_deepspeed --deepspeed_multinode_launcher standard --mixed_precision no --dynamo_backend no \

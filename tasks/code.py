@@ -107,8 +107,7 @@ class Grader:
     limit `wall_seconds` is much larger than `cpu_seconds`, so that an honest program does not fail
     on a busy machine. All tests of a program together have 10 times `wall_seconds`. If a test runs
     out of time, the tests behind it are not run and count as failed. `counts` grow during the whole
-    run. `broken` is None, or the error of a process that could not be started. The check of such a
-    process counts as a crash.
+    run. `results` raises UserError if a process could not be started.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class Grader:
         self.wall_seconds = wall_seconds
         self.partial = partial
         self.counts = dict.fromkeys(("checks", *LOST_WAYS), 0)
-        self.broken = None
         self.checks = {}  # maps a key to a Future of (reward, how the verdict was lost)
         self.processes = set()
         self.closed = False
@@ -148,11 +146,15 @@ class Grader:
         """Returns the first mode in which a right program gets 1.0, or raises UserError."""
         task = {"setup": "", "calls": False, "json": False, "tests": [["", "1", 0]]}
         label = json.dumps(task)
+        reason = "the jail needs Linux"
         for mode in MODES:
-            reward, _ = self.check("print(1)", label, mode)
+            try:
+                reward, _ = self.check("print(1)", label, mode)
+            except UserError as error:
+                reason = error
+                continue
             if reward == 1:
                 return mode
-        reason = self.broken or "the jail needs Linux"
         raise UserError(f"no mode of tasks/jail.py works on this machine: {reason}")
 
     def submit(self, key, text: str, finish_reason: str, label: str) -> str | None:
@@ -195,8 +197,7 @@ class Grader:
         try:
             passed, loss = self.run_jail(job, task)
         except OSError as error:
-            self.broken = f"no process can be started for a program: {error}"
-            return 0.0, "crashes"
+            raise UserError(f"no process can be started for a program: {error}") from error
         if self.partial:
             return passed / len(task["tests"]), loss
         return float(passed == len(task["tests"])), loss

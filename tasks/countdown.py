@@ -156,7 +156,6 @@ class Grader:
     """The interface of reward.Grader. A reward is computed at once, so no reward is ever lost."""
 
     lost = 0
-    broken = None
 
     def __init__(self, workers=1, answer_form="orz"):
         # There is only one form of answers. train.find_task checks --answer_form.
