@@ -468,7 +468,7 @@ def resume(run_dir, source, engines, state: RunState):
     if dropped:
         folder.mkdir()
         names = ", ".join(path.name for path in dropped)
-        print0(f"the run begins at step {state.step}; {folder} has what is set aside: {names}")
+        print0(f"the run goes on from step {state.step}, so {folder} gets what was there: {names}")
     for path in dropped:
         path.rename(folder / path.name)
     for name, size in measure_logs(run_dir).items():

@@ -80,6 +80,8 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
             question, label = parse_record(row, columns)
             prompt = template.replace("{question}", question)
             problems.append(Problem(len(problems), question, label, prompt))
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
     except json.JSONDecodeError as error:
         raise UserError(
             f"{place} is no JSON ({error}); give a list in a .json file, an object on each line of "
@@ -127,6 +129,8 @@ def load_rows(path, split):
 
 def parse_record(record, columns):
     """The question and the label of a record. A wrong form may raise any error."""
+    if not isinstance(record, list | dict):
+        raise UserError(f"it is no object with columns: {record!r:.99}")
     if isinstance(record, list):  # ORZ, training
         question = record[0]["value"]
         value = record[1]["ground_truth"]["value"]
@@ -136,18 +140,18 @@ def parse_record(record, columns):
     else:
         missing = [name for name in columns if name not in record]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"it has the columns {', '.join(record)} and lacks {' and '.join(missing)}; name "
                 "its columns of questions and of answers: FILE?columns=prompt,solution"
             )
         question, value = [record[name] for name in columns]
     # encode raises if the text holds half of a surrogate pair.
     if not isinstance(question, str) or not question.encode().strip():
-        raise ValueError(f"its question is no text: {question!r:.99}")
+        raise UserError(f"its question is no text: {question!r:.99}")
     # GSM8K puts the worked solution before the label: ... #### 18
     label = str(value).rpartition("####")[2].strip()
     if type(value) not in (str, int, float) or not label or "\n" in label:
-        raise ValueError(f"lacks an answer of one line (GSM8K: after '#### '): {value!r:.99}")
+        raise UserError(f"it lacks an answer of one line (GSM8K: after '#### '): {value!r:.99}")
     return question, label
 
 

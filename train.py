@@ -334,10 +334,10 @@ def find_task(cfg):
     cfg.variants.wrap_task(task, modules_to_wrap())
     # For a task without ANSWER_FORMS, --answer_form must stay at its default.
     forms = ["orz"]
-    advice = f" alone, because {path} has no ANSWER_FORMS; `from reward import ANSWER_FORMS`?"
+    advice = f"{path} has no ANSWER_FORMS; add `from reward import ANSWER_FORMS`, or "
     if hasattr(task, "ANSWER_FORMS"):
         forms, advice = task.ANSWER_FORMS, ""
-    advice = f"choose {' or '.join(forms)}{advice}"
+    advice += f"choose {' or '.join(forms)}"
     check.require(cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: {advice}")
     return task
 

@@ -62,7 +62,6 @@ def explain_unknown(word, known) -> str:
     if (VARIANTS / f"{name}.py").is_file():
         return f"--{name} is a variant now: --variant {name}"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    advice = (
-        f"did you mean --{nearest[0]}?" if nearest else "`python train.py --help` has all flags"
-    )
-    return f"unknown flag {word}: {advice}"
+    if nearest:
+        return f"unknown flag {word}: did you mean --{nearest[0]}?"
+    return f"unknown flag {word}; `python train.py --help` has all flags"

@@ -10,11 +10,12 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import reward
 import train
 from lib import models
-from lib.common import Stopped, UserError, start_distributed
+from lib.common import Stopped, UserError, start_distributed, stop_together
 from lib.metrics import Clock
 from lib.signals import Signals
 from rollout import Rollout, Sampler, draw, make_requests, problem_seeds
@@ -107,35 +108,51 @@ def behaviour(rollout, problems) -> dict:
     found["text metrics"] = list(samples[0].text_metrics)
     found["phases"] = list(clock.seconds)
     found["numbers"] = clock.numbers
-    found["stops"] = {name: stop(rollout, requests, name) for name in ("before", "amid", "broken")}
+    found["stops"] = {reason: stop(rollout, requests, reason) for reason in REASONS}
     return found
 
 
+# Where a signal comes, or what the task of this rank does wrong.
+REASONS = ("before", "amid", "submit", "text_metrics", "results", "None", "NaN", "missing key")
+
+
 def stop(rollout, requests, reason) -> list:
-    """[fault of Stopped, number of phases that were finished]: where a signal comes before the
-    sampling or amid it, or where the grader of this rank breaks amid it."""
+    """[fault of Stopped, names of the phases that were finished]."""
     signals = rollout.signals
-    submit = rollout.grader.submit
+    grader = rollout.grader
+    submit = grader.submit
+    results = grader.results
 
     def submit_and_stop(*sample):
-        submit(*sample)
-        if reason == "broken":
-            rollout.grader.broken = "the grader is broken"
-        else:
-            signals.asked = True
+        answer = submit(*sample)
+        signals.asked = reason == "amid"
+        return 1 / 0 if reason == "submit" else answer
+
+    def wrong_results():
+        rewards = results()
+        if reason in ("None", "NaN"):
+            rewards[3] = {"None": None, "NaN": float("nan")}[reason]
+        if reason == "missing key":
+            del rewards[3]
+        return 1 / 0 if reason == "results" else rewards
 
     signals.asked = reason == "before"
-    rollout.grader.submit = submit_and_stop
     clock = Clock(0)
+    found = {"words": "seven" if reason == "text_metrics" else 7}
     try:
-        draw(rollout, requests, clock)
+        with (
+            mock.patch.object(grader, "submit", submit_and_stop),
+            mock.patch.object(grader, "results", wrong_results),
+            mock.patch.object(rollout.task, "text_metrics", lambda text: found),
+            stop_together(),
+        ):
+            draw(rollout, requests, clock)
     except Stopped as error:
-        return [error.fault, len(clock.seconds)]
+        return [error.fault, list(clock.seconds)]
     finally:
         signals.asked = False
         signals.store.delete_key("stop")
-        rollout.grader.broken = None
-        del rollout.grader.submit
+        results()
     return []
 
 

@@ -3,6 +3,7 @@
 And every way to break one that a disk or a user can think of.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -459,13 +460,68 @@ def test_a_resume_shortens_the_logs_and_renames_later_checkpoints(group, tmp_pat
         (tmp_path / "step_000002" / str(count)).write_text("")
         ckpt.resume(tmp_path, tmp_path / "step_000001", {}, state)
         assert steps(tmp_path) == [1]
-    dropped = sorted(tmp_path.glob("dropped_step_000002_*"))
-    assert [next(path.iterdir()).name for path in dropped] == ["1", "2", "3"], "no name twice"
+    dropped = sorted(tmp_path.glob("dropped_*"))
+    names = [next((path / "step_000002").iterdir()).name for path in dropped]
+    assert names == ["1", "2", "3"], "no name twice"
+    assert '{"step": 2}' in (dropped[0] / "metrics.jsonl").read_text()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert (tmp_path / "eval.jsonl").read_text() == ""
     assert (tmp_path / "problems.jsonl").read_text() == "theirs", "a file of the user's was emptied"
 
-    (tmp_path / "step_000000").mkdir()
+
+def test_a_new_run_sets_all_of_an_earlier_run_aside_together_and_says_so(tmp_path, capsys):
     ckpt.resume(tmp_path, None, {}, run_state(0))
-    assert not ckpt.checkpoints(tmp_path), "another run's step 0 would pass for a new one's"
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
+    logs = [*ckpt.LOGS, "config.json", "result.json"]
+    folders = ["variants", "policy", "critic", "tensorboard", "step_000000", "step_000002"]
+    for name in folders:
+        (tmp_path / name).mkdir()
+    for name in [*logs, "mine.txt"]:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "base").mkdir()
+    ckpt.resume(tmp_path, None, {}, run_state(0))
+    [aside] = tmp_path.glob("dropped_*")
+    assert {path.name for path in aside.iterdir()} == {*logs, *folders}
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "mine.txt", aside.name}
+    said = capsys.readouterr().out
+    assert (
+        said.startswith(f"the run goes on from step 0, so {aside} gets ") and said.count("\n") == 1
+    )
+    assert all(name in said for name in [*logs, *folders])
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("step", "1"),
+        ("config", []),
+        ("config", {}),
+        ("log_sizes", {"metrics.jsonl": "9"}),
+        ("variants", {}),
+        ("memory", {"mine": 5}),
+        ("problems_hash", None),
+    ],
+)
+def test_a_state_with_a_wrong_type_is_refused_in_one_line(name, value, tmp_path):
+    """Its hash may be right: somebody has edited both files."""
+    state = dataclasses.asdict(run_state(1)) | {name: value}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=f"^[^\n]*state.json is not of this version [^\n]*{name} "):
+        ckpt.load_state(tmp_path)
+
+
+def test_a_folder_that_cannot_be_flushed_is_told_of_a_step_that_is_saved(
+    group, tmp_path, monkeypatch, capsys
+):
+    fsync = ckpt.fsync
+
+    def fail(path):
+        if path == tmp_path:
+            raise OSError("Input/output error")
+        fsync(path)
+
+    monkeypatch.setattr(ckpt, "fsync", fail)
+    assert save(tmp_path, 1, group) is None
+    said = capsys.readouterr().out
+    assert "step_000001 is saved, but a loss of power could lose it: Input/output" in said
+    assert "NOT" not in said and "saved step 1" in said

@@ -57,13 +57,13 @@ def test_memory_is_what_is_in_use_on_the_device(monkeypatch):
 
 
 def test_memory_and_non_finite_errors_say_their_phase_and_a_bug_does_not():
-    for kind in (FloatingPointError, torch.cuda.OutOfMemoryError):
+    advice = {FloatingPointError: "a learning rate may be too high"}
+    advice[torch.cuda.OutOfMemoryError] = "lower --packing_max_len or "
+    for kind in advice:
         with pytest.raises(kind) as error, metrics.Clock(4)("policy"):
             raise kind("the gradient is not finite")
         (note,) = error.value.__notes__
-        told = (
-            r"in phase policy of step 4, with \d+\.\d GiB in use; if memory ran out, lower --pack"
-        )
+        told = rf"in phase policy of step 4, with \d+\.\d GiB in use; {advice[kind]}"
         assert re.match(told, note)
     with pytest.raises(KeyError) as error, metrics.Clock(4)("sync"):
         raise KeyError("a bug")

@@ -19,6 +19,7 @@ from conftest import ROOT, SMALL, arguments, config, started_ranks
 import rollout
 import train
 from lib.common import UserError
+from lib.metrics import Clock
 from reward import Problem
 from rollout import Rollout, Sample
 
@@ -209,20 +210,33 @@ def test_a_rollout_answers_in_the_order_of_its_requests(found):
     assert found["in order"]
     together = [found["together"][str(k)]["response_ids"] for k in range(16)]
     assert found["sampled"] == together, "what the sampler alone gives"
-    assert found["phases"] == ["rollout", "reward", "gather"]
+    assert found["phases"] == ["submit", "rollout", "reward", "gather", "results"]
     assert found["numbers"] == {"reward_lost": 0}
     assert "repetition" in found["text metrics"]
 
 
-def test_a_rollout_stops_for_a_signal_and_for_a_grader_that_is_broken(found):
+def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(found):
     """Before the sampling nothing is drawn: ranks that share a sampler would draw it all.
 
-    A rank whose grader is broken does not end alone, because nothing would be saved then."""
-    assert found["stops"] == {
-        "before": [None, 0],
-        "amid": [None, 2],
-        "broken": ["the grader is broken", 2],
+    A rank whose task fails does not end alone, because nothing would be saved then."""
+    drawn = ["submit", "rollout", "reward"]
+    bug = r"ZeroDivisionError: division by zero \(.*rollout_worker.py, line \d+\)"
+    reward = "--task math: Grader.results has the reward {} for the answer .*; each key "
+    expected = {
+        "before": (None, []),
+        "amid": (None, drawn),
+        "submit": (bug, ["submit"]),
+        "text_metrics": ("--task math: text_metrics returned {'words': 'seven'}", ["submit"]),
+        "results": (bug, [*drawn, "gather"]),
+        "None": (reward.format("None"), [*drawn, "gather"]),
+        "NaN": (reward.format("nan"), [*drawn, "gather"]),
+        "missing key": (reward.format("None"), [*drawn, "gather"]),
     }
+    assert list(found["stops"]) == list(expected)
+    for reason, (fault, phases) in expected.items():
+        told, finished = found["stops"][reason]
+        assert told == fault or re.match(fault, told), told
+        assert finished == phases, reason
 
 
 @pytest.mark.parametrize("world, tensor_parallel", [(1, 1), (2, 1), (3, 1), (4, 2)])
@@ -253,7 +267,7 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
     )
     for rank in range(world):
         monkeypatch.setattr(rollout.dist, "get_rank", lambda rank=rank: rank)
-        for position, sample in rollout.draw_my_share(one, requests).items():
+        for position, sample in rollout.draw_my_share(one, requests, Clock(0)).items():
             assert sample.request is requests[position]
             assert (sample.answer, sample.text_metrics) == (str(position), {"words": 1})
     assert sorted(handed_on) == list(range(len(requests)))

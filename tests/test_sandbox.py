@@ -457,18 +457,13 @@ def test_a_program_on_its_way_when_the_grader_closes_is_ended(room):
         assert grader.check(SLEEP, ADDS, grader.mode) == (0.0, "crashes")
 
 
-def test_a_process_that_cannot_be_started_is_reported_and_ends_no_run(room, monkeypatch):
-    """The error is kept in `broken`, because an exception would end the run without a save."""
-    with task.Grader() as grader:
-        assert grader.broken is None
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "executable", str(room / "deleted"))
-            assert grade(grader, ADD, ADDS) == 0
-            with pytest.raises(UserError, match="deleted"):
-                task.Grader()
-        assert "deleted" in grader.broken
-        assert grader.lost == grader.counts["crashes"] == 1
-        assert grade(grader, ADD, ADDS) == 1
+def test_a_process_that_cannot_be_started_is_an_error_of_results(room, monkeypatch):
+    with task.Grader() as grader, monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(room / "deleted"))
+        with pytest.raises(UserError, match="^no process can be started .*deleted"):
+            grade(grader, ADD, ADDS)
+        with pytest.raises(UserError, match="^no mode of tasks/jail.py works .*deleted"):
+            task.Grader()
 
 
 def test_a_jail_that_goes_wrong_leaves_no_process_and_is_a_crash(room):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -199,14 +200,21 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     no_tokenizer = maker.make_model(tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("*token*"):
         file.unlink()
+    cut_short = maker.make_model(tmp_path / "cut_short")
+    os.truncate(cut_short / "model.safetensors", 5000)
     wrong = [
-        ({"model": tmp_path / "nowhere"}, "--model, --critic: .*nowhere cannot be used"),
-        ({"critic": tmp_path / "nowhere"}, "--model, --critic: .*nowhere cannot be used"),
+        ({"model": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
+        ({"critic": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
+        (
+            {"model": no_tokenizer},
+            f"^{no_tokenizer} has no tokenizer; put its tokenizer",
+        ),
+        ({"model": cut_short}, "model.safetensors is damaged .*; copy the file again"),
         ({"model": no_eos}, "its tokenizer has no eos token"),
         ({"max_len": 257}, "--max_len 257.* exceed the 256 positions"),
         ({"critic": short}, f"--max_len 64.* exceed the 32 positions of {short}"),
         ({"critic": other}, f"^--critic {other}: its tokenizer is not the tokenizer of"),
-        ({"critic": no_tokenizer}, f"^--critic {no_tokenizer}: its tokenizer is not"),
+        ({"critic": no_tokenizer}, f"^{no_tokenizer} has no tokenizer"),
     ]
     for changes, words in wrong:
         with pytest.raises(UserError, match=words):
@@ -359,7 +367,7 @@ def test_an_answer_form_is_one_of_the_task_s():
         train.find_task(train.Config(answer_form="boxes"))
     code = ROOT / "tasks" / "code.py"
     assert train.find_task(train.Config(task="code")).__file__ == str(code)
-    with pytest.raises(UserError, match="^--answer_form hashes: choose orz$"):
+    with pytest.raises(UserError, match="code.py has no ANSWER_FORMS; add `from .*choose orz$"):
         train.find_task(train.Config(task="code", answer_form="hashes"))
 
 
@@ -427,10 +435,15 @@ def test_the_mean_and_the_worst_response_are_judged_apart(monkeypatch, process_g
     monkeypatch.setattr(train.ppo, "compute_logprobs", lambda *_: -torch.ones(8 * 4 * 2))
     sampler = SimpleNamespace(generate=generate, gpu=False)
     policy = SimpleNamespace(device=torch.device("cpu"))
+    weights = [("first", torch.zeros(2)), ("second", torch.tensor([1, of_one]))]
+    monkeypatch.setattr(train.models, "named_weights", lambda _: weights)
     if gap == 5e-5:
         assert "5e-05 a token" in train.check_sampler(sampler, policy, problems, config())
         return
-    with pytest.raises(UserError, match="allowed are 0.0001 and 0.001"):
+    told = "allowed are 0.0001 and 0.001"
+    if math.isnan(of_one):
+        told = "--model -: its weight second has NaN or infinity"
+    with pytest.raises(UserError, match=told):
         train.check_sampler(sampler, policy, problems, config())
 
 

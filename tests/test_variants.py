@@ -302,8 +302,7 @@ def test_a_run_says_what_is_wrapped_by_whom_and_keeps_the_texts(write, tmp_path,
     assert said.count("variants: critic_lambd replaces critic_targets\n") == 2
     assert said.count("variants: the default of --lambd is 0.95\n") == 2
     kept = {path.stem: path.read_text() for path in (tmp_path / "variants").iterdir()}
-    assert kept == {"zero": ZERO, "twice": TWICE}
-    assert len(list(tmp_path.glob("dropped_variants_*/*"))) == 3, "as after --resume none"
+    assert (kept["zero"], kept["twice"]) == (ZERO, TWICE)
 
 
 def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
