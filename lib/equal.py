@@ -67,17 +67,16 @@ REWRITES = {
     # \mathrm{cm} -> \text{cm}    \mbox{cm} -> \text{cm}    \textbf{(C)} -> \text{(C)}
     r"\\(?:mathrm|mbox|text(?:bf|it|rm|normal)) ?(?=\{)": r"\\text",
     # {42} -> 42    \text{72 clips} -> 72 clips
-    r"^ ?(?:\\text ?\{ ?(?=-?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$": r"\1",
-    # (5) -> 5    \{5\} -> 5
-    r"^ ?(?:\\\{|\() ?(-?[0-9.]+) ?(?:\\\}|\)) ?$": r"\1",
+    r"^ ?(?:\\text ?\{ ?(?=-?\.?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$": r"\1",
     # 8:34 \text{ p.m.} -> 8:34pm    8:34 PM -> 8:34Pm (same_word ignores the case)
     r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$": r"\1m",
     # 90^\circ -> 90    90^{\circ} -> 90    30^\circ C -> 30    90\degree -> 90
     r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?|\\degree(?![A-Za-z])": "",
-    # 50\% -> 50%    50\text{ percent} -> 50%    50 percent -> 50%
-    r"\\%| ?\\text\{ ?(?:percent|\\?%) ?\}| ?(?<![A-Za-z])percent(?![A-Za-z])": "%",
-    # 1 \text{ or } 2 -> 1, 2    1, 2, and 3 -> 1, 2, 3
-    r",? ?\\text\{ ?(?:or|and) ?\} ?|,? (?:or|and) ": ", ",
+    # 50\% -> 50%    50\text{ percent} -> 50%    50 per cent -> 50%    50pct -> 50%
+    r"\\%| ?\\text\{ ?(?:per ?cent|pct|\\?%) ?\}| ?(?<![A-Za-z])(?:per ?cent|pct)(?![A-Za-z])": "%",
+    # 1 \text{ or } 2 -> 1, 2    1\text{, and }2 -> 1, 2    1, 2, and 3 -> 1, 2, 3
+    # (1,2)or(3,4) -> (1,2), (3,4)
+    r",? ?\\text\{,? ?(?:or|and) ?\} ?|,? ?\b(?:or|and)\b ?": ", ",
     # √51 -> \sqrt{51}
     r"√ ?([0-9]+|[A-Za-z])": r"\\sqrt{\1}",
     # 2pi -> 2\pi    sqrt(3) -> \sqrt(3)
@@ -94,9 +93,12 @@ REWRITES = {
     r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])": "",
     # 2{,}304 -> 2,304
     r"\{,\}": ",",
-    # 2,304\pi -> 2304\pi, but (2,304) is a pair: no closing bracket may follow
+    # 2,304\pi -> 2304\pi    2,304(x+1) -> 2304(x+1), but (2,304) is a pair: behind the number, a
+    # bracket may close only if it opens there
     r"(?<![0-9,.])([1-9][0-9]{0,2}),([0-9]{3})(?:,([0-9]{3}))?(?:,([0-9]{3}))?"
-    r"(?![0-9,])(?!.*(?:[)\]]|\\\}))": r"\1\2\3\4",
+    r"(?![0-9,])(?=(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*$)": r"\1\2\3\4",
+    # 1;2;3 -> 1, 2, 3    (1;2) -> (1, 2)
+    ";": ", ",
 }
 
 
@@ -162,12 +164,14 @@ NUMBER = re.compile(
     # The end of 50%
     "(?P<percent>%?)"
 )
-# A power or root of numbers.
+# (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    (7)/(2) -> 7/2, but 1/(2%) is not 1/2%
+BRACKETS = re.compile(r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(|\\\{)([^(){},]*)(?:\)|\\\})(?=[/%]|$)")
+# A power or root of numbers. It may stand in brackets.
 POWER_OR_ROOT = re.compile(
     # 2^10    10^{-3}    3\times10^5
-    r"[+-]?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
+    r"[+-]?\(?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
     # \sqrt{16}    \sqrt[3]{8}
-    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})"
+    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
 )
 
 # A text behind a number is no unit if it holds a digit, a comma or one of these words.
@@ -214,7 +218,7 @@ def parse_number(text):
     """
     # 3\frac{1}{2} cm -> 3 1/2
     text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
-    number = NUMBER.fullmatch(text.strip())
+    number = NUMBER.fullmatch(BRACKETS.sub(r"\1", text.strip()).strip())
     if not number:
         return None
     bottom = parse_digits(number["bottom"] or "1")
@@ -345,9 +349,9 @@ def count_members(text):
     return 1 + text.count(",") + text.count(r"\pm")
 
 
-# An inequality is solved if a letter stands alone on one side of a relation.
-# x > 5    0 < x_1 < 5    but not \frac{1}{x-5} > 0
-SOLVED = re.compile(rf"(?:.*{RELATION})?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})")
+# An inequality is solved if a letter, or its negative, stands alone on one side of a relation.
+# x > 5    -x < -5    0 < x_1 < 5    but not \frac{1}{x-5} > 0
+SOLVED = re.compile(rf"(?:.*{RELATION})?[+-]?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})")
 
 
 def is_unsolved(text):

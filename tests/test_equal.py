@@ -220,6 +220,7 @@ def test_generated_texts_never_raise():
 ANSWER_PIECES = r"""
 9 { } {a} \frac{ \text{ 1\text{a} \ $ 1, 1/ x= \! = √ ^{ (a < x< a<b a,b< 1,000, \not (, ( \{ a: a+
 | \mathrm{x} \boldsymbol{ \color{a} \approx sqrt( \pi \pm x\le ' _{a} 9am 1e
+-( /( 1,000() 1,000\ ; )or( \text{,or} 5pct -x<
 """
 REPEATED = ANSWER_PIECES.split()
 REPEATED += [" ", "1 ", "a ", "1 abcd ", "aa bb ", "1 sq ", " or ", "1 am", "not "]
