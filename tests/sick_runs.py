@@ -1,9 +1,11 @@
-"""Makes sick and healthy runs of the demo, and writes their numbers into tests/doctor_runs.
+"""Makes sick and healthy runs, and writes their numbers into tests/doctor_runs.
 
-`python tests/sick_runs.py FOLDER [NAME ...]` trains FOLDER/NAME: all runs, or those named.
+`python tests/sick_runs.py FOLDER [NAME ...]` trains FOLDER/NAME: all runs, or those named. A run
+whose name starts with "laboratory" is one of the laboratory, all others are of the demo.
 """
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from conftest import ROOT, run_python
 RECORDED = ROOT / "tests" / "doctor_runs"
 GRPO = ["--estimator", "grpo"]
 SHARP = ["--temperature", "0.3", "--actor_learning_rate", "1e-3"]
-# The flags behind those of the demo, which decide what a run is ill with.
+# The flags behind those of the demo or of the laboratory, which decide what a run is ill with.
 RUNS = {
     "ppo": [],
     "grpo": GRPO,
@@ -30,36 +32,50 @@ RUNS = {
     "entropy_collapse": [*GRPO, "--template", "{question}<think></think>", *SHARP],
     # A thousand times the demo's.
     "critic_explains_nothing": ["--critic_learning_rate", "1"],
+    # No response has an answer behind ####. The limit truncates seven of ten responses.
+    "wrong_answer_form": [*GRPO, "--answer_form", "hashes", "--generate_max_len", "8"],
+    "laboratory": [],
+    # A hundred times the laboratory's.
+    "laboratory_large_steps": ["--actor_learning_rate", "2e-2"],
 }
-NUMBERS = ["step", "reward", "pass_at_n", "truncated", "response_length", "total_length", "entropy"]
-NUMBERS += ["explained_variance", "approx_kl", "policy_tokens", "reward_lost", "seconds"]
-NUMBERS += ["tokens_per_second"]
+NUMBERS = ["step", "reward", "pass_at_n", "answered", "truncated", "response_length"]
+NUMBERS += ["total_length", "entropy", "explained_variance", "approx_kl", "policy_tokens"]
+NUMBERS += ["reward_lost", "seconds", "tokens_per_second"]
 
 
 def main(folder: str, *names: str) -> None:
     folder = Path(folder).absolute()
-    base = folder / "base"
-    run_python(ROOT / "tools/base_model.py", "addition", base, "--seed", 42, timeout=None)
-    problems = json.loads((base / "train.json").read_text())
+    for task, seed in (("addition", 42), ("countdown", 1)):
+        tool = ROOT / "tools/base_model.py"
+        run_python(tool, task, folder / task, "--seed", seed, timeout=None)
+    problems = json.loads((folder / "addition/train.json").read_text())
     for number, problem in enumerate(problems):
         if number % 16:
             problem["answer"] = str(int(problem["answer"]) + 50)
     (folder / "hard.json").write_text(json.dumps(problems))
     for name in names or RUNS:
-        run = folder / name
-        shutil.copytree(base, run / "base")
+        if name.startswith("laboratory"):
+            flags = [*shlex.split((folder / "countdown/flags.txt").read_text()), "--seed", 1]
+        else:
+            shutil.copytree(folder / "addition", folder / name / "base")
+            flags = []
         script = "tests/stale_train.py" if name == "stale_sampler" else "train.py"
-        # Evaluations and logs are left out.
-        flags = ["--eval_interval", "0", *RUNS[name], "--run_dir", run]
+        # Evaluations are left out.
+        flags += ["--eval_interval", "0", *RUNS[name], "--run_dir", folder / name]
         # One thread, as under accelerate launch. Relative paths are those of FOLDER.
         env = {"OMP_NUM_THREADS": "1"}
         run_python(ROOT / script, *flags, cwd=folder, env=env, timeout=None)
-        (RECORDED / name).mkdir(parents=True, exist_ok=True)
-        with (RECORDED / name / "metrics.jsonl").open("w") as file:
-            for text in (run / "metrics.jsonl").read_text().splitlines():
-                line = json.loads(text, parse_float=lambda x: float(f"{float(x):.4g}"))
-                numbers = {key: value for key, value in line.items() if key in NUMBERS}
-                file.write(json.dumps(numbers) + "\n")
+        record(folder / name, RECORDED / name)
+
+
+def record(run: Path, place: Path) -> None:
+    """Writes the numbers that the doctor reads."""
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "metrics.jsonl").open("w") as file:
+        for text in (run / "metrics.jsonl").read_text().splitlines():
+            line = json.loads(text, parse_float=lambda x: float(f"{float(x):.4g}"))
+            numbers = {key: value for key, value in line.items() if key in NUMBERS}
+            file.write(json.dumps(numbers) + "\n")
 
 
 if __name__ == "__main__":
