@@ -75,7 +75,9 @@ class Batch:
 class MicroBatch:
     """R rows of packed samples. A model computes them in one forward pass.
 
-    The M response tokens of these rows are predicted, each from the position before it.
+    Call a model of transformers as `model(**micro.model_inputs())`. Without these arguments the
+    samples of a row see each other, and no error tells it. The M response tokens of these rows are
+    predicted, each from the position before it: `output[micro.predict]`.
     """
 
     input_ids: Tensor  # (R, L)
@@ -90,6 +92,21 @@ class MicroBatch:
     # end to end. The last number is R * L.
     borders: Tensor  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
+
+    def model_inputs(self) -> dict:
+        """The arguments of a model of transformers."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            # With a cache transformers does not look for the samples.
+            "use_cache": False,
+            # varlen and FlashAttention need the samples' borders. sdpa and eager derive the borders
+            # from the positions and ignore these arguments.
+            "cu_seq_lens_q": self.borders,
+            "cu_seq_lens_k": self.borders,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
 
 
 def make_batch(samples, device, cfg, rewards=None) -> Batch:

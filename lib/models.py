@@ -68,19 +68,7 @@ class Critic(nn.Module):
 
 def last_hidden_state(body, micro) -> Tensor:
     """The body's last state at the positions that predict a response token, (M, H)."""
-    output = body(
-        micro.input_ids,
-        position_ids=micro.position_ids,
-        # With a cache the samples of a row would see each other, without an error.
-        use_cache=False,
-        # varlen and FlashAttention need the samples' borders. sdpa and eager derive the borders
-        # from the positions and ignore these arguments.
-        cu_seq_lens_q=micro.borders,
-        cu_seq_lens_k=micro.borders,
-        max_length_q=micro.longest,
-        max_length_k=micro.longest,
-    )
-    return output.last_hidden_state[micro.predict]
+    return body(**micro.model_inputs()).last_hidden_state[micro.predict]
 
 
 def engine_config(cfg, stage):

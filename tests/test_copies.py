@@ -7,6 +7,8 @@ import json
 import shutil
 
 from conftest import ROOT, config, run_python
+from test_contributing import EXAMPLES
+from tiny import make_model
 
 LIB = ("lib/common.py", "lib/equal.py", "lib/algebra.py")
 USE = """
@@ -41,6 +43,32 @@ assert ckpt.save(run_dir, state, engines={}, hf=[], keep_last=1) is None
 path = ckpt.pick_checkpoint(run_dir, "auto")
 assert (path.name, ckpt.load_state(path)) == ("step_000001", state)
 """
+
+
+# Behind the example: each sample alone in a row, and the packed rows without model_inputs.
+COMPARE = """
+alone = []
+for prompt, response in zip(prompts, responses):
+    ids = torch.tensor([prompt + response])
+    with torch.no_grad():
+        log_p = policy.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    alone += log_p[range(len(response)), response].tolist()
+packed = ppo.compute_logprobs(policy, batch, cfg)
+assert (packed - torch.tensor(alone)).abs().max() < 1e-4
+assert len(ppo.micro_batches(batch, batch.all_indices(), cfg)) == 1
+ppo.MicroBatch.model_inputs = lambda micro: {"input_ids": micro.input_ids}
+blind = ppo.compute_logprobs(policy, batch, cfg)
+assert (blind - torch.tensor(alone)).abs().max() > 1e-2
+"""
+
+
+def test_the_page_s_loop_around_ppo_learns_from_samples_that_do_not_see_each_other(tmp_path):
+    (tmp_path / "lib").mkdir()
+    for name in ("ppo.py", "lib/common.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    make_model(tmp_path / "out" / "run" / "policy")
+    done = run_python("-c", EXAMPLES["copy"] + COMPARE, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert "'policy_grad_norm': " in done.stdout
 
 
 def test_stages_work_in_a_folder_of_their_own(tmp_path):
