@@ -10,6 +10,7 @@ import ppo
 import train
 from lib import check
 from lib.common import UserError
+from reward import Problem
 
 ON_GPU = {"bf16": True, "zero_stage": 2}
 
@@ -38,6 +39,8 @@ REFUSED = [
     ({"critic_updates": 0}, "at least 1"),
     ({"lambd": -0.5}, "at least 0"),
     ({"gamma": "nan"}, "a number"),
+    ({"gamma": 1.5}, "choose 0 to 1"),
+    ({"lambd": 2}, "choose 0 to 1"),
     ({"kv_cache_gb": "inf"}, "a number"),
     ({"seed": 2**63}, "a number"),
     # a batch
@@ -79,6 +82,29 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags, words, monkeypatc
 def test_files_of_problems_must_have_names(flags):
     with pytest.raises(UserError, match="^--data.*: (name at least one file|a name is empty).*$"):
         check_config(**flags)
+
+
+def test_what_is_rarely_meant_is_accepted_with_a_warning(process_group, capsys):
+    """A step that repeats problems, known problems in an evaluation, two labels, idle flags."""
+
+    def warnings(questions="abcd", labels="1111", held_out="xy", **flags):
+        problems = [Problem(0, q, label, q) for q, label in zip(questions, labels)]
+        sets = {"mine": [Problem(0, q, "1", q) for q in held_out]}
+        same = {"critic_learning_rate": 5e-6, "critic_updates": 12, "rollout_batch_size": 4}
+        cfg = config(**same | flags)
+        check.warn(cfg, ppo.ESTIMATORS[cfg.estimator], problems, sets)
+        return capsys.readouterr().out.splitlines()
+
+    assert warnings() == warnings(estimator="grpo") == warnings(lambd=0.9) == []
+    [line] = warnings(questions="abab", labels="1221")
+    assert line.startswith("WARNING: --data: 2 question(s) have several labels, such as 'a': ['1',")
+    [line] = warnings(rollout_batch_size=6)
+    assert "a step takes 6 problems (--rollout_batch_size), and --data has 4, so" in line
+    [line] = warnings(held_out="bx")
+    assert line == "WARNING: 1 of 2 problems of mine are also in --data"
+    lines = warnings(estimator="grpo", lambd=0.9, critic_learning_rate=1e-3)
+    flags = ("--lambd 0.9", "--critic_learning_rate 0.001")
+    assert lines == [f"WARNING: {flag}: --estimator grpo has no critic" for flag in flags]
 
 
 # ---- require_same --------------------------------------------------------------------------------

@@ -64,6 +64,13 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
     assert ("--clear" in said) == bool(there and installed)
 
 
+def test_make_without_a_target_prints_the_targets(tmp_path):
+    lines = make(tmp_path, "", os.environ["PATH"])
+    assert lines == make(tmp_path, "help", os.environ["PATH"])
+    assert lines[0].startswith("make demo: train") and lines[-1].startswith("make install: ")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "target, lacks, programs",
     [

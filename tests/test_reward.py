@@ -60,6 +60,22 @@ def test_every_form_is_read_as_json_and_as_jsonl(tmp_path, record):
         assert reward.load_problems(write(tmp_path, name, content), "demo") == expected, name
 
 
+def test_files_are_read_by_their_form(tmp_path):
+    """Lines of objects may be in a .json file. A table may be CSV or Parquet."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"question": "1+1?,\nhm", "answer": "007"}, {"question": '"a"', "answer": "2"}]
+    lines = "\n".join(map(json.dumps, rows)) + "\n"
+    paths = [write(tmp_path, "lines.json", lines), write(tmp_path, "lines.jsonl", lines)]
+    paths += [write(tmp_path, "list.json", rows), write(tmp_path, "list", rows)]
+    text = 'question,answer\r\n"1+1?,\nhm",007\r\n"""a""",2\r\n'
+    (tmp_path / "table.csv").write_bytes(text.encode())
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    for path in [*paths, str(tmp_path / "table.csv"), str(tmp_path / "table.parquet")]:
+        problems = reward.load_problems(path, "plain")
+        found = [{"question": p.question, "answer": p.label} for p in problems]
+        assert found == rows, path
+
+
 def test_forms_are_told_apart_by_record_and_columns_can_be_named(tmp_path):
     other = {"problem": "1+1?", "solution": "2"}
     path = write(tmp_path, "a.json", [ORZ_TRAIN, ORZ_EVAL, other])

@@ -99,6 +99,9 @@ def test_wrong_flags_are_refused_in_one_line():
     wrong = {
         ("--actor_learningrate", "1"): ".*did you mean --actor_learning_rate",
         ("--actor_learning", "1"): ".*did you mean --actor_learning_rate",
+        ("--dry_run",): "unknown flag --dry_run; `python train.py --help` has all flags$",
+        ("--verbose",): "unknown flag --verbose; `python",
+        ("--run_dir", ""): "--run_dir: name a folder$",
         ("--seed", "many"): ".*seed.*--help` explains each flag",
     }
     for words, told in wrong.items():
@@ -283,6 +286,7 @@ def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, 
 def test_a_chat_that_cannot_be_made_is_refused_in_one_line(process_group, tiny):
     cfg = train.Config(model="base", template="chat", system="Be brief.")
     wrong = [(None, "chat_template is not set"), ("{% if %}", "Expected an expression")]
+    wrong.append(("Hello!", "its chat template leaves the question out"))
     for template, words in [*wrong, ("{{ raise_exception('no system') }}", "no system")]:
         told = f"^--template chat: base: .*{words}.*; give another --template$"
         with pytest.raises(UserError, match=told):
@@ -300,6 +304,9 @@ def test_a_data_set_has_a_split_and_columns(process_group, tiny, tmp_path):
         problems = train.prepare_problems(reward, [path], config(), tokenizer)
         assert [problem.question for problem in problems] == questions
     assert problems[0].label == "4"
+    file = Path(tiny["data"])
+    with pytest.raises(UserError, match=f"{file.name}.split=nope: a file has no splits; leave"):
+        train.prepare_problems(reward, [f"{file}?split=nope"], config(), tokenizer)
     with pytest.raises(UserError, match="splits is neither split nor columns"):
         train.prepare_problems(reward, [f"{saved}?splits=dev"], config(), tokenizer)
 
