@@ -1,4 +1,4 @@
-"""tools/evaluate.py: what training would find at step 0, and nothing of a training run touched."""
+"""tools/evaluate.py: what training finds at step 0 and at its end. No training run is touched."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import ROOT, SMALL, arguments, jsonl, launch, started_ranks
+from conftest import ROOT, SMALL, arguments, config, jsonl, launch, started_ranks
 
 from lib.common import Stopped, UserError
 from tools import evaluate
@@ -24,7 +24,8 @@ TOOL = ROOT / "tools" / "evaluate.py"
     ],
 )
 def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
-    cfg = evaluate.read_flags(["model", "--data", "hub/a", "hub/b", *flags.split()])
+    cfg, step = evaluate.read_flags(["model", "--data", "hub/a", "hub/b", *flags.split()])
+    assert step == 0
     assert (cfg.eval_n, cfg.eval_temperature, cfg.eval_top_p) == expected
     assert (cfg.model, cfg.eval_data, cfg.temperature) == ("model", ["hub/a", "hub/b"], 1)
 
@@ -39,6 +40,7 @@ def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
         ),
         ("--temprature 0.6", "unknown flag --temprature: did you mean --temperature"),
         ("--data hub/a gone.json?split=test", "--data gone.json: no such file"),
+        ("--data", "argument --data: expected at least one argument"),
         ("--n x", "argument --n: invalid int value: 'x'; `python tools/evaluate.py --help`"),
         ("--eval_n x", "argument --n/--eval-n: invalid int value"),
     ],
@@ -56,22 +58,111 @@ def test_after_a_signal_the_exit_code_is_1(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("stopped: an evaluation saves nothing, ")
 
 
+@pytest.fixture
+def run(tmp_path):
+    """A folder as a run leaves it: 7 steps, a variant, and a flag that this version lacks."""
+    folder = tmp_path / "run"
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "variants").mkdir()
+    (folder / "variants" / "mine.py").write_text(MINE)
+    (folder / "held_out.json").write_text("[]")
+    flags = {
+        "eval_n": 4,
+        "eval_temperature": 0.5,
+        "stop": ["-", "\n"],
+        "seed": 3,
+        "log_with": "wandb",
+    }
+    cfg = config(**SMALL | {"eval_data": str(folder / "held_out.json")})
+    settings = vars(cfg) | flags | {"world": 2, "variants": [["mine", "1"]], "versions": {}}
+    settings |= {"log_with": "wandb", "bonus": 2.5, "of_another_version": 1}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "result.json").write_text('{"steps": 7}')
+    return folder
+
+
+MINE = """\"\"\"A copy.\"\"\"
+from dataclasses import dataclass
+
+
+@dataclass
+class Flags:
+    bonus: float = 1.0  # What it adds.
+"""
+
+
+@pytest.mark.parametrize("name", [".", "policy"])
+def test_a_run_gives_flags_variants_problems_and_step(run, name, capsys):
+    """Flags of the command line replace the run's. Unknown ones are ignored aloud."""
+    cfg, step = evaluate.read_flags([str(run / name)])
+    assert (step, cfg.model, cfg.eval_n, cfg.bonus, cfg.seed) == (7, f"{run}/policy", 4, 2.5, 3)
+    assert (cfg.stop, cfg.max_len, cfg.bf16) == (["-", "\n"], SMALL["max_len"], False)
+    assert cfg.data == cfg.eval_data == [f"{run}/held_out.json"] and cfg.run_dir == "out/evaluate"
+    assert (cfg.log_with, cfg.eval_temperature) == ("none", 0.5)
+    taken, ignored = capsys.readouterr().out.splitlines()
+    own = f"{run}/policy: flags of {run}/config.json, seeds of step 7, data {run}/held_out.json"
+    assert taken == own
+    assert ignored == f"{run}/config.json: ignored, because unknown: of_another_version"
+    words = "--n 1 --greedy --max-len 99 --stop= --seed=5 --data hub/x --variant none --model other"
+    cfg, step = evaluate.read_flags([str(run / name), *words.split()])
+    assert (cfg.eval_n, cfg.eval_temperature, cfg.max_len, cfg.stop, cfg.seed) == (1, 0, 99, [], 5)
+    assert (cfg.data, cfg.model, step) == (["hub/x"], "other", 7) and not hasattr(cfg, "bonus")
+
+
+def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, capsys):
+    (run / "held_out.json").unlink()
+    (run / "policy" / "config.json").unlink()
+    (run / "step_000004").mkdir()
+    told = f"error: --data {run}/held_out.json: no such file here; give its place as --data"
+    assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"{told}\n")
+    (run / "policy").rmdir()
+    told = f"{run} has no policy/, because it is not complete; go on with the run, or `python "
+    told += f"tools/convert.py export {run}/step_000004 {run}`"
+    assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"error: {told}\n")
+
+
 def words_of(tiny, sets, out, **flags) -> list[str]:
     return [tiny["model"], "--data", *sets, "--out", str(out), *arguments(SMALL | flags)]
 
 
-@pytest.mark.engine
-def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, tmp_path):
-    """The training has one rank here. The two ranks of the evaluation share the samples."""
+SAMPLING = {"eval_n": 2, "eval_temperature": 0.7, "eval_top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """A run of one rank, and its evaluation sets."""
+    folder = tmp_path_factory.mktemp("trained")
     # train.json is no name for a set.
-    sets = [tiny["eval_data"], str(shutil.copy(tiny["data"], tmp_path / "larger.json"))]
-    flags = {"eval_n": 2, "eval_temperature": 0.7, "eval_top_p": 0.9}
-    run = tmp_path / "run"
-    launch(run, **tiny | flags | {"eval_data": sets, "max_steps": 1})
+    sets = [tiny["eval_data"], str(shutil.copy(tiny["data"], folder / "larger.json"))]
+    flags = {"eval_data": sets, "max_steps": 2, "variant": "log_ratio", "stop": "9"}
+    launch(folder / "run", **tiny | SAMPLING | flags)
+    return folder / "run", sets
+
+
+@pytest.mark.engine
+def test_the_samples_of_a_run_s_last_evaluation_are_drawn_again(trained, tmp_path):
+    """Nothing but the run is named. A run on CPUs is repeated to the bit."""
+    run, _ = trained
+    with started_ranks([TOOL, run, "--out", tmp_path], world=1) as [rank]:
+        said = rank.communicate(timeout=300)
+    assert rank.returncode == 0, said
+    assert said[0].startswith(f"{run}/policy: flags of {run}/config.json, seeds of step 2, ")
+    last = [line for line in jsonl(run / "eval_samples.jsonl") if line["step"] == 2]
+    assert jsonl(tmp_path / "eval_samples.jsonl") == last and len(last) == (8 + 40) * 2
+    logged = [line for line in jsonl(run / "eval.jsonl") if line["step"] == 2]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["sets"] == [line | {"pass@1": line["accuracy"]} for line in logged]
+
+
+@pytest.mark.engine
+def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, trained, tmp_path):
+    """The training has one rank here. The two ranks of the evaluation share the samples."""
+    run, sets = trained
     out = tmp_path / "evaluate"
     out.mkdir()
     (out / "eval_samples.jsonl").write_text('{"set": "of an evaluation before"}\n')
-    with started_ranks([TOOL, *words_of(tiny, sets, out, **flags)]) as ranks:
+    with started_ranks([TOOL, *words_of(tiny, sets, out, stop="9", **SAMPLING)]) as ranks:
         said = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     screen = said[0][0]
@@ -111,8 +202,8 @@ def test_a_training_run_is_not_touched(tiny, tmp_path, trace, process_group):
     file = tmp_path / trace
     file.parent.mkdir(exist_ok=True)
     file.write_text('{"step": 1}\n')
-    cfg = evaluate.read_flags(words_of(tiny, ["hub/x"], tmp_path, max_len=32768))
+    cfg, step = evaluate.read_flags(words_of(tiny, ["hub/x"], tmp_path, max_len=32768))
     with pytest.raises(UserError, match="holds a training run"):
-        evaluate.main(cfg, world=3, store=None)
+        evaluate.main(cfg, step, world=3, store=None)
     assert file.read_text() == '{"step": 1}\n'
     assert list(tmp_path.rglob("*.json*")) == [file]

@@ -1,17 +1,21 @@
-"""Evaluates a model on sets of problems, with the sampler and the grader alone.
+"""Evaluates a run or a model on sets of problems, with the sampler and the grader alone.
 
+    python tools/evaluate.py RUN [--n 16] [--out FOLDER] [FLAGS]
     python tools/evaluate.py MODEL --data FILE [FILE ...] [--n 16] [--out FOLDER] [FLAGS]
 
-MODEL is a folder, such as RUN/policy, or a name of the Hugging Face hub. --n is the number of
-samples of each problem. The samples are drawn at --temperature 1 and --top_p 1 if nothing else is
-given. --greedy takes the likeliest tokens. FLAGS are train.py's; `python train.py --help` explains
-them. With the same flags, train.py finds the same numbers before its first step.
+RUN is the folder of a run, or RUN/policy. Its config.json gives the flags and --data, and a flag
+given here replaces the run's. On the same machine, the numbers are those of the run's last
+evaluation, in fp32 to the sample. `RUN --model OTHER` evaluates another model in the same way.
+MODEL is a folder, or a name of the Hugging Face hub. train.py finds the same numbers at step 0.
 
-FOLDER is out/evaluate if none is given. FOLDER gets result.json, eval_samples.jsonl with every
-response, and run.log. Under `accelerate launch` the ranks share the samples.
+--n is the number of samples of each problem. Without a RUN, --n, --temperature and --top_p are 1.
+--greedy takes the likeliest tokens. FLAGS are train.py's; `python train.py --help` explains them.
+FOLDER (out/evaluate) gets result.json, eval_samples.jsonl with every response, and run.log. Under
+`accelerate launch` the ranks share the samples.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -34,34 +38,66 @@ from lib.common import Stopped, UserError, print0, start_distributed, tell_once
 from lib.signals import Signals
 from rollout import Rollout
 
+# A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.
+NOT_TAKEN = {"model", "critic", "data", "variant", "run_dir", "resume", "log_with", "attention"}
 
-def read_flags(argv: list[str]) -> train.Config:
-    """Reads the flags of this file, and those of train.py. Raises UserError."""
+
+def read_flags(argv: list[str]) -> tuple[train.Config, int]:
+    """Returns the flags, and the step that the seeds depend on. Raises UserError."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.error = train.refuse_flag
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--data", nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--n", default=1, type=int)
+    parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path)
+    parser.add_argument("--data", nargs="+", dest="eval_data", metavar="FILE")
+    parser.add_argument("--n", type=int, dest="eval_n")
     # train.py has a temperature and a top_p of training, which are other flags.
     one_of = parser.add_mutually_exclusive_group()
-    one_of.add_argument("--temperature", default=1.0, type=float)
-    one_of.add_argument("--greedy", action="store_const", dest="temperature", const=0.0)
-    parser.add_argument("--top_p", default=1.0, type=float)
-    parser.add_argument("--out", default="out/evaluate", metavar="FOLDER")
-    args, others = parser.parse_known_args(argv)
-    for path in args.data:
-        file, _ = train.parse_path(path)
-        # A data set of the hub has a name such as openai/gsm8k.
-        is_file = re.search(r"^[/.]|\.(jsonl?|csv|parquet)$", file)
-        check.require(not is_file or Path(file).exists(), f"--data {file}: no such file")
-    own = ["--model", args.model, "--eval_n", args.n, "--run_dir", args.out]
-    own += ["--data", *args.data, "--eval_data", *args.data]
-    own += ["--eval_temperature", args.temperature, "--eval_top_p", args.top_p]
-    cfg = train.parse_flags([*map(str, own), *others])
+    one_of.add_argument("--temperature", type=float, dest="eval_temperature")
+    one_of.add_argument("--greedy", action="store_const", dest="eval_temperature", const=0.0)
+    parser.add_argument("--top_p", type=float, dest="eval_top_p")
+    parser.add_argument("--out", default="out/evaluate", dest="run_dir", metavar="FOLDER")
+    args, words = parser.parse_known_args(argv)
+    own = {name: value for name, value in vars(args).items() if value is not None}
+    flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("--")]
+    given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
+    run, settings = find_run(args.model)
+    names = [] if "variant" in given else [name for name, _ in settings.get("variants", [])]
+    words += ["--variant", *(f"{run}/variants/{name}.py" for name in names)] if names else []
+    cfg = train.parse_flags(words)
+    own["model"] = cfg.model or str(run / "policy" if settings else run)
+    if settings and not cfg.model and not (run / "policy").is_dir():
+        newest = next(iter(ckpt.checkpoints(run)), "CHECKPOINT")
+        advice = f"go on with the run, or `python tools/convert.py export {newest} {run}`"
+        raise UserError(f"{run} has no policy/, because it is not complete; {advice}")
+    taken = settings.keys() & vars(cfg).keys() - NOT_TAKEN - given
+    vars(cfg).update({name: settings[name] for name in taken} | own)
+    cfg.data = cfg.eval_data
+    check.require(cfg.data, "--data: name at least one file of problems")
+    files = [train.parse_path(path)[0] for path in cfg.data]
+    # A data set of the hub has a name such as openai/gsm8k.
+    files = [file for file in files if re.search(r"^[/.]|\.(jsonl?|csv|parquet)$", file)]
+    missing = ", ".join(file for file in files if not Path(file).exists())
+    check.require(not missing, f"--data {missing}: no such file here; give its place as --data")
     is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
     check.require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so draw 1")
-    return cfg
+    result = run / "result.json"
+    step = json.loads(result.read_text())["steps"] if settings and result.exists() else 0
+    if settings and os.environ.get("RANK", "0") == "0":
+        print(f"{cfg.model}: flags of {run}/config.json, seeds of step {step}, data", *cfg.data)
+        if unknown := settings.keys() - vars(cfg).keys() - {"world", "variants", "versions"}:
+            print(f"{run}/config.json: ignored, because unknown: {', '.join(sorted(unknown))}")
+    return cfg, step
+
+
+def find_run(folder: Path) -> tuple[Path, dict]:
+    """The run of RUN or RUN/policy, and its config.json. For a model (MODEL, {})."""
+    for run in [folder, folder.parent] if folder.name == "policy" else [folder]:
+        with contextlib.suppress(OSError, ValueError):
+            settings = json.loads((run / "config.json").read_text())
+            # A model has a config.json of another kind.
+            if "run_dir" in settings:
+                return run, settings
+    return folder, {}
 
 
 class Results:
@@ -72,13 +108,12 @@ class Results:
         self.sets, self.remarks, self.samples = [], [], []
 
     def evaluation(self, name: str, samples: list, step: int) -> None:
-        numbers = metrics.of_evaluation(samples, self.cfg.eval_n)
-        numbers |= pass_rates(samples, self.cfg.eval_n)
+        n = self.cfg.eval_n
+        numbers = metrics.of_evaluation(samples, n) | pass_rates(samples, n)
         self.sets.append({"step": step, "set": name} | numbers)
         self.samples += [report.describe(sample, step, name) for sample in samples]
         if not any(sample.answer for sample in samples):
-            text = report.no_answers(samples[:: self.cfg.eval_n], self.cfg)
-            self.remarks.append(f"{name}: {text}")
+            self.remarks.append(f"{name}: {report.no_answers(samples[::n], self.cfg)}")
 
     def write(self, folder: Path) -> None:
         """Replaces the files of an earlier evaluation."""
@@ -93,19 +128,17 @@ class Results:
 def pass_rates(samples: list, n: int) -> dict[str, float]:
     """{"pass@k": ...} for k = 1, 2, 4, ... and n. samples: n of each problem, in their order.
 
-    pass@k is the probability that k of the n samples of a problem hold a right one. The unbiased
-    estimate for c right samples is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
+    pass@k is the probability that k of the n samples of a problem hold a right one, of reward 1.
+    The unbiased estimate for c right samples is 1 - C(n - c, k) / C(n, k) (2107.03374, eq. 1).
     """
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
-    right = (rewards > 0).sum(1)  # (problems,)
-    line = {}
-    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-        missed = [math.comb(n - c, k) / math.comb(n, k) for c in right]
-        line[f"pass@{k}"] = 1 - np.mean(missed)
-    return line
+    right = (rewards >= 1).sum(1)  # (problems,)
+    ks = sorted({2**i for i in range(n.bit_length())} | {n})
+    missed = {k: np.mean([math.comb(n - c, k) / math.comb(n, k) for c in right]) for k in ks}
+    return {f"pass@{k}": 1 - missed[k] for k in ks}
 
 
-def main(cfg: train.Config, world: int, store) -> None:
+def main(cfg: train.Config, step: int, world: int, store) -> None:
     """One rank of an evaluation. Raises UserError and Stopped."""
     # Only training reads these two. So an evaluation takes any number of ranks and any length.
     cfg.rollout_batch_size *= world
@@ -126,7 +159,7 @@ def main(cfg: train.Config, world: int, store) -> None:
     results = Results(cfg)
     rollout = Rollout(task, Signals(store), cfg)
     try:
-        train.evaluate(rollout, eval_sets, 0, results)
+        train.evaluate(rollout, eval_sets, step, results)
     finally:
         rollout.grader.close()
     if dist.get_rank() == 0:
@@ -140,10 +173,10 @@ def run(argv: list[str]) -> int:
     """The exit code: 0, 2 for what the user can mend, 1 after a signal."""
     store = None
     try:
-        cfg = read_flags(argv)
+        cfg, step = read_flags(argv)
         _, world, _, store = start_distributed()
         with cfg.variants.installed(train.modules_to_wrap()):
-            main(cfg, world, store)
+            main(cfg, step, world, store)
         return 0
     except (UserError, Stopped) as error:
         if isinstance(error, Stopped) and not error.fault:
