@@ -5,6 +5,26 @@ import sys
 
 from torch.utils.tensorboard import SummaryWriter
 
+# The first word of a number's name decides its group: seconds_critic belongs to time.
+GROUPS = {
+    "reward": "reward paid pass answered return advantage",
+    "length": "length response total truncated",
+    "policy": "policy entropy kl ratio clipfrac clipped approx",
+    "critic": "critic explained",
+    "time": "seconds tokens",
+    "memory": "memory",
+}
+GROUP_OF = {word: group for group, words in GROUPS.items() for word in words.split()}
+
+
+def tag_of(name, prefix):
+    """The tag GROUP/NAME. Numbers of tasks and of unknown variants belong to the group other.
+
+    prefix: the evaluation set with a slash, or nothing.
+    """
+    group = GROUP_OF.get(name.partition("_")[0], "other")
+    return f"eval {prefix}{name}" if prefix else f"{group}/{name}"
+
 
 class Tracker:
     """Writes points into RUN/tensorboard. With --log_with wandb, wandb copies them."""
@@ -28,8 +48,9 @@ class Tracker:
         """
         try:
             for key, value in line.items():
-                if self.writer and isinstance(value, (int, float)):
-                    self.writer.add_scalar(prefix + key, value, step)
+                # The step is the x axis.
+                if self.writer and key != "step" and isinstance(value, (int, float)):
+                    self.writer.add_scalar(tag_of(key, prefix), value, step)
         except OSError as error:
             self.writer = None
             text = f"WARNING: the tracker has failed and gets no more numbers: {error}"

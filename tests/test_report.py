@@ -16,7 +16,7 @@ from conftest import config, fill, jsonl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
-from lib import metrics, report
+from lib import metrics, report, tracker
 from reward import Problem
 from rollout import Request, Sample
 
@@ -138,11 +138,27 @@ def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatc
             log.tracker.add({"reward": begin}, step)
         log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    points = [(event.step, event.value) for event in events.Scalars("reward")]
+    points = [(event.step, event.value) for event in events.Scalars("reward/reward")]
     assert points == [(1, 0), (2, 0), (3, 2), (4, 2)]
     (begun, _, options), end = wandb.method_calls
     assert (begun, end) == ("init", mock.call.finish())
     assert (options["name"], options["sync_tensorboard"]) == (tmp_path.name, True)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "reward/pass_at_n",
+        "length/length_right_mean",
+        "policy/approx_kl",
+        "critic/explained_variance",
+        "time/seconds_critic",
+        "memory/memory_policy",
+        "other/tries",
+    ],
+)
+def test_the_first_word_of_a_name_decides_its_group(tag):
+    assert tracker.tag_of(tag.partition("/")[2], "") == tag
 
 
 def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):
@@ -201,15 +217,15 @@ def test_a_tracker_that_fails_does_not_end_the_run(make_log, tmp_path, capsys):
 
     failed = "WARNING: the tracker has failed and gets no more numbers: No space left on device\n"
     for add_scalar, told in [
-        (fail, ("x/reward 0.5 7\n", failed)),
-        (print, ("x/reward 0.5 7\nx/length 2 7\n\n", "")),
+        (fail, ("eval x/reward 0.5 7\n", failed)),
+        (print, ("eval x/reward 0.5 7\neval x/length 2 7\n\n", "")),
     ]:
         log = make_log(tmp_path, log_with="tensorboard")
         start(log, 0)
         log.tracker.writer.close()
         log.tracker.writer = SimpleNamespace(add_scalar=add_scalar, close=fail)
         capsys.readouterr()
-        log.tracker.add({"reward": 0.5, "length": 2, "name": "aime"}, 7, "x/")
+        log.tracker.add({"step": 7, "reward": 0.5, "length": 2, "name": "aime"}, 7, "x/")
         log.close()
         assert capsys.readouterr() == told
 

@@ -575,7 +575,7 @@ def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, tm
     assert stopped.stdout.endswith("stopped at step 1; --resume auto goes on from there\n")
     assert [path.name for path in run.glob("step_*")] == ["step_000001"]
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    assert len(events.Scalars("reward")) == 1, "lost with the process"
+    assert len(events.Scalars("reward/reward")) == 1, "lost with the process"
     for step in (2, 4):
         (run / f".saving_{step:06d}").write_text("")
     resumed = launch(run, code=2, **flags)
