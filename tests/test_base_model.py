@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reward
 from tasks import countdown
 from tools import base_model
+from train import parse_flags
 
 
 def answer_of_question(path) -> dict:
@@ -45,7 +47,7 @@ def make(monkeypatch):
     return run
 
 
-def test_the_folder_holds_a_model_problems_and_flags_by_the_seed(make, tmp_path):
+def test_the_folder_holds_a_model_problems_and_flags_by_the_seed(make, tmp_path, capsys):
     """All 8,100 additions of two-digit numbers, without both orders of the held-out ones."""
     base = tmp_path / "new folder" / "base"
     make(base, 1)
@@ -56,16 +58,29 @@ def test_the_folder_holds_a_model_problems_and_flags_by_the_seed(make, tmp_path)
     assert not reversed_too & train.keys() and len(reversed_too) + len(train) == 90 * 90
     for question, answer in (train | held_out).items():
         assert sum(map(int, question.split("+"))) == int(answer)
-    words = shlex.split((base / "flags.txt").read_text())
-    flags = dict(zip(words[::2], words[1::2]))
-    expected = {"--model": str(base), "--data": f"{base}/train.json", "--stop": ""}
-    expected |= {"--eval_data": f"{base}/eval.json", "--seed": "1"}
-    assert expected.items() <= flags.items() and 2 * len(flags) == len(words)
+    cfg = parse_flags(shlex.split((base / "flags.txt").read_text()))
+    files = ([f"{base}/train.json"], [f"{base}/eval.json"])
+    assert (cfg.model, cfg.data, cfg.eval_data) == (str(base), *files)
+    assert "flags.txt has quotes, because of this path" in capsys.readouterr().out
     make(tmp_path / "again", 1)
     make(tmp_path / "other", 2)
     for name in ("model.safetensors", "train.json", "eval.json"):
         assert contents(tmp_path / "again")[name][1] == contents(base)[name][1]
         assert contents(tmp_path / "other")[name][1] != contents(base)[name][1]
+
+
+@pytest.mark.parametrize("task", base_model.FLAGS)
+@pytest.mark.parametrize("form", ['xargs "$@" < flags.txt', '"$@" $(cat flags.txt)'])
+def test_flags_are_read_by_xargs_and_by_cat(tmp_path, task, form):
+    """A shell does not remove the quotes of what `cat` prints."""
+    base_model.write_flags(tmp_path, task, 3)
+    show = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))"]
+    command = ["bash", "-c", form, "-", *show]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    cfg = parse_flags(json.loads(done.stdout))
+    assert (cfg.model, cfg.data) == (str(tmp_path), [f"{tmp_path}/train.json"])
+    assert (cfg.stop, cfg.bf16, cfg.gradient_checkpointing) == ([], False, False)
+    assert cfg.template == {"addition": "demo", "countdown": "mini"}[task]
 
 
 def test_a_base_is_never_incomplete_and_never_overwritten(make, tmp_path, monkeypatch, capsys):
