@@ -102,6 +102,9 @@ def test_compare_says_what_one_run_has_learnt(tmp_path):
     for step, reward in ((0, 0.0), (10, 1.0)):
         answer = {"step": step, "set": "eval", "problem": 7, "question": "q", "reward": reward}
         answers.append(json.dumps(answer | {"response": f"a\n{step}", "length": 2}))
+        # A part of the full reward is no solution.
+        partly = {"problem": 8, "reward": reward / 4, "response": "long", "length": 3}
+        answers.append(json.dumps(answer | partly))
         # A line of another shape is no sample.
         answers.append(json.dumps(answer | {"set": ["a"], "response": None, "reward": "1"}))
     (tmp_path / "eval_samples.jsonl").write_text("\n".join(answers))

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from unittest import mock
 
 import pytest
 from conftest import run_tool
@@ -46,18 +47,41 @@ def test_any_file_gives_a_picture_or_is_refused_in_one_line(text, is_drawn, tmp_
 
 
 @pytest.mark.engine
-def test_plot_writes_into_the_run_or_for_several_here_or_to_out(tmp_path, monkeypatch):
+def test_plot_writes_into_the_run_or_for_several_beside_the_first_or_to_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gae", "$grpo_{"):
         row = {"reward": 0.5, "seconds": 3.0, "seconds_rollout": 1.5, "kl": 0.1, "truncated": 0.1}
         write_lines(tmp_path / name / "metrics.jsonl", [{"step": k} | row for k in range(1, 60)])
     assert run_tool("plot", "gae")[0] == 0 and (tmp_path / "gae" / "curves.png").exists()
-    assert run_tool("plot", "gae", "$grpo_{")[0] == 0 and (tmp_path / "curves.png").exists()
+    assert run_tool("plot", "gae", "$grpo_{")[1] == f"wrote {tmp_path}/curves.png\n"
+    assert (tmp_path / "curves.png").exists()
     # The tool once printed a warning and ended with 0, because training called it.
     code, _, errors = run_tool("plot", "gae", "$grpo_{", "--out", tmp_path / "none" / "x.png")
     assert code == 2 and errors.startswith("error: ") and "none/x.png: No such file" in errors
     monkeypatch.chdir(tmp_path / "gae")
-    assert run_tool("plot", "../gae", "../$grpo_{")[1] == f"wrote {tmp_path}/curves.png\n"
+    assert run_tool("plot", ".", "../$grpo_{")[1] == f"wrote {tmp_path}/curves.png\n"
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_axes_have_names_steps_are_whole_numbers_and_accuracy_begins_at_0(tmp_path, count):
+    """In the picture of one run and in that of several. One step once had ticks such as 0.96."""
+    row = {"reward": 0.5, "entropy": 0.5, "seconds": 3.0, "total_length": 9, "response_length": 4}
+    row |= {"tokens_per_second": 30.0, "policy_grad_norm": 2.0, "truncated": 0.1}
+    steps = range(1, 1 + count)
+    write_lines(tmp_path / "run" / "metrics.jsonl", [{"step": step} | row for step in steps])
+    tests = [{"step": step, "set": "eval", "accuracy": 0.5 + step / 200} for step in steps]
+    write_lines(tmp_path / "run" / "eval.jsonl", tests)
+    with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as saved:
+        assert run_tool("plot", tmp_path / "run")[0] == 0
+        assert run_tool("plot", tmp_path / "run", tmp_path / "run")[0] == 0
+    for call in saved.call_args_list:
+        for ax in call.args[0].axes:
+            assert ax.get_title(loc="left") and ax.get_xlabel() and ax.get_xlim()[0] == 0
+            assert ax.get_ylim()[0] == 0 or ax.get_yscale() == "log" or not ax.lines
+            if ax.get_xlabel() == "step":
+                assert all(tick == round(tick) for tick in ax.get_xticks()), ax.get_title(
+                    loc="left"
+                )
 
 
 def test_a_table_has_the_numbers_by_step_and_skips_lines_that_are_not_whole(tmp_path):

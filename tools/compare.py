@@ -9,7 +9,6 @@ baseline are compared at an equal step, and at an equal number of response token
 of the shortest run of the two. Between two evaluations the accuracy is interpolated.
 """
 
-import itertools
 import json
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -23,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.runs import STYLE, read_evaluations, read_lines, read_metrics, smooth, to_number
+from tools.runs import STYLE, read_evaluations, read_lines, read_metrics, scale, smooth, to_number
 
 PANELS = {
     "reward": "Training reward",
@@ -160,20 +159,20 @@ def draw(settings: dict[str, dict[int, Run]], shown: list[str], out: str | Path)
     """Draws the shown settings, or all. A band goes from the lowest seed to the highest."""
     # One window smooths all curves. A setting has one style, whichever settings are shown.
     steps = max(len(run.metrics) for runs in settings.values() for run in runs.values())
-    styles = dict(zip(settings, itertools.cycle(STYLE["axes.prop_cycle"])))
+    styles = dict(zip(settings, STYLE["axes.prop_cycle"]()))
     shown = [name for name in settings if name in shown] or list(settings)
     with rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
         for ax, (curve, title) in zip(figure.subplots(2, 3).flat, PANELS.items()):
-            ax.set_title(title)
-            ax.set_xlabel("thousand response tokens" if curve == "accuracy" else "step")
-            ax.xaxis.get_major_locator().set_params(integer=curve != "accuracy")
+            ax.set(title=title, xlabel="response tokens / 1000" if curve == "accuracy" else "step")
             for name in shown:
                 curves = gather(settings[name], curve, steps)
-                ax.plot(curves.mean(axis=1), label=name, **styles[name])
+                marker = "o" if len(curves) < 3 else ""
+                ax.plot(curves.mean(axis=1), label=name, marker=marker, **styles[name])
                 band = (curves.index, curves.min(axis=1), curves.max(axis=1))
                 ax.fill_between(*band, color=styles[name]["color"], alpha=0.15, linewidth=0)
+            scale(ax)
         figure.legend(ax.get_lines(), shown, loc="outside upper center", ncols=8, frameon=False)
         figure.savefig(out, dpi=100, format="png")
 
@@ -207,14 +206,13 @@ def show_run(run: Path) -> None:
             steps = dict.fromkeys(curve.index[[0, -1]])
             ends = [f"{curve[step]:.3f} at step {step}" for step in steps]
             print(f"evaluation set {name}: {column} {', '.join(ends)}")
-    lines = read_lines(run / "eval_samples.jsonl")
-    answers = pd.DataFrame(lines, columns=list(ANSWER), dtype=object)
+    answers = pd.DataFrame(read_lines(run / "eval_samples.jsonl"), columns=[*ANSWER], dtype=object)
     answers = pd.DataFrame({name: answers[name].map(kind) for name, kind in ANSWER.items()})
     # A line without one of the numbers is no sample.
     by_problem = answers.dropna().groupby(["set", "problem"])
     before, after = by_problem.first(), by_problem.last()
     # The longest response shows most.
-    learnt = after[after.reward > before.reward].sort_values("length")
+    learnt = after[(after.reward >= 1) & (before.reward < 1)].sort_values("length")
     for problem in learnt.index[-1:]:
         question = shorten(after.question[problem], 300)
         print(f"a problem that the run has learnt to solve: {question}")

@@ -1,13 +1,11 @@
 """Draws the curves of a run folder as one picture, or compares several runs in one picture.
 
     python tools/plot.py RUN                       writes RUN/curves.png
-    python tools/plot.py RUN RUN ... [--out PATH]  writes curves.png here, or beside a first RUN
-                                                   that is outside of the current folder
+    python tools/plot.py RUN RUN ... [--out PATH]  writes curves.png beside the first RUN
 
 A strong line is a centred mean over a twentieth of the run, or of the longest of several runs. If
 a run has 40 steps or more, a pale line shows the single steps. The picture of several runs has a
-colour for each run, and the accuracy on each run's first evaluation set. A curve without data is
-left out.
+colour for each run, and the accuracy on each run's first evaluation set.
 """
 
 import sys
@@ -24,8 +22,7 @@ from tools.compare import draw, read_run
 
 # The panels of one run: {title: {metric: (its label, its colour)}}.
 REWARD = "Reward, accuracy (dots), truncated"
-VARIANCE = "Explained variance of the critic"
-NORM = "Gradient norm"
+VARIANCE, NORM = "Explained variance of the critic", "Gradient norm"
 PANELS = {
     REWARD: {"reward": ("reward", runs.BLUE), "truncated": ("truncated", runs.GREY)},
     "Response length, tokens": {
@@ -52,7 +49,8 @@ SEARCH = {
     "repetition": ("repeats", runs.GREY),
     "slips": ("slips", runs.RED),
 }
-UP_TO_ONE = (REWARD, VARIANCE, SEARCHES)
+# Where the y axis ends, or above. The axis of NORM is logarithmic.
+LEAST = {REWARD: 1, VARIANCE: 1, SEARCHES: 1, NORM: None}
 
 
 def draw_run(run: Path, out: Path) -> None:
@@ -74,9 +72,9 @@ def draw_run(run: Path, out: Path) -> None:
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
         figure.suptitle(title, x=0.01, ha="left", weight="bold")
         for ax, (name, curves) in zip(figure.subplots(2, 3).flat, panels.items()):
-            ax.set_title(name)
+            ax.set(title=name, xlabel="step")
             ends = draw_curves(ax, metrics, curves)
-            scale(ax, name)
+            runs.scale(ax, LEAST.get(name, 0.01))
             write_labels(ax, ends)
         figure.savefig(out, dpi=100, format="png")
 
@@ -98,22 +96,6 @@ def draw_curves(ax, metrics: pd.DataFrame, curves: dict) -> list[tuple[float, st
     return ends
 
 
-def scale(ax, title: str) -> None:
-    """Sets the axes. The y axis begins at 0 or below, but not below -1, where outliers are."""
-    lowest, highest = ax.dataLim.intervaly
-    ax.set_xlim(left=0)
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    if not ax.has_data():
-        ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color=runs.GREY)
-    elif title == NORM and highest > 0:
-        ax.set_yscale("log")
-        ax.yaxis.get_major_locator().set_params(subs=(1, 3))
-        ax.yaxis.set(major_formatter="{x:g}", minor_formatter="")
-    else:
-        least = 1 if title in UP_TO_ONE else 0.01
-        ax.set_ylim(max(-1, min(0, lowest)), 1.04 * max(least, highest))
-
-
 def write_labels(ax, ends: list[tuple[float, str, str]]) -> None:
     """Writes the labels beside the ends of their curves, from the lowest up, without overlaps."""
     to_axes = ax.transData + ax.transAxes.inverted()
@@ -121,9 +103,8 @@ def write_labels(ax, ends: list[tuple[float, str, str]]) -> None:
     for end, text, colour in sorted(ends):
         height = max(to_axes.transform((0, end))[1], free)
         free = height + 0.06
-        style = {"color": colour, "fontsize": 11, "verticalalignment": "center"}
         if height < 1.1:
-            ax.text(1.02, height, text, transform=ax.transAxes, **style)
+            ax.text(1.02, height, text, transform=ax.transAxes, color=colour, size=11, va="center")
 
 
 def main() -> None:
@@ -132,10 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     [first, *others] = args.runs
-    folder = first
-    if others:
-        folder = Path() if Path.cwd() in first.resolve().parents else first.resolve().parent
-    out = args.out or folder / "curves.png"
+    out = args.out or (first.resolve().parent if others else first) / "curves.png"
     try:
         for run in args.runs:
             tables = [runs.read_metrics(run), *runs.read_evaluations(run).values()]
@@ -143,9 +121,8 @@ def main() -> None:
                 message = "has no number in metrics.jsonl or eval.jsonl; name the folder of a run"
                 parser.exit(2, f"error: {run} {message}\n")
         if others:
-            found = {str(run): read_run(run) for run in args.runs}
-            settings = {f"{name} ({found[name].set})": {1: found[name]} for name in found}
-            draw(settings, [], out)
+            found = zip(args.runs, map(read_run, args.runs))
+            draw({f"{path} ({run.set})": {1: run} for path, run in found}, [], out)
         else:
             draw_run(first, out)
         print(f"wrote {out}")

@@ -3,8 +3,7 @@
 A run appends one JSON object a line to metrics.jsonl (one line a step) and to eval.jsonl (one line
 a step and evaluation set). All tools read these files by the same rules:
 
-- A file that does not exist has no lines. A line that is not a JSON object is skipped.
-- A line that is not whole is skipped too, because a run may be writing the line at this moment.
+- A file that does not exist has no lines. A line that is not a whole JSON object is skipped.
 - In a table, a value that is not a finite number is missing (NaN).
 - In a table, a line without a step is skipped. If two lines have one step, the later line counts.
 """
@@ -73,6 +72,23 @@ def to_number(value) -> float:
     if isinstance(value, int | float) and abs(value) < 1e30:
         return float(value)
     return math.nan
+
+
+def scale(ax, least: float | None = 0.01) -> None:
+    """Sets the axes. y ends at `least` or above, and is logarithmic if `least` is None."""
+    lowest, highest = ax.dataLim.intervaly
+    ax.set_xlim(left=0)
+    ax.xaxis.get_major_locator().set_params(integer=ax.get_xlabel() == "step")
+    if not math.isfinite(highest):
+        ax.set(xticks=[], yticks=[])
+        ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", color=GREY)
+    elif least is None and highest > 0:
+        ax.set_yscale("log")
+        ax.yaxis.get_major_locator().set_params(subs=(1, 3))
+        ax.yaxis.set(major_formatter="{x:g}", minor_formatter="")
+    else:
+        # y begins at 0 or below, but not below -1, where outliers are.
+        ax.set_ylim(max(-1, min(0, lowest)), 1.04 * max(least or 0.01, highest))
 
 
 def smooth(curves, rows: int):

@@ -22,8 +22,7 @@ from tools.runs import read_lines
 # It holds the words HASH and DATA, which are replaced, and one script.
 PAGE = Path(__file__).with_name("samples.html")
 # The limits for each of the two files.
-MAX_SAMPLES = 5_000
-MAX_BYTES = 20_000_000
+MAX_SAMPLES, MAX_BYTES = 5_000, 20_000_000
 
 
 def read_samples(path: Path, per_step: int) -> tuple[dict[str, dict[int, list[str]]], int]:
@@ -85,8 +84,7 @@ def main() -> None:
         title = escape(f"{args.run.resolve().name}: {counts}")
         page = PAGE.read_text(encoding="utf-8")
         script = page.rpartition("<script>")[2].partition("</script>")[0]
-        digest = hashlib.sha256(script.encode()).digest()
-        policy = "sha256-" + base64.b64encode(digest).decode()
+        policy = "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         data = f'{{"title": {title}, "samples": [{",".join(samples)}]}}'
         # The data comes last, because it may hold the word HASH.
         out.write_text(page.replace("HASH", policy).replace("DATA", data), encoding="utf-8")
