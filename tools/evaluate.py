@@ -79,7 +79,7 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     missing = ", ".join(file for file in files if not Path(file).exists())
     check.require(not missing, f"--data {missing}: no such file here; give its place as --data")
     is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
-    check.require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so draw 1")
+    check.require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so give --n 1")
     result = run / "result.json"
     step = json.loads(result.read_text())["steps"] if settings and result.exists() else 0
     if settings and os.environ.get("RANK", "0") == "0":
