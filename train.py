@@ -238,7 +238,8 @@ def load_tokenizer(cfg, folder):
     limit = getattr(config, "max_position_embeddings", None)
     check.require(
         not limit or cfg.max_len <= limit,
-        f"--max_len {cfg.max_len}: prompt and response exceed the {limit} positions of {folder}",
+        f"--max_len {cfg.max_len}: prompt and response exceed the {limit} positions of {folder}; "
+        "lower --max_len, and --prompt_max_len below it",
     )
     return tokenizer
 

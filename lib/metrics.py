@@ -67,7 +67,7 @@ def of_samples(samples, batch):
     """The numbers of a step's samples for metrics.jsonl."""
     lengths = batch.response_lengths.double()  # (N,)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
-    right = rewards > 0  # (N,) bool
+    right = rewards >= 1  # (N,) bool; a part of the reward is not right
     line = {
         "reward": rewards.mean().item(),
         "paid": batch.rewards.mean().item(),
@@ -108,7 +108,7 @@ def of_evaluation(samples, n):
         # std() / sqrt(P - 1) is the same as std(ddof=1) / sqrt(P), and works for one problem too.
         "stderr": rewards.mean(1).std() / math.sqrt(max(1, len(rewards) - 1)),
         # The share of problems with a right sample.
-        f"pass@{n}": (rewards > 0).any(1).mean(),
+        f"pass@{n}": (rewards >= 1).any(1).mean(),
         "length": statistics.mean(lengths),
         "truncated": share_truncated(samples),
     }

@@ -86,7 +86,17 @@ def test_flags_are_read_by_xargs_and_by_cat(tmp_path, task, form):
 def test_a_base_is_never_incomplete_and_never_overwritten(make, tmp_path, monkeypatch, capsys):
     """Only flags.txt is written again, because its paths change when a base model is copied."""
     base = tmp_path / "base"
-    interrupt = mock.patch.object(base_model.Addition, "record", side_effect=KeyboardInterrupt)
+
+    def start_another(*_):
+        with pytest.raises(SystemExit, match="2"):
+            make(base, 1)
+        told = (
+            f"error: {base}: another run makes this model now; choose another folder (or --run_dir)"
+        )
+        assert capsys.readouterr().err == f"{told} (or --run_dir)\n"
+        raise KeyboardInterrupt
+
+    interrupt = mock.patch.object(base_model.Addition, "record", start_another)
     with interrupt, pytest.raises(KeyboardInterrupt):
         make(base, 1)
     assert not base.exists()

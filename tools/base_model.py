@@ -19,13 +19,13 @@ work column by column and are nearly always right:
 
 import ctypes
 import errno
+import fcntl
 import itertools
 import json
 import operator
 import os
 import random
 import shlex
-import shutil
 import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -328,21 +328,30 @@ def build(folder: Path, recipe) -> None:
         told = f"this is not the base model of this command and --seed {recipe.seed}"
         raise FileExistsError(errno.EEXIST, told, str(folder))
     unfinished = folder.with_name(folder.name + ".making")
-    shutil.rmtree(unfinished, ignore_errors=True)
     # If the folder cannot be made, this is an error before the training.
-    unfinished.mkdir(parents=True)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with open(unfinished / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(errno.EAGAIN, "another run makes this model now", str(folder)) from error
+        fill(unfinished, recipe)
+        (unfinished / "recipe.json").write_text(text)
+        os.remove(lock.name)
+        unfinished.rename(folder)
+
+
+def fill(folder: Path, recipe) -> None:
     rng = random.Random(recipe.seed)
     train, held_out = recipe.split_problems(rng)
     tokenizer = make_tokenizer(recipe.characters, recipe.words)
     model = make_model(tokenizer, recipe.seed)
     pretrain(model, *encode(tokenizer, recipe.draw_texts(train, rng)), recipe)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     for name, problems in (("train.json", train), ("eval.json", held_out)):
         records = [recipe.record(problem, rng) for problem in problems]
-        (unfinished / name).write_text(json.dumps(records))
-    (unfinished / "recipe.json").write_text(text)
-    unfinished.rename(folder)
+        (folder / name).write_text(json.dumps(records))
 
 
 def write_flags(folder: Path, task: str, seed: int) -> None:
