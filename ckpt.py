@@ -399,10 +399,15 @@ def find_start(run_dir, choice, new: RunState, fixed):
         why = f"is past the {new.total_steps} steps of this run; raise --max_steps"
     elif changed:
         names = ", --".join(changed)
+        weights = " ".join(
+            f"--{flag} NEW/{name}"
+            for flag, name in (("model", "policy"), ("critic", "critic"))
+            if (path / name).is_dir()
+        )
         why = (
-            f"was made with another --{names}, which changes what is learnt; use the old value, or "
-            f"begin a new run with its weights: `python tools/convert.py export {path} NEW`, "
-            "--model NEW/policy --critic NEW/critic and another --run_dir"
+            f"was made with another --{names}, which changes what is learnt; to begin another "
+            f"--run_dir with its weights run `python tools/convert.py export {path} NEW` and give "
+            f"{weights}; else use the old value"
         )
     elif saved.variants != new.variants:
         texts = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]

@@ -101,6 +101,8 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
 def load_rows(path, split):
     """("line", lines of JSON), or ("item", the items of a list, a table or a dataset)."""
     is_file = path.endswith((".json", ".jsonl", ".csv")) or os.path.isfile(path)
+    if is_file and not os.path.exists(path):
+        raise UserError("no such file")
     if is_file and not path.endswith(".parquet"):
         # Only \n ends a line, because a question may hold other ends of line.
         with open(path, encoding="utf-8-sig", newline="\n") as file:

@@ -14,7 +14,6 @@ import dataclasses
 import importlib.util
 import os
 import sys
-import traceback
 import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +46,7 @@ from lib.common import (
     hash64,
     one_line,
     print0,
+    print_crash,
     raise_together,
     start_distributed,
     stop_together,
@@ -585,7 +585,7 @@ if __name__ == "__main__":
     code = 1
     try:
         code = run(sys.argv[1:])
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        print_crash(error)
     # sys.exit would let gloo's threads abort, and would wait 2.6 s for vLLM.
     os._exit(code)

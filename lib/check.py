@@ -190,7 +190,8 @@ def load_config(model):
         for file in sorted(path.glob("*.safetensors")):
             check_weights(file)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model, --critic: {model} cannot be used: {one_line(error)}") from error
+        why = "cannot be used" if path.is_dir() else "is no folder here, nor does the hub give it"
+        raise UserError(f"--model, --critic: {model} {why}: {one_line(error)}") from error
     return config
 
 

@@ -226,6 +226,41 @@ def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local
     assert (process.returncode, said) == (code, line * (lines or 0))
 
 
+IN_COLLECTIVE = """import signal, sys
+from lib.signals import leave_on_signals
+leave_on_signals()
+from lib import common
+rank, *_ = common.start_distributed()
+try:
+    if rank == 0:
+        common.gather("both are here")
+        print("ready", flush=True)
+        signal.pause()
+    for _ in range(2):
+        common.gather("both are here")
+except Exception as error:
+    common.print_crash(error)
+    sys.exit(1)
+"""
+
+
+def test_a_signal_to_a_rank_ends_another_rank_in_a_collective_with_one_line():
+    with held_port() as port:
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [
+            start_python("-c", IN_COLLECTIVE, env=place | {"RANK": rank, "LOCAL_RANK": rank})
+            for rank in "01"
+        ]
+        with ranks[0], ranks[1]:
+            assert ranks[0].stdout.readline() == "ready\n"
+            ranks[0].send_signal(signal.SIGTERM)
+            said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert said[0] == "stopped during start-up: nothing is lost\n"
+    assert said[1].startswith("rank 1: another rank has ended, and has said why: ")
+    assert said[1].count("\n") == 1
+
+
 def test_a_signal_that_the_thread_of_the_start_up_gets_later_stops_the_run(handlers, monkeypatch):
     """The kernel may choose that thread, where the main one has another signal. It would end the
     rank at once, unsaved."""

@@ -84,8 +84,8 @@ def test_forms_are_told_apart_by_record_and_columns_can_be_named(tmp_path):
 
 
 BAD_FILES = [
-    ("absent.json", None, ["absent.json", "No such file"]),
-    ("absent.jsonl", None, ["absent.jsonl", "No such file"]),
+    ("absent.json", None, ["absent.json: no such file"]),
+    ("absent.jsonl", None, ["absent.jsonl: no such file"]),
     ("empty.json", "", ["empty.json", "JSON"]),
     ("empty.jsonl", "\n \n", ["empty.jsonl", "no problems"]),
     ("none.json", "[]", ["none.json", "no problems"]),
