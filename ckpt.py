@@ -67,15 +67,14 @@ class RunState:
         self.memory = json.loads(json.dumps(memory))
 
     def check_types(self):
-        """Raises TypeError if the file had another type somewhere."""
+        """Raises TypeError or ValueError if the file had another type somewhere."""
         for name, default in vars(RunState()).items():
-            found = getattr(self, name)
-            parts = found.values() if name in ("log_sizes", "memory") else ()
-            kind = int if name == "log_sizes" else dict
-            if type(found) is not type(default) or any(type(part) is not kind for part in parts):
-                raise TypeError(f"{name} is {found!r:.99}")
-        if type(self.config.get("zero_stage")) is not int:
-            raise TypeError("config lacks zero_stage")
+            if type(getattr(self, name)) is not type(default):
+                raise TypeError(f"{name} is {getattr(self, name)!r:.99}")
+        # Another type inside of these raises a TypeError or ValueError too.
+        sum([*self.log_sizes.values(), self.config.get("zero_stage")])
+        for part in (self.variants, *self.memory.values()):
+            dict(part)
 
     @property
     def layout(self):
@@ -399,15 +398,10 @@ def find_start(run_dir, choice, new: RunState, fixed):
         why = f"is past the {new.total_steps} steps of this run; raise --max_steps"
     elif changed:
         names = ", --".join(changed)
-        weights = " ".join(
-            f"--{flag} NEW/{name}"
-            for flag, name in (("model", "policy"), ("critic", "critic"))
-            if (path / name).is_dir()
-        )
         why = (
-            f"was made with another --{names}, which changes what is learnt; to begin another "
-            f"--run_dir with its weights run `python tools/convert.py export {path} NEW` and give "
-            f"{weights}; else use the old value"
+            f"was made with another --{names}, which changes what is learnt; use the old value, or "
+            f"begin another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
+            "--model NEW/policy (and --critic NEW/critic, with a critic)"
         )
     elif saved.variants != new.variants:
         texts = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]
@@ -473,13 +467,16 @@ def resume(run_dir, source, engines, state: RunState):
     if dropped:
         folder.mkdir()
         names = ", ".join(path.name for path in dropped)
-        print0(f"the run goes on from step {state.step}, so {folder} gets what was there: {names}")
+        print0(f"the run starts at step {state.step}, so these are moved to {folder}: {names}")
     for path in dropped:
         path.rename(folder / path.name)
     for name, size in measure_logs(run_dir).items():
+        kept = min(size, state.log_sizes.get(name, 0))
         if dropped:
-            shutil.copy(run_dir / name, folder)
-        os.truncate(run_dir / name, min(size, state.log_sizes.get(name, 0)))
+            with open(run_dir / name, "rb") as log:
+                log.seek(kept)
+                (folder / name).write_bytes(log.read())
+        os.truncate(run_dir / name, kept)
 
 
 # ---- export ----------------------------------------------------------------------------------

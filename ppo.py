@@ -76,7 +76,7 @@ class MicroBatch:
     """R rows of packed samples. A model computes them in one forward pass.
 
     Call a model of transformers as `model(**micro.model_inputs())`. Without these arguments the
-    samples of a row see each other, and no error tells it. The M response tokens of these rows are
+    samples of a row see each other, and there is no error. The M response tokens of these rows are
     predicted, each from the position before it: `output[micro.predict]`.
     """
 
@@ -98,7 +98,7 @@ class MicroBatch:
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
-            # With a cache transformers does not look for the samples.
+            # With a cache transformers does not separate the samples of a row.
             "use_cache": False,
             # varlen and FlashAttention need the samples' borders. sdpa and eager derive the borders
             # from the positions and ignore these arguments.

@@ -100,7 +100,7 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
 
 def load_rows(path, split):
     """("line", lines of JSON), or ("item", the items of a list, a table or a dataset)."""
-    is_file = path.endswith((".json", ".jsonl", ".csv")) or os.path.isfile(path)
+    is_file = path.endswith((".json", ".jsonl", ".csv", ".parquet")) or os.path.isfile(path)
     if is_file and not os.path.exists(path):
         raise UserError("no such file")
     if is_file and not path.endswith(".parquet"):
@@ -109,14 +109,9 @@ def load_rows(path, split):
             if path.endswith(".csv"):
                 return "item", list(csv.DictReader(file))
             text = file.read()
-        if not path.endswith(".jsonl"):
-            try:
-                return "item", list(json.loads(text))
-            except json.JSONDecodeError as error:
-                # The file has another value behind its first, so it has a value on each line.
-                if error.msg != "Extra data":
-                    raise
-        return "line", text.split("\n")
+        if path.endswith(".jsonl") or text.lstrip().startswith("{"):
+            return "line", text.split("\n")
+        return "item", list(json.loads(text))
     import datasets  # slow, and seldom needed
 
     if is_file:
@@ -136,7 +131,7 @@ def parse_record(record, columns):
     if isinstance(record, list):  # ORZ, training
         question = record[0]["value"]
         value = record[1]["ground_truth"]["value"]
-    elif "final_answer" in record:  # ORZ, evaluation
+    elif "final_answer" in record and "final_answer" not in columns:  # ORZ, evaluation
         question = record["prompt"][0]["value"]
         value = record["final_answer"]
     else:

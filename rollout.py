@@ -353,15 +353,16 @@ def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
         hidden = True if dist.get_rank() > 0 else None
         for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
             # All ranks of a sampler get the same samples. Its first rank keeps them.
-            if rank_in_sampler == 0:
+            if rank_in_sampler == 0 and not grading_error:
                 mine[positions[k]] = sample
                 begin = time.perf_counter()
                 try:
                     grade(rollout, positions[k], sample)
                 except Exception as error:
                     grading_error = error
-                    # This ends the sampling on all ranks, but not that of a shared sampler.
+                    # All ranks stop sampling early. Ranks that share a sampler finish it first.
                     rollout.signals.asked = True
+                    rollout.signals.poll()
                 clock.seconds["submit"] += time.perf_counter() - begin
     if grading_error:
         raise grading_error
@@ -393,8 +394,8 @@ def take_rewards(rollout, mine: dict[int, Sample]):
         reward = rewards.get(position)
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise UserError(
-                f"--task {rollout.cfg.task}: Grader.results has the reward {reward} for the answer "
-                f"{sample.answer!r:.99}; each key that submit got needs a finite number"
+                f"--task {rollout.cfg.task}: Grader.results has the reward {reward!r:.99} for the "
+                f"answer {sample.answer!r:.99}; return a float for each key that submit got"
             )
         sample.reward = float(reward)
 

@@ -46,7 +46,6 @@ from lib.common import (
     hash64,
     one_line,
     print0,
-    print_crash,
     raise_together,
     start_distributed,
     stop_together,
@@ -228,7 +227,7 @@ def load_tokenizer(cfg, folder):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no tokenizer: {one_line(error)}") from error
-    # transformers makes a tokenizer of a folder without one.
+    # For a folder without a tokenizer transformers makes one of 1 to 3 special tokens.
     check.require(len(tokenizer) > 3, f"{folder} has no tokenizer; put its tokenizer.json there")
     check.require(
         tokenizer.eos_token_id is not None,
@@ -282,10 +281,10 @@ def parse_path(path):
     """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems."""
     file, _, query = path.partition("?")
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-    is_split = "split" in options and Path(file).is_file()
-    check.require(not is_split, f"{path}: a file has no splits; leave ?split= out")
-    unknown = set(options) - {"split", "columns"}
-    check.require(not unknown, f"{path}: {', '.join(unknown)} is neither split nor columns")
+    known = {"columns"} if Path(file).is_file() else {"columns", "split"}
+    unknown = set(options) - known
+    advice = f"choose {' or '.join(sorted(known))}"
+    check.require(not unknown, f"{path}: it has no {', '.join(unknown)}; {advice}")
     if "columns" in options:
         options["columns"] = tuple(options["columns"].split(","))
     return file, options
@@ -334,12 +333,12 @@ def find_task(cfg):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
     cfg.variants.wrap_task(task, modules_to_wrap())
     # For a task without ANSWER_FORMS, --answer_form must stay at its default.
-    forms = ["orz"]
-    advice = f"{path} has no ANSWER_FORMS; add `from reward import ANSWER_FORMS`, or "
-    if hasattr(task, "ANSWER_FORMS"):
-        forms, advice = task.ANSWER_FORMS, ""
-    advice += f"choose {' or '.join(forms)}"
-    check.require(cfg.answer_form in forms, f"--answer_form {cfg.answer_form}: {advice}")
+    forms = getattr(task, "ANSWER_FORMS", ["orz"])
+    check.require(
+        cfg.answer_form in forms,
+        f"--answer_form {cfg.answer_form}: {path} has {' or '.join(forms)}; if its Grader is a "
+        "subclass of reward.Grader, add `from reward import ANSWER_FORMS`",
+    )
     return task
 
 
@@ -376,14 +375,10 @@ def check_sampler(sampler, policy, problems, cfg):
     found = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
     # With a NaN both comparisons are false, and the run ends here.
     if not (mean < mean_limit and worst < worst_limit):
-        for name, weight in models.named_weights(policy):
-            is_finite = weight.isfinite().all()
-            check.require(is_finite, f"--model {cfg.model}: its weight {name} has NaN or infinity")
-        raise UserError(
-            f"--model {cfg.model}: {found}; allowed are {mean_limit} "
-            f"and {worst_limit}; lib/models.py does not compute this architecture's logits, or the "
-            "sampler has other weights"
-        )
+        from lib.advice import explain_gap
+
+        limits = f"allowed are {mean_limit} and {worst_limit}"
+        raise UserError(explain_gap(cfg, models.named_weights(policy), f"{found}; {limits}"))
     return found
 
 
@@ -425,6 +420,8 @@ def open_run_dir(cfg):
     Returns the path and the lock. The folder is locked as long as the lock object exists.
     """
     run_dir = Path(cfg.run_dir).absolute()
+    is_own = Path(cfg.model).absolute() == run_dir / "policy"
+    check.require(not is_own, f"--model {cfg.model} is in --run_dir; choose another --run_dir")
     has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
     checkpoint_count = len(ckpt.checkpoints(run_dir))
     lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, checkpoint_count))
@@ -586,6 +583,8 @@ if __name__ == "__main__":
     try:
         code = run(sys.argv[1:])
     except Exception as error:
+        from lib.advice import print_crash
+
         print_crash(error)
     # sys.exit would let gloo's threads abort, and would wait 2.6 s for vLLM.
     os._exit(code)

@@ -1,13 +1,16 @@
-"""The text of --help, and the message for an unknown flag.
+"""The text of --help, and messages that a run seldom needs.
 
 The advice on a flag is the comment behind its field in Config, or in the Flags of a variant.
-train.py loads this file for --help, for an unknown flag, and with --variant.
+train.py loads this file for --help, with --variant, and before it prints one of these messages.
 """
 
 import argparse
 import difflib
 import inspect
+import os
 import re
+import sys
+import traceback
 from pathlib import Path
 
 from lib.check import CHOICES
@@ -48,6 +51,40 @@ def add_help(parser, config, estimators):
         action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
+
+
+def explain_gap(cfg, weights, found) -> str:
+    """Why sampler and trainer differ. weights: (name, tensor) pairs. A collective."""
+    for name, weight in weights:
+        if not weight.isfinite().all():
+            return f"--model {cfg.model}: its weight {name} has NaN or infinity"
+    return (
+        f"--model {cfg.model}: {found}; lib/models.py does not compute this architecture's logits, "
+        "or the sampler has other weights"
+    )
+
+
+def print_crash(error):
+    """Prints a traceback. If the connection to another rank is lost, it prints a line, and the
+    traceback goes to run.log."""
+    lost = ("by peer", "Broken pipe", "remote process exited")
+    if any(words in str(error) for words in lost) and os.environ.get("WORLD_SIZE", "1") != "1":
+        # lib/report.py explains the two streams.
+        if sys.stderr is not sys.__stderr__:
+            traceback.print_exception(error, file=sys.__stderr__)
+        why = "that rank says why, unless the system has killed it"
+        print(f"rank {os.environ['RANK']}: another rank has ended; {why}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+
+
+def no_answers(samples, cfg) -> str:
+    """The text of a warning that no sample has an answer. It shows the ends of three samples."""
+    ends = [sample.text[-300:] for sample in samples[:3]]
+    return (
+        f"no response has an answer in the form of --task {cfg.task} and --answer_form "
+        f"{cfg.answer_form}; choose another form; these are the ends of three responses: {ends}"
+    )
 
 
 def explain_unknown(word, known) -> str:

@@ -1,6 +1,5 @@
 """Refuses flags and models that cannot work, in one line, before any weight is read."""
 
-import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -138,27 +137,23 @@ def check_hardware(cfg, world):
 
 
 def warn(cfg, estimator, problems, eval_sets):
-    """Prints what a run accepts although it is rarely meant. estimator: of ppo.ESTIMATORS."""
-    labels = {}  # {question: its labels}
-    for problem in problems:
-        labels.setdefault(problem.question, set()).add(str(problem.label))
-    doubtful = [question for question, found in labels.items() if len(found) > 1]
+    """Prints warnings of settings that are allowed but rarely meant. estimator: of ESTIMATORS."""
+    labels = {problem.question: problem.label for problem in problems}
+    doubtful = [x.question for x in problems if x.label != labels[x.question]]
     if doubtful:
-        first = f"{doubtful[0]!r:.99}: {sorted(labels[doubtful[0]])!s:.99}"
-        print0(f"WARNING: --data: {len(doubtful)} question(s) have several labels, such as {first}")
+        first = f"{len(doubtful)} problems have a second label, such as {doubtful[0]!r:.99}"
+        print0(f"WARNING: --data: {first}")
     if cfg.rollout_batch_size > len(problems):
-        print0(
-            f"WARNING: a step takes {cfg.rollout_batch_size} problems (--rollout_batch_size), and "
-            f"--data has {len(problems)}, so a step takes problems more than once"
-        )
+        size = f"--rollout_batch_size {cfg.rollout_batch_size}"
+        print0(f"WARNING: {size}: --data has {len(problems)} problems, so each step repeats some")
     for name, held_out in eval_sets.items():
         known = sum(problem.question in labels for problem in held_out)
         if known:
             print0(f"WARNING: {known} of {len(held_out)} problems of {name} are also in --data")
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if field.name in OF_THE_CRITIC and value != field.default and not estimator.needs_critic:
-            print0(f"WARNING: --{field.name} {value}: --estimator {cfg.estimator} has no critic")
+    for name in () if estimator.needs_critic else OF_THE_CRITIC:
+        value = getattr(cfg, name)
+        if value != getattr(type(cfg), name):
+            print0(f"--{name} {value} has no effect: --estimator {cfg.estimator} has no critic")
 
 
 def require_same(values):
@@ -181,8 +176,8 @@ def require_same(values):
 def load_config(model):
     """The config of a model. Raises UserError if it is absent or cannot be trained."""
     path = Path(model)
-    # The hub has names such as Qwen/Qwen2.5-7B.
-    is_path = path.is_absolute() or model.count("/") > 1 or ("/" in model and path.parent.is_dir())
+    # A name of the hub has at most one slash.
+    is_path = model.startswith(("/", ".")) or model.count("/") > 1
     require(path.is_dir() or not is_path, f"--model, --critic: there is no folder {model}")
     try:
         config = AutoConfig.from_pretrained(model)
@@ -190,7 +185,7 @@ def load_config(model):
         for file in sorted(path.glob("*.safetensors")):
             check_weights(file)
     except (OSError, ValueError) as error:
-        why = "cannot be used" if path.is_dir() else "is no folder here, nor does the hub give it"
+        why = "cannot be used" if path.is_dir() else "is no folder here, and the hub lacks it"
         raise UserError(f"--model, --critic: {model} {why}: {one_line(error)}") from error
     return config
 

@@ -154,16 +154,6 @@ def describe_error(error):
     return f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
 
 
-def print_crash(error):
-    """Prints a traceback, or a line if the error only says that another rank has ended."""
-    text = one_line(error)
-    if isinstance(error, dist.DistError) or "by peer" in text:
-        rank = os.environ["RANK"]
-        print(f"rank {rank}: another rank has ended, and has said why: {text:.99}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-
-
 # ---- the process group ---------------------------------------------------------------------------
 
 

@@ -59,15 +59,6 @@ def versions():
     return found
 
 
-def no_answers(samples, cfg):
-    """The text of a warning that no sample has an answer. It shows the ends of three samples."""
-    ends = [sample.text[-300:] for sample in samples[:3]]
-    return (
-        f"no response has an answer in the form of --task {cfg.task} and --answer_form "
-        f"{cfg.answer_form}; choose another form; these are the ends of three responses: {ends}"
-    )
-
-
 class RunLog:
     """Writes the files and prints the lines. On other ranks than 0 its methods do nothing."""
 
@@ -132,6 +123,8 @@ class RunLog:
             self.tracker.add(line, step)
         self.cfg.variants.tell_unreached(learned)
         if step == 1 and not (line["answered"] or line["reward"]):
+            from lib.advice import no_answers
+
             # one sample of each problem
             warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]

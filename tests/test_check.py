@@ -97,14 +97,15 @@ def test_what_is_rarely_meant_is_accepted_with_a_warning(process_group, capsys):
 
     assert warnings() == warnings(estimator="grpo") == warnings(lambd=0.9) == []
     [line] = warnings(questions="abab", labels="1221")
-    assert line.startswith("WARNING: --data: 2 question(s) have several labels, such as 'a': ['1',")
+    assert line == "WARNING: --data: 2 problems have a second label, such as 'a'"
     [line] = warnings(rollout_batch_size=6)
-    assert "a step takes 6 problems (--rollout_batch_size), and --data has 4, so" in line
+    assert "--rollout_batch_size 6: --data has 4 problems, so each step repeats some" in line
     [line] = warnings(held_out="bx")
     assert line == "WARNING: 1 of 2 problems of mine are also in --data"
     lines = warnings(estimator="grpo", lambd=0.9, critic_learning_rate=1e-3)
     flags = ("--lambd 0.9", "--critic_learning_rate 0.001")
-    assert lines == [f"WARNING: {flag}: --estimator grpo has no critic" for flag in flags]
+    words = "has no effect: --estimator grpo has no critic"
+    assert lines == [f"{flag} {words}" for flag in flags]
 
 
 # ---- require_same --------------------------------------------------------------------------------

@@ -15,6 +15,12 @@ from tools import evaluate
 TOOL = ROOT / "tools" / "evaluate.py"
 
 
+@pytest.fixture
+def alone(monkeypatch, process_group):
+    """run() finds the process group of one rank."""
+    monkeypatch.setattr(evaluate, "start_distributed", lambda: (0, 1, None, None))
+
+
 @pytest.mark.parametrize(
     "flags, expected",
     [
@@ -45,14 +51,13 @@ def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
         ("--eval_n x", "argument --n/--eval-n: invalid int value"),
     ],
 )
-def test_bad_input_is_refused_in_one_line_with_exit_code_2(flags, told, capsys):
+def test_bad_input_is_refused_in_one_line_with_exit_code_2(flags, told, alone, capsys):
     assert evaluate.run(["model", "--data", "hub/a", *flags.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {told}")
 
 
-def test_after_a_signal_the_exit_code_is_1(monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "start_distributed", lambda: (0, 1, None, None))
+def test_after_a_signal_the_exit_code_is_1(monkeypatch, alone, capsys):
     monkeypatch.setattr(evaluate, "main", mock.Mock(side_effect=Stopped()))
     assert evaluate.run(["model", "--data", "hub/a"]) == 1
     assert capsys.readouterr().err.startswith("stopped: an evaluation saves nothing, ")
@@ -93,7 +98,7 @@ class Flags:
 
 
 @pytest.mark.parametrize("name", [".", "policy"])
-def test_a_run_gives_flags_variants_problems_and_step(run, name, capsys):
+def test_a_run_gives_flags_variants_problems_and_step(run, name, alone, capsys):
     """Flags of the command line replace the run's. Unknown ones are ignored aloud."""
     cfg, step = evaluate.read_flags([str(run / name)])
     assert (step, cfg.model, cfg.eval_n, cfg.bonus, cfg.seed) == (7, f"{run}/policy", 4, 2.5, 3)
@@ -101,16 +106,16 @@ def test_a_run_gives_flags_variants_problems_and_step(run, name, capsys):
     assert cfg.data == cfg.eval_data == [f"{run}/held_out.json"] and cfg.run_dir == "out/evaluate"
     assert (cfg.log_with, cfg.eval_temperature) == ("none", 0.5)
     taken, ignored = capsys.readouterr().out.splitlines()
-    own = f"{run}/policy: flags of {run}/config.json, seeds of step 7, data {run}/held_out.json"
-    assert taken == own
-    assert ignored == f"{run}/config.json: ignored, because unknown: of_another_version"
+    assert taken.startswith(f"evaluates {run}/policy with ")
+    assert "the seeds of step 7 " in taken and taken.endswith(f" {run}/held_out.json")
+    assert ignored.endswith("not known: of_another_version")
     words = "--n 1 --greedy --max-len 99 --stop= --seed=5 --data hub/x --variant none --model other"
     cfg, step = evaluate.read_flags([str(run / name), *words.split()])
     assert (cfg.eval_n, cfg.eval_temperature, cfg.max_len, cfg.stop, cfg.seed) == (1, 0, 99, [], 5)
     assert (cfg.data, cfg.model, step) == (["hub/x"], "other", 7) and not hasattr(cfg, "bonus")
 
 
-def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, capsys):
+def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, alone, capsys):
     (run / "held_out.json").unlink()
     (run / "policy" / "config.json").unlink()
     (run / "step_000004").mkdir()
@@ -147,7 +152,7 @@ def test_the_samples_of_a_run_s_last_evaluation_are_drawn_again(trained, tmp_pat
     with started_ranks([TOOL, run, "--out", tmp_path], world=1) as [rank]:
         said = rank.communicate(timeout=300)
     assert rank.returncode == 0, said
-    assert said[0].startswith(f"{run}/policy: flags of {run}/config.json, seeds of step 2, ")
+    assert said[0].startswith(f"evaluates {run}/policy with the flags of {run}/config.json ")
     last = [line for line in jsonl(run / "eval_samples.jsonl") if line["step"] == 2]
     assert jsonl(tmp_path / "eval_samples.jsonl") == last and len(last) == (8 + 40) * 2
     logged = [line for line in jsonl(run / "eval.jsonl") if line["step"] == 2]

@@ -92,7 +92,7 @@ BAD_FILES = [
     ("broken.jsonl", f"{json.dumps(GSM8K)}\n\n{{broken\n", ["broken.jsonl: line 3 is no JSON"]),
     ("broken.json", "[1, 2", ["broken.json", "JSON"]),
     ("number.json", "5", ["number.json"]),
-    ("dict.json", {"data": [GSM8K]}, ["dict.json: item 1"]),
+    ("dict.json", {"data": [GSM8K]}, ["dict.json: line 1: it has the columns data and lacks"]),
     ("deep.jsonl", "[" * 100_000, ["deep.jsonl: line 1"]),
 ]
 BAD_RECORDS = [

@@ -43,25 +43,27 @@ if __name__ == "__main__":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, logging
 
 END = "<|endoftext|>"
 # flags.txt has these flags of train.py behind the paths. No value needs quotes: `$(cat flags.txt)`.
-SHARED_FLAGS = """--n_samples_per_prompt 16 --prompt_max_len 16 --stop= --micro_train_batch_size 64
+SHARED_FLAGS = """
+--n_samples_per_prompt 16 --prompt_max_len 16 --stop= --micro_train_batch_size 64
 --micro_rollout_batch_size 1024 --critic_learning_rate 1e-3
 --zero_stage 0 --bf16 false --gradient_checkpointing false"""
 FLAGS = {
     "addition": f"""--seed {{seed}} --template demo
---rollout_batch_size 64 --max_steps 14 --eval_interval 4 --actor_learning_rate 3e-4
---generate_max_len 48 --max_len 64 --packing_max_len 64 --warmup_updates 5
-{SHARED_FLAGS}
+--rollout_batch_size 64 --max_steps 14 --eval_interval 4
+--generate_max_len 48 --max_len 64 --packing_max_len 64
+--actor_learning_rate 3e-4 --warmup_updates 5 {SHARED_FLAGS}
 """,
-    "countdown": f"""--task countdown --template mini --log_samples 64 --save_interval 1000
---warmup_updates 3 --rollout_batch_size 16 --max_steps 40 --num_episodes 100 --eval_interval 10
---generate_max_len 63 --max_len 80 --packing_max_len 80 --actor_learning_rate 2e-4 --eval_n 4
-{SHARED_FLAGS}
+    "countdown": f"""--task countdown --template mini
+--rollout_batch_size 16 --max_steps 40 --num_episodes 100 --eval_interval 10 --eval_n 4
+--generate_max_len 63 --max_len 80 --packing_max_len 80
+--actor_learning_rate 2e-4 --warmup_updates 3 --log_samples 64 --save_interval 1000 {SHARED_FLAGS}
 """,
 }
 
@@ -153,7 +155,8 @@ class Addition:
         pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
         held_out = rng.sample([(a, b) for a, b in pairs if a <= b], self.held_out)
         # Training on 58+31 would help with 31+58, so both orders are left out.
-        train = [pair for pair in pairs if tuple(sorted(pair)) not in held_out]
+        left_out = set(held_out)
+        train = [pair for pair in pairs if (min(pair), max(pair)) not in left_out]
         rng.shuffle(train)
         return train, held_out
 
@@ -163,28 +166,31 @@ class Addition:
         The first token of a response decides between working and guessing. The weight of this token
         is the wanted share / the drawn share, so the base model works at the wanted share.
         """
-        worked_weight = self.steps_share / self.steps_drawn
-        guess_weight = (1 - self.steps_share) / (1 - self.steps_drawn)
+        drawn = self.steps_drawn
+        worked_weight = self.steps_share / drawn
+        guess_weight = (1 - self.steps_share) / (1 - drawn)
         texts = []
         for number in range(self.updates * self.batch):
             a, b = rng.choice(train)
             # The two kinds alternate evenly. Random kinds made a biased share.
-            if number * self.steps_drawn % 1 < self.steps_drawn:
-                error, choice = 0, Piece("\n", worked_weight)
+            if number * drawn % 1 < drawn:
+                error = 0
+                choice = Piece("\n", worked_weight)
                 # 7+5=12 and 4+8+1=13, in two lines, for 47 and 85.
                 ones = a % 10 + b % 10
                 work = f"{a % 10}+{b % 10}={ones}\n"
                 work += f"{a // 10}+{b // 10}+{ones // 10}={(a + b) // 10}</think>"
             else:
                 error = rng.randint(-self.guess_error, self.guess_error)
-                work, choice = "", Piece("</think>", guess_weight)
+                choice = Piece("</think>", guess_weight)
+                work = ""
             answer = Piece(f"{work}<answer>\\boxed{{{a + b + error}}}</answer>{END}", 1.0)
             texts.append([Piece(f"{a}+{b}<think>", 0.0), choice, answer])
         return texts
 
     def losses(self, logits, targets, stops):
         """Returns the loss of each token (B, L - 1). The end is a token of the text here."""
-        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
     def record(self, problem, rng: random.Random) -> dict:
         a, b = problem
@@ -193,6 +199,7 @@ class Addition:
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 LARGEST_VALUE = 99  # each whole number up to it is a token
+LEAST_TARGET = 10
 
 
 @dataclass(frozen=True)
@@ -229,11 +236,11 @@ class Countdown:
         return tries
 
     def split_problems(self, rng: random.Random) -> tuple[list, list]:
-        """Returns all problems (numbers, target > 9) with a solution, as (train, held out)."""
+        """Returns all problems (numbers, target) that have a solution, as (train, held out)."""
         problems = []
         for numbers in itertools.combinations(range(1, self.largest + 1), self.given):
             values = {value for *_, value in self.all_tries(numbers)}
-            problems += [(numbers, value) for value in sorted(values) if value > 9]
+            problems += [(numbers, value) for value in sorted(values) if value >= LEAST_TARGET]
         rng.shuffle(problems)
         return problems[self.held_out :], problems[: self.held_out]
 
@@ -243,8 +250,8 @@ class Countdown:
         texts = []
         for _ in range(self.updates * self.batch):
             numbers, target = rng.choice(train)
-            shuffled = ",".join(map(str, rng.sample(numbers, len(numbers))))
-            prompt = Piece(f"{shuffled}={target}:", 0.0)
+            shuffled = rng.sample(numbers, len(numbers))
+            prompt = Piece(",".join(map(str, shuffled)) + f"={target}:", 0.0)
             texts.append([prompt, *self.draw_search(tries_of[numbers], target, rng)])
         return texts
 
@@ -256,7 +263,8 @@ class Countdown:
             is_shown = rng.random() < self.shown
             a, sign, b, value = rng.choice(hits) if is_shown else candidate
             if rng.random() < self.slip:
-                value = min(LARGEST_VALUE, max(0, value + rng.choice((-3, -2, -1, 1, 2, 3))))
+                error = rng.choice((-3, -2, -1, 1, 2, 3))
+                value = min(LARGEST_VALUE, max(0, value + error))
             verdict = "<" if value < target else ">" if value > target else "!"
             stop = self.stop_at_hit if value == target else self.stop_at_miss
             pieces += [Piece(f"{a}{sign}{b}", float(not is_shown)), Piece("=", 1.0)]

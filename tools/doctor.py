@@ -1,8 +1,8 @@
 """Says why a run's reward does not rise: `python tools/doctor.py RUN`.
 
-The doctor reads metrics.jsonl. It prints if the reward rises. Then it names each cause that it
-sees, with the number that shows the cause and with what to change. Mend the first cause first,
-because a later cause can follow from it. docs/metrics.md says how each cause looks.
+The doctor reads metrics.jsonl. Its first line says whether the reward rises. The next lines name
+the causes that it sees, with the numbers that show them and with what to change. Mend the first
+cause first, because a later cause can follow from it. docs/metrics.md says how each cause looks.
 
 Single steps are noisy. So the doctor compares the means of the first and of the last steps: of a
 tenth of the run, but of at least three steps.

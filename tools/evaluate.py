@@ -4,8 +4,8 @@
     python tools/evaluate.py MODEL --data FILE [FILE ...] [--n 16] [--out FOLDER] [FLAGS]
 
 RUN is the folder of a run, or RUN/policy. Its config.json gives the flags and --data, and a flag
-given here replaces the run's. On the same machine, the numbers are those of the run's last
-evaluation, in fp32 to the sample. `RUN --model OTHER` evaluates another model in the same way.
+given here replaces the run's. On the same machine with as many threads, a run in fp32 gives the
+samples of its last evaluation again. `RUN --model OTHER` evaluates another model in the same way.
 MODEL is a folder, or a name of the Hugging Face hub. train.py finds the same numbers at step 0.
 
 --n is the number of samples of each problem. Without a RUN, --n, --temperature and --top_p are 1.
@@ -33,12 +33,13 @@ import torch.distributed as dist
 
 import ckpt
 import train
-from lib import check, metrics, report
-from lib.common import Stopped, UserError, print0, start_distributed, tell_once
+from lib import advice, check, metrics, report
+from lib.common import Stopped, UserError, print0, raise_together, start_distributed, tell_once
 from lib.signals import Signals
 from rollout import Rollout
 
 # A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.
+NO_FLAGS = {"world", "variants", "versions", "steps", "wall_seconds"}
 NOT_TAKEN = {"model", "critic", "data", "variant", "run_dir", "resume", "log_with", "attention"}
 
 
@@ -80,22 +81,24 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     check.require(not missing, f"--data {missing}: no such file here; give its place as --data")
     is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
     check.require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so give --n 1")
-    result = run / "result.json"
-    step = json.loads(result.read_text())["steps"] if settings and result.exists() else 0
-    if settings and os.environ.get("RANK", "0") == "0":
-        print(f"{cfg.model}: flags of {run}/config.json, seeds of step {step}, data", *cfg.data)
-        if unknown := settings.keys() - vars(cfg).keys() - {"world", "variants", "versions"}:
-            print(f"{run}/config.json: ignored, because unknown: {', '.join(sorted(unknown))}")
+    step = settings.get("steps", 0)
+    if settings:
+        flags = f"the flags of {run}/config.json and the seeds of step {step}"
+        print0(f"evaluates {cfg.model} with {flags} on", *cfg.data)
+        if unknown := settings.keys() - vars(cfg).keys() - NO_FLAGS:
+            print0(f"{run}/config.json has flags that are not known: {', '.join(sorted(unknown))}")
     return cfg, step
 
 
 def find_run(folder: Path) -> tuple[Path, dict]:
-    """The run of RUN or RUN/policy, and its config.json. For a model (MODEL, {})."""
+    """The run of RUN or RUN/policy, its config.json and result.json. For a model (MODEL, {})."""
     for run in [folder, folder.parent] if folder.name == "policy" else [folder]:
         with contextlib.suppress(OSError, ValueError):
             settings = json.loads((run / "config.json").read_text())
             # A model has a config.json of another kind.
             if "run_dir" in settings:
+                with contextlib.suppress(OSError, ValueError):
+                    settings |= json.loads((run / "result.json").read_text())
                 return run, settings
     return folder, {}
 
@@ -113,7 +116,7 @@ class Results:
         self.sets.append({"step": step, "set": name} | numbers)
         self.samples += [report.describe(sample, step, name) for sample in samples]
         if not any(sample.answer for sample in samples):
-            self.remarks.append(f"{name}: {report.no_answers(samples[::n], self.cfg)}")
+            self.remarks.append(f"{name}: {advice.no_answers(samples[::n], self.cfg)}")
 
     def write(self, folder: Path) -> None:
         """Replaces the files of an earlier evaluation."""
@@ -173,8 +176,13 @@ def run(argv: list[str]) -> int:
     """The exit code: 0, 2 for what the user can mend, 1 after a signal."""
     store = None
     try:
-        cfg, step = read_flags(argv)
+        if train.wants_help(argv):
+            # Prints the help, and exits.
+            read_flags(argv)
         _, world, _, store = start_distributed()
+        # A file may be absent on one machine alone.
+        with raise_together():
+            cfg, step = read_flags(argv)
         with cfg.variants.installed(train.modules_to_wrap()):
             main(cfg, step, world, store)
         return 0

@@ -51,7 +51,7 @@ def draw_step(original, rollout, requests, problems, cfg, step, clock):
     samples.sort(key=lambda sample: (sample.request.group, sample.request.index))
     # A step may have a problem twice, where one pass ends and the next pass begins.
     for key, visited in _by(_problem, samples).items():
-        MEMORY[key] = any(sample.reward > 0 for sample in visited)
+        MEMORY[key] = any(sample.reward >= 1 for sample in visited)
     groups = list(_by(_group, samples).values())
     full = [len(group) == cfg.n_samples_per_prompt for group in groups]
     clock.numbers["prompts_expanded"] = statistics.mean(full)
