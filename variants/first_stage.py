@@ -1,8 +1,8 @@
 """Each problem gets a few samples first, and more samples only if more samples may teach something.
 
 If the first rewards of a problem differ, the rest of its samples are drawn. If all first rewards
-are 0, the rest are drawn in two cases: the problem is visited for the first time, or a sample was
-right at the problem's last visit. With --task code the rest are drawn only if the first rewards
+are 0, the rest are drawn in two cases: the problem is visited for the first time, or a sample had
+a reward above 0 at the problem's last visit. With --task code the rest are drawn only if the first rewards
 differ. So groups have two sizes. The variant reads the grader's rewards.
 In metrics.jsonl `prompts_expanded` is the share of problems that got all samples. `tokens_saved`
 estimates the tokens of the samples that were not drawn: each of them counts as the mean length of
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lib import check
 
-# Maps a problem's index, as text, to a bool: was any sample right at the last visit?
+# Maps a problem's index, as text, to a bool: had any sample a reward above 0 at the last visit?
 MEMORY = {}
 
 
@@ -51,7 +51,7 @@ def draw_step(original, rollout, requests, problems, cfg, step, clock):
     samples.sort(key=lambda sample: (sample.request.group, sample.request.index))
     # A step may have a problem twice, where one pass ends and the next pass begins.
     for key, visited in _by(_problem, samples).items():
-        MEMORY[key] = any(sample.reward >= 1 for sample in visited)
+        MEMORY[key] = any(sample.reward > 0 for sample in visited)
     groups = list(_by(_group, samples).values())
     full = [len(group) == cfg.n_samples_per_prompt for group in groups]
     clock.numbers["prompts_expanded"] = statistics.mean(full)
