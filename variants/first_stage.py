@@ -1,9 +1,9 @@
 """Each problem gets a few samples first, and more samples only if more samples may teach something.
 
 If the first rewards of a problem differ, the rest of its samples are drawn. If all first rewards
-are 0, the rest are drawn in two cases: the problem is visited for the first time, or a sample had
-a reward above 0 at the problem's last visit. With --task code the rest are drawn only if the first rewards
-differ. So groups have two sizes. The variant reads the grader's rewards.
+are 0, the rest are drawn in two cases: the problem is visited for the first time, or a sample had a
+reward above 0 at the problem's last visit. With --task code the rest are drawn only if the first
+rewards differ. So groups have two sizes. The variant reads the grader's rewards.
 In metrics.jsonl `prompts_expanded` is the share of problems that got all samples. `tokens_saved`
 estimates the tokens of the samples that were not drawn: each of them counts as the mean length of
 its group.
