@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 from lib.check import CHOICES
+from lib.common import one_line
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
@@ -72,8 +73,9 @@ def print_crash(error):
         # lib/report.py explains the two streams.
         if sys.stderr is not sys.__stderr__:
             traceback.print_exception(error, file=sys.__stderr__)
+        place = f"rank {os.environ['RANK']}: another rank has ended"
         why = "that rank says why, unless the system has killed it"
-        print(f"rank {os.environ['RANK']}: another rank has ended; {why}", file=sys.stderr)
+        print(f"{place} ({one_line(error):.200}); {why}", file=sys.stderr)
     else:
         traceback.print_exception(error)
 
