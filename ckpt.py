@@ -20,12 +20,12 @@ In this file an engine is a DeepSpeed engine. `engines` is a dict of engines by 
 
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -340,6 +340,10 @@ def pick_checkpoint(run_dir, choice):
         return None
     if choice != "auto":
         candidates = [Path(choice).absolute()]
+        if not gather(candidates[0].is_dir())[0]:
+            raise UserError(
+                f"--resume {choice}: no such folder; give auto, none or RUN/step_NNNNNN"
+            )
     for path in candidates:
         damage = find_damage(path)
         if not damage:
@@ -463,7 +467,7 @@ def resume(run_dir, source, engines, state: RunState):
     if not source:
         dropped += [run_dir / name for name in (*LOGS, *OTHERS) if (run_dir / name).exists()]
     # The time makes the new name unique.
-    folder = run_dir / f"dropped_{time.time_ns()}"
+    folder = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
     if dropped:
         folder.mkdir()
         names = ", ".join(path.name for path in dropped)

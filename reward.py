@@ -14,6 +14,7 @@ To use this file elsewhere, copy lib/equal.py, lib/algebra.py and lib/common.py 
 """
 
 import csv
+import io
 import json
 import os
 import re
@@ -106,9 +107,11 @@ def load_rows(path, split):
     if is_file and not path.endswith(".parquet"):
         # Only \n ends a line, because a question may hold other ends of line.
         with open(path, encoding="utf-8-sig", newline="\n") as file:
-            if path.endswith(".csv"):
-                return "item", list(csv.DictReader(file))
             text = file.read()
+        if path.endswith(".csv"):
+            # Some programs separate the columns by semicolons or tabs.
+            separator = max(",;\t", key=text.partition("\n")[0].count)
+            return "item", list(csv.DictReader(io.StringIO(text, ""), delimiter=separator))
         if path.endswith(".jsonl") or text.lstrip().startswith("{"):
             return "line", text.split("\n")
         return "item", list(json.loads(text))

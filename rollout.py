@@ -19,7 +19,6 @@ kv_cache_gb, tensor_parallel and enforce_eager. A problem needs prompt_ids.
 """
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -392,10 +391,11 @@ def take_rewards(rollout, mine: dict[int, Sample]):
     rewards = rollout.grader.results() or {}
     for position, sample in mine.items():
         reward = rewards.get(position)
-        if not isinstance(reward, Real) or not math.isfinite(reward):
+        if not isinstance(reward, Real) or not abs(reward) < 1e300:
             raise UserError(
-                f"--task {rollout.cfg.task}: Grader.results has the reward {reward!r:.99} for the "
-                f"answer {sample.answer!r:.99}; return a float for each key that submit got"
+                f"--task {rollout.cfg.task}: Grader.results has the reward {reward!r:.99} "
+                f"({type(reward).__name__}) for the answer {sample.answer!r:.99}; return a finite "
+                "number for each key that submit got"
             )
         sample.reward = float(reward)
 

@@ -28,6 +28,8 @@ if __name__ == "__main__":
     follow_launcher()
 # Idle threads of OpenMP must sleep. Threads that spin take the cores from the other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The hub's client prints two lines for each of its retries.
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 import torch
 from transformers import AutoTokenizer, HfArgumentParser
@@ -117,7 +119,7 @@ class Config(Learning):
     problems must stay the same. Another --zero_stage needs `tools/convert.py reshard`.
     """
 
-    data: list[str] = field(default_factory=list)  # Files or data sets of training problems.
+    data: list[str] = field(default_factory=list)  # Training problems: FILE or FILE?columns=A,B.
     run_dir: str = "out/run"  # The folder of the run. All machines must share it.
     resume: str = "auto"  # auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.
     # ---- when
@@ -287,6 +289,8 @@ def parse_path(path):
     check.require(not unknown, f"{path}: it has no {', '.join(unknown)}; {advice}")
     if "columns" in options:
         options["columns"] = tuple(options["columns"].split(","))
+        advice = "name two columns, as in FILE?columns=prompt,solution"
+        check.require(len(options["columns"]) > 1, f"{path}: {advice}")
     return file, options
 
 
@@ -321,13 +325,16 @@ def find_task(cfg):
     task = importlib.util.module_from_spec(spec)
     # A dataclass looks for its module in sys.modules.
     sys.modules["task"] = task
+    check.require(
+        Path(path).is_file(),
+        f"--task {cfg.task}: no file {path}; choose math, code, countdown or a path to a .py file",
+    )
     try:
         spec.loader.exec_module(task)
     # The file may call sys.exit.
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"--task {cfg.task}: {path} cannot be used: {type(error).__name__}: "
-            f"{one_line(error)}; give math, the name of a file in tasks/ or a file of your own"
+            f"--task {cfg.task}: {path} cannot be used: {type(error).__name__}: {one_line(error)}"
         ) from error
     for name in ("load_problems", "Grader", "text_metrics"):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
@@ -441,9 +448,10 @@ def tell_stop(stop, step, save_error):
     why = stop.fault or "stopped"
     if save_error:
         raise UserError(f"{why}; step {step} is NOT saved: {save_error}")
+    why += f"; --resume auto goes on from step {step}" if step else "; no step is saved"
     if stop.fault:
-        raise UserError(f"{why}; --resume auto goes on from step {step}")
-    print0(f"stopped at step {step}; --resume auto goes on from there")
+        raise UserError(why)
+    print0(why)
 
 
 def main(cfg, world, device, store):
@@ -471,6 +479,7 @@ def main(cfg, world, device, store):
         return
 
     # ---- models: the sampler first, while the GPU is empty
+    print0(f"{len(problems)} problems, {total_steps} steps; starts the sampler and the learners")
     # From here a signal ends the run after a save (lib/signals.py).
     signals = Signals(store)
     rollout = rollout_stage.Rollout(task, signals, cfg)

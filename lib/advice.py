@@ -91,6 +91,8 @@ def no_answers(samples, cfg) -> str:
 
 def explain_unknown(word, known) -> str:
     """word: `--FLAG` or `--FLAG=VALUE`. known: the names of the flags."""
+    if not word.startswith("-"):
+        return f"the word {word} belongs to no flag; write it behind a flag, or leave it out"
     name = word.lstrip("-").partition("=")[0]
     owners = []
     for path in sorted(VARIANTS.glob("*.py")):

@@ -81,10 +81,14 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def handle(self, number, frame):
+        self.asked = True
         if number == signal.SIGINT:
             # The kernel handles the second SIGINT, whatever the main thread waits for.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        self.asked = True
+            # `print` could interrupt another print of this thread. The reader may have ended.
+            with contextlib.suppress(OSError):
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    os.write(sys.stderr.fileno(), b"stopping; a second Ctrl-C ends at once\n")
 
     def poll(self):
         """Returns whether any rank has been asked. Reads the store at most twice a second."""

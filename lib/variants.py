@@ -16,7 +16,6 @@ import difflib
 import functools
 import inspect
 import itertools
-import math
 import numbers
 import sys
 import traceback
@@ -258,6 +257,8 @@ class Variants:
                 key not in stage.ESTIMATORS, f"{where} is there already; choose another name"
             )
             self.set_with_undo(stage.ESTIMATORS, key, entry)
+            function = checked(stage.raw_advantages, wrong_numbers, f"the estimator {key}")
+            self.set_with_undo(vars(stage), "raw_advantages", function)
 
     def set_with_undo(self, table: dict, name, value):
         if name in table:
@@ -384,10 +385,12 @@ def require_variant(holds, message):
 def other_names(word) -> str:
     name = word.removesuffix(".py")
     known = sorted(file.stem for file in VARIANTS.glob("*.py"))
-    near = difflib.get_close_matches(name, known) or known
+    near = difflib.get_close_matches(name, known)
+    if word.endswith(".py") and not near:
+        return ""
     if Path(f"{name}.py").is_file():
         near = [f"{name}.py"]
-    return f"; choose {' or '.join(near)}, or a path that ends in .py"
+    return f"; choose {' or '.join(near or known)}, or a path that ends in .py"
 
 
 def needs(module) -> list[str]:
@@ -432,7 +435,7 @@ def check_hook(word, text, name, value):
     require_variant(
         first in ("original", "_original"),
         f"{word}: the first argument of {name} must be original, the function that it wraps; or "
-        "_original if it is not called",
+        "_original if it is not called; the name of a helper begins with _",
     )
     body = next(node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
     used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
@@ -495,8 +498,9 @@ def wrong_rewards(result, samples, **_):
     if len(result) != len(samples):
         return f"{len(result)} rewards for {len(samples)} samples"
     for reward in result:
-        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-            return f"a reward is {reward!r}, and must be a finite number"
+        if not isinstance(reward, numbers.Real) or not abs(reward) < 1e300:
+            kind = type(reward).__name__
+            return f"a reward is {reward!r:.99} ({kind}), and must be a finite number"
 
 
 def wrong_samples(result, batch, **_):
@@ -508,14 +512,24 @@ def wrong_tokens(result, batch, **_):
     return wrong_shape(result, (int(batch.response_lengths.sum()),))
 
 
+def wrong_numbers(result, batch, advantages=None, **_):
+    inputs = [x for x in (batch.per_token.get("values"), advantages) if x is not None]
+    if fault := wrong_tokens(result, batch):
+        return fault
+    # With NaN in the inputs the function is not to blame: the critic may have diverged.
+    if not result.isfinite().all() and all(tensor.isfinite().all() for tensor in inputs):
+        return "the result has NaN or infinity"
+
+
 def wrong_micro(result, micro, **_):
     return wrong_shape(result, tuple(micro.mask.shape))
 
 
 def wrong_shape(result, shape):
-    found = tuple(result.shape) if isinstance(result, torch.Tensor) else result
-    if found != shape:
-        return f"the result must be a tensor of shape {shape}, and is {found!r:.99}"
+    if not isinstance(result, torch.Tensor):
+        return f"the result must be a tensor, and is a {type(result).__name__}: {result!r:.99}"
+    if tuple(result.shape) != shape:
+        return f"the result must be a tensor of shape {shape}, and is {tuple(result.shape)}"
 
 
 def wrong_drawn(result, requests, **_):
@@ -544,9 +558,9 @@ CHECKS = {
     "paid": wrong_rewards,
     "samples_that_count": wrong_samples,
     "samples_to_learn_from": wrong_samples,
-    "raw_advantages": wrong_tokens,
-    "critic_targets": wrong_tokens,
-    "whiten": wrong_tokens,
+    "raw_advantages": wrong_numbers,
+    "critic_targets": wrong_numbers,
+    "whiten": wrong_numbers,
     "compute_values": wrong_tokens,
     "compute_logprobs": wrong_tokens,
     "token_loss": wrong_micro,

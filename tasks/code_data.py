@@ -12,13 +12,13 @@ import base64
 import builtins
 import io
 import json
-import os
 import pickle
 import re
 import sys
 import zlib
 from dataclasses import dataclass
 
+import reward
 from lib.common import UserError
 
 TEMPLATES: dict[str, str] = {
@@ -75,6 +75,8 @@ def load_problems(
                 prompt = template.replace("{question}", question)
                 problem = Problem(len(problems), question, json.dumps(label), prompt)
                 problems.append(problem)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     # Many errors are possible: the datasets library alone has a dozen classes for "not found".
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -90,23 +92,11 @@ def load_problems(
 
 
 def load_rows(path: str, split: str):
-    """Returns the records of a .jsonl file, of a file with a JSON list, or of a data set."""
-    if os.path.isfile(path):
-        # Only \n ends a line, because a text may hold other line separators.
-        with open(path, encoding="utf-8-sig", newline="\n") as file:
-            if path.endswith("l"):
-                return [json.loads(line) for line in file if line.strip()]
-            return json.load(file)
-    import datasets  # This import is slow, and few runs need it.
-
-    try:
-        dataset = datasets.load_from_disk(path)
-    except FileNotFoundError:
-        # save_to_disk has not made this path. So the path is a folder of files or "name:config".
-        dataset = datasets.load_dataset(*path.split(":", 1))
-    if isinstance(dataset, dict):
-        return dataset[split]
-    return dataset
+    """Returns the records of a file or of a data set. Raises UserError if the file is absent."""
+    unit, rows = reward.load_rows(path, split)
+    if unit == "line":
+        return [json.loads(row) for row in rows if row.strip()]
+    return rows
 
 
 def parse_record(record: dict, columns) -> tuple[str, dict, int]:

@@ -70,6 +70,8 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
             question, label = parse_record(record, columns)
             prompt = template.replace("{question}", question)
             problems.append(Problem(len(problems), question, label, prompt))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     # The datasets library has a dozen classes of errors for "not found".
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -287,6 +287,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(group, copy, how, caps
     (copy / ".saving_000002" / "hf").mkdir(parents=True)
     assert save(copy, 2, group) is None
     assert ckpt.pick_checkpoint(copy, "auto").name == "step_000002"
+    for name in ("latest", f"{copy}/step_000003"):
+        with pytest.raises(UserError, match=f"^--resume {name}: no such folder; give auto"):
+            ckpt.pick_checkpoint(copy, name)
 
 
 ODD = ["", "[]", "null", "3", '"x"', "[" * 100_000, "\udcff", "{}"]
@@ -310,7 +313,7 @@ def test_a_manifest_of_any_shape_is_damage(group, copy, capsys, number):
     with pytest.raises(UserError, match="convert.py reshard .*step_000001`"):
         find_start(copy, str(universal.parent), problems_hash=0, variants=[], world=2)
     convert.list_checkpoints(copy)
-    two, one = capsys.readouterr().out.splitlines()
+    _, two, one = capsys.readouterr().out.splitlines()
     assert two.endswith("TORN") and one.endswith("complete")
     with pytest.raises(UserError, match="step_000002 is not a complete checkpoint"):
         convert.verified_state(newest)

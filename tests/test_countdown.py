@@ -90,5 +90,7 @@ def test_a_bad_record_is_named_in_one_line(tmp_path, record, reason):
     with pytest.raises(UserError, match=f"item 2.*{reason}") as error:
         countdown.load_problems(str(path), "plain")
     assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="^absent.jsonl: no such file$"):
+        countdown.load_problems("absent.jsonl", "plain")
     with pytest.raises(UserError, match="mini, orz, plain"):
         countdown.load_problems(str(path), "no place for the question")

@@ -127,6 +127,19 @@ def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, alon
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"error: {told}\n")
 
 
+def test_a_folder_that_is_no_run_is_refused_in_one_line(alone, tmp_path):
+    """A model needs problems. A checkpoint of a run is no model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name, told in {
+        "absent": "is no folder here",
+        "": "has no config.json of a run",
+        "model": "is a model",
+    }.items():
+        with pytest.raises(UserError, match=f"{told}; give the folder of a run, or a model with"):
+            evaluate.read_flags([str(tmp_path / name)])
+
+
 def words_of(tiny, sets, out, **flags) -> list[str]:
     return [tiny["model"], "--data", *sets, "--out", str(out), *arguments(SMALL | flags)]
 

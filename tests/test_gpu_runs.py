@@ -117,7 +117,7 @@ def test_a_signal_saves_and_ends_the_run(place, folder_of, tmp_path):
         if line.startswith("step 2 "):
             break
     process.send_signal(signal.SIGTERM)
-    assert re.search(r"stopped at step \d+", rest_of(process))
+    assert re.search(r"stopped; .* step \d+", rest_of(process))
     assert list((tmp_path / "run").glob("step_*"))
 
 

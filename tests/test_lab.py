@@ -59,7 +59,12 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
         ["better", [1, 2], 16, 0.25, 19.5, 40],
         ["short", [2, 3], 15, 0.25, 10, 20],
     ]
-    cells = [list(row[axis].values()) for row in rows for axis in ("eval_step", "eval_tokens")]
+    better = rows[1]["eval_step"]
+    assert better["differences"] == {"1": 0.3, "2": 0.4}
+    # Student's t of one degree of freedom is above 12.706 or below -12.706 in 5 of 100 cases.
+    ends = [0.35 - 12.706 * 0.05, 0.35 + 12.706 * 0.05]
+    assert better["interval"] == pytest.approx(ends, abs=1e-4)
+    cells = [[*row[axis].values()][:5] for row in rows for axis in ("eval_step", "eval_tokens")]
     # where, accuracies, mean difference of pairs, its standard error, is it twice its error?
     assert cells == [
         [20, [0.4, 0.6], None, None, False],
@@ -69,7 +74,8 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
         [10, [0.5, 0.3], 0.1, None, False],
         [600, [0.5, 0.3], 0.0, None, False],
     ]
-    assert "| +0.350 ± 0.050 * |" in (tmp_path / "plan.md").read_text()
+    table = " ".join((tmp_path / "plan.md").read_text().split())
+    assert "| +0.350 ± 0.050 * |" in table and "chance marks 30 with 2 seeds" in table
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     write_run(tmp_path / "odd" / "seedx", 10, [0.2])
     write_run(tmp_path / "math" / "seed1", 10, [0.2])
@@ -142,14 +148,16 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     texts = [(ROOT / "variants" / f"{name}.py").read_text() for name in names[:2]]
     assert [file.read_text() for file in files] == [*texts, "# mine\n"]
     prepare(line)
-    for other, text in (
-        (f"{line} --lambd 1", "# mine\n"),
-        (line.replace("kl_loss + ", ""), "# mine\n"),
-        (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), "# mine\n"),
-        (line, "# here\n"),
+    mine = "# mine\n"
+    for other, text, told in (
+        (f"{line} --lambd 1", mine, "other flags: no more flags, where the plan has --lambd 1;"),
+        (line.replace("kl_loss + ", ""), mine, "variants .* plan has overlong_drop . mine;"),
+        (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), mine, "has .* mine . kl_loss;"),
+        (line.replace("''", "x"), mine, "other flags: --stop '', where the plan has --stop x;"),
+        (line, "# here\n", "another text of the variant mine;"),
     ):
         (here / "mine.py").write_text(text)
-        with pytest.raises(UserError, match="has runs with other flags, or with another text"):
+        with pytest.raises(UserError, match=f"has runs with .*{told}"):
             prepare(other)
     assert files[-1].read_text() == "# mine\n"
 

@@ -38,6 +38,7 @@ def test_any_file_gives_a_picture_or_is_refused_in_one_line(text, is_drawn, tmp_
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
         (tmp_path / "eval.jsonl").write_text(text)
+    assert run_tool("plot", tmp_path / "absent")[2].startswith(f"error: {tmp_path}/absent: no such")
     code, _, errors = run_tool("plot", tmp_path)
     if is_drawn:
         assert code == 0 and (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -58,6 +59,12 @@ def test_plot_writes_into_the_run_or_for_several_beside_the_first_or_to_out(tmp_
     # The tool once printed a warning and ended with 0, because training called it.
     code, _, errors = run_tool("plot", "gae", "$grpo_{", "--out", tmp_path / "none" / "x.png")
     assert code == 2 and errors.startswith("error: ") and "none/x.png: No such file" in errors
+    for name, start in {"a.pdf": b"%PDF", "a.svg": b"<?xml", "a.jpg": b"\xff\xd8"}.items():
+        assert run_tool("plot", "gae", "--out", name)[0] == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+    for name in ("picture", "picture.txt"):
+        code, _, errors = run_tool("plot", "gae", "--out", name)
+        assert code == 2 and errors.count("\n") == 1 and "png" in errors
     monkeypatch.chdir(tmp_path / "gae")
     assert run_tool("plot", ".", "../$grpo_{")[1] == f"wrote {tmp_path}/curves.png\n"
 

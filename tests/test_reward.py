@@ -70,6 +70,8 @@ def test_files_are_read_by_their_form(tmp_path):
     text = 'question,answer\r\n"1+1?,\nhm",007\r\n"""a""",2\r\n'
     (tmp_path / "table.csv").write_bytes(text.encode())
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    # Excel writes semicolons where a comma is the decimal sign.
+    paths.append(write(tmp_path, "excel.csv", text.replace(",", ";").replace("?;", "?,")))
     for path in [*paths, str(tmp_path / "table.csv"), str(tmp_path / "table.parquet")]:
         problems = reward.load_problems(path, "plain")
         found = [{"question": p.question, "answer": p.label} for p in problems]

@@ -202,6 +202,7 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     no_tokenizer = maker.make_model(tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("*token*"):
         file.unlink()
+    (tmp_path / "empty").mkdir()
     cut_short = maker.make_model(tmp_path / "cut_short")
     os.truncate(cut_short / "model.safetensors", 5000)
     wrong = [
@@ -210,6 +211,10 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         (
             {"model": no_tokenizer},
             f"^{no_tokenizer} has no tokenizer; put its tokenizer",
+        ),
+        (
+            {"model": tmp_path / "empty"},
+            "the folder .*/empty has no config.json, so it is no model$",
         ),
         ({"model": cut_short}, "model.safetensors is damaged .*; copy the file again"),
         ({"model": no_eos}, "its tokenizer has no eos token"),
@@ -306,6 +311,8 @@ def test_a_data_set_has_a_split_and_columns(process_group, tiny, tmp_path):
     file = Path(tiny["data"])
     with pytest.raises(UserError, match=f"{file.name}.split=nope: it has no split; choose columns"):
         train.prepare_problems(reward, [f"{file}?split=nope"], config(), tokenizer)
+    with pytest.raises(UserError, match="columns=problem: name two columns, as in FILE.columns="):
+        train.prepare_problems(reward, [f"{file}?columns=problem"], config(), tokenizer)
     with pytest.raises(UserError, match="it has no splits; choose columns or split"):
         train.prepare_problems(reward, [f"{saved}?splits=dev"], config(), tokenizer)
 
@@ -352,12 +359,12 @@ BAD_TASKS = {
 
 def test_what_is_no_task_is_refused_in_one_line(monkeypatch, tmp_path):
     """A name with a dot is refused too."""
-    wrong = [(str(tmp_path / "absent.py"), "FileNotFoundError")]
+    wrong = [(str(tmp_path / "absent.py"), "no file /")]
     for number, (text, words) in enumerate(BAD_TASKS.items()):
         (tmp_path / f"{number}.py").write_text(text)
         wrong.append((str(tmp_path / f"{number}.py"), words))
     for name in ("essay", "a.b", "code.py", ".", "", "code/x", "a\0b"):
-        wrong.append((name, "give math, the name of a file in tasks/ or a file of"))
+        wrong.append((name, "choose math, code, countdown or a path"))
     monkeypatch.chdir(tmp_path)
     for name, words in wrong:
         with pytest.raises(UserError) as error:
@@ -572,7 +579,7 @@ def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, tm
     flags = untied | MEASURED | {"log_with": "tensorboard", "save_interval": 2}
     # The check at the start draws 32 samples, the evaluation and each step 16.
     stopped = launch(run, script=TRACED, env={"STOP_AT": "make_sample 70"}, **flags)
-    assert stopped.stdout.endswith("stopped at step 1; --resume auto goes on from there\n")
+    assert stopped.stdout.endswith("stopped; --resume auto goes on from step 1\n")
     assert [path.name for path in run.glob("step_*")] == ["step_000001"]
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert len(events.Scalars("reward/reward")) == 1, "lost with the process"
@@ -721,5 +728,5 @@ def test_a_signal_to_one_rank_of_two_while_the_engines_start_leaves_no_checkpoin
     """With a checkpoint of step 0, a user who restarts with another flag would be refused."""
     run = tmp_path / "run"
     said = launch(run, ranks=2, script=TRACED, env={"STOP_AT": "resume 1"}, **tiny).stdout
-    assert said.count("stopped at step 0; --resume auto goes on from there") == 1
+    assert said.count("stopped; no step is saved") == 1
     assert not list(run.glob("step_*")) and not (run / "metrics.jsonl").exists()

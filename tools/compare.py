@@ -16,13 +16,24 @@ from pathlib import Path
 from textwrap import shorten
 from typing import NamedTuple
 
+import mpmath
 import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.runs import STYLE, read_evaluations, read_lines, read_metrics, scale, smooth, to_number
+from tools.runs import (
+    STYLE,
+    describe,
+    read_evaluations,
+    read_lines,
+    read_metrics,
+    save,
+    scale,
+    smooth,
+    to_number,
+)
 
 PANELS = {
     "reward": "Training reward",
@@ -45,8 +56,9 @@ LEGEND = """
 Each accuracy is a mean over seeds on held-out problems, with the range of the seeds, at that number
 of steps or response tokens. Each difference is that to the baseline's run of the same seed: mean ±
 standard error over seeds. A * marks more than two standard errors. Of 100 settings that do not
-differ, chance marks 18 with three seeds, and 12 with five. Length (tokens), truncated and entropy
-are means over the last tenth of the steps. The seconds are the sum over all training steps.
+differ, chance marks {chances}. Length (tokens), truncated and entropy are means over the last tenth
+of the steps. The seconds are the sum over all training steps. {name}.json has the difference of
+each seed, and the 95 % interval of the mean difference (Student's t).
 """
 
 
@@ -117,7 +129,7 @@ def compare(runs: dict[int, Run], baseline: dict[int, Run], axis: str) -> dict:
     """Accuracies at the end of the shortest run on this axis, and the differences to the baseline.
 
     A difference is a mean over the seeds that both have. It is None for the baseline itself. Its
-    standard error is None if fewer than two seeds are paired.
+    standard error and its 95 % interval are None if fewer than two seeds are paired.
     """
     at = min(run.evaluations[axis].max() for run in [*runs.values(), *baseline.values()])
     ours = accuracies_at(runs, axis, at)
@@ -126,7 +138,26 @@ def compare(runs: dict[int, Run], baseline: dict[int, Run], axis: str) -> dict:
     difference = pairs.mean() if is_compared else None
     error = pairs.sem() if is_compared and len(pairs) > 1 else None
     cell = {"at": float(at), "accuracies": list(ours), "difference": difference, "error": error}
-    return cell | {"differs": error is not None and bool(abs(difference) > 2 * error)}
+    cell["differs"] = error is not None and bool(abs(difference) > 2 * error)
+    cell["differences"] = pairs.to_dict() if is_compared else {}
+    cell["interval"] = None
+    if error is not None:
+        margin = error * limit_of_t(len(pairs), 0.05)
+        cell["interval"] = [difference - margin, difference + margin]
+    return cell
+
+
+def chance_of_t(seeds: int, limit: float) -> float:
+    """The chance that Student's t of so many pairs of seeds is above the limit or below -limit."""
+    freedom = seeds - 1
+    share = freedom / (freedom + limit**2)
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True))
+
+
+def limit_of_t(seeds: int, chance: float) -> float:
+    """The limit that Student's t of so many pairs exceeds, in size, with this chance."""
+    bounds = (0, 1000)
+    return float(mpmath.findroot(lambda t: chance_of_t(seeds, t) - chance, bounds, solver="bisect"))
 
 
 def accuracies_at(runs: dict[int, Run], axis: str, at: float) -> pd.Series:
@@ -135,7 +166,7 @@ def accuracies_at(runs: dict[int, Run], axis: str, at: float) -> pd.Series:
     return pd.Series({x: np.interp(at, table[axis], table.accuracy) for x, table in tables.items()})
 
 
-def describe(cell: dict) -> str:
+def columns_of(cell: dict) -> str:
     """The texts of two columns, accuracy and difference."""
     accuracies = cell["accuracies"]
     mean = np.mean(accuracies)
@@ -174,7 +205,12 @@ def draw(settings: dict[str, dict[int, Run]], shown: list[str], out: str | Path)
                 ax.fill_between(*band, color=styles[name]["color"], alpha=0.15, linewidth=0)
             scale(ax)
         figure.legend(ax.get_lines(), shown, loc="outside upper center", ncols=8, frameon=False)
-        figure.savefig(out, dpi=100, format="png")
+        counts = sorted({len(settings[name]) for name in shown})
+        if counts[-1] > 1:
+            seeds = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+            text = f"line: the mean of {seeds} seeds; band: from the lowest seed to the highest"
+            figure.supxlabel(text, size=12)
+        save(figure, Path(out))
 
 
 def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str) -> None:
@@ -183,12 +219,15 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
     rows = [make_row(name, runs, baseline) for name, runs in settings.items()]
     table = HEADER
     for row in rows:
-        cells = [row["setting"], describe(row["eval_step"]), describe(row["eval_tokens"])]
+        cells = [row["setting"], columns_of(row["eval_step"]), columns_of(row["eval_tokens"])]
         cells += [f"{row['response_length']:.1f}", f"{row['truncated']:.2f}"]
         cells += [f"{row['entropy']:.2f}", f"{row['seconds']:.0f}", str(row["seeds"])]
         table += f"| {' | '.join(cells)} |\n"
+    counts = {len(row["eval_step"]["differences"]) for row in rows}
+    chances = [f"{100 * chance_of_t(n, 2):.0f} with {n} seeds" for n in sorted(counts) if n > 1]
+    chances = " and ".join(chances) or "none with one seed"
     print(table)
-    Path(f"{out}.md").write_text(table + LEGEND)
+    Path(f"{out}.md").write_text(table + LEGEND.format(chances=chances, name=Path(out).name))
     Path(f"{out}.json").write_text(json.dumps(rows, indent=1))
     draw(settings, shown, f"{out}.png")
     print(f"the table, its numbers and the picture: {out}.md, {out}.json, {out}.png")
@@ -222,8 +261,10 @@ def show_run(run: Path) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--out", default="comparison")
+    text = "folders of settings, the baseline first, or folders of runs"
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help=text)
+    text = "where the table and the picture go, without .md, .json and .png; default: comparison"
+    parser.add_argument("--out", default="comparison", metavar="PATH", help=text)
     parser.add_argument("--seeds", type=int, help="the last seed to compare; absent: all seeds")
     parser.add_argument("--show", nargs="+", default=[], help="the settings in the picture")
     args = parser.parse_args()
@@ -236,7 +277,7 @@ def main() -> None:
             raise ValueError(f"--show {' '.join(unknown)}: no folder has this name")
         compare_all(read_settings(args.folders, args.seeds), args.show, args.out)
     except (OSError, ValueError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"error: {describe(error)}\n")
 
 
 if __name__ == "__main__":

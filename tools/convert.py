@@ -1,8 +1,11 @@
 """Checkpoints without a GPU and without a process group.
 
     python tools/convert.py list RUN
-    python tools/convert.py export RUN/step_000050 OUT     OUT/policy and OUT/critic
-    python tools/convert.py reshard RUN                    the newest one, or RUN/step_000050
+    python tools/convert.py export RUN OUT     OUT/policy and OUT/critic
+    python tools/convert.py reshard RUN
+
+`export` and `reshard` take the newest complete checkpoint of RUN, or the one that you name:
+RUN/step_000050.
 
 `export` writes folders for transformers and vLLM, as a run does at its end. The critic's folder has
 a body for AutoModel and value_head.safetensors, the weight of a linear layer from H to 1.
@@ -22,6 +25,8 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
+# Without this DeepSpeed looks for a GPU, and logs a warning.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if __name__ == "__main__":
     # Ctrl-C ends this process in one line, also while the imports below take seconds.
     signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
@@ -42,6 +47,7 @@ def list_checkpoints(run: Path):
     paths = ckpt.checkpoints(run)
     if not paths:
         raise UserError(f"{run}: no step_NNNNNN there; give a run folder")
+    print(f"{'step':>8}  {'saved at':19}  {'size':>14}  verdict")
     for path in paths:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
@@ -49,6 +55,13 @@ def list_checkpoints(run: Path):
         if verdict == "complete" and ckpt.manifest(path / "universal"):
             verdict += ", any number of ranks"
         print(f"{ckpt.step_of(path):8d}  {when}  {size / 2**20:10.1f} MiB  {verdict}")
+
+
+def newest(path: Path) -> Path:
+    """The newest complete checkpoint of a run. Another path stays as it is."""
+    if (path / "manifest.json").exists():
+        return path
+    return next(filter(ckpt.manifest, ckpt.checkpoints(path)), path)
 
 
 def verified_state(path: Path) -> ckpt.RunState:
@@ -139,6 +152,7 @@ def merge_shards(folder: Path, zero_stage: int) -> tuple[dict[str, dict], float]
 
 def export(path: Path, out: Path):
     """Writes the policy, and the critic if there is one, in the dtype of training."""
+    path = newest(path)
     state = verified_state(path)
     flags = state.config
     names = engine_names(path)
@@ -176,8 +190,7 @@ def engine_names(path: Path) -> list[str]:
 
 def reshard(path: Path):
     """Adds universal/ to a checkpoint, or to the newest complete checkpoint of a run."""
-    if not (path / "manifest.json").exists():
-        path = next(filter(ckpt.manifest, ckpt.checkpoints(path)), path)
+    path = newest(path)
     zero_stage = verified_state(path).config["zero_stage"]
     temporary = path / ".universal"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -201,7 +214,7 @@ def main():
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list").add_argument("run", metavar="RUN", type=Path)
     exporting = commands.add_parser("export")
-    exporting.add_argument("path", metavar="CHECKPOINT", type=Path)
+    exporting.add_argument("path", metavar="RUN", type=Path)
     exporting.add_argument("out", metavar="OUT", type=Path)
     commands.add_parser("reshard").add_argument("path", metavar="RUN", type=Path)
     args = vars(parser.parse_args())

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.runs import read_metrics
+from tools.runs import describe, read_metrics
 
 # The causes, in the order of what explains what:
 # - If the samples or the rewards are false, all later numbers are false.
@@ -188,12 +188,12 @@ def examine(run: Run) -> dict[str, str]:
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     folder = parser.parse_args().run
     try:
         metrics = read_metrics(folder)
     except OSError as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"error: {describe(error)}\n")
     if "reward" not in metrics:
         parser.exit(2, f"error: {folder}/metrics.jsonl has no reward; give the folder of a run\n")
     run = Run(metrics)

@@ -31,7 +31,6 @@ import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
-import ckpt
 import train
 from lib import advice, check, metrics, report
 from lib.common import Stopped, UserError, print0, raise_together, start_distributed, tell_once
@@ -48,15 +47,22 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.error = train.refuse_flag
-    parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path)
-    parser.add_argument("--data", nargs="+", dest="eval_data", metavar="FILE")
-    parser.add_argument("--n", type=int, dest="eval_n")
+    parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path, help="see above")
+    text = "problems: files, FILE?columns=QUESTION,ANSWER, or data sets"
+    parser.add_argument("--data", nargs="+", dest="eval_data", metavar="FILE", help=text)
+    parser.add_argument("--n", type=int, dest="eval_n", help="samples of each problem")
     # train.py has a temperature and a top_p of training, which are other flags.
     one_of = parser.add_mutually_exclusive_group()
-    one_of.add_argument("--temperature", type=float, dest="eval_temperature")
-    one_of.add_argument("--greedy", action="store_const", dest="eval_temperature", const=0.0)
-    parser.add_argument("--top_p", type=float, dest="eval_top_p")
-    parser.add_argument("--out", default="out/evaluate", dest="run_dir", metavar="FOLDER")
+    text = "take the likeliest tokens"
+    one_of.add_argument("--temperature", type=float, dest="eval_temperature", help="of the samples")
+    greedy = {"action": "store_const", "const": 0.0, "help": text}
+    one_of.add_argument("--greedy", dest="eval_temperature", **greedy)
+    text = "draw from the likeliest tokens whose probabilities add up to this number"
+    parser.add_argument("--top_p", type=float, dest="eval_top_p", help=text)
+    text = "gets the results; default: out/evaluate"
+    parser.add_argument(
+        "--out", default="out/evaluate", dest="run_dir", metavar="FOLDER", help=text
+    )
     args, words = parser.parse_known_args(argv)
     own = {name: value for name, value in vars(args).items() if value is not None}
     flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("--")]
@@ -67,13 +73,16 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)
     if settings and not cfg.model and not (run / "policy").is_dir():
-        newest = next(iter(ckpt.checkpoints(run)), "CHECKPOINT")
+        newest = next(iter(train.ckpt.checkpoints(run)), "CHECKPOINT")
         advice = f"go on with the run, or `python tools/convert.py export {newest} {run}`"
         raise UserError(f"{run} has no policy/, because it is not complete; {advice}")
     taken = settings.keys() & vars(cfg).keys() - NOT_TAKEN - given
     vars(cfg).update({name: settings[name] for name in taken} | own)
     cfg.data = cfg.eval_data
-    check.require(cfg.data, "--data: name at least one file of problems")
+    if not cfg.data:
+        what = "is a model" if (run / "config.json").exists() else "has no config.json of a run"
+        what = what if run.exists() else "is no folder here"
+        raise UserError(f"{run} {what}; give the folder of a run, or a model with --data FILE")
     files = [train.parse_path(path)[0] for path in cfg.data]
     # A data set of the hub has a name such as openai/gsm8k.
     files = [file for file in files if re.search(r"^[/.]|\.(jsonl?|csv|parquet)$", file)]
@@ -152,9 +161,9 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     check.check_config(cfg, world, train.ppo.ESTIMATORS)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
-    is_run = ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
+    is_run = train.ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
     check.require(not is_run, f"--out {folder} holds a training run; choose another folder")
-    lock = ckpt.claim(folder, needed_bytes=0)  # noqa: F841
+    lock = train.ckpt.claim(folder, needed_bytes=0)  # noqa: F841
     report.redirect_libraries(folder / "run.log")
 
     task, tokenizer = train.find_inputs(cfg)

@@ -24,6 +24,7 @@ import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from lib.common import UserError, one_line  # noqa: E402
-from tools import compare  # noqa: E402
+from tools import compare, runs  # noqa: E402
 
 # All runs share this code. A setting's folder has the texts of its variants.
 CODE = ("*.py", "lib/*.py", "tasks/*.py", "tools/*.py")
@@ -142,7 +143,7 @@ def prepare(setting: Setting) -> None:
     # A text keeps the order of the variants, which matters.
     wanted = json.dumps({"variants": setting.variants, "flags": setting.flags}, indent=1)
     if record.exists() and record.read_text() != wanted:
-        told = f"{setting.folder} has runs with other flags, or with another text of a variant"
+        told = f"{setting.folder} has runs with {difference(record, setting)}"
         raise UserError(f"{told}; rename the setting, remove the folder, or choose another --out")
     for name, text in setting.variants.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
@@ -156,6 +157,21 @@ def prepare(setting: Setting) -> None:
         if not (cfg.max_steps and cfg.eval_data):
             raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
         record.write_text(wanted)
+
+
+def difference(record: Path, setting: Setting) -> str:
+    """The first difference between the setting that a folder was made for, and this setting."""
+    old = json.loads(record.read_text())
+    names, old_names = " + ".join(setting.variants), " + ".join(old["variants"])
+    if names != old_names:
+        return f"the variants {old_names or 'none'}, and the plan has {names or 'none'}"
+    for name, text in setting.variants.items():
+        if old["variants"][name] != text:
+            return f"another text of the variant {name}"
+    before, now = (re.split(" (?=--)", shlex.join(x)) for x in (old["flags"], setting.flags))
+    pairs = zip_longest(before, now, fillvalue="no more flags")
+    there, here = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"other flags: {there}, where the plan has {here}"
 
 
 def cut_data(word: str, folder: Path) -> str:
@@ -255,9 +271,9 @@ def run_plan(args) -> int:
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a text file of settings")
     parser.add_argument("--seeds", type=int, default=3, help="train the seeds 1 to this number")
-    parser.add_argument("--out", type=Path, default=Path("out/lab"))
+    parser.add_argument("--out", type=Path, default=Path("out/lab"), help="the folder of all runs")
     # A GPU has room for one run.
     cores = len(os.sched_getaffinity(0))
     jobs = {"default": 1 if torch.cuda.is_available() else cores, "choices": range(1, cores + 1)}
@@ -267,9 +283,10 @@ def main() -> int:
     try:
         return run_plan(args)
     except KeyboardInterrupt:
-        parser.exit(130, "stopped; the same command goes on from there\n")
+        print("stopped; the same command goes on from there", file=sys.stderr)
+        return 0
     except (OSError, ValueError, UserError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"error: {runs.describe(error)}\n")
 
 
 if __name__ == "__main__":

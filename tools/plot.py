@@ -45,8 +45,8 @@ PANELS = {
 SEARCHES = "Searches: share of traces"
 SEARCH = {
     "checked": ("checked", runs.BLUE),
-    "backtracking": ("goes on", runs.BLACK),
-    "repetition": ("repeats", runs.GREY),
+    "backtracking": ("backtracking", runs.BLACK),
+    "repetition": ("repetition", runs.GREY),
     "slips": ("slips", runs.RED),
 }
 # Where the y axis ends, or above. The axis of NORM is logarithmic.
@@ -76,7 +76,7 @@ def draw_run(run: Path, out: Path) -> None:
             ends = draw_curves(ax, metrics, curves)
             runs.scale(ax, LEAST.get(name, 0.01))
             write_labels(ax, ends)
-        figure.savefig(out, dpi=100, format="png")
+        runs.save(figure, out)
 
 
 def draw_curves(ax, metrics: pd.DataFrame, curves: dict) -> list[tuple[float, str, str]]:
@@ -109,8 +109,8 @@ def write_labels(ax, ends: list[tuple[float, str, str]]) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--out", type=Path, help="the picture: a .png, .pdf, .svg or .jpg file")
     args = parser.parse_args()
     [first, *others] = args.runs
     out = args.out or (first.resolve().parent if others else first) / "curves.png"
@@ -126,8 +126,8 @@ def main() -> None:
         else:
             draw_run(first, out)
         print(f"wrote {out}")
-    except OSError as error:
-        parser.exit(2, f"error: {error.filename or out}: {error.strerror}; no picture is written\n")
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: {runs.describe(error)}; no picture is written\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ a step and evaluation set). All tools read these files by the same rules:
 - In a table, a line without a step is skipped. If two lines have one step, the later line counts.
 """
 
+import errno
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -19,8 +20,9 @@ from cycler import cycler
 BLACK, GREY, BLUE = "#222222", "#999999", "#0072B2"
 RED, GREEN, PINK = "#D55E00", "#009E73", "#CC79A7"
 COLOURS = [BLACK, BLUE, RED, GREEN, PINK, "#E69F00", "#56B4E9", "#7F5539"]
-# The settings of matplotlib for every picture. After eight curves the colours repeat, dashed.
-STYLE = {"axes.prop_cycle": cycler(linestyle=["-", "--"]) * cycler(color=COLOURS)}
+# The settings of matplotlib for every picture. After eight curves the colours repeat.
+LINES = ["-", "--"] * 4  # Of two equal curves, the dashes of one show the other.
+STYLE = {"axes.prop_cycle": cycler(color=COLOURS * 2, linestyle=[*LINES, *LINES[::-1]])}
 STYLE |= {"text.parse_math": False, "font.size": 13, "lines.linewidth": 2.2, "lines.markersize": 5}
 STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 14, "axes.edgecolor": GREY}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.xmargin": 0.0}
@@ -42,8 +44,16 @@ def read_lines(path: Path) -> Iterator[dict]:
                 yield line
 
 
+def describe(error: Exception) -> str:
+    """One line that names the file."""
+    filename = getattr(error, "filename", None)
+    return f"{filename}: {error.strerror}" if filename else str(error)
+
+
 def read_metrics(run: Path) -> pd.DataFrame:
     """The numbers of metrics.jsonl: one row a step, one column a metric. Raises OSError."""
+    if not run.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(run))
     return make_table(read_lines(run / "metrics.jsonl"))
 
 
@@ -72,6 +82,13 @@ def to_number(value) -> float:
     if isinstance(value, int | float) and abs(value) < 1e30:
         return float(value)
     return math.nan
+
+
+def save(figure, out: Path) -> None:
+    """In the format of the ending, such as .png or .pdf. Raises OSError and ValueError."""
+    if not out.suffix:
+        raise ValueError(f"{out}: the name needs an ending, such as .png, .pdf or .svg")
+    figure.savefig(out, dpi=100)
 
 
 def scale(ax, least: float | None = 0.01) -> None:

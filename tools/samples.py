@@ -17,7 +17,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.runs import read_lines
+from tools.runs import describe, read_lines
 
 # It holds the words HASH and DATA, which are replaced, and one script.
 PAGE = Path(__file__).with_name("samples.html")
@@ -65,9 +65,10 @@ def escape(value) -> str:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--max_per_step", type=int, default=64, metavar="N")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--out", type=Path, help="the page; default: RUN/samples.html")
+    most = "the most samples of a step and set; default: 64"
+    parser.add_argument("--max_per_step", type=int, default=64, metavar="N", help=most)
     args = parser.parse_args()
     out = args.out or args.run / "samples.html"
     samples, total = [], 0
@@ -89,7 +90,7 @@ def main() -> None:
         # The data comes last, because it may hold the word HASH.
         out.write_text(page.replace("HASH", policy).replace("DATA", data), encoding="utf-8")
     except (OSError, ValueError) as error:
-        parser.exit(2, f"error: {error}; no page is written\n")
+        parser.exit(2, f"error: {describe(error)}; no page is written\n")
     print(f"wrote {out}: {counts}; at most {args.max_per_step} of a step (--max_per_step)")
 
 
