@@ -470,7 +470,7 @@ def checked(function, check, chain: str):
         except (TypeError, AttributeError):
             fault = f"the result is {result!r:.99}; does the function return what it should?"
         if fault:
-            raise UserError(f"--variant: {chain}: {fault}")
+            raise UserError(f"--variant: {chain}: {one_line(fault)}")
         return result
 
     return wrapper

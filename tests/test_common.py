@@ -139,13 +139,14 @@ def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
     assert dist.HashStore.check(store, ["stop"])
 
 
-def test_only_a_second_interrupt_ends_a_rank_at_once(handlers):
+def test_only_a_second_interrupt_ends_a_rank_at_once(handlers, capfd):
     """The first interrupt may come after another signal, and must not cut off the save."""
     mine = signals.Signals(dist.HashStore())
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         assert signal.getsignal(number) == mine.handle
         signal.raise_signal(number)
     assert mine.poll()
+    assert capfd.readouterr().err == "stopping; a second Ctrl-C ends at once\n"
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) == mine.handle
 

@@ -277,6 +277,26 @@ def test_a_wrong_result_is_refused_in_one_line_that_names_the_chain(write):
         paid_with(write(a=ONE.replace("return ", "")))
 
 
+def test_nan_is_told_of_the_variant_and_not_of_the_learning_rate(write):
+    """But not where the critic's values are NaN already."""
+    ids = [[1, 2], [3, 4]]
+    values = {"values": ONES}
+    batch = ppo.Batch(ids, ids, torch.tensor([0, 0]), ONES[:2], ONES.device, values, SAMPLES)
+    estimator = "import ppo\nESTIMATORS = {'mine': ppo.Estimator(lambda pay, *_: pay / 0)}\n"
+    whiten = "def whiten(_original, advantages, batch, cfg):\n    return advantages / 0\n"
+    for files, name, told in (
+        ({"a": estimator}, "mine", "the estimator mine: the result has NaN or infinity"),
+        ({"b": whiten}, "gae", "b replaces whiten: the result has NaN or infinity"),
+    ):
+        cfg = config(variant=write(**files), estimator=name)
+        with cfg.variants.installed(train.modules_to_wrap()):
+            batch.per_token["values"] = ONES
+            with pytest.raises(UserError, match=f"^--variant: {told}$"):
+                ppo.compute_advantages(batch, cfg)
+            batch.per_token["values"] = ONES * float("nan")
+            ppo.compute_advantages(batch, cfg)
+
+
 # ---- the run -------------------------------------------------------------------------------------
 
 

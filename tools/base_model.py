@@ -38,6 +38,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Idle threads of OpenMP must sleep. Otherwise they slow down every other process.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # transformers imports DeepSpeed, which would look for a GPU and log a warning.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "--end_with_parent" in sys.argv:
         # PR_SET_PDEATHSIG: the kernel ends this process when the trainer has ended.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -13,7 +13,7 @@ import json
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-from textwrap import shorten
+from textwrap import fill, shorten
 from typing import NamedTuple
 
 import mpmath
@@ -227,7 +227,8 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
     chances = [f"{100 * chance_of_t(n, 2):.0f} with {n} seeds" for n in sorted(counts) if n > 1]
     chances = " and ".join(chances) or "none with one seed"
     print(table)
-    Path(f"{out}.md").write_text(table + LEGEND.format(chances=chances, name=Path(out).name))
+    legend = fill(LEGEND.format(chances=chances, name=Path(out).name), 100)
+    Path(f"{out}.md").write_text(f"{table}\n{legend}\n")
     Path(f"{out}.json").write_text(json.dumps(rows, indent=1))
     draw(settings, shown, f"{out}.png")
     print(f"the table, its numbers and the picture: {out}.md, {out}.json, {out}.png")

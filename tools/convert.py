@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import ckpt
 from lib.common import UserError
@@ -218,6 +219,7 @@ def main():
     exporting.add_argument("out", metavar="OUT", type=Path)
     commands.add_parser("reshard").add_argument("path", metavar="RUN", type=Path)
     args = vars(parser.parse_args())
+    logging.disable_progress_bar()
     command = {"list": list_checkpoints, "export": export, "reshard": reshard}[args.pop("command")]
     try:
         command(**args)
