@@ -18,7 +18,6 @@ import sys
 import zlib
 from dataclasses import dataclass
 
-import reward
 from lib.common import UserError
 
 TEMPLATES: dict[str, str] = {
@@ -93,6 +92,9 @@ def load_problems(
 
 def load_rows(path: str, split: str):
     """Returns the records of a file or of a data set. Raises UserError if the file is absent."""
+    # reward.py imports much, and no other function of this file needs it.
+    import reward
+
     unit, rows = reward.load_rows(path, split)
     if unit == "line":
         return [json.loads(row) for row in rows if row.strip()]

@@ -113,7 +113,8 @@ def behaviour(rollout, problems) -> dict:
 
 
 # Where a signal comes, or what the task of this rank does wrong.
-REASONS = ("before", "amid", "submit", "text_metrics", "results", "None", "NaN", "missing key")
+WRONG = {"None": None, "NaN": float("nan"), "text": "1", "large": 10**400}
+REASONS = ("before", "amid", "submit", "text_metrics", "results", *WRONG, "missing key")
 
 
 def stop(rollout, requests, reason) -> list:
@@ -130,8 +131,8 @@ def stop(rollout, requests, reason) -> list:
 
     def wrong_results():
         rewards = results()
-        if reason in ("None", "NaN"):
-            rewards[3] = {"None": None, "NaN": float("nan")}[reason]
+        if reason in WRONG:
+            rewards[3] = WRONG[reason]
         if reason == "missing key":
             del rewards[3]
         return 1 / 0 if reason == "results" else rewards

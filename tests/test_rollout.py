@@ -221,16 +221,18 @@ def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(found):
     A rank whose task fails does not end alone, because nothing would be saved then."""
     drawn = ["submit", "rollout", "reward"]
     bug = r"ZeroDivisionError: division by zero \(.*rollout_worker.py, line \d+\)"
-    reward = "--task math: Grader.results has the reward {} for the answer .*; return a float "
+    reward = r"--task math: Grader.results has the reward {} for the answer .*; return a finite "
     expected = {
         "before": (None, []),
         "amid": (None, drawn),
         "submit": (bug, ["submit"]),
         "text_metrics": ("--task math: text_metrics returned {'words': 'seven'}", ["submit"]),
         "results": (bug, [*drawn, "gather"]),
-        "None": (reward.format("None"), [*drawn, "gather"]),
-        "NaN": (reward.format("nan"), [*drawn, "gather"]),
-        "missing key": (reward.format("None"), [*drawn, "gather"]),
+        "None": (reward.format(r"None \(NoneType\)"), [*drawn, "gather"]),
+        "NaN": (reward.format(r"nan \(float\)"), [*drawn, "gather"]),
+        "text": (reward.format(r"'1' \(str\)"), [*drawn, "gather"]),
+        "large": (reward.format(r"10+ \(int\)"), [*drawn, "gather"]),
+        "missing key": (reward.format(r"None \(NoneType\)"), [*drawn, "gather"]),
     }
     assert list(found["stops"]) == list(expected)
     for reason, (fault, phases) in expected.items():

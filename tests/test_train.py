@@ -497,7 +497,8 @@ def test_a_run_writes_everything(one_rank):
     said = (one_rank / "screen.txt").read_text()
     assert "sampler and trainer differ by" in said
     ours = ("variants: ", "WARNING: 8 of 8 problems of eval are also in --data")
-    first, *_ = [line for line in said.splitlines() if not line.startswith(ours)]
+    start, first, *_ = [line for line in said.splitlines() if not line.startswith(ours)]
+    assert start.startswith("40 problems, 4 steps; "), "no word of a library"
     assert first.startswith("4 prompts x 4 samples"), "no word of a library"
     assert (one_rank / "run.log").stat().st_size > 0, "their words are here"
 
