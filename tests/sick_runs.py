@@ -21,6 +21,10 @@ RUNS = {
     "grpo": GRPO,
     # Fifteen of sixteen problems get an impossible answer.
     "flat_groups": [*GRPO, "--data", "hard.json"],
+    # All problems do.
+    "problems_too_hard": [*GRPO, "--data", "impossible.json"],
+    # These stop strings often end a response inside its answer.
+    "form_often_missed": [*GRPO, "--stop", "3", "7"],
     # A worked answer has 24 tokens and a guess 9.
     "truncated_answers": [*GRPO, "--generate_max_len", "16"],
     # The tag that opens the answer stands in the prompt, so no response holds it.
@@ -49,10 +53,9 @@ def main(folder: str, *names: str) -> None:
         tool = ROOT / "tools/base_model.py"
         run_python(tool, task, folder / task, "--seed", seed, timeout=None)
     problems = json.loads((folder / "addition/train.json").read_text())
-    for number, problem in enumerate(problems):
-        if number % 16:
-            problem["answer"] = str(int(problem["answer"]) + 50)
-    (folder / "hard.json").write_text(json.dumps(problems))
+    for name, easy in (("hard", problems[::16]), ("impossible", [])):
+        changed = [x if x in easy else x | {"answer": int(x["answer"]) + 50} for x in problems]
+        (folder / f"{name}.json").write_text(json.dumps(changed))
     for name in names or RUNS:
         if name.startswith("laboratory"):
             flags = [*shlex.split((folder / "countdown/flags.txt").read_text()), "--seed", 1]

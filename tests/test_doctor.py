@@ -16,6 +16,8 @@ FOUND = {
     "laboratory": [LIMIT],
     # The limit ends seven of ten responses. The others have no answer either.
     "wrong_answer_form": ["format never met: ", "truncated answers: "],
+    # The policy becomes sure of the few answers that the stop strings let through.
+    "form_often_missed": ["form often missed: ", "entropy collapse: "],
     # Endless responses without an answer follow from the steps.
     "laboratory_large_steps": ["steps too large: the reward was 0.14 up to step 1 and is 0.00"],
 }
