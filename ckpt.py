@@ -340,7 +340,7 @@ def pick_checkpoint(run_dir, choice):
         return None
     if choice != "auto":
         candidates = [Path(choice).absolute()]
-        if not gather(candidates[0].is_dir())[0]:
+        if not gather(os.path.isdir(choice))[0]:
             raise UserError(
                 f"--resume {choice}: no such folder; give auto, none or RUN/step_NNNNNN"
             )

@@ -111,7 +111,7 @@ def load_rows(path, split):
         if path.endswith(".csv"):
             # Some programs separate the columns by semicolons or tabs.
             separator = max(",;\t", key=text.partition("\n")[0].count)
-            return "item", list(csv.DictReader(io.StringIO(text, ""), delimiter=separator))
+            return "item", list(csv.DictReader(io.StringIO(text), delimiter=separator))
         if path.endswith(".jsonl") or text.lstrip().startswith("{"):
             return "line", text.split("\n")
         return "item", list(json.loads(text))

@@ -391,11 +391,12 @@ def take_rewards(rollout, mine: dict[int, Sample]):
     rewards = rollout.grader.results() or {}
     for position, sample in mine.items():
         reward = rewards.get(position)
-        if not isinstance(reward, Real) or not abs(reward) < 1e300:
+        # Much larger numbers do not fit into float32.
+        if not isinstance(reward, Real) or not abs(reward) < 1e30:
             raise UserError(
                 f"--task {rollout.cfg.task}: Grader.results has the reward {reward!r:.99} "
-                f"({type(reward).__name__}) for the answer {sample.answer!r:.99}; return a finite "
-                "number for each key that submit got"
+                f"({type(reward).__name__}) for the answer {sample.answer!r:.99}; return a number "
+                "below 1e30 in size for each key that submit got"
             )
         sample.reward = float(reward)
 

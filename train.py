@@ -119,7 +119,7 @@ class Config(Learning):
     problems must stay the same. Another --zero_stage needs `tools/convert.py reshard`.
     """
 
-    data: list[str] = field(default_factory=list)  # Training problems: FILE or FILE?columns=A,B.
+    data: list[str] = field(default_factory=list)  # Files, FILE?columns=A,B, or data sets.
     run_dir: str = "out/run"  # The folder of the run. All machines must share it.
     resume: str = "auto"  # auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.
     # ---- when
@@ -321,14 +321,14 @@ def find_task(cfg):
         path = f"{Path(__file__).parent}/reward.py"
     elif not path.endswith(".py"):
         path = f"{Path(__file__).parent}/tasks/{path}.py"
-    spec = importlib.util.spec_from_file_location("task", path)
-    task = importlib.util.module_from_spec(spec)
-    # A dataclass looks for its module in sys.modules.
-    sys.modules["task"] = task
     check.require(
         Path(path).is_file(),
         f"--task {cfg.task}: no file {path}; choose math, code, countdown or a path to a .py file",
     )
+    spec = importlib.util.spec_from_file_location("task", path)
+    task = importlib.util.module_from_spec(spec)
+    # A dataclass looks for its module in sys.modules.
+    sys.modules["task"] = task
     try:
         spec.loader.exec_module(task)
     # The file may call sys.exit.
@@ -479,7 +479,7 @@ def main(cfg, world, device, store):
         return
 
     # ---- models: the sampler first, while the GPU is empty
-    print0(f"{len(problems)} problems, {total_steps} steps; starts the sampler and the learners")
+    print0(f"{len(problems)} problems, {total_steps} steps; the sampler and the learners start")
     # From here a signal ends the run after a save (lib/signals.py).
     signals = Signals(store)
     rollout = rollout_stage.Rollout(task, signals, cfg)

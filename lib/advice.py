@@ -90,7 +90,7 @@ def no_answers(samples, cfg) -> str:
 
 
 def explain_unknown(word, known) -> str:
-    """word: `--FLAG` or `--FLAG=VALUE`. known: the names of the flags."""
+    """word: `--FLAG`, `--FLAG=VALUE`, or a word behind no flag. known: the names of the flags."""
     if not word.startswith("-"):
         return f"the word {word} belongs to no flag; write it behind a flag, or leave it out"
     name = word.lstrip("-").partition("=")[0]

@@ -179,9 +179,9 @@ def load_config(model):
     # A name of the hub has at most one slash.
     is_path = model.startswith(("/", ".")) or model.count("/") > 1
     require(path.is_dir() or not is_path, f"--model, --critic: there is no folder {model}")
-    is_model = (path / "config.json").exists() or not path.is_dir()
     require(
-        is_model, f"--model, --critic: the folder {model} has no config.json, so it is no model"
+        not path.is_dir() or (path / "config.json").exists(),
+        f"--model, --critic: the folder {model} has no config.json, so it is no model",
     )
     try:
         config = AutoConfig.from_pretrained(model)

@@ -205,13 +205,13 @@ class Variants:
     def wrap(self, stages: list):
         """Wraps functions of these modules. Raises UserError."""
         for stage in stages:
-            for name in sorted({hook.name for hook in self.hooks} & set(functions_of(stage))):
-                function = getattr(stage, name)
-                self.replace_everywhere(stage, function, self.wrapped_function(name, function))
             for name, module in self.modules.items():
                 self.refuse_direct_imports(name, module, stage)
                 if hasattr(stage, "ESTIMATORS"):
                     self.add_estimators(name, module, stage)
+            for name in sorted({hook.name for hook in self.hooks} & set(functions_of(stage))):
+                function = getattr(stage, name)
+                self.replace_everywhere(stage, function, self.wrapped_function(name, function))
 
     def replace_everywhere(self, stage, function, wrapped):
         """Puts `wrapped` in the place of `function`, in the module and in the module's tables."""
@@ -257,7 +257,9 @@ class Variants:
                 key not in stage.ESTIMATORS, f"{where} is there already; choose another name"
             )
             self.set_with_undo(stage.ESTIMATORS, key, entry)
-            function = checked(stage.raw_advantages, wrong_numbers, f"the estimator {key}")
+            # The hooks come around this check, so none of them is blamed for the estimator.
+            check = functools.partial(wrong_numbers, estimator=key)
+            function = checked(stage.raw_advantages, check, f"the estimator {key}")
             self.set_with_undo(vars(stage), "raw_advantages", function)
 
     def set_with_undo(self, table: dict, name, value):
@@ -387,7 +389,7 @@ def other_names(word) -> str:
     known = sorted(file.stem for file in VARIANTS.glob("*.py"))
     near = difflib.get_close_matches(name, known)
     if word.endswith(".py") and not near:
-        return ""
+        return "; give the path of a file"
     if Path(f"{name}.py").is_file():
         near = [f"{name}.py"]
     return f"; choose {' or '.join(near or known)}, or a path that ends in .py"
@@ -498,9 +500,10 @@ def wrong_rewards(result, samples, **_):
     if len(result) != len(samples):
         return f"{len(result)} rewards for {len(samples)} samples"
     for reward in result:
-        if not isinstance(reward, numbers.Real) or not abs(reward) < 1e300:
+        # Much larger numbers do not fit into float32.
+        if not isinstance(reward, numbers.Real) or not abs(reward) < 1e30:
             kind = type(reward).__name__
-            return f"a reward is {reward!r:.99} ({kind}), and must be a finite number"
+            return f"a reward is {reward!r:.99} ({kind}), and must be a number below 1e30 in size"
 
 
 def wrong_samples(result, batch, **_):
@@ -512,11 +515,14 @@ def wrong_tokens(result, batch, **_):
     return wrong_shape(result, (int(batch.response_lengths.sum()),))
 
 
-def wrong_numbers(result, batch, advantages=None, **_):
-    inputs = [x for x in (batch.per_token.get("values"), advantages) if x is not None]
+def wrong_numbers(result, batch, cfg, advantages=None, estimator=None, **_):
+    """estimator: check the results of this estimator alone."""
+    if estimator not in (None, cfg.estimator):
+        return None
     if fault := wrong_tokens(result, batch):
         return fault
     # With NaN in the inputs the function is not to blame: the critic may have diverged.
+    inputs = [*batch.per_token.values(), *([] if advantages is None else [advantages])]
     if not result.isfinite().all() and all(tensor.isfinite().all() for tensor in inputs):
         return "the result has NaN or infinity"
 
@@ -527,7 +533,7 @@ def wrong_micro(result, micro, **_):
 
 def wrong_shape(result, shape):
     if not isinstance(result, torch.Tensor):
-        return f"the result must be a tensor, and is a {type(result).__name__}: {result!r:.99}"
+        return f"the result must be a tensor, not {type(result).__name__}: {result!r:.99}"
     if tuple(result.shape) != shape:
         return f"the result must be a tensor of shape {shape}, and is {tuple(result.shape)}"
 

@@ -52,7 +52,7 @@ class Problem:
 def load_problems(
     path: str, template: str, bos: str = "", columns=("question", "tests"), split: str = "train"
 ) -> list[Problem]:
-    """Returns the problems with usable tests, from a JSON or JSONL file or from a data set.
+    """Returns the problems with usable tests, from a file of reward.load_rows or a data set.
 
     If no file has this path, the path is a data set's folder or "name:config". `template` is a key
     of TEMPLATES or a text with {question}. Raises UserError, which names the file, the item

@@ -51,7 +51,7 @@ TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]{1,20})(?P<verdict>[
 
 
 def load_problems(path, template, bos="", columns=("nums", "target"), split="train"):
-    """The problems of a JSON or JSONL file, or of a dataset.
+    """The problems of a file of reward.load_rows, or of a dataset.
 
     A label is {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or
     None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names

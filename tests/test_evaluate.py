@@ -123,21 +123,19 @@ def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, alon
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"{told}\n")
     (run / "policy").rmdir()
     told = f"{run} has no policy/, because it is not complete; go on with the run, or `python "
-    told += f"tools/convert.py export {run}/step_000004 {run}`"
+    told += f"tools/convert.py export {run} {run}`"
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"error: {told}\n")
 
 
-def test_a_folder_that_is_no_run_is_refused_in_one_line(alone, tmp_path):
-    """A model needs problems. A checkpoint of a run is no model."""
+def test_a_folder_without_problems_is_refused_in_one_line(run, alone, tmp_path):
+    """A model, a folder that is absent or holds no run, and a run without evaluations."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    for name, told in {
-        "absent": "is no folder here",
-        "": "has no config.json of a run",
-        "model": "is a model",
-    }.items():
-        with pytest.raises(UserError, match=f"{told}; give the folder of a run, or a model with"):
-            evaluate.read_flags([str(tmp_path / name)])
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | {"eval_data": []}))
+    for folder in (tmp_path / "absent", tmp_path, tmp_path / "model", run):
+        with pytest.raises(UserError, match=f"^{folder} is no folder of a run with --eval_data; "):
+            evaluate.read_flags([str(folder)])
 
 
 def words_of(tiny, sets, out, **flags) -> list[str]:

@@ -75,7 +75,7 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
         [600, [0.5, 0.3], 0.0, None, False],
     ]
     table = " ".join((tmp_path / "plan.md").read_text().split())
-    assert "| +0.350 ± 0.050 * |" in table and "chance marks 30 with 2 seeds" in table
+    assert "| +0.350 ± 0.050 * |" in table and "chance marks 30 settings with 2 seeds" in table
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     write_run(tmp_path / "odd" / "seedx", 10, [0.2])
     write_run(tmp_path / "math" / "seed1", 10, [0.2])
@@ -150,10 +150,10 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     prepare(line)
     mine = "# mine\n"
     for other, text, told in (
-        (f"{line} --lambd 1", mine, "other flags: no more flags, where the plan has --lambd 1;"),
+        (f"{line} --lambd 1", mine, "order: no other flag, where the plan has --lambd 1;"),
         (line.replace("kl_loss + ", ""), mine, "variants .* plan has overlong_drop . mine;"),
         (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), mine, "has .* mine . kl_loss;"),
-        (line.replace("''", "x"), mine, "other flags: --stop '', where the plan has --stop x;"),
+        (line.replace("''", "x"), mine, "order: --stop '', where the plan has --stop x;"),
         (line, "# here\n", "another text of the variant mine;"),
     ):
         (here / "mine.py").write_text(text)

@@ -62,9 +62,8 @@ def test_plot_writes_into_the_run_or_for_several_beside_the_first_or_to_out(tmp_
     for name, start in {"a.pdf": b"%PDF", "a.svg": b"<?xml", "a.jpg": b"\xff\xd8"}.items():
         assert run_tool("plot", "gae", "--out", name)[0] == 0
         assert (tmp_path / name).read_bytes().startswith(start)
-    for name in ("picture", "picture.txt"):
-        code, _, errors = run_tool("plot", "gae", "--out", name)
-        assert code == 2 and errors.count("\n") == 1 and "png" in errors
+    code, _, errors = run_tool("plot", "gae", "--out", "picture.txt")
+    assert code == 2 and errors.count("\n") == 1 and "png" in errors
     monkeypatch.chdir(tmp_path / "gae")
     assert run_tool("plot", ".", "../$grpo_{")[1] == f"wrote {tmp_path}/curves.png\n"
 

@@ -221,7 +221,7 @@ def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(found):
     A rank whose task fails does not end alone, because nothing would be saved then."""
     drawn = ["submit", "rollout", "reward"]
     bug = r"ZeroDivisionError: division by zero \(.*rollout_worker.py, line \d+\)"
-    reward = r"--task math: Grader.results has the reward {} for the answer .*; return a finite "
+    reward = r"--task math: Grader.results has the reward {} for the answer .*; return a number "
     expected = {
         "before": (None, []),
         "amid": (None, drawn),

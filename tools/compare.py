@@ -52,7 +52,7 @@ HEADER = """\
 | truncated | entropy | seconds | seeds |
 |---|---|---|---|---|---|---|---|---|---|
 """
-LEGEND = """
+LEGEND = """\
 Each accuracy is a mean over seeds on held-out problems, with the range of the seeds, at that number
 of steps or response tokens. Each difference is that to the baseline's run of the same seed: mean ±
 standard error over seeds. A * marks more than two standard errors. Of 100 settings that do not
@@ -156,8 +156,8 @@ def chance_of_t(seeds: int, limit: float) -> float:
 
 def limit_of_t(seeds: int, chance: float) -> float:
     """The limit that Student's t of so many pairs exceeds, in size, with this chance."""
-    bounds = (0, 1000)
-    return float(mpmath.findroot(lambda t: chance_of_t(seeds, t) - chance, bounds, solver="bisect"))
+    solution = mpmath.findroot(lambda t: chance_of_t(seeds, t) - chance, (0, 1000), solver="bisect")
+    return float(solution)
 
 
 def accuracies_at(runs: dict[int, Run], axis: str, at: float) -> pd.Series:
@@ -205,12 +205,13 @@ def draw(settings: dict[str, dict[int, Run]], shown: list[str], out: str | Path)
                 ax.fill_between(*band, color=styles[name]["color"], alpha=0.15, linewidth=0)
             scale(ax)
         figure.legend(ax.get_lines(), shown, loc="outside upper center", ncols=8, frameon=False)
-        counts = sorted({len(settings[name]) for name in shown})
-        if counts[-1] > 1:
-            seeds = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+        counts = [len(settings[name]) for name in shown]
+        least, most = min(counts), max(counts)
+        if most > 1:
+            seeds = most if least == most else f"{least} to {most}"
             text = f"line: the mean of {seeds} seeds; band: from the lowest seed to the highest"
             figure.supxlabel(text, size=12)
-        save(figure, Path(out))
+        save(figure, out)
 
 
 def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str) -> None:
@@ -224,7 +225,9 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
         cells += [f"{row['entropy']:.2f}", f"{row['seconds']:.0f}", str(row["seeds"])]
         table += f"| {' | '.join(cells)} |\n"
     counts = {len(row["eval_step"]["differences"]) for row in rows}
-    chances = [f"{100 * chance_of_t(n, 2):.0f} with {n} seeds" for n in sorted(counts) if n > 1]
+    chances = [
+        f"{100 * chance_of_t(n, 2):.0f} settings with {n} seeds" for n in sorted(counts) if n > 1
+    ]
     chances = " and ".join(chances) or "none with one seed"
     print(table)
     legend = fill(LEGEND.format(chances=chances, name=Path(out).name), 100)
@@ -278,7 +281,7 @@ def main() -> None:
             raise ValueError(f"--show {' '.join(unknown)}: no folder has this name")
         compare_all(read_settings(args.folders, args.seeds), args.show, args.out)
     except (OSError, ValueError) as error:
-        parser.exit(2, f"error: {describe(error)}\n")
+        parser.exit(2, f"error: {describe(error, args.out)}\n")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-# Without this DeepSpeed looks for a GPU, and logs a warning.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if __name__ == "__main__":
+    # Without this DeepSpeed looks for a GPU, and logs a warning.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Ctrl-C ends this process in one line, also while the imports below take seconds.
     signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -71,7 +71,7 @@ def verified_state(path: Path) -> ckpt.RunState:
     if not entries:
         run = path if ckpt.checkpoints(path) else path.parent
         if not ckpt.checkpoints(run):
-            raise UserError(f"{path}: no step_NNNNNN there; give RUN/step_NNNNNN of a run folder")
+            raise UserError(f"{path}: no step_NNNNNN there; give a run folder")
         command = f"python tools/convert.py list {run}"
         raise UserError(f"{path} is not a complete checkpoint; see `{command}`")
     for name, entry in entries.items():

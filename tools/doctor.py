@@ -193,7 +193,7 @@ def main() -> None:
     try:
         metrics = read_metrics(folder)
     except OSError as error:
-        parser.exit(2, f"error: {describe(error)}\n")
+        parser.exit(2, f"error: {describe(error, folder)}\n")
     if "reward" not in metrics:
         parser.exit(2, f"error: {folder}/metrics.jsonl has no reward; give the folder of a run\n")
     run = Run(metrics)

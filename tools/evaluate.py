@@ -53,9 +53,8 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     parser.add_argument("--n", type=int, dest="eval_n", help="samples of each problem")
     # train.py has a temperature and a top_p of training, which are other flags.
     one_of = parser.add_mutually_exclusive_group()
-    text = "take the likeliest tokens"
     one_of.add_argument("--temperature", type=float, dest="eval_temperature", help="of the samples")
-    greedy = {"action": "store_const", "const": 0.0, "help": text}
+    greedy = {"action": "store_const", "const": 0.0, "help": "take the likeliest tokens"}
     one_of.add_argument("--greedy", dest="eval_temperature", **greedy)
     text = "draw from the likeliest tokens whose probabilities add up to this number"
     parser.add_argument("--top_p", type=float, dest="eval_top_p", help=text)
@@ -73,16 +72,13 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)
     if settings and not cfg.model and not (run / "policy").is_dir():
-        newest = next(iter(train.ckpt.checkpoints(run)), "CHECKPOINT")
-        advice = f"go on with the run, or `python tools/convert.py export {newest} {run}`"
+        advice = f"go on with the run, or `python tools/convert.py export {run} {run}`"
         raise UserError(f"{run} has no policy/, because it is not complete; {advice}")
     taken = settings.keys() & vars(cfg).keys() - NOT_TAKEN - given
     vars(cfg).update({name: settings[name] for name in taken} | own)
     cfg.data = cfg.eval_data
-    if not cfg.data:
-        what = "is a model" if (run / "config.json").exists() else "has no config.json of a run"
-        what = what if run.exists() else "is no folder here"
-        raise UserError(f"{run} {what}; give the folder of a run, or a model with --data FILE")
+    told = f"{run} is no folder of a run with --eval_data; give such a folder, or --data FILE"
+    check.require(cfg.data, told)
     files = [train.parse_path(path)[0] for path in cfg.data]
     # A data set of the hub has a name such as openai/gsm8k.
     files = [file for file in files if re.search(r"^[/.]|\.(jsonl?|csv|parquet)$", file)]

@@ -24,7 +24,6 @@ import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -32,7 +31,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from lib.common import UserError, one_line  # noqa: E402
-from tools import compare, runs  # noqa: E402
+from tools import compare  # noqa: E402
+from tools.runs import describe  # noqa: E402
 
 # All runs share this code. A setting's folder has the texts of its variants.
 CODE = ("*.py", "lib/*.py", "tasks/*.py", "tools/*.py")
@@ -140,10 +140,8 @@ def prepare(setting: Setting) -> None:
     folder = setting.folder / "variants"
     setting.flags = [cut_data(word, setting.folder) for word in setting.flags]
     folder.mkdir(parents=True, exist_ok=True)
-    # A text keeps the order of the variants, which matters.
-    wanted = json.dumps({"variants": setting.variants, "flags": setting.flags}, indent=1)
-    if record.exists() and record.read_text() != wanted:
-        told = f"{setting.folder} has runs with {difference(record, setting)}"
+    if record.exists() and (found := difference(record, setting)):
+        told = f"{setting.folder} has runs with {found}"
         raise UserError(f"{told}; rename the setting, remove the folder, or choose another --out")
     for name, text in setting.variants.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
@@ -156,22 +154,29 @@ def prepare(setting: Setting) -> None:
             train.find_task(cfg)
         if not (cfg.max_steps and cfg.eval_data):
             raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
-        record.write_text(wanted)
+        # A text keeps the order of the variants, which matters.
+        wanted = {"variants": setting.variants, "flags": setting.flags}
+        record.write_text(json.dumps(wanted, indent=1))
 
 
 def difference(record: Path, setting: Setting) -> str:
-    """The first difference between the setting that a folder was made for, and this setting."""
-    old = json.loads(record.read_text())
+    """How the setting that a folder was made for differs from this setting, or ""."""
+    try:
+        old = json.loads(record.read_text())
+    except ValueError:
+        return "a damaged setting.json"
     names, old_names = " + ".join(setting.variants), " + ".join(old["variants"])
     if names != old_names:
         return f"the variants {old_names or 'none'}, and the plan has {names or 'none'}"
     for name, text in setting.variants.items():
         if old["variants"][name] != text:
             return f"another text of the variant {name}"
+    if old["flags"] == setting.flags:
+        return ""
     before, now = (re.split(" (?=--)", shlex.join(x)) for x in (old["flags"], setting.flags))
-    pairs = zip_longest(before, now, fillvalue="no more flags")
-    there, here = next(pair for pair in pairs if pair[0] != pair[1])
-    return f"other flags: {there}, where the plan has {here}"
+    gone = " ".join(flag for flag in before if flag not in now) or "no other flag"
+    new = " ".join(flag for flag in now if flag not in before) or "no other flag"
+    return f"other flags, or in another order: {gone}, where the plan has {new}"
 
 
 def cut_data(word: str, folder: Path) -> str:
@@ -284,9 +289,9 @@ def main() -> int:
         return run_plan(args)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from there", file=sys.stderr)
-        return 0
+        return 130
     except (OSError, ValueError, UserError) as error:
-        parser.exit(2, f"error: {runs.describe(error)}\n")
+        parser.exit(2, f"error: {describe(error, args.out)}\n")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def main() -> None:
             draw_run(first, out)
         print(f"wrote {out}")
     except (OSError, ValueError) as error:
-        parser.exit(2, f"error: {runs.describe(error)}; no picture is written\n")
+        parser.exit(2, f"error: {runs.describe(error, out)}; no picture is written\n")
 
 
 if __name__ == "__main__":

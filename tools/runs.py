@@ -20,9 +20,10 @@ from cycler import cycler
 BLACK, GREY, BLUE = "#222222", "#999999", "#0072B2"
 RED, GREEN, PINK = "#D55E00", "#009E73", "#CC79A7"
 COLOURS = [BLACK, BLUE, RED, GREEN, PINK, "#E69F00", "#56B4E9", "#7F5539"]
-# The settings of matplotlib for every picture. After eight curves the colours repeat.
-LINES = ["-", "--"] * 4  # Of two equal curves, the dashes of one show the other.
-STYLE = {"axes.prop_cycle": cycler(color=COLOURS * 2, linestyle=[*LINES, *LINES[::-1]])}
+# Of two equal curves, the dashes of one show the other. After eight curves the colours repeat.
+LINES = ["-", "--"] * 4 + ["--", "-"] * 4
+# The settings of matplotlib for every picture.
+STYLE = {"axes.prop_cycle": cycler(color=COLOURS * 2, linestyle=LINES)}
 STYLE |= {"text.parse_math": False, "font.size": 13, "lines.linewidth": 2.2, "lines.markersize": 5}
 STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 14, "axes.edgecolor": GREY}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.xmargin": 0.0}
@@ -44,10 +45,11 @@ def read_lines(path: Path) -> Iterator[dict]:
                 yield line
 
 
-def describe(error: Exception) -> str:
-    """One line that names the file."""
-    filename = getattr(error, "filename", None)
-    return f"{filename}: {error.strerror}" if filename else str(error)
+def describe(error: Exception, place: Path) -> str:
+    """One line that names the file. place: where an OSError without a file name has happened."""
+    if isinstance(error, OSError):
+        return f"{error.filename or place}: {error.strerror}"
+    return str(error)
 
 
 def read_metrics(run: Path) -> pd.DataFrame:
@@ -84,11 +86,9 @@ def to_number(value) -> float:
     return math.nan
 
 
-def save(figure, out: Path) -> None:
-    """In the format of the ending, such as .png or .pdf. Raises OSError and ValueError."""
-    if not out.suffix:
-        raise ValueError(f"{out}: the name needs an ending, such as .png, .pdf or .svg")
-    figure.savefig(out, dpi=100)
+def save(figure, out: str | Path) -> None:
+    """In the format of the ending, such as .pdf; without one as PNG. Raises OSError, ValueError."""
+    figure.savefig(out, dpi=100, format=Path(out).suffix[1:] or "png")
 
 
 def scale(ax, least: float | None = 0.01) -> None:

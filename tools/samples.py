@@ -90,7 +90,7 @@ def main() -> None:
         # The data comes last, because it may hold the word HASH.
         out.write_text(page.replace("HASH", policy).replace("DATA", data), encoding="utf-8")
     except (OSError, ValueError) as error:
-        parser.exit(2, f"error: {describe(error)}; no page is written\n")
+        parser.exit(2, f"error: {describe(error, out)}; no page is written\n")
     print(f"wrote {out}: {counts}; at most {args.max_per_step} of a step (--max_per_step)")
 
 
