@@ -465,7 +465,10 @@ def resume(run_dir, source, engines, state: RunState):
         return
     dropped = [path for path in checkpoints(run_dir) if not source or step_of(path) > state.step]
     if not source:
-        dropped += [run_dir / name for name in (*LOGS, *OTHERS) if (run_dir / name).exists()]
+        found = [name for name in (*LOGS, *OTHERS) if (run_dir / name).exists()]
+        # A run that was stopped before its first evaluation leaves only these two.
+        if set(found) - {"config.json", "variants"}:
+            dropped += [run_dir / name for name in found]
     # The time makes the new name unique.
     folder = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
     if dropped:

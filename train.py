@@ -275,7 +275,9 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
             f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are empty or exceed "
             "--prompt_max_len, and are left out"
         )
-    check.require(kept, f"{where}: no prompt is left; raise --prompt_max_len")
+    lengths = [len(ids) for ids in prompts["input_ids"]]
+    found = f"no prompt of {min(lengths)} to {max(lengths)} tokens is left"
+    check.require(kept, f"{where}: {found}; raise --prompt_max_len or change --template")
     return kept
 
 

@@ -1,5 +1,7 @@
 """The demo: what train.py does without --model. Only then does train.py load this file."""
 
+import dataclasses
+import json
 import shlex
 import subprocess
 import sys
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lib.common import UserError, gather, print0
+from lib.common import UserError, gather, print0, raise_together
 
 TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 
@@ -15,6 +17,8 @@ TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 def demo_flags(cfg) -> list[str]:
     """Makes the demo's base model in run_dir, prints the demo's flags, and returns the flags."""
     folder = (Path(cfg.run_dir) / "base").resolve()
+    with raise_together():
+        refuse_other_run(cfg, folder)
     command = [sys.executable, str(TOOL), "addition", str(folder), "--seed", str(cfg.seed)]
     command.append("--end_with_parent")
     code = subprocess.call(command) if dist.get_rank() == 0 else 0
@@ -23,3 +27,34 @@ def demo_flags(cfg) -> list[str]:
     flags = (folder / "flags.txt").read_text()
     print0("the demo is train.py", *flags.splitlines())
     return shlex.split(flags)
+
+
+def refuse_other_run(cfg, folder):
+    """Raises UserError, with the flags to give, if run_dir has a run of another model."""
+    path = Path(cfg.run_dir) / "config.json"
+    try:
+        old = json.loads(path.read_text())
+        is_other = Path(old["model"]) != folder
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if is_other:
+        command = shlex.join(["python", "train.py", *flags_of(old, cfg)])
+        raise UserError(f"{cfg.run_dir} has a run, and a resume needs its flags: {command}")
+
+
+def flags_of(old: dict, cfg) -> list[str]:
+    """The words of a command line. old: config.json of a run."""
+    defaults = {}
+    for field in dataclasses.fields(cfg):
+        has_value = field.default is not dataclasses.MISSING
+        defaults[field.name] = field.default if has_value else field.default_factory()
+    # The flags that the command line has now come last.
+    now = {name: value for name, value in vars(cfg).items() if value != defaults[name]}
+    files = [f"{cfg.run_dir}/variants/{name}.py" for name, _ in old.get("variants", [])]
+    old = {key: old[key] for key in old if key not in ("world", "variants", "versions")}
+    words = []
+    for name, value in (old | now | {"variant": files}).items():
+        if value != defaults.get(name):
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words

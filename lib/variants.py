@@ -78,8 +78,10 @@ class Variants:
             module = run_file(f"variant_{name}", path, text)
         # A variant is any program. It may raise anything, or call sys.exit.
         except (Exception, SystemExit) as error:
-            line = traceback.extract_tb(error.__traceback__)[-1].lineno
-            why = f"{type(error).__name__}: {one_line(error)} (line {line})"
+            why = f"{type(error).__name__}: {one_line(error)}"
+            # The text of a SyntaxError has the line.
+            if not isinstance(error, SyntaxError):
+                why += f" (line {traceback.extract_tb(error.__traceback__)[-1].lineno})"
             raise UserError(f"--variant {word}: {why}") from error
         # First read the variants that this one needs, unless the user has named them.
         for early in needs(module):
@@ -392,7 +394,8 @@ def other_names(word) -> str:
         return "; give the path of a file"
     if Path(f"{name}.py").is_file():
         near = [f"{name}.py"]
-    return f"; choose {' or '.join(near or known)}, or a path that ends in .py"
+    near = " or ".join(near) or "a file of variants/ without .py"
+    return f"; choose {near}, or a path that ends in .py"
 
 
 def needs(module) -> list[str]:
@@ -527,8 +530,20 @@ def wrong_numbers(result, batch, cfg, advantages=None, estimator=None, **_):
         return "the result has NaN or infinity"
 
 
-def wrong_micro(result, micro, **_):
-    return wrong_shape(result, tuple(micro.mask.shape))
+def wrong_losses(result, micro, logprobs, advantages, **_):
+    if fault := wrong_shape(result, tuple(micro.mask.shape)):
+        return fault
+    if logprobs.requires_grad and not result.requires_grad:
+        return "the result has no gradient, because it does not depend on logprobs or entropy"
+    are_finite = logprobs.isfinite().all() and advantages.isfinite().all()
+    if are_finite and not result.isfinite().all():
+        return "the result has NaN or infinity"
+
+
+def wrong_loss(result, **_):
+    loss, stats = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+    if not isinstance(loss, torch.Tensor) or loss.shape or not isinstance(stats, dict):
+        return f"the result must be a pair: a sum over tokens and a dict, not {result!r:.99}"
 
 
 def wrong_shape(result, shape):
@@ -569,7 +584,9 @@ CHECKS = {
     "whiten": wrong_numbers,
     "compute_values": wrong_tokens,
     "compute_logprobs": wrong_tokens,
-    "token_loss": wrong_micro,
+    "token_loss": wrong_losses,
+    "policy_loss": wrong_loss,
+    "critic_loss": wrong_loss,
     "draw": wrong_drawn,
     "draw_step": wrong_step,
     "problems_of_step": wrong_problems,

@@ -84,9 +84,13 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
 
 def parse_record(record, columns):
     """Returns the question and the label of a record. A wrong form raises any exception."""
-    numbers = [int(number) for number in record[columns[0]]]
+    numbers = record[columns[0]]
+    if isinstance(numbers, str):
+        # A .csv file has texts, such as "[3, 5]" or "3 5".
+        numbers = re.findall(r"-?\d+", numbers)
+    numbers = [int(number) for number in numbers]
     target = int(record[columns[1]])
-    pick = record.get("pick")
+    pick = int(record["pick"]) if record.get("pick") else None
     if len(numbers) < 2 or min(numbers) < 0:
         raise ValueError(f"needs at least two numbers, none below 0: {numbers}")
     if pick is not None and not 2 <= pick <= len(numbers):

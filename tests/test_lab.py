@@ -149,6 +149,9 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     assert [file.read_text() for file in files] == [*texts, "# mine\n"]
     prepare(line)
     mine = "# mine\n"
+    # Without a saved step nothing is lost, so the setting may change.
+    assert prepare(f"{line} --lambd 1").flags[-1] == "1" and prepare(line).flags == both.flags
+    (tmp_path / "out" / "both" / "seed1" / "step_000001").mkdir(parents=True)
     for other, text, told in (
         (f"{line} --lambd 1", mine, "order: no other flag, where the plan has --lambd 1;"),
         (line.replace("kl_loss + ", ""), mine, "variants .* plan has overlong_drop . mine;"),
@@ -178,7 +181,11 @@ GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero
         (GOOD + "other: --seed=3\n", "", "line 3: the laboratory gives --seed=3 itself"),
         (GOOD + "other: updates + --policy_updates 0\n", "", "other: --policy_updates 0: must be"),
         (GOOD.replace("--max_steps 2", ""), "", "plain: give --max_steps and --eval_data"),
-        (GOOD + "other: --data {base}/gone.json[:3]\n", "", "line 3: other: .*/gone.json'"),
+        (
+            GOOD + "other: --data {base}/gone.json[:3]\n",
+            "",
+            "line 3: other: .*/gone.json: No such file or directory",
+        ),
         (GOOD, "--show other", "--show other"),
     ],
 )

@@ -248,7 +248,9 @@ def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_gro
     assert len(train.prepare_problems(task, ["mine"], cfg, tokenizer)) == 1
     assert capsys.readouterr().out == ""
     texts = [""]
-    with pytest.raises(UserError, match="mine: no prompt is left; raise --prompt_max_len"):
+    with pytest.raises(
+        UserError, match="mine: no prompt of 0 to .* tokens is left; raise --prompt_max_len"
+    ):
         train.prepare_problems(task, ["mine"], cfg, tokenizer)
 
 

@@ -176,7 +176,7 @@ def test_a_name_that_is_not_there_or_is_there_twice_is_refused(write, tmp_path, 
         "updates.py": "there is no file updates.py; choose updates or",
         "exp/xyz.py": "there is no file exp/xyz.py; give the path of a file$",
         "mine": "choose mine.py, or",
-        "xyz": "choose adaptive_len or cispo or",
+        "xyz": "choose a file of variants/ without .py, or a path",
     }.items():
         with pytest.raises(UserError, match=found):
             Variants(words.split())
@@ -248,6 +248,10 @@ SEAMS = [
     ("compute_values", [1, 1, 1, 1], "must be a tensor, not list: [1, 1, 1, 1]"),
     ("raw_advantages", ONES.numpy(), "must be a tensor, not ndarray: "),
     ("token_loss", ONES[:2], None),
+    ("token_loss", ONES[:2] / 0, "the result has NaN or infinity"),
+    ("critic_loss", (ONES.sum(), {}), None),
+    ("policy_loss", ONES.sum(), "must be a pair: a sum over tokens and a dict, not tensor(4.)"),
+    ("critic_loss", (ONES, {}), "must be a pair: a sum over tokens and a dict, not (tensor("),
     ("token_loss", ONES, "shape (2,), and is (4,)"),
     ("draw", SAMPLES, None),
     ("draw", SAMPLES[::-1], "2 samples for 2 requests, or in another order"),
@@ -265,6 +269,7 @@ def test_what_comes_back_from_a_seam_is_checked(name, result, words):
     ids = [[1, 2], [3, 4]]
     batch = ppo.Batch(ids, ids, torch.tensor([0, 0]), ONES[:2], ONES.device, {}, SAMPLES)
     given = {"samples": SAMPLES, "batch": batch, "micro": ppo.build_rows(batch, [[0]])}
+    given |= {"logprobs": ONES[:2], "advantages": ONES[:2]}
     given |= {"requests": [x.request for x in SAMPLES], "problems": [1, 2, 3], "cfg": config()}
     found = CHECKS[name](result, **given)
     assert found is None if words is None else words in found

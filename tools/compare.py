@@ -1,6 +1,7 @@
 """Compares settings over seeds: a table of their differences, and a picture with bands.
 
     python tools/compare.py BASELINE SETTING ... --out PATH     PATH.md, PATH.json and PATH.png
+    python tools/compare.py BASELINE SETTING ... --out x.pdf    x.md, x.json and x.pdf
     python tools/compare.py RUN ...                             says what each run has learnt
 
 The folder of a setting holds its finished runs, seed1, seed2 and so on, as tools/lab.py makes them.
@@ -10,11 +11,16 @@ of the shortest run of the two. Between two evaluations the accuracy is interpol
 """
 
 import json
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from textwrap import fill, shorten
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    # Ctrl-C ends this process in one line, also while the imports below take seconds.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 
 import mpmath
 import numpy as np
@@ -43,6 +49,7 @@ PANELS = {
     "truncated": "Truncated responses, share",
     "seconds": "Seconds per step",
 }
+PICTURES = [".png", ".pdf", ".svg", ".jpg"]
 AT_THE_END = ["response_length", "truncated", "entropy"]
 METRICS = [*AT_THE_END, "reward", "seconds", "total_length", "tokens_per_second"]
 ANSWER = {"set": str, "question": str, "response": str}
@@ -119,9 +126,11 @@ def make_row(name: str, runs: dict[int, Run], baseline: dict[int, Run]) -> dict:
     row = {"setting": name, "seeds": list(runs)}
     row["eval_step"] = compare(runs, baseline, "step")
     row["eval_tokens"] = compare(runs, baseline, "tokens")
-    ends = [run.metrics.tail(max(1, len(run.metrics) // 10)).mean() for run in runs.values()]
+    # A run may be longer than the others. Its later steps do not count.
+    tables = [run.metrics.loc[: row["eval_step"]["at"]] for run in runs.values()]
+    ends = [table.tail(max(1, len(table) // 10)).mean() for table in tables]
     row |= pd.DataFrame(ends)[AT_THE_END].mean().to_dict()
-    row["seconds"] = np.mean([run.metrics.seconds.sum() for run in runs.values()])
+    row["seconds"] = np.mean([table.seconds.sum() for table in tables])
     return row
 
 
@@ -216,6 +225,9 @@ def draw(settings: dict[str, dict[int, Run]], shown: list[str], out: str | Path)
 
 def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str) -> None:
     """Writes and prints the table, and draws. The first setting is the baseline."""
+    path = Path(out)
+    is_picture = path.suffix in PICTURES
+    out, ending = (str(path.with_suffix("")), path.suffix) if is_picture else (out, ".png")
     baseline = next(iter(settings.values()))
     rows = [make_row(name, runs, baseline) for name, runs in settings.items()]
     table = HEADER
@@ -233,8 +245,8 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
     legend = fill(LEGEND.format(chances=chances, name=Path(out).name), 100)
     Path(f"{out}.md").write_text(f"{table}\n{legend}\n")
     Path(f"{out}.json").write_text(json.dumps(rows, indent=1))
-    draw(settings, shown, f"{out}.png")
-    print(f"the table, its numbers and the picture: {out}.md, {out}.json, {out}.png")
+    draw(settings, shown, f"{out}{ending}")
+    print(f"the table, its numbers and the picture: {out}.md, {out}.json, {out}{ending}")
 
 
 def show_run(run: Path) -> None:
@@ -267,7 +279,7 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     text = "folders of settings, the baseline first, or folders of runs"
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help=text)
-    text = "where the table and the picture go, without .md, .json and .png; default: comparison"
+    text = "PATH.md, PATH.json and PATH.png are written; PATH may end in .pdf; default: comparison"
     parser.add_argument("--out", default="comparison", metavar="PATH", help=text)
     parser.add_argument("--seeds", type=int, help="the last seed to compare; absent: all seeds")
     parser.add_argument("--show", nargs="+", default=[], help="the settings in the picture")

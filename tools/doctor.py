@@ -9,8 +9,13 @@ tenth of the run, but of at least three steps.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C ends this process in one line, also while the imports below take seconds.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 
 import numpy as np
 import pandas as pd
@@ -195,7 +200,10 @@ def main() -> None:
     except OSError as error:
         parser.exit(2, f"error: {describe(error, folder)}\n")
     if "reward" not in metrics:
-        parser.exit(2, f"error: {folder}/metrics.jsonl has no reward; give the folder of a run\n")
+        parser.exit(
+            2,
+            f"error: {folder}/metrics.jsonl is absent or has no reward; give the folder of a run\n",
+        )
     run = Run(metrics)
     found = examine(run)
     print(f"{len(metrics)} steps; {run.describe()}{'' if found else '; nothing looks wrong'}")

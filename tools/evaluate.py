@@ -23,9 +23,15 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from lib.signals import Signals, leave_on_signals
+
+if __name__ == "__main__":
+    # Until main makes a Signals, a signal ends this process.
+    leave_on_signals()
 # This must be set before torch is imported, because OpenMP threads that spin slow the graders.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import pandas as pd
@@ -34,7 +40,6 @@ import torch.distributed as dist
 import train
 from lib import advice, check, metrics, report
 from lib.common import Stopped, UserError, print0, raise_together, start_distributed, tell_once
-from lib.signals import Signals
 from rollout import Rollout
 
 # A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.
@@ -65,6 +70,9 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     args, words = parser.parse_known_args(argv)
     own = {name: value for name, value in vars(args).items() if value is not None}
     flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("--")]
+    if own.get("eval_temperature") == 0:
+        # All greedy responses are alike.
+        own.setdefault("eval_n", 1)
     given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
     run, settings = find_run(args.model)
     names = [] if "variant" in given else [name for name, _ in settings.get("variants", [])]
@@ -105,7 +113,8 @@ def find_run(folder: Path) -> tuple[Path, dict]:
                 with contextlib.suppress(OSError, ValueError):
                     settings |= json.loads((run / "result.json").read_text())
                 return run, settings
-    return folder, {}
+    # `tools/convert.py export` makes a folder of two models.
+    return folder / "policy" if (folder / "policy").is_dir() else folder, {}
 
 
 class Results:

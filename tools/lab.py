@@ -129,7 +129,9 @@ def read_code(folder: Path) -> dict[Path, bytes]:
 def lab_flags(base: Path) -> list[str]:
     """Makes the laboratory's base model if it is not there. Returns its flags of train.py."""
     command = [sys.executable, str(ROOT / "tools" / "base_model.py"), "countdown", str(base)]
-    if subprocess.call(command) != 0:
+    if not (base / "flags.txt").exists():
+        print(f"makes the base model in {base}, which takes about a minute", flush=True)
+    if subprocess.call(command, stdout=subprocess.DEVNULL) != 0:
         raise UserError(f"the base model {base} was not made; the lines above say why")
     return shlex.split((base / "flags.txt").read_text())
 
@@ -140,7 +142,14 @@ def prepare(setting: Setting) -> None:
     folder = setting.folder / "variants"
     setting.flags = [cut_data(word, setting.folder) for word in setting.flags]
     folder.mkdir(parents=True, exist_ok=True)
+    is_saved = any(setting.folder.glob("seed*/step_*")) or any(
+        setting.folder.glob("seed*/result.*")
+    )
     if record.exists() and (found := difference(record, setting)):
+        # Without a saved step nothing is lost: perhaps a variant had a fault.
+        if not is_saved:
+            record.unlink()
+            return prepare(setting)
         told = f"{setting.folder} has runs with {found}"
         raise UserError(f"{told}; rename the setting, remove the folder, or choose another --out")
     for name, text in setting.variants.items():
@@ -194,15 +203,14 @@ def cut_data(word: str, folder: Path) -> str:
 def run_all(runs: dict[Path, list[str]], cores: list[int]) -> int:
     """Trains the runs that are not done, one on each core. Returns how many runs failed."""
     waiting = [folder for folder in runs if not is_done(folder)]
-    names = ", ".join(dict.fromkeys(folder.parent.name for folder in waiting)) or "none"
-    told = f"{len(waiting)} of {len(runs)} runs to train, each with a log beside its folder"
-    print(f"{told}; their settings: {names}", flush=True)
+    print(f"{len(waiting)} of {len(runs)} runs to train", flush=True)
     active = {}  # core: (folder, process)
     try:
         while waiting or active:
             for core in cores:
                 if waiting and core not in active:
                     folder = waiting.pop(0)
+                    print(f"starts {folder}; its log is {folder.with_suffix('.log')}", flush=True)
                     active[core] = (folder, start(folder, runs[folder], core))
             time.sleep(0.5)
             for core, (folder, process) in list(active.items()):
@@ -260,7 +268,7 @@ def run_plan(args) -> int:
         try:
             prepare(setting)
         except (OSError, ValueError, TypeError, UserError) as error:
-            raise UserError(f"{setting.place}: {error}") from None
+            raise UserError(f"{setting.place}: {describe(error, setting.folder)}") from None
     # Runs go seed by seed, so a laboratory that is stopped early can compare all settings.
     runs = {}
     for seed in range(1, args.seeds + 1):
@@ -288,7 +296,7 @@ def main() -> int:
     try:
         return run_plan(args)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from there", file=sys.stderr)
+        print("stopped; the same command goes on with what is not done", file=sys.stderr)
         return 130
     except (OSError, ValueError, UserError) as error:
         parser.exit(2, f"error: {describe(error, args.out)}\n")

@@ -8,9 +8,14 @@ a run has 40 steps or more, a pale line shows the single steps. The picture of s
 colour for each run, and the accuracy on each run's first evaluation set.
 """
 
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C ends this process in one line, also while the imports below take seconds.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 
 import pandas as pd
 from matplotlib import rc_context
@@ -119,6 +124,7 @@ def main() -> None:
             tables = [runs.read_metrics(run), *runs.read_evaluations(run).values()]
             if all(table.empty for table in tables):
                 message = "has no number in metrics.jsonl or eval.jsonl; name the folder of a run"
+                message += ". For settings of a laboratory use tools/compare.py"
                 parser.exit(2, f"error: {run} {message}\n")
         if others:
             found = zip(args.runs, map(read_run, args.runs))

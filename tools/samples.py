@@ -12,9 +12,14 @@ is hostile. So it is JSON with < escaped, and the page's policy forbids every sc
 import base64
 import hashlib
 import json
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C ends this process in one line, also while the imports below take seconds.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.runs import describe, read_lines
