@@ -39,7 +39,7 @@ def refuse_other_run(cfg, folder):
         return
     if is_other:
         command = shlex.join(["python", "train.py", *flags_of(old, cfg)])
-        raise UserError(f"{cfg.run_dir} has a run, and a resume needs its flags: {command}")
+        raise UserError(f"{cfg.run_dir} has a run; to resume it write your flags behind: {command}")
 
 
 def flags_of(old: dict, cfg) -> list[str]:
@@ -48,13 +48,12 @@ def flags_of(old: dict, cfg) -> list[str]:
     for field in dataclasses.fields(cfg):
         has_value = field.default is not dataclasses.MISSING
         defaults[field.name] = field.default if has_value else field.default_factory()
-    # The flags that the command line has now come last.
-    now = {name: value for name, value in vars(cfg).items() if value != defaults[name]}
     files = [f"{cfg.run_dir}/variants/{name}.py" for name, _ in old.get("variants", [])]
     old = {key: old[key] for key in old if key not in ("world", "variants", "versions")}
     words = []
-    for name, value in (old | now | {"variant": files}).items():
+    for name, value in (old | {"variant": files}).items():
         if value != defaults.get(name):
-            values = value if isinstance(value, list) else [value]
+            # An empty list is the text "" on the command line.
+            values = (value or [""]) if isinstance(value, list) else [value]
             words += [f"--{name}", *map(str, values)]
     return words

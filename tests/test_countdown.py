@@ -69,6 +69,10 @@ def test_both_kinds_of_records_are_read_from_files_and_from_folders(tmp_path, mo
     assert real.label == REAL and "[19, 36, 55, 7]" in real.prompt and "equals 65" in real.prompt
     (wide, _) = countdown.load_problems(str(path), "orz", bos="<s>")
     assert wide.prompt.startswith("<s>A conversation") and wide.prompt.endswith("<think>")
+    table = tmp_path / "table.csv"
+    table.write_text('nums,target,pick\n"[5, 9, 8, 4]",17,2\n19 36 55 7,65,\n')
+    found = countdown.load_problems(str(table), "mini")
+    assert [problem.label for problem in found] == [MINI, REAL]
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = datasets.Dataset.from_list([{"target": 65, "nums": [19, 36, 55, 7]}])

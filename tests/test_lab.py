@@ -74,6 +74,12 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
         [10, [0.5, 0.3], 0.1, None, False],
         [600, [0.5, 0.3], 0.0, None, False],
     ]
+    # A picture may have another form. Steps after the end of the comparison do not count.
+    with (tmp_path / "better" / "seed1" / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 99, "truncated": 1, "seconds": 1000}\n')
+    assert run_tool("compare", *folders[:2], "--seeds", 5, "--out", tmp_path / "b.pdf")[0] == 0
+    assert (tmp_path / "b.pdf").read_bytes().startswith(b"%PDF")
+    assert json.loads((tmp_path / "b.json").read_text())[1] == json.loads(text)[1]
     table = " ".join((tmp_path / "plan.md").read_text().split())
     assert "| +0.350 ± 0.050 * |" in table and "chance marks 30 settings with 2 seeds" in table
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
