@@ -39,7 +39,7 @@ def refuse_other_run(cfg, folder):
         return
     if is_other:
         command = shlex.join(["python", "train.py", *flags_of(old, cfg)])
-        raise UserError(f"{cfg.run_dir} has a run; to resume it write your flags behind: {command}")
+        raise UserError(f"{cfg.run_dir} has a run; to resume it, add your flags to: {command}")
 
 
 def flags_of(old: dict, cfg) -> list[str]:
@@ -49,9 +49,11 @@ def flags_of(old: dict, cfg) -> list[str]:
         has_value = field.default is not dataclasses.MISSING
         defaults[field.name] = field.default if has_value else field.default_factory()
     files = [f"{cfg.run_dir}/variants/{name}.py" for name, _ in old.get("variants", [])]
-    old = {key: old[key] for key in old if key not in ("world", "variants", "versions")}
+    # A run that began with --resume none must not begin again.
+    left_out = ("world", "variants", "versions", "resume")
+    flags = {name: old[name] for name in old if name not in left_out}
     words = []
-    for name, value in (old | {"variant": files}).items():
+    for name, value in (flags | {"run_dir": cfg.run_dir, "variant": files}).items():
         if value != defaults.get(name):
             # An empty list is the text "" on the command line.
             values = (value or [""]) if isinstance(value, list) else [value]

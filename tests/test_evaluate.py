@@ -139,6 +139,12 @@ def test_a_folder_without_problems_is_refused_in_one_line(run, alone, tmp_path):
             evaluate.read_flags([str(folder)])
 
 
+def test_of_an_exported_folder_the_policy_is_evaluated(alone, tmp_path):
+    (tmp_path / "policy").mkdir()
+    cfg, _ = evaluate.read_flags([str(tmp_path), "--data", "hub/x"])
+    assert cfg.model == f"{tmp_path}/policy"
+
+
 def words_of(tiny, sets, out, **flags) -> list[str]:
     return [tiny["model"], "--data", *sets, "--out", str(out), *arguments(SMALL | flags)]
 

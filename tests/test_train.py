@@ -171,14 +171,21 @@ def test_without_a_model_another_run_is_not_touched_and_its_flags_are_printed(
 ):
     monkeypatch.setattr(demo.subprocess, "call", None)
     old = {"model": "/m", "stop": [], "bf16": False, "bonus": 2.0, "max_steps": 4, "seed": 42}
-    old |= {"run_dir": str(tmp_path), "world": 1, "versions": {}, "variants": [["mine", "hash"]]}
+    # The folder was moved since, and its run began with --resume none.
+    old |= {
+        "run_dir": "elsewhere",
+        "resume": "none",
+        "world": 1,
+        "versions": {},
+        "variants": [["mine", "hash"]],
+    }
     (tmp_path / "config.json").write_text(json.dumps(old))
     cfg = train.parse_flags(["--run_dir", str(tmp_path), "--max_steps", "6"])
     with pytest.raises(UserError) as error:
         demo.demo_flags(cfg)
     words = f"--model /m --stop '' --bf16 False --bonus 2.0 --max_steps 4 --run_dir {tmp_path} "
     words += f"--variant {tmp_path}/variants/mine.py"
-    assert str(error.value).endswith(f"write your flags behind: python train.py {words}")
+    assert str(error.value).endswith(f"add your flags to: python train.py {words}")
 
 
 def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, capsys):

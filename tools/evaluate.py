@@ -9,9 +9,9 @@ samples of its last evaluation again. `RUN --model OTHER` evaluates another mode
 MODEL is a folder, or a name of the Hugging Face hub. train.py finds the same numbers at step 0.
 
 --n is the number of samples of each problem. Without a RUN, --n, --temperature and --top_p are 1.
---greedy takes the likeliest tokens. FLAGS are train.py's; `python train.py --help` explains them.
-FOLDER (out/evaluate) gets result.json, eval_samples.jsonl with every response, and run.log. Under
-`accelerate launch` the ranks share the samples.
+--greedy takes the likeliest tokens of one sample. FLAGS are train.py's, which `python train.py
+--help` explains. FOLDER (out/evaluate) gets result.json, eval_samples.jsonl with every response,
+and run.log. Under `accelerate launch` the ranks share the samples.
 """
 
 import argparse

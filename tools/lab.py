@@ -142,16 +142,13 @@ def prepare(setting: Setting) -> None:
     folder = setting.folder / "variants"
     setting.flags = [cut_data(word, setting.folder) for word in setting.flags]
     folder.mkdir(parents=True, exist_ok=True)
-    is_saved = any(setting.folder.glob("seed*/step_*")) or any(
-        setting.folder.glob("seed*/result.*")
-    )
     if record.exists() and (found := difference(record, setting)):
-        # Without a saved step nothing is lost: perhaps a variant had a fault.
-        if not is_saved:
-            record.unlink()
-            return prepare(setting)
-        told = f"{setting.folder} has runs with {found}"
-        raise UserError(f"{told}; rename the setting, remove the folder, or choose another --out")
+        saved = [*setting.folder.glob("seed*/step_*"), *setting.folder.glob("seed*/result.json")]
+        if saved:
+            told = f"{setting.folder} has runs with {found}; rename the setting, remove the folder,"
+            raise UserError(f"{told} or choose another --out")
+        # Without a saved step nothing is lost. Perhaps a variant had a fault, which is mended now.
+        record.unlink()
     for name, text in setting.variants.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     if not record.exists():
