@@ -89,8 +89,8 @@ class MicroBatch:
     flat_index: Tensor  # (M,) their places in the batch's flat tensors
     mask: Tensor  # (M,) 1.0, or 0.0 for a filler
     # FlashAttention's cu_seqlens: where each sample and each padding starts if all rows are laid
-    # end to end. The last number is R * L.
-    borders: Tensor  # (samples + paddings + 1,) int32
+    # end to end. The last number is R * L. Rows of one sample have no borders.
+    borders: Tensor | None  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
 
     def model_inputs(self) -> dict:
@@ -179,8 +179,26 @@ def pack(sizes: list[int], indices: list[int], row_limit: int) -> list[list[int]
     return rows
 
 
-def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
-    """Makes the tensors of these rows. rows: the indices of the samples of each row."""
+def sort_by_length(sizes: list[int], indices: list[int], limit: int) -> list[list[list[int]]]:
+    """Makes micro-batches of rows of one sample, the longest first. Each micro-batch has at most
+    `limit` tokens, padding included."""
+    micros = []
+    left = 0  # rows that still fit into the last micro-batch
+    for i in longest_first(sizes, indices):
+        if left == 0:
+            micros.append([])
+            left = limit // sizes[i]
+        micros[-1].append([i])
+        left -= 1
+    return micros
+
+
+def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
+    """Makes the tensors of these rows. rows: the indices of the samples of each row.
+
+    alone: each row has one sample. Its padding continues the sample. No token sees a later token,
+    so the padding changes nothing.
+    """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     parts = []  # tokens of each sample and each padding
     fields = {
@@ -210,12 +228,15 @@ def build_rows(batch: Batch, rows: list[list[int]]) -> MicroBatch:
         padding = longest_row - len(ids)
         if padding > 0:
             parts.append(padding)
+        begin = len(ids) if alone else 0
         fields["input_ids"].append(ids + [0] * padding)
-        fields["position_ids"].append(positions + [*range(padding)])
+        fields["position_ids"].append(positions + [*range(begin, begin + padding)])
         fields["predict"].append(predict + [False] * padding)
     fields["mask"] = [1.0] * len(fields["token_ids"])
     tensors = {name: torch.tensor(x, device=batch.device) for name, x in fields.items()}
-    borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
+    borders = None
+    if not alone:
+        borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
     return MicroBatch(**tensors, borders=borders, longest=max(parts))
 
 
@@ -243,10 +264,15 @@ def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
     """
     mine = deal(batch.sample_lengths, indices, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
-    rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
-    micros = []
-    for start in range(0, len(rows), rows_per_micro):
-        micros.append(build_rows(batch, rows[start : start + rows_per_micro]))
+    alone = cfg.packing == "alone"
+    if alone:
+        limit = rows_per_micro * cfg.packing_max_len
+        parts = sort_by_length(batch.sample_lengths, mine, limit)
+    else:
+        rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
+        starts = range(0, len(rows), rows_per_micro)
+        parts = [rows[start : start + rows_per_micro] for start in starts]
+    micros = [build_rows(batch, rows, alone) for rows in parts]
     most = torch.tensor(len(micros), device=batch.device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     while len(micros) < int(most):

@@ -13,9 +13,10 @@ Deviations from Open-Reasoner-Zero (ORZ):
 - The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
   holds keys of old weights.
 
-A copy needs lib/common.py beside it. Call `start_distributed` of that file first. A Sampler reads
-these fields of cfg: model, bf16, max_len, stop, micro_rollout_batch_size, gpu_memory_utilization,
-kv_cache_gb, tensor_parallel and enforce_eager. A problem needs prompt_ids.
+A copy needs lib/common.py beside it, and draws from models of text alone. Call `start_distributed`
+of that file first. A Sampler reads these fields of cfg: model, bf16, max_len, stop, packing,
+micro_rollout_batch_size, gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. A
+problem needs prompt_ids.
 """
 
 import contextlib
@@ -124,6 +125,7 @@ class Sampler:
     def __init__(self, cfg):
         """Raises UserError if vLLM cannot start with this model and these limits."""
         # The import of vLLM takes 6 to 15 s. Code that needs only a Request does not wait for it.
+        from transformers import AutoConfig
         from vllm import LLM
 
         self.cfg = cfg
@@ -132,8 +134,15 @@ class Sampler:
             # Without this vLLM compiles two small functions, which takes 18 s on a CPU.
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
+        settings = sampler_settings(cfg, self.gpu)
+        config = AutoConfig.from_pretrained(cfg.model)
+        has_more_than_text = config.get_text_config() is not config
+        if has_more_than_text:
+            from lib import parts
+
+            settings |= parts.sampler_settings(cfg.model)
         try:
-            self.llm = LLM(**sampler_settings(cfg, self.gpu))
+            self.llm = LLM(**settings)
         # vLLM has no error class of its own.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
             raise UserError(
@@ -142,6 +151,8 @@ class Sampler:
             ) from error
         # On a GPU vLLM sets one thread. The trainer needs more for its work on the CPU.
         torch.set_num_threads(threads)
+        if has_more_than_text:
+            parts.fill_sampler(self.llm, cfg.model)
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
 
@@ -250,6 +261,8 @@ def sampler_settings(cfg, is_gpu) -> dict:
         settings["enable_chunked_prefill"] = False
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
+        # Without chunks samples cannot share the states of recurrent layers.
+        settings["enable_prefix_caching"] = cfg.packing != "alone"
         # Without a size vLLM takes the free memory, which is another size in each run. The size of
         # the cache changes the schedule of the samples, and with it the last bits of log-probs.
         kv_cache_gb = cfg.kv_cache_gb or 1

@@ -14,7 +14,6 @@ import dataclasses
 import importlib.util
 import os
 import sys
-import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 import torch
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 # Without this DeepSpeed looks for the device by itself, and logs a warning.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -82,7 +81,7 @@ class Learning:
     """Flags that decide what is learnt. A resume refuses other values. Defaults are ORZ's."""
 
     model: str | None = None  # A causal LM: a folder or a name on the hub. Default: the demo's.
-    template: str = "orz"  # The prompt: orz, demo, plain, chat, or a text with {question}.
+    template: str = "orz"  # The prompt: orz, demo, plain, chat, chat?SWITCH=VALUE, or a text.
     system: str | None = None  # The system message of --template chat.
     answer_form: str = "orz"  # Where the answer stands: orz, boxed_anywhere, last_number, hashes.
     task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
@@ -139,10 +138,11 @@ class Config(Learning):
     # ---- where and how fast
     zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
+    packing: str = "auto"  # alone: a sample a row. auto: packed, where rows keep samples apart.
     packing_max_len: int = 16384  # Length of a row of packed samples, in tokens. At least max_len.
     micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
     gradient_checkpointing: bool = True  # Saves most activation memory, costs a third more compute.
-    attention: str = "auto"  # auto: varlen on a GPU with --bf16 true, else sdpa.
+    attention: str = "auto"  # auto: varlen on a GPU with --bf16 true, else sdpa. Gemma 2: eager.
     micro_rollout_batch_size: int = 256  # Samples drawn at the same time. More need more memory.
     tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
     gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
@@ -172,7 +172,8 @@ def parse_flags(argv):
         from lib.advice import add_help
 
         # The parser prints the help, and exits, in the next statement.
-        add_help(parser, flags_class, [*ppo.ESTIMATORS, *flags_class.variants.estimators])
+        estimators = [*ppo.ESTIMATORS, *flags_class.variants.estimators]
+        add_help(parser, flags_class, check.CHOICES | {"estimator": estimators})
     cfg, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
@@ -189,8 +190,6 @@ def parse_flags(argv):
         cfg.eval_temperature = cfg.temperature
     if cfg.eval_top_p is None:
         cfg.eval_top_p = cfg.top_p
-    if cfg.attention == "auto":
-        cfg.attention = "varlen" if cfg.bf16 and torch.cuda.is_available() else "sdpa"
     return cfg
 
 
@@ -216,6 +215,7 @@ def find_inputs(cfg):
             from lib.value_head import check_tokenizer
 
             check_tokenizer(cfg, load_tokenizer(cfg, cfg.critic), tokenizer)
+        check.fill_in(cfg)
     # Two machines may have different files under this name.
     text = Path(task.__file__).read_bytes()
     check.require_same({f"hash of the text of --task {cfg.task}": hash64(text)})
@@ -252,48 +252,48 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     ranks, also if the files of two machines differ.
     """
     problems = []
+    # chat may have switches: chat?enable_thinking=false.
+    template = "chat" if cfg.template.startswith("chat?") else cfg.template
     with raise_together():
         for path in paths:
             file, options = parse_path(path)
             options = {"split": split} | options
-            problems += task.load_problems(file, cfg.template, tokenizer.bos_token or "", **options)
+            problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
     where = " ".join(paths)
     check.require_same({f"hash of the problems in {where}": problems_hash(problems)})
     texts = [problem.prompt for problem in problems]
     # Only the ids have the chat template. problem.prompt keeps the bare question.
-    if cfg.template == "chat":
+    if template == "chat":
         from lib.chat import as_chat
 
         texts = [as_chat(text, tokenizer, cfg) for text in texts]
     prompts = tokenizer(texts, add_special_tokens=False)
+    # Some tokenizers have more tokens than the model's embedding.
+    vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
     kept = []
     for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
-        if 0 < len(ids) <= cfg.prompt_max_len:
+        if 0 < len(ids) <= cfg.prompt_max_len and max(ids) < vocabulary:
             kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
     if len(kept) < len(problems):
         print0(
-            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are empty or exceed "
-            "--prompt_max_len, and are left out"
+            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are empty, exceed "
+            f"--prompt_max_len, or have a token beyond the {vocabulary} of the model; left out"
         )
-    lengths = [len(ids) for ids in prompts["input_ids"]]
-    found = f"no prompt of {min(lengths)} to {max(lengths)} tokens is left"
-    check.require(kept, f"{where}: {found}; raise --prompt_max_len or change --template")
+    if not kept:
+        from lib.advice import no_prompts
+
+        raise UserError(f"{where}: {no_prompts(prompts['input_ids'])}")
     return kept
 
 
 def parse_path(path):
     """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems."""
     file, _, query = path.partition("?")
-    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-    known = {"columns"} if Path(file).is_file() else {"columns", "split"}
-    unknown = set(options) - known
-    advice = f"choose {' or '.join(sorted(known))}"
-    check.require(not unknown, f"{path}: it has no {', '.join(unknown)}; {advice}")
-    if "columns" in options:
-        options["columns"] = tuple(options["columns"].split(","))
-        advice = "name two columns, as in FILE?columns=prompt,solution"
-        check.require(len(options["columns"]) > 1, f"{path}: {advice}")
-    return file, options
+    if not query:
+        return file, {}
+    from lib.queries import data_options
+
+    return file, data_options(path, file, query)
 
 
 def problems_hash(problems):
@@ -363,8 +363,8 @@ def check_sampler(sampler, policy, problems, cfg):
 
     Each rank draws 32 samples from its own sampler, so each sampler is checked. The log-probs
     differ if a sampler has old weights, or if lib/models.py computes other logits than vLLM. Raises
-    UserError if the mean |difference| over all tokens, or over the tokens of one sample, is too
-    large.
+    UserError, which names the cause, if the mean |difference| over all tokens, or over the tokens
+    of one sample, is too large.
     """
     seeds = rollout_stage.problem_seeds(cfg.seed, step=0, purpose="check", count=8)
     # With a lower top_p the sampler's log-probs would be those of the cut distribution.
@@ -375,7 +375,11 @@ def check_sampler(sampler, policy, problems, cfg):
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
-    gaps = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
+
+    def find_gaps(policy, cfg):
+        return (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()
+
+    gaps = find_gaps(policy, cfg)  # (T,)
     means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
     mean = gaps.mean().item()
     # The maximum of torch is NaN if one number is NaN. Python's max would hide the NaN.
@@ -386,8 +390,9 @@ def check_sampler(sampler, policy, problems, cfg):
     if not (mean < mean_limit and worst < worst_limit):
         from lib.advice import explain_gap
 
-        limits = f"allowed are {mean_limit} and {worst_limit}"
-        raise UserError(explain_gap(cfg, models.named_weights(policy), f"{found}; {limits}"))
+        found += f"; allowed are {mean_limit} and {worst_limit}"
+        weights = models.named_weights(policy)
+        raise UserError(explain_gap(cfg, policy, weights, find_gaps, mean_limit, found))
     return found
 
 

@@ -5,16 +5,19 @@ train.py loads this file for --help, with --variant, and before it prints one of
 """
 
 import argparse
+import dataclasses
 import difflib
 import inspect
+import json
 import os
 import re
 import sys
 import traceback
 from pathlib import Path
 
-from lib.check import CHOICES
-from lib.common import one_line
+import torch
+
+from lib.common import one_line, print0
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
@@ -35,11 +38,10 @@ def flag_comments(config) -> dict[str, str]:
     return found
 
 
-def add_help(parser, config, estimators):
-    """Adds the advice to an HfArgumentParser of `config`."""
+def add_help(parser, config, choices):
+    """Adds the advice to an HfArgumentParser of `config`. choices: {flag: its values}."""
     parser.usage = "python train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
     texts = flag_comments(config)
-    choices = {**CHOICES, "estimator": estimators, "attention": ["auto", *CHOICES["attention"]]}
     for action in parser._actions:
         name = action.dest
         if name in texts:
@@ -54,15 +56,84 @@ def add_help(parser, config, estimators):
             action.help = argparse.SUPPRESS
 
 
-def explain_gap(cfg, weights, found) -> str:
-    """Why sampler and trainer differ. weights: (name, tensor) pairs. A collective."""
+def explain_gap(cfg, policy, weights, find_gaps, limit, found) -> str:
+    """Why sampler and trainer differ. A collective.
+
+    weights: (name, tensor) pairs. find_gaps(policy, cfg): the differences, (T,). limit: of their
+    mean. found: the differences in words.
+    """
     for name, weight in weights:
         if not weight.isfinite().all():
             return f"--model {cfg.model}: its weight {name} has NaN or infinity"
-    return (
-        f"--model {cfg.model}: {found}; lib/models.py does not compute this architecture's logits, "
-        "or the sampler has other weights"
-    )
+    # With this limit no row has room for a second sample.
+    alone = dataclasses.replace(cfg, packing_max_len=0)
+    if find_gaps(policy, alone).mean() < limit:
+        why = "packing: the samples of a row see each other; add --packing alone"
+    elif find_gaps(with_own_logits(policy.module), alone).mean() < limit:
+        why = "head: lib/head.py computes other logits than transformers"
+    else:
+        why = (
+            "sampler: vLLM computes this model otherwise than transformers does, or has other "
+            "weights"
+        )
+    return f"--model {cfg.model}: {found}; the cause is the {why}"
+
+
+def with_own_logits(module):
+    """A policy that takes the log-probs from the logits of transformers. module: a Policy."""
+
+    def policy(micro, temperature):
+        model = module.model
+        head = model.get_output_embeddings()
+        chunked = type(head)
+        head.__class__ = torch.nn.Linear
+        try:
+            logits = model(**micro.model_inputs()).logits[micro.predict]  # (M, V)
+        finally:
+            head.__class__ = chunked
+        log_p = (logits.float() / temperature).log_softmax(-1)
+        return log_p.gather(1, micro.token_ids[:, None])[:, 0], None
+
+    return policy
+
+
+def tell_idle_flags(cfg):
+    """Prints the flags that only a critic reads. The run has none."""
+    for name in ("gamma", "lambd", "critic_updates", "critic_learning_rate", "value_clip"):
+        value = getattr(cfg, name)
+        if value != getattr(type(cfg), name):
+            print0(f"--{name} {value} has no effect: --estimator {cfg.estimator} has no critic")
+
+
+def check_files(folder):
+    """Raises ValueError for a folder that is no model, or that lacks a file of its weights."""
+
+    def has(pattern):
+        return any(folder.glob(pattern))
+
+    why = None
+    index = folder / "model.safetensors.index.json"
+    if has("adapter_config.json") and not has("config.json"):
+        why = "it has an adapter alone; merge the adapter into its base model, and use the result"
+    elif has("*.gguf") and not has("*.safetensors"):
+        why = "it has GGUF files, which are quantized; use the model that they were made from"
+    elif not has("config.json"):
+        why = "it has no config.json, so it is no model"
+    elif index.exists():
+        files = set(json.loads(index.read_text())["weight_map"].values())
+        lacking = sorted(name for name in files if not (folder / name).exists())
+        if lacking:
+            why = f"its file {lacking[0]} is absent; copy all files of the model"
+    elif has("*.bin") or has("*.pth"):
+        why = (
+            "its weights are not in safetensors files; convert them: python -c 'from transformers "
+            f'import AutoModelForCausalLM as A; A.from_pretrained("{folder}").save_pretrained('
+            f'"{folder}")\''
+        )
+    elif not has("*.safetensors"):
+        why = "it has no *.safetensors file; copy all files of the model"
+    if why:
+        raise ValueError(why)
 
 
 def print_crash(error):
@@ -78,6 +149,14 @@ def print_crash(error):
         print(f"{place} ({one_line(error):.200}); {why}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+
+
+def no_prompts(prompts) -> str:
+    lengths = [len(ids) for ids in prompts]
+    return (
+        f"no prompt of {min(lengths)} to {max(lengths)} tokens is left; raise --prompt_max_len or "
+        "change --template"
+    )
 
 
 def no_answers(samples, cfg) -> str:

@@ -36,8 +36,10 @@ def packed_attention(module, query, key, value, mask, **options):
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
     borders = options["cu_seq_lens_q"]  # (parts + 1,)
     longest = options["max_length_q"]  # tokens
-    # The window of a token: all tokens before it (-1), and no token after it (0).
-    settings = {"window_size": (-1, 0), "scale": options["scaling"]}
+    # The window of a token: all tokens before it (-1), and no token after it (0). A sliding window
+    # of w tokens includes the token itself.
+    window = options.get("sliding_window") or 0
+    settings = {"window_size": (window - 1, 0), "scale": options["scaling"]}
     # The query may have more heads than the key. The source of PyTorch 2.11 shows that its
     # varlen_attn needs no argument for that. This has not run on a GPU yet.
     if "enable_gqa" in arguments_of(varlen_attn):

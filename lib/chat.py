@@ -1,4 +1,15 @@
-"""--template chat: prompts in the tokenizer's chat template. Only such a run loads this file."""
+"""--template chat: prompts in the tokenizer's chat template. Only such a run loads this file.
+
+Some chat templates have switches: Qwen3's and SmolLM3's have enable_thinking. To set a switch,
+write --template chat?enable_thinking=false.
+"""
+
+import functools
+import json
+import urllib.parse
+
+from jinja2.meta import find_undeclared_variables
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from lib.common import UserError, one_line
 
@@ -9,12 +20,36 @@ def as_chat(text, tokenizer, cfg):
     if cfg.system:
         turns = [{"role": "system", "content": cfg.system}, *turns]
     try:
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        switches = find_switches(cfg.template, tokenizer.get_chat_template())
+        prompt = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **switches
+        )
         if text.strip() not in prompt:
             raise ValueError("its chat template leaves the question out")
         return prompt
     # A chat template is a program by the model's author. It may raise anything.
     except Exception as error:
         raise UserError(
-            f"--template chat: {cfg.model}: {one_line(error)}; give another --template"
+            f"--template {cfg.template}: {cfg.model}: {one_line(error)}; give another --template"
         ) from error
+
+
+@functools.cache
+def find_switches(template, program) -> dict:
+    """{switch: value} of chat?SWITCH=VALUE. program: the chat template. Raises ValueError."""
+    query = template.partition("?")[2]
+    if not query:
+        return {}
+    switches = {}
+    for name, text in urllib.parse.parse_qsl(query, strict_parsing=True):
+        try:
+            switches[name] = json.loads(text)
+        except ValueError:
+            switches[name] = text
+    # This environment knows the tags that transformers adds to jinja.
+    parsed = _compile_jinja_template(program).environment.parse(program)
+    known = find_undeclared_variables(parsed)
+    unknown = ", ".join(switches.keys() - known)
+    if unknown:
+        raise ValueError(f"its chat template has no switch {unknown}; it reads {sorted(known)}")
+    return switches

@@ -12,7 +12,8 @@ from lib.common import UserError, gather, here, one_line, print0
 CHOICES = {
     "zero_stage": (0, 1, 2, 3),
     "offload": ("none", "optimizer"),
-    "attention": ("sdpa", "eager", "varlen"),
+    "attention": ("auto", "sdpa", "eager", "varlen"),
+    "packing": ("auto", "packed", "alone"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
 # These numbers must be at least 1, all others at least 0. Functions below limit some further.
@@ -30,8 +31,9 @@ COUNTS = (
     "tensor_parallel",
 )
 
-# Only an estimator with a critic reads these flags.
-OF_THE_CRITIC = ("gamma", "lambd", "critic_updates", "critic_learning_rate", "value_clip")
+# The families (model_type of a config) with full attention or sliding windows in all layers, and a
+# linear head without bias. lib/families.py looks at all other models.
+PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
 def require(holds, message):
@@ -106,7 +108,7 @@ def check_sampling(cfg):
             cfg.eval_temperature == 0 or 0.01 <= cfg.eval_temperature <= 2,
             f"{limits}, or 0 for greedy answers",
         ),
-        "system": (cfg.system is None or cfg.template == "chat", "needs --template chat"),
+        "system": (cfg.system is None or cfg.template[:4] == "chat", "needs --template chat"),
     }
     require_all(cfg, table)
     for name in ("top_p", "eval_top_p", "gpu_memory_utilization"):
@@ -121,8 +123,9 @@ def check_hardware(cfg, world):
             "--zero_stage 2 or --bf16 false",
         ),
         "attention": (
-            cfg.attention != "varlen" or (cfg.bf16 and torch.cuda.is_available()),
-            "needs a GPU and --bf16 true; or choose sdpa",
+            cfg.attention != "varlen"
+            or (cfg.bf16 and torch.cuda.is_available() and cfg.packing != "alone"),
+            "needs a GPU, --bf16 true and packed rows; or choose sdpa",
         ),
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
         "offload": (
@@ -150,10 +153,10 @@ def warn(cfg, estimator, problems, eval_sets):
         known = sum(problem.question in labels for problem in held_out)
         if known:
             print0(f"WARNING: {known} of {len(held_out)} problems of {name} are also in --data")
-    for name in () if estimator.needs_critic else OF_THE_CRITIC:
-        value = getattr(cfg, name)
-        if value != getattr(type(cfg), name):
-            print0(f"--{name} {value} has no effect: --estimator {cfg.estimator} has no critic")
+    if not estimator.needs_critic:
+        from lib.advice import tell_idle_flags
+
+        tell_idle_flags(cfg)
 
 
 def require_same(values):
@@ -174,18 +177,23 @@ def require_same(values):
 
 
 def load_config(model):
-    """The config of a model. Raises UserError if it is absent or cannot be trained."""
+    """The config of a model's text part. Raises UserError if it is absent or cannot be trained."""
     path = Path(model)
     # A name of the hub has at most one slash.
     is_path = model.startswith(("/", ".")) or model.count("/") > 1
     require(path.is_dir() or not is_path, f"--model, --critic: there is no folder {model}")
-    require(
-        not path.is_dir() or (path / "config.json").exists(),
-        f"--model, --critic: the folder {model} has no config.json, so it is no model",
-    )
     try:
-        config = AutoConfig.from_pretrained(model)
-        check_architecture(config)
+        if path.is_dir() and not (path / "model.safetensors").exists():
+            from lib.advice import check_files
+
+            check_files(path)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            raise ValueError("its weights are quantized; use the model that it was made from")
+        if config.model_type not in PLAIN:
+            from lib import families
+
+            config = families.check(config, skeleton)
         for file in sorted(path.glob("*.safetensors")):
             check_weights(file)
     except (OSError, ValueError) as error:
@@ -203,20 +211,22 @@ def check_weights(file):
         raise ValueError(f"{file.name} is damaged ({error}); copy the file again") from error
 
 
-def check_architecture(config):
-    """Raises ValueError for a model whose samples cannot share a row, or whose head has a bias."""
-    kinds = set(getattr(config, "layer_types", None) or [])
-    kinds.discard("full_attention")
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
-        kinds.add(f"sliding_window={window}")
-    if kinds:
-        raise ValueError(
-            f"layers of kind {', '.join(sorted(kinds))} cannot be packed; use a model with full "
-            "attention in all layers"
-        )
-    if getattr(skeleton(config).get_output_embeddings(), "bias", None) is not None:
-        raise ValueError("its head has a bias, which lib/head.py leaves out; use another model")
+def is_plain(model):
+    return AutoConfig.from_pretrained(model).model_type in PLAIN
+
+
+def fill_in(cfg):
+    """Replaces `auto` in --packing and --attention by what the models need. Raises UserError."""
+    models = [cfg.model, cfg.critic or cfg.model]
+    if not all(map(is_plain, models)):
+        from lib import families
+
+        families.fill_in(cfg, models)
+    if cfg.packing == "auto":
+        cfg.packing = "packed"
+    if cfg.attention == "auto":
+        has_varlen = cfg.bf16 and torch.cuda.is_available() and cfg.packing == "packed"
+        cfg.attention = "varlen" if has_varlen else "sdpa"
 
 
 def skeleton(config):

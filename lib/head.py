@@ -98,9 +98,15 @@ class ChunkedHead(nn.Linear):
     them.
     """
 
+    scale = 1.0  # The logits are multiplied by this number.
+
     def forward(self, hidden: Tensor, token_ids: Tensor, temperature):
+        chunk = self.chunk_size(hidden)
+        learns = torch.is_grad_enabled()
+        temperature = temperature / self.scale
+        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk, learns)
+
+    def chunk_size(self, hidden: Tensor):
         # The logits of a chunk take 512 MB on a GPU, 32 MB on a CPU.
         floats = 2**27 if hidden.is_cuda else 2**23
-        chunk = max(16, floats // self.out_features)
-        learns = torch.is_grad_enabled()
-        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk, learns)
+        return max(16, floats // self.out_features)

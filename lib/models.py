@@ -4,6 +4,7 @@ Shapes: R packed rows, L row length, M response tokens of a micro-batch, H hidde
 """
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -21,19 +22,25 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+from lib import check
 from lib.common import UserError
 from lib.head import ChunkedHead
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal LM whose logits are a linear head without bias over its last state."""
+    """A Hugging Face causal LM whose logits are a linear head without bias over its last state.
+
+    lib/families.py has the heads of some families, which scale or cap these logits.
+    """
 
     def __init__(self, model):
         super().__init__()
         self.model = model
+        head = model.get_output_embeddings()
         # From now on the head computes in chunks. This changes the class of the module, because a
         # new module would not share its weight with the embedding, and ZeRO-3 would not gather it.
-        model.get_output_embeddings().__class__ = ChunkedHead
+        if not isinstance(head, ChunkedHead):
+            head.__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
         """Log-probs and entropies of the response tokens, (M,) and (M,), at this temperature.
@@ -73,7 +80,7 @@ def last_hidden_state(body, micro) -> Tensor:
 
 def engine_config(cfg, stage):
     """DeepSpeed's settings. The defaults would change the results, or waste memory or time."""
-    hidden_size = AutoConfig.from_pretrained(cfg.model).hidden_size
+    hidden_size = AutoConfig.from_pretrained(cfg.model).get_text_config().hidden_size
     zero = {
         "stage": stage,
         # ZeRO-3 always holds a bucket of fp32 for each engine. The default size is 1.9 GiB.
@@ -110,7 +117,7 @@ def training_dtype(cfg):
 
 
 def load_model(cfg, auto_class, folder=None):
-    """The model of a folder, or of --model, in the training dtype and without dropout."""
+    """The text part of a folder, or of --model, in the training dtype and without dropout."""
     if cfg.zero_stage == 3:
         # As long as this object exists, from_pretrained shards the model while it loads.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
@@ -119,8 +126,13 @@ def load_model(cfg, auto_class, folder=None):
         from lib import attention
 
         attention.register()
+    load = auto_class.from_pretrained
+    if not check.is_plain(source):
+        from lib import families
+
+        load = functools.partial(families.load, auto_class)
     dtype = training_dtype(cfg)
-    model, report = auto_class.from_pretrained(
+    model, report = load(
         source, dtype=dtype, attn_implementation=cfg.attention, output_loading_info=True
     )
     missing = sorted(report["missing_keys"])
@@ -232,7 +244,7 @@ def make_critic(cfg) -> Learner:
 
 
 def named_weights(learner):
-    """Yields (Hugging Face name, full tensor) on every rank. One parameter is gathered at a time.
+    """Yields (name in the files, full tensor) on every rank. One parameter is gathered at a time.
 
     Copy a tensor to keep it. A tied head is yielded too: without it vLLM on a CPU keeps the old
     head.
@@ -244,4 +256,7 @@ def named_weights(learner):
     for name, parameter in named:
         # A parameter that ZeRO-3 shards has a ds_id.
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            yield name.removeprefix("model."), parameter.data
+            weights = {name.removeprefix("model."): parameter.data}
+            if hasattr(model, "in_files"):
+                weights = model.in_files(weights)
+            yield from weights.items()

@@ -10,12 +10,19 @@ import torch
 from torch.nn import functional as F
 
 
-def attend_in_parts(query, key, value, borders, causal, scale):
-    """Of rows laid end to end, (tokens, heads, D): each part alone, on any device."""
+def attend_in_parts(query, key, value, borders, window, scale):
+    """Of rows laid end to end, (tokens, heads, D): each part alone, on any device.
+
+    window: how many tokens before and after its own a token sees; -1 means all of them.
+    """
+    before, after = window
     parts = []
     for start, end in itertools.pairwise(borders.tolist()):
         q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
-        options = {"is_causal": causal, "scale": scale, "enable_gqa": True}
+        mask = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
+        mask = mask if after < 0 else mask.tril(after)
+        mask = mask if before < 0 else mask.triu(-before)
+        options = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
         parts.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(0, 1))
     return torch.cat(parts)
 
@@ -32,8 +39,8 @@ def varlen_2_11(
 ):
     check_borders(query, cu_seq_q, max_q)
     assert cu_seq_q is cu_seq_k and max_q == max_k
-    assert window_size in ((-1, -1), (-1, 0))
-    return attend_in_parts(query, key, value, cu_seq_q, window_size[1] == 0, scale)
+    assert window_size[1] in (-1, 0)
+    return attend_in_parts(query, key, value, cu_seq_q, window_size, scale)
 
 
 def varlen_2_13(

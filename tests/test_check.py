@@ -1,10 +1,16 @@
 """Flags and models that cannot work: each is refused in one line that says what to do."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import tiny as maker
 import torch
 import transformers
 from conftest import config
+from safetensors.torch import load_file
 
 import ppo
 import train
@@ -61,7 +67,8 @@ REFUSED = [
     ({"system": "Be brief."}, "--template chat"),
     # engines and packages
     ({"bf16": True, "zero_stage": 1}, "stage 2"),
-    ({"attention": "varlen"}, "needs a GPU and --bf16 true; or choose sdpa"),
+    ({"attention": "varlen"}, "needs a GPU, --bf16 true and packed rows; or choose sdpa"),
+    ({"packing": "none"}, "auto or packed or alone"),
     ({"tensor_parallel": 3}, "2 ranks"),
     ({"offload": "optimizer", "zero_stage": 0}, "--zero_stage 1"),
     ({"log_with": "wandb"}, "pip install"),
@@ -123,28 +130,78 @@ def test_a_difference_is_reported_on_every_rank(process_group, monkeypatch):
 
 # ---- models --------------------------------------------------------------------------------------
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-LAYERS = ["full_attention", "sliding_attention"]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+FALCON = SIZES | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16}
 
 
 @pytest.mark.parametrize(
     "model, words",
     [
-        (transformers.T5Config(), "T5Config"),
-        (transformers.PhiConfig(**SIZES), "head has a bias"),
-        (transformers.MistralConfig(**SIZES, sliding_window=8), "sliding_window=8"),
-        (transformers.Qwen2Config(**SIZES, layer_types=LAYERS), "sliding_attention cannot be"),
+        (transformers.BartConfig(**BART), "an encoder and a decoder"),
+        (transformers.PhiConfig(**SIZES), "its head has a bias"),
+        (transformers.BertConfig(**SIZES, is_decoder=True), "its head has a bias"),
+        (transformers.ViTConfig(**SIZES), "Unrecognized configuration class"),
+        (transformers.FalconH1Config(**FALCON), "does not compute the logits of falcon_h1"),
+        (transformers.LlamaConfig(**SIZES, quantization_config={}), "weights are quantized"),
     ],
+    ids=lambda x: getattr(x, "model_type", ""),
 )
 def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path, model, words):
-    model.save_pretrained(tmp_path / "model")
-    with pytest.raises(UserError, match=f"^--model, --critic: {tmp_path}/model .*{words}.*$"):
-        check.load_config(str(tmp_path / "model"))
+    if model.model_type == "llama":
+        model.quantization_config = {"quant_method": "fp8"}
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").touch()
+    with pytest.raises(UserError, match=f"^--model, --critic: {folder} .*{words}.*$"):
+        check.load_config(str(folder))
 
 
-def test_full_attention_passes(tmp_path):
-    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    assert check.load_config(str(tmp_path)).model_type == "gpt2"
+FILES = [
+    ("adapter_config.json adapter_model.safetensors", "an adapter alone; merge the adapter into"),
+    ("model.gguf", "GGUF files, which are quantized; use the model"),
+    ("config.json model.gguf", "GGUF files, which are quantized; use the model"),
+    ("notes.txt", "no config.json, so it is no model"),
+    ("config.json pytorch_model.bin", r"not in safetensors files; convert them: python -c '.*\)'$"),
+    ("config.json", r"no \*.safetensors file; copy all files of the model"),
+    ("config.json index model-1.safetensors", "file model-2.safetensors is absent; copy all files"),
+]
+
+
+@pytest.mark.parametrize("names, words", FILES)
+def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, names, words):
+    for name in names.split():
+        if name == "index":
+            files = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+            text = json.dumps({"weight_map": files})
+            (tmp_path / "model.safetensors.index.json").write_text(text)
+        else:
+            (tmp_path / name).touch()
+    with pytest.raises(
+        UserError, match=f"^--model, --critic: {tmp_path} cannot be used: .*{words}"
+    ):
+        check.load_config(str(tmp_path))
+
+
+def test_the_advice_on_other_weights_works(tmp_path):
+    """A folder of pytorch_model.bin is converted by the command of its refusal. A model of two
+    files is taken."""
+    folder = maker.make_model(tmp_path / "old")
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError) as refused:
+        check.load_config(str(folder))
+    command = str(refused.value).partition("convert them: ")[2].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert check.load_config(str(folder)).model_type == "qwen2"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for name, tensor in model.state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(tensor, weights[name])
+    model.save_pretrained(tmp_path / "two", max_shard_size="50KB")
+    assert len([*(tmp_path / "two").glob("*.safetensors")]) > 1
+    check.load_config(str(tmp_path / "two"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -87,7 +87,7 @@ def found(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
+def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch, tiny):
     """On a GPU vLLM leaves one thread (`set_torch_threads_for_runtime`), and numbers that the
     trainer computes on the CPU took as many times longer as there are cores."""
 
@@ -103,7 +103,9 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
     torch.set_num_threads(3)
-    sampler = rollout.Sampler(config(stop=["User:", "<|im_end|>", "</answer>"]))
+    sampler = rollout.Sampler(
+        config(model=tiny["model"], stop=["User:", "<|im_end|>", "</answer>"])
+    )
     assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
     end = sampler.tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -21,9 +21,10 @@ BELOW = {
     "variants": {*STAGES, "lib", "tasks"},
     "lib": {"lib"},
 } | dict.fromkeys(STAGES[1:], {"lib"})
-# A file is copied together with these. A copy of ckpt.py reshards nothing.
+# A file is copied together with these. A copy of ckpt.py reshards nothing, and a copy of rollout.py
+# draws from models of text alone.
 COPIED_WITH = {
-    "rollout.py": {"lib.common"},
+    "rollout.py": {"lib.common", "lib.parts"},
     "reward.py": {"lib.common", "lib.equal"},
     "ppo.py": {"lib.common"},
     "ckpt.py": {"lib.common", "lib.reshard"},

@@ -70,17 +70,6 @@ def test_the_defaults_are_orz_s():
 
 
 # Is there a GPU, and flags.
-SDPA = [(False, ""), (True, "--no_bf16"), (True, "--attention sdpa")]
-
-
-@pytest.mark.parametrize("has_gpu, flags", [*SDPA, (True, "")])
-def test_attention_is_pytorch_s_own_in_bf16_on_a_gpu(has_gpu, flags, monkeypatch):
-    """sdpa pays for a whole mask there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    expected = "sdpa" if (has_gpu, flags) in SDPA else "varlen"
-    assert train.parse_flags(flags.split()).attention == expected
-
-
 def test_flags_are_read_and_a_file_of_flags_beside_the_script_is_not(monkeypatch, tmp_path):
     """transformers would read train.args. The defaults of evaluations are training's settings; an
     empty text is no stop string; other spellings are taken."""
@@ -236,7 +225,7 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         ),
         (
             {"model": tmp_path / "empty"},
-            "the folder .*/empty has no config.json, so it is no model$",
+            "/empty cannot be used: it has no config.json, so it is no model$",
         ),
         ({"model": cut_short}, "model.safetensors is damaged .*; copy the file again"),
         ({"model": no_eos}, "its tokenizer has no eos token"),
@@ -257,15 +246,19 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
 
 
 def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_group, tiny, capsys):
-    texts = ["1", "", "1+1+1+", "1+1+1"]
+    texts = ["1", "", "1+1+1+", "1+1+1", "<image>"]
     task = SimpleNamespace()
     task.load_problems = lambda *_, **__: [reward.Problem(9, "", "", text) for text in texts]
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
-    cfg = config(prompt_max_len=5)
+    # As Gemma 3's, this tokenizer has a token that the embedding has no row for.
+    tokenizer.add_tokens([*map("<{}>".format, range(8)), "<image>"])
+    cfg = config(model=tiny["model"], prompt_max_len=5)
     problems = train.prepare_problems(task, ["mine"], cfg, tokenizer)
     assert [(p.index, p.prompt) for p in problems] == [(0, "1"), (3, "1+1+1")]
     assert problems[1].prompt_ids == tokenizer.encode("1+1+1")
-    assert "mine: 2 of 4 prompts are empty or exceed --prompt" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith("mine: 3 of 5 prompts are empty, exceed --prompt_max_len, or have a tok")
+    assert "beyond the 64 of the model" in told
     texts = ["1+1"]
     assert len(train.prepare_problems(task, ["mine"], cfg, tokenizer)) == 1
     assert capsys.readouterr().out == ""
@@ -297,7 +290,8 @@ def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, 
     rows = [{"question": text, "answer": "#### 2"} for text in (" 1+1?\n", "{question}<end>")]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
     paths = [str(DATA / "gsm8k.jsonl"), str(tmp_path / "odd.jsonl")]
-    cfg = train.Config(template="chat", system=system)
+    model = str(maker.make_model(tmp_path / "model", text_tokenizer=True))
+    cfg = train.Config(model=model, template="chat", system=system)
     problems = train.prepare_problems(reward, paths, cfg, tokenizer)
     assert [problem.index for problem in problems] == list(range(102)), "over both files"
     turns = [{"role": "system", "content": system}] if system else []
@@ -321,15 +315,37 @@ def test_a_chat_that_cannot_be_made_is_refused_in_one_line(process_group, tiny):
             train.prepare_problems(reward, [tiny["data"]], cfg, chat_tokenizer(template))
 
 
+THINKING = """{% for message in messages %}{{ message.content }}{% endfor %}
+{%- if not enable_thinking | default(true) %}<think></think>{% endif %}"""
+
+
+def test_switches_of_a_chat_template_are_set_or_refused(process_group, tiny, tmp_path):
+    """Qwen3's and SmolLM3's templates have enable_thinking."""
+    model = str(maker.make_model(tmp_path, text_tokenizer=True))
+
+    def prompt_of(template):
+        cfg = train.Config(model=model, template=template)
+        tokenizer = chat_tokenizer(THINKING)
+        (problem, *_) = train.prepare_problems(reward, [tiny["data"]], cfg, tokenizer)
+        return tokenizer.decode(problem.prompt_ids).removeprefix(problem.question)
+
+    assert prompt_of("chat") == prompt_of("chat?enable_thinking=true") == ""
+    assert prompt_of("chat?enable_thinking=false") == "<think></think>"
+    for query, words in [("thinking=1", "no switch thinking; it reads"), ("x", "bad query field")]:
+        with pytest.raises(UserError, match=rf"^--template chat\?{query}: .*{words}"):
+            prompt_of(f"chat?{query}")
+
+
 def test_a_data_set_has_a_split_and_columns(process_group, tiny, tmp_path):
     rows = [{"problem": "1+1", "solution": "2"}, {"problem": "2+2", "solution": "4"}]
     whole = datasets.Dataset.from_list(rows)
     saved = f"{tmp_path}/saved"
     datasets.DatasetDict({"train": whole, "dev": whole.select([1])}).save_to_disk(saved)
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
+    cfg = config(model=tiny["model"])
     for query, questions in [("", ["1+1", "2+2"]), ("&split=dev", ["2+2"])]:
         path = f"{saved}?columns=problem,solution{query}"
-        problems = train.prepare_problems(reward, [path], config(), tokenizer)
+        problems = train.prepare_problems(reward, [path], cfg, tokenizer)
         assert [problem.question for problem in problems] == questions
     assert problems[0].label == "4"
     file = Path(tiny["data"])
@@ -471,13 +487,13 @@ def test_the_mean_and_the_worst_response_are_judged_apart(monkeypatch, process_g
 
     monkeypatch.setattr(train.ppo, "compute_logprobs", lambda *_: -torch.ones(8 * 4 * 2))
     sampler = SimpleNamespace(generate=generate, gpu=False)
-    policy = SimpleNamespace(device=torch.device("cpu"))
+    policy = SimpleNamespace(device=torch.device("cpu"), module=None)
     weights = [("first", torch.zeros(2)), ("second", torch.tensor([1, of_one]))]
     monkeypatch.setattr(train.models, "named_weights", lambda _: weights)
     if gap == 5e-5:
         assert "5e-05 a token" in train.check_sampler(sampler, policy, problems, config())
         return
-    told = "allowed are 0.0001 and 0.001"
+    told = "allowed are 0.0001 and 0.001; the cause is the "
     if math.isnan(of_one):
         told = "--model -: its weight second has NaN or infinity"
     with pytest.raises(UserError, match=told):

@@ -1,0 +1,100 @@
+"""Models with more parts than text, such as images: the text part is trained.
+
+Trainer and sampler make the text part alone, so the other parts cost no memory. In the files the
+names of the text part's weights have a prefix, such as model.language_model. An export has all
+parts: the trained weights, and the base model's other weights and files unchanged.
+
+Only a run of a model that is not plain (lib/check.py) loads this file.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.utils import cached_file
+
+# Makes the name of a weight in the text part of its name in the files.
+TEXT_NAMES = {
+    r"^language_model\.lm_head": "lm_head",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+# Their classes in vLLM use the embedding as the head, and refuse another weight with this role.
+HEADLESS = ("gemma", "gemma2")
+# An export has a copy of these files of the base model.
+COPIED = {".json", ".jinja", ".txt", ".model"}
+
+
+def text_part(config):
+    """The config of a model's text part. Most models have no other part."""
+    text = config.get_text_config()
+    # The outer config decides. Published text configs often lack this field.
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    return text
+
+
+def read_text_part(source):
+    return text_part(AutoConfig.from_pretrained(source))
+
+
+def folder_of(source) -> Path:
+    """The folder of a model that is a folder or a name on the hub."""
+    return Path(cached_file(source, "config.json")).parent
+
+
+def weights_of(source):
+    """Yields (name in the text part, name in the file, file) of all weights of all parts."""
+    for path in sorted(folder_of(source).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                name = key
+                for pattern, text in TEXT_NAMES.items():
+                    name = re.sub(pattern, text, name)
+                yield name, key, file
+
+
+def sampler_settings(source) -> dict:
+    """Arguments of vLLM's LLM: it makes the text part, and reads no weights."""
+    text = read_text_part(source)
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+    return {"hf_overrides": lambda config: text, "load_format": "dummy"}
+
+
+def fill_sampler(llm, source):
+    """Gives vLLM the text part of the files."""
+    config = read_text_part(source)
+
+    def text_weights():
+        for name, key, file in weights_of(source):
+            if name != key or name == "lm_head.weight":
+                tensor = file.get_tensor(key)
+                yield name, tensor
+                if name == "model.embed_tokens.weight" and has_tied_head(config):
+                    yield "lm_head.weight", tensor
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": text_weights()})
+
+
+def has_tied_head(config):
+    """Must vLLM get the embedding as the head too?"""
+    return config.tie_word_embeddings and config.model_type not in HEADLESS
+
+
+def write(source, out: Path, state_dict: dict):
+    """Writes an export with all parts. state_dict: {name in the text part: trained tensor}."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in folder_of(source).iterdir():
+        if file.suffix in COPIED and not file.name.endswith(".index.json"):
+            shutil.copy(file, out / file.name)
+    dtype = str(next(iter(state_dict.values())).dtype).removeprefix("torch.")
+    config = json.loads((out / "config.json").read_text())
+    config["dtype"] = config["text_config"]["dtype"] = dtype
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = {}
+    for name, key, file in weights_of(source):
+        # The names of other parts are not in state_dict.
+        tensors[key] = state_dict[name] if name in state_dict else file.get_tensor(key)
+    save_torch_state_dict(tensors, out)
