@@ -6,6 +6,7 @@ from their results.
 
 import json
 import re
+from pathlib import Path
 
 import families
 import kernels
@@ -22,7 +23,7 @@ import ppo
 from lib import check
 from lib.common import UserError
 from lib.families import PACKED
-from lib.models import Policy, load_model
+from lib.models import Policy, last_hidden_state, load_model
 
 PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "out" / "families"
@@ -108,25 +109,31 @@ def text_names(model):
             yield name.replace("model.language_model.", "model.")
 
 
-LEAKING = {"Qwen3-Next": 1, "Qwen3.5": 1, "LFM2": 0.1}
+LEAKING = ["Qwen3-Next", "Qwen3.5", "LFM2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEAKING)
 def test_packed_rows_of_recurrent_layers_leak_without_an_error(name, folder_of, process_group):
-    """Why they have a sample a row. The largest difference of a log-prob, in nats."""
-    folder = folder_of(name)
+    """Why each sample has a row there: the last states of a sample behind another sample in a row,
+    and in a row of its own with padding, against the sample without both."""
+    cfg = filled_in(folder_of(name))
+    assert (cfg.packing, cfg.attention) == ("alone", "sdpa")
+    body = load_model(cfg, AutoModelForCausalLM).base_model
     batch = make_batch()
-    gaps = {}
-    for packing in ("packed", "alone"):
-        cfg = filled_in(folder, packing=packing, packing_max_len=200)
-        policy = Policy(load_model(cfg, AutoModelForCausalLM))
-        policy.device = torch.device("cpu")
+    second = int(batch.response_lengths[3])
+
+    def states(rows, **options):
+        micro = ppo.build_rows(batch, rows, **options)
         with torch.no_grad():
-            expected, _ = naive.logprobs(naive_model(name, folder), batch, cfg.temperature)
-        gaps[packing] = (ppo.compute_logprobs(policy, batch, cfg) - expected).abs().max().item()
-    assert gaps["alone"] < 2e-5 and gaps["packed"] > LEAKING[name]
-    keep(name, leak=gaps["packed"])
+            return last_hidden_state(body, micro)[-second:]  # (S, H)
+
+    single = states([[3]], alone=True)
+    leak = (states([[1, 3]]) - single).abs().max().item()
+    # Sample 1 is longer, so sample 3 is padded.
+    padded = (states([[1], [3]], alone=True) - single).abs().max().item()
+    assert padded < 1e-5 and leak > 1
+    keep(name, leak=leak, padded=padded)
 
 
 SMALL = {key: families.SIZES[key] for key in families.SIZES if key != "tie_word_embeddings"}
@@ -218,7 +225,7 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
         more, words = UNSEEN[name]
         done = launch(run, code=2, **flags | more)
         assert re.search(words, done.stderr), done.stderr
-        keep(name, sampler=None)
+        keep(name, sampled=False)
         return
     script = ROOT / "tests" / "packs_experts.py" if name in WITH_EXPERTS else ROOT / "train.py"
     flags |= FLAGS.get(name, {})
@@ -227,7 +234,9 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
     line = jsonl(run / "metrics.jsonl")[1]
     is_bf16 = flags.get("bf16") is True
     assert start < (0.05 if is_bf16 else 1e-5)
-    assert line["step"] == 2 and line["approx_kl"] < (0.02 if is_bf16 else 1e-10)
+    # After an update and a sync. In bf16 a token may get other experts.
+    assert line["step"] == 2 and line["policy_grad_norm"] > 0
+    assert line["approx_kl"] < 0.02 if is_bf16 else abs(line["ratio_max"] - 1) < 1e-5
     check_export(name, folder, run / "policy")
     command = [ROOT / "tools" / "evaluate.py", run, "--out", tmp_path / "evaluated"]
     with started_ranks(command, 1) as [process]:
@@ -236,7 +245,7 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
     last = jsonl(run / "eval.jsonl")[-1]
     [again] = json.loads((tmp_path / "evaluated" / "result.json").read_text())["sets"]
     assert is_bf16 or again["accuracy"] == last["accuracy"]
-    keep(name, sampler=start)
+    keep(name, sampled=True, gap=start)
 
 
 def check_export(name, base, out):
@@ -255,17 +264,55 @@ def check_export(name, base, out):
 
 # ---- the table -----------------------------------------------------------------------------------
 
+WHY = {
+    "LFM2": "no: its convolution in vLLM's CPU code differs by 0.08 a token",
+    "Qwen3.5": "no: its class in vLLM imports torchvision, which the CPU stack lacks",
+}
+HEAD = """| family | rows | attention | trainer | sampler on a CPU |
+|---|---|---|---|---|
+"""
+MARKS = ("<!-- tests/test_families.py writes this table -->\n", "\n<!-- end of the table -->")
+
+
+def results_of(name) -> Path:
+    return RESULTS / f"{name.replace(' ', '_')}.json"
+
 
 def keep(name, **found):
     """Adds what a test found to the results of its family."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name.replace(' ', '_')}.json"
+    path = results_of(name)
     results = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(results | found))
 
 
+def describe(name, rows, attention, sampled, **_) -> str:
+    """A row of the table."""
+    sampler = "yes" if sampled else WHY[name]
+    if sampled and name in FLAGS:
+        sampler = "yes, in bf16"
+    if name in WITH_EXPERTS:
+        sampler += "; the test mends vLLM's sync of experts"
+    return f"| {name} | {rows} | {attention} | yes | {sampler} |"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_docs_have_the_results(name, folder_of):
+    """What the slow tests expect is what the page says."""
+    cfg = filled_in(folder_of(name))
+    assert describe(name, cfg.packing, cfg.attention, name not in UNSEEN) in PAGE.read_text()
+
+
 def main():
-    raise SystemExit("later")
+    """Writes the table of docs/models.md from the results of the last slow tests."""
+    rows = []
+    for name in families.FAMILIES:
+        rows.append(describe(name, **json.loads(results_of(name).read_text())))
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    PAGE.write_text(before + MARKS[0] + HEAD + "\n".join(rows) + MARKS[1] + after)
+    for name in families.FAMILIES:
+        print(name, results_of(name).read_text())
 
 
 if __name__ == "__main__":
