@@ -12,10 +12,9 @@ import re
 import shutil
 from pathlib import Path
 
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import save_torch_state_dict, snapshot_download
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-from transformers.utils import cached_file
 
 # Makes the name of a weight in the text part of its name in the files.
 TEXT_NAMES = {
@@ -31,8 +30,12 @@ COPIED = {".json", ".jinja", ".txt", ".model"}
 def text_part(config):
     """The config of a model's text part. Most models have no other part."""
     text = config.get_text_config()
-    # The outer config decides. Published text configs often lack this field.
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    if text is config:
+        return config
+    # The two configs often differ here, because one of them has a default. Then the files decide.
+    if getattr(config, "tie_word_embeddings", False) != text.tie_word_embeddings:
+        names = {name for name, _, _ in weights_of(config.name_or_path)}
+        text.tie_word_embeddings = "lm_head.weight" not in names
     return text
 
 
@@ -42,7 +45,10 @@ def read_text_part(source):
 
 def folder_of(source) -> Path:
     """The folder of a model that is a folder or a name on the hub."""
-    return Path(cached_file(source, "config.json")).parent
+    if Path(source).is_dir():
+        return Path(source)
+    patterns = ["*.safetensors", *(f"*{suffix}" for suffix in COPIED)]
+    return Path(snapshot_download(source, allow_patterns=patterns))
 
 
 def weights_of(source):
@@ -96,5 +102,7 @@ def write(source, out: Path, state_dict: dict):
     tensors = {}
     for name, key, file in weights_of(source):
         # The names of other parts are not in state_dict.
-        tensors[key] = state_dict[name] if name in state_dict else file.get_tensor(key)
+        trained = state_dict.get(name)
+        # A trained tensor may be a part of a larger one, which cannot be saved.
+        tensors[key] = file.get_tensor(key) if trained is None else trained.clone()
     save_torch_state_dict(tensors, out)

@@ -99,7 +99,8 @@ def config(**changes):
     """A run's settings, a train.Config: SMALL with these changes. Each name must be a flag."""
     import train
 
-    return train.parse_flags(arguments(SMALL | {"model": "-", "data": "-"} | changes))
+    own = {"model": "-", "data": "-", "attention": "sdpa"}
+    return train.parse_flags(arguments(SMALL | own | changes))
 
 
 def run_tool(name, *words) -> tuple[int, str, str]:

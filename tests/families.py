@@ -85,6 +85,8 @@ def make_config(name):
         return config_class(text_config=fields, vision_config=IMAGES, **tokens)
     if name == "Qwen3.5":
         tokens = QWEN_TOKENS | {"tie_word_embeddings": True}
+        # As where a published text config lacks the field.
+        fields["tie_word_embeddings"] = False
         return config_class(text_config=fields, vision_config=QWEN_IMAGES, **tokens)
     return config_class(**fields)
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import ppo
 import reward
 import train
-from lib import models
+from lib import check, models
 from lib.common import Stopped, UserError, start_distributed, stop_together
+from lib.head import ChunkedHead
 from lib.metrics import Clock
 from lib.signals import Signals
 from rollout import Rollout, Sampler, draw, make_requests, problem_seeds
@@ -171,8 +173,14 @@ def one_step_behind(policy):
         yield name, tensor + 1e-3
 
 
+def without_positions(micro) -> dict:
+    """The samples of a row see each other, as in a model with recurrent layers."""
+    return {"input_ids": micro.input_ids, "use_cache": False}
+
+
 def main(out: str, *argv: str) -> None:
     cfg = train.parse_flags(list(argv))
+    check.fill_in(cfg)
     store = start_distributed()[3]
     rollout = Rollout(reward, Signals(store), cfg)
     sampler = rollout.sampler
@@ -182,6 +190,11 @@ def main(out: str, *argv: str) -> None:
     for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):
         sampler.sync(weights(policy))
         found[name] = said(train.check_sampler, sampler, policy, problems, cfg)
+    sampler.sync(models.named_weights(policy))
+    with mock.patch.object(ChunkedHead, "scale", 1.5):
+        found["another head"] = said(train.check_sampler, sampler, policy, problems, cfg)
+    with mock.patch.object(ppo.MicroBatch, "model_inputs", without_positions):
+        found["a leak"] = said(train.check_sampler, sampler, policy, problems, cfg)
     found["reports usage"] = is_usage_stats_enabled()
     # It comes last: the engine that fails leaves half of itself behind.
     found["small cache"] = said(Sampler, dataclasses.replace(cfg, kv_cache_gb=0.00001))["refused"]

@@ -1,7 +1,7 @@
 """Each family of docs/models.md: a tiny random model is trained, and its samples are kept apart.
 
-Most of these tests are slow. `python tests/test_families.py` writes the table of docs/models.md
-from their results.
+Most of these tests are slow. `PYTHONPATH=. python tests/test_families.py` writes the table of
+docs/models.md from their results.
 """
 
 import json
@@ -12,6 +12,7 @@ import families
 import kernels
 import naive
 import pytest
+import tiny as maker
 import torch
 from conftest import ROOT, jsonl, launch, started_ranks
 from ppo_worker import config, make_batch
@@ -19,11 +20,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import ckpt
 import ppo
 from lib import check
 from lib.common import UserError
 from lib.families import PACKED
-from lib.models import Policy, last_hidden_state, load_model
+from lib.models import Policy, last_hidden_state, load_model, make_policy, named_weights
 
 PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "out" / "families"
@@ -132,7 +134,7 @@ def test_packed_rows_of_recurrent_layers_leak_without_an_error(name, folder_of, 
     leak = (states([[1, 3]]) - single).abs().max().item()
     # Sample 1 is longer, so sample 3 is padded.
     padded = (states([[1], [3]], alone=True) - single).abs().max().item()
-    assert padded < 1e-5 and leak > 1
+    assert padded < 1e-5 and leak > 0.5
     keep(name, leak=leak, padded=padded)
 
 
@@ -246,6 +248,45 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
     [again] = json.loads((tmp_path / "evaluated" / "result.json").read_text())["sets"]
     assert is_bf16 or again["accuracy"] == last["accuracy"]
     keep(name, sampled=True, gap=start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNSEEN)
+def test_two_updates_and_an_export_without_a_sampler(name, folder_of, tmp_path, process_group):
+    """Of the families that vLLM's CPU build cannot sample from."""
+    folder = folder_of(name)
+    cfg = filled_in(folder)
+    policy = make_policy(cfg)
+    batch = make_batch()
+    ppo.compute_advantages(batch, cfg)
+    for step in range(2):
+        ppo.train_policy(policy, batch, cfg, step, total_steps=2)
+    ckpt.export(tmp_path, policy.module.model, named_weights(policy), maker.char_tokenizer())
+    check_export(name, folder, tmp_path)
+    # The exported folder is a base model of the same kind.
+    again = make_policy(filled_in(tmp_path))
+    for (key, trained), (other, loaded) in zip(named_weights(policy), named_weights(again)):
+        assert key == other and torch.equal(trained, loaded), key
+
+
+@pytest.mark.slow
+def test_each_end_token_of_generation_config_ends_a_response(tiny, tmp_path):
+    """Chat models have two: the end of a turn, and the end of a text."""
+    folder = maker.make_model(tmp_path / "model")
+    config = {"eos_token_id": [0, 7], "do_sample": True, "top_k": 1, "repetition_penalty": 9.0}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    flags = tiny | {"model": folder, "max_steps": 1, "log_samples": 0, "log_tokens": 16}
+    launch(tmp_path / "run", **flags)
+    ends = set()
+    tokens = dict(enumerate(maker.char_tokenizer().convert_ids_to_tokens(range(56))))
+    for sample in jsonl(tmp_path / "run" / "samples.jsonl"):
+        *before, last = sample["tokens"]
+        assert not {tokens[0], tokens[7]} & set(before)
+        ends.add((sample["finish_reason"], last))
+    assert {("stop", tokens[0]), ("stop", tokens[7])} <= ends
+    # The other settings of the file change nothing: top_k 1 would make all samples alike.
+    saved = json.loads((tmp_path / "run" / "policy" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [0, 7]
 
 
 def check_export(name, base, out):

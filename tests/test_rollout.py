@@ -317,6 +317,18 @@ def test_wrong_weights_are_refused_with_both_numbers(found):
     assert line.startswith("--model ") and "\n" not in line
 
 
+CAUSES = {
+    "one step behind": "sampler: vLLM computes this model otherwise than transformers does",
+    "another head": "head: lib/head.py computes other logits than transformers",
+    "a leak": "packing: the samples of a row see each other; add --packing alone",
+}
+
+
+@pytest.mark.parametrize("fault, cause", CAUSES.items())
+def test_the_refusal_names_the_cause(found, fault, cause):
+    assert f"; the cause is the {cause}" in found[fault]["refused"]
+
+
 @pytest.mark.parametrize(
     "flags, is_gpu, mean_and_worst",
     [

@@ -315,6 +315,21 @@ def test_a_chat_that_cannot_be_made_is_refused_in_one_line(process_group, tiny):
             train.prepare_problems(reward, [tiny["data"]], cfg, chat_tokenizer(template))
 
 
+def test_a_tokenizer_that_adds_a_bos_adds_none_to_a_template(process_group, tiny, tmp_path):
+    """Llama's and Gemma's tokenizers add one. The template decides."""
+    tokenizer = maker.make_text_tokenizer(512)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.add_bos_token = True
+    tokenizer.chat_template = "<s>" + CHAT
+    bos = tokenizer.bos_token_id
+    assert tokenizer("1+1")["input_ids"][0] == bos
+    model = str(maker.make_model(tmp_path, text_tokenizer=True, vocab=600))
+    for template, count in [("orz", 1), ("{bos}{question}", 1), ("chat", 1), ("plain", 0)]:
+        cfg = train.Config(model=model, template=template)
+        (problem, *_) = train.prepare_problems(reward, [tiny["data"]], cfg, tokenizer)
+        assert problem.prompt_ids.count(bos) == problem.prompt_ids[:1].count(bos) == count
+
+
 THINKING = """{% for message in messages %}{{ message.content }}{% endfor %}
 {%- if not enable_thinking | default(true) %}<think></think>{% endif %}"""
 

@@ -45,7 +45,7 @@ import ppo
 import reward
 import rollout
 import train
-from lib import models
+from lib import check, models
 from lib.common import start_distributed
 from tools import base_model, cost, memory
 from tools.runs import read_lines
@@ -98,7 +98,9 @@ def random_model(folder: str, shape: str, **changes) -> str:
 def make_config(model: str, flags: str) -> train.Config:
     own = "--zero_stage 2" if ON_GPU else FP32
     words = shlex.split(f"--model {model} --data - --stop '' --max_norm 0 {own} {flags}")
-    return train.parse_flags(words)
+    cfg = train.parse_flags(words)
+    check.fill_in(cfg)
+    return cfg
 
 
 def make_batch(shortest: int, longest: int, device) -> ppo.Batch:

@@ -16,6 +16,7 @@ bytes a parameter on the disk, and as much memory.
 """
 
 import collections
+import functools
 import json
 import os
 import shutil
@@ -177,12 +178,27 @@ def export(path: Path, out: Path):
             wrong -= set(model._tied_weights_keys or ())
         if wrong:
             raise UserError(f"{path}: {name} does not fit its config in {sorted(wrong)[:3]}")
+        if name == "policy":
+            add_other_parts(model, flags["model"])
         # After an interrupt, OUT has no folder that is not whole.
         unfinished = out / f".{name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         ckpt.write_export(unfinished, model, weights, tokenizer)
         unfinished.rename(out / name)
         print(f"wrote {out / name}")
+
+
+def add_other_parts(model, source):
+    """Makes the export of a model with images, say, have all parts of its base model."""
+    try:
+        whole = AutoConfig.from_pretrained(source)
+    except OSError:
+        print(f"{source} is not here, so the export has the text part alone")
+        return
+    if whole.get_text_config() is not whole:
+        from lib import parts
+
+        model.save_pretrained = functools.partial(parts.write, source)
 
 
 def engine_names(path: Path) -> list[str]:
