@@ -50,6 +50,8 @@ def check(config, skeleton):
     if config.is_encoder_decoder:
         raise ValueError("it has an encoder and a decoder; use a model with a decoder alone")
     text = parts.text_part(config)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"transformers has no causal language model of the kind {text.model_type}")
     head = skeleton(text).get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError("its head has a bias or is not linear; lib/head.py needs a linear head")

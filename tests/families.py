@@ -37,7 +37,10 @@ DELTA_NET = {
 }
 IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 IMAGES |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+PIXTRAL = IMAGES | {"model_type": "pixtral", "head_dim": 16}
 GEMMA_3 = WINDOW | BOTH | {"query_pre_attn_scalar": 32}
+GEMMA_4 = WINDOW | BOTH | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 16}
+GEMMA_4 |= {"vocab_size_per_layer_input": 64}
 LLAMA_4 = {"intermediate_size_mlp": 128, "num_local_experts": 2, "attention_chunk_size": 128}
 LLAMA_4 |= {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 4.0}
@@ -60,9 +63,11 @@ FAMILIES = {
     "Llama 4 text": ("Llama4TextConfig", LLAMA_4 | UNTIED),
     "Mistral": ("MistralConfig", WINDOW | UNTIED),
     "Ministral": ("MinistralConfig", WINDOW | BOTH | UNTIED),
+    "Ministral 3": ("Mistral3Config", UNTIED | {"model_type": "ministral3"}),
     "Gemma 2": ("Gemma2Config", WINDOW | BOTH | {"query_pre_attn_scalar": 32}),
     "Gemma 3 text": ("Gemma3TextConfig", GEMMA_3),
     "Gemma 3": ("Gemma3Config", GEMMA_3),
+    "Gemma 4": ("Gemma4Config", GEMMA_4),
     "OLMo 2": ("Olmo2Config", UNTIED),
     "OLMo 3": ("Olmo3Config", WINDOW | BOTH | UNTIED),
     "Phi 3": ("Phi3Config", UNTIED),
@@ -83,6 +88,10 @@ def make_config(name):
         tokens = {"mm_tokens_per_image": 4, "image_token_index": 60}
         tokens |= {"boi_token_index": 61, "eoi_token_index": 62}
         return config_class(text_config=fields, vision_config=IMAGES, **tokens)
+    if name == "Gemma 4":
+        return config_class(text_config=fields | {"pad_token_id": 0})
+    if name == "Ministral 3":
+        return config_class(text_config=fields, vision_config=PIXTRAL, image_token_index=60)
     if name == "Qwen3.5":
         tokens = QWEN_TOKENS | {"tie_word_embeddings": True}
         # As where a published text config lacks the field.
@@ -107,6 +116,9 @@ def make_model(name, folder) -> Path:
             # Zeros and ones test nothing. A_log and dt_bias have values of their own.
             if parameter.dim() == 1 and "A_log" not in parameter_name:
                 parameter.data += 0.1 * torch.randn(parameter.shape)
+            if name == "Gemma 4" and "q_norm" in parameter_name:
+                # Its scores are not scaled. So large ones would make the gradient inexact.
+                parameter.data *= 0.2
     folder = Path(folder)
     model.save_pretrained(folder)
     tiny.char_tokenizer().save_pretrained(folder)

@@ -142,7 +142,7 @@ FALCON = SIZES | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16}
         (transformers.BartConfig(**BART), "an encoder and a decoder"),
         (transformers.PhiConfig(**SIZES), "its head has a bias"),
         (transformers.BertConfig(**SIZES, is_decoder=True), "its head has a bias"),
-        (transformers.ViTConfig(**SIZES), "Unrecognized configuration class"),
+        (transformers.ViTConfig(**SIZES), "no causal language model of the kind vit"),
         (transformers.FalconH1Config(**FALCON), "does not compute the logits of falcon_h1"),
         (transformers.LlamaConfig(**SIZES, quantization_config={}), "weights are quantized"),
     ],

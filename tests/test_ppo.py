@@ -213,6 +213,34 @@ def micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world: int) -> 
     return ranks
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_one_sample_hold_no_more_tokens_than_packed_rows(seed, monkeypatch):
+    """With --packing alone. Rows of about one length share a micro-batch, and padding counts up, so
+    that transformers finds one sample in each row."""
+    rng = random.Random(seed)
+    prompts = [[1] * rng.randint(1, 20) for _ in range(40)]
+    responses = [[2 + k] * rng.randint(1, 44) for k in range(40)]
+    batch = batch_of_lists(prompts, responses)
+    cfg = config(packing="alone", packing_max_len=64, micro_train_batch_size=4)
+    world = rng.randint(1, 3)
+    ranks = micro_batches_of_all_ranks(monkeypatch, batch, batch.all_indices(), cfg, world)
+    seen = []
+    for micros in ranks:
+        real = [micro for micro in micros if micro.mask.any()]
+        lengths = [micro.input_ids.shape[1] for micro in real]
+        assert lengths == sorted(lengths, reverse=True) and len(real) < 40 / world
+        for micro in real:
+            rows, length = micro.input_ids.shape
+            assert rows * length <= 4 * 64 and micro.borders is None
+            assert torch.equal(micro.position_ids, torch.arange(length).expand(rows, length))
+            for row, predict in zip(micro.input_ids, micro.predict):
+                (sample,) = set(row[row > 1].tolist())
+                response = responses[sample - 2]
+                assert row[predict.roll(1)].tolist() == response
+                seen.append(sample)
+    assert sorted(seen) == [2 + k for k in range(40)]
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
     """Over all ranks and micro-batches, stop tokens included, prompts not. ORZ lost some samples

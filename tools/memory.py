@@ -8,10 +8,10 @@ attention with varlen kernels, and DeepSpeed's defaults except for the settings 
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
 
 import ppo
-from lib import check
+from lib import check, parts
 
 GIB = 2**30
 VISIBLE = 0.989  # A card of 80 GB shows 79.1 GiB.
@@ -37,10 +37,34 @@ SHAPES = {
 }
 
 
+# The text part of Qwen3.5-0.8B. Three of four layers are recurrent.
+QWEN_3_5 = {
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+}
+
+
 def model_config(name: str, **changes):
-    """Returns the config of SHAPES, of a folder, or of the hub. Raises OSError or ValueError."""
+    """Returns the config of the text part of a model. Raises OSError or ValueError.
+
+    name: a key of SHAPES, a folder, or a name on the hub.
+    """
+    if name == "Qwen/Qwen3.5-0.8B":
+        return Qwen3_5TextConfig(**QWEN_3_5 | changes)
     if name not in SHAPES:
-        return AutoConfig.from_pretrained(name, **changes)
+        return parts.text_part(AutoConfig.from_pretrained(name, **changes))
     shape = dict(zip(FIELDS, SHAPES[name])) | {"max_position_embeddings": 131072}
     return Qwen2Config(**shape | changes)
 
@@ -56,6 +80,12 @@ class Sizes:
         self.intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
+        # Recurrent layers have a state for each sequence in the place of keys and values.
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.layers
+        self.recurrent = sum("attention" not in kind or "linear" in kind for kind in kinds)
+        self.state = getattr(config, "linear_num_value_heads", 0) * (
+            getattr(config, "linear_key_head_dim", 0) * getattr(config, "linear_value_head_dim", 0)
+        )
         # The keys of one token in one layer. The values have the same size.
         self.keys = key_heads * (getattr(config, "head_dim", None) or self.hidden // heads)
         self.embedding = self.embeddings = self.vocab * self.hidden
@@ -149,8 +179,10 @@ class Rank:
         if cfg.kv_cache_gb is not None:
             self.sampler = cfg.kv_cache_gb * GIB + without_cache
         # The keys and values of one token.
-        self.kv_bytes = 2 * sizes.layers * sizes.keys * self.width
+        self.kv_bytes = 2 * (sizes.layers - sizes.recurrent) * sizes.keys * self.width
         room = max(0, self.sampler - without_cache)
+        # vLLM holds the states of recurrent layers in fp32.
+        room = max(0, room - 4 * cfg.micro_rollout_batch_size * sizes.recurrent * sizes.state)
         self.kv_tokens = int(room * cfg.tensor_parallel / self.kv_bytes)
         # At sync the weights come first, and the cache follows.
         early = self.sampler_weights + ASLEEP

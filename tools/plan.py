@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ppo
 import train
-from lib import check
+from lib import check, families
 from lib.common import UserError, one_line
 from tools import cost
 from tools.memory import USABLE, Memory, estimate, model_config, total
@@ -31,18 +31,23 @@ ADVICE = """use more GPUs or --offload optimizer; critic and policy need less wi
     lower --gpu_memory_utilization"""
 
 
-def print_batches(cfg, world: int) -> None:
-    """The samples, tokens and updates of one step."""
+def print_batches(cfg, config, world: int) -> None:
+    """The samples, tokens and updates of one step. config: of the model."""
     samplers = world // cfg.tensor_parallel
     samples = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     tokens = samples * min(cfg.generate_max_len, cfg.max_len)
     samples_per_row = max(1, cfg.packing_max_len // cfg.max_len)
     rows = math.ceil(samples / world / samples_per_row)
     micro_batches = math.ceil(rows / cfg.micro_train_batch_size)
+    rows = f"{rows} rows of {cfg.packing_max_len}"
+    is_packed = config.model_type in families.PACKED.split()
+    if cfg.packing == "alone" or (cfg.packing == "auto" and not is_packed):
+        # The rows of a micro-batch have as many tokens as packed rows, padding included.
+        rows = f"{math.ceil(samples / world)} rows of one sample"
     share = f"{samples // samplers} for a sampler"
     print(f"{world} rank(s), {samplers} sampler(s) of {cfg.tensor_parallel}")
     print(f"a step: at most {samples} samples, {share}, {tokens:,} tokens")
-    print(f"a rank: at most {rows} rows of {cfg.packing_max_len}, {micro_batches} micro-batches")
+    print(f"a rank: at most {rows}, {micro_batches} micro-batches")
 
 
 def listed(items: dict[str, float], between: str = " + ") -> str:
@@ -118,12 +123,12 @@ def print_plan(args, cfg) -> None:
         # The check of --attention would look for a GPU of this machine. The plan is for others.
         cfg = dataclasses.replace(cfg, attention="sdpa")
     check.check_config(cfg, world, ppo.ESTIMATORS)
-    print_batches(cfg, world)
     try:
         config = model_config(cfg.model)
     except (OSError, ValueError) as error:
         told = f"--model {cfg.model} cannot be read ({one_line(error).partition('. ')[0]})"
         raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
+    print_batches(cfg, config, world)
     card_gb = args.card_gb or (args.card.gb if args.card else 80)
     memory = estimate(cfg, config, world, card_gb)
     print_memory(memory, cfg)
