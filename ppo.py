@@ -182,14 +182,12 @@ def pack(sizes: list[int], indices: list[int], row_limit: int) -> list[list[int]
 def sort_by_length(sizes: list[int], indices: list[int], limit: int) -> list[list[list[int]]]:
     """Makes micro-batches of rows of one sample, the longest first. Each micro-batch has at most
     `limit` tokens, padding included."""
+    ordered = longest_first(sizes, indices)
     micros = []
-    left = 0  # rows that still fit into the last micro-batch
-    for i in longest_first(sizes, indices):
-        if left == 0:
-            micros.append([])
-            left = limit // sizes[i]
-        micros[-1].append([i])
-        left -= 1
+    while ordered:
+        count = max(1, limit // sizes[ordered[0]])
+        micros.append([[i] for i in ordered[:count]])
+        ordered = ordered[count:]
     return micros
 
 

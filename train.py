@@ -81,7 +81,7 @@ class Learning:
     """Flags that decide what is learnt. A resume refuses other values. Defaults are ORZ's."""
 
     model: str | None = None  # A causal LM: a folder or a name on the hub. Default: the demo's.
-    template: str = "orz"  # The prompt: orz, demo, plain, chat, chat?SWITCH=VALUE, or a text.
+    template: str = "orz"  # Prompt: orz, demo, plain, chat, chat?SWITCH=VALUE or text with {question}.
     system: str | None = None  # The system message of --template chat.
     answer_form: str = "orz"  # Where the answer stands: orz, boxed_anywhere, last_number, hashes.
     task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
@@ -138,7 +138,7 @@ class Config(Learning):
     # ---- where and how fast
     zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
-    packing: str = "auto"  # alone: a sample a row. auto: packed, where rows keep samples apart.
+    packing: str = "auto"  # packed: several samples a row. alone: one. auto: as the model needs.
     packing_max_len: int = 16384  # Length of a row of packed samples, in tokens. At least max_len.
     micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
     gradient_checkpointing: bool = True  # Saves most activation memory, costs a third more compute.

@@ -65,8 +65,10 @@ def explain_gap(cfg, policy, weights, find_gaps, limit, found) -> str:
     for name, weight in weights:
         if not weight.isfinite().all():
             return f"--model {cfg.model}: its weight {name} has NaN or infinity"
-    # With this limit no row has room for a second sample.
-    alone = dataclasses.replace(cfg, packing_max_len=0)
+    alone = dataclasses.replace(cfg, packing="alone")
+    if cfg.attention == "varlen":
+        # This attention needs the borders of packed rows. No row has room for a second sample.
+        alone = dataclasses.replace(cfg, packing_max_len=0)
     if find_gaps(policy, alone).mean() < limit:
         why = "packing: the samples of a row see each other; add --packing alone"
     elif find_gaps(with_own_logits(policy.module), alone).mean() < limit:
