@@ -81,7 +81,7 @@ class Learning:
     """Flags that decide what is learnt. A resume refuses other values. Defaults are ORZ's."""
 
     model: str | None = None  # A causal LM: a folder or a name on the hub. Default: the demo's.
-    template: str = "orz"  # Prompt: orz, demo, plain, chat, chat?SWITCH=VALUE or text with {question}.
+    template: str = "orz"  # orz, demo, plain, chat, chat?SWITCH=VALUE, or a text with {question}.
     system: str | None = None  # The system message of --template chat.
     answer_form: str = "orz"  # Where the answer stands: orz, boxed_anywhere, last_number, hashes.
     task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
