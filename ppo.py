@@ -194,8 +194,8 @@ def sort_by_length(sizes: list[int], indices: list[int], limit: int) -> list[lis
 def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     """Makes the tensors of these rows. rows: the indices of the samples of each row.
 
-    alone: each row has one sample. Its padding continues the sample. No token sees a later token,
-    so the padding changes nothing.
+    alone: each row has one sample. The positions of its padding count on from its last position. No
+    token sees a later token, so the padding changes nothing.
     """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     parts = []  # tokens of each sample and each padding
@@ -232,10 +232,8 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
         fields["predict"].append(predict + [False] * padding)
     fields["mask"] = [1.0] * len(fields["token_ids"])
     tensors = {name: torch.tensor(x, device=batch.device) for name, x in fields.items()}
-    borders = None
-    if not alone:
-        borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
-    return MicroBatch(**tensors, borders=borders, longest=max(parts))
+    borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
+    return MicroBatch(**tensors, borders=None if alone else borders, longest=max(parts))
 
 
 def filler(device) -> MicroBatch:
@@ -265,12 +263,12 @@ def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
     alone = cfg.packing == "alone"
     if alone:
         limit = rows_per_micro * cfg.packing_max_len
-        parts = sort_by_length(batch.sample_lengths, mine, limit)
+        groups = sort_by_length(batch.sample_lengths, mine, limit)
     else:
         rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
         starts = range(0, len(rows), rows_per_micro)
-        parts = [rows[start : start + rows_per_micro] for start in starts]
-    micros = [build_rows(batch, rows, alone) for rows in parts]
+        groups = [rows[start : start + rows_per_micro] for start in starts]
+    micros = [build_rows(batch, rows, alone) for rows in groups]
     most = torch.tensor(len(micros), device=batch.device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     while len(micros) < int(most):

@@ -138,7 +138,7 @@ class Config(Learning):
     # ---- where and how fast
     zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
-    packing: str = "auto"  # packed: several samples a row. alone: one. auto: as the model needs.
+    packing: str = "auto"  # packed: several samples a row. alone: one. auto: as the family allows.
     packing_max_len: int = 16384  # Length of a row of packed samples, in tokens. At least max_len.
     micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
     gradient_checkpointing: bool = True  # Saves most activation memory, costs a third more compute.
@@ -252,8 +252,7 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     ranks, also if the files of two machines differ.
     """
     problems = []
-    # chat may have switches: chat?enable_thinking=false.
-    template = "chat" if cfg.template.startswith("chat?") else cfg.template
+    template = "chat" if check.is_chat(cfg.template) else cfg.template
     with raise_together():
         for path in paths:
             file, options = parse_path(path)
@@ -276,8 +275,8 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
             kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
     if len(kept) < len(problems):
         print0(
-            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are empty, exceed "
-            f"--prompt_max_len, or have a token beyond the {vocabulary} of the model; left out"
+            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are left out: they "
+            f"are empty, exceed --prompt_max_len, or have a token beyond the model's {vocabulary}"
         )
     if not kept:
         from lib.advice import no_prompts
@@ -288,12 +287,11 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
 
 def parse_path(path):
     """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems."""
-    file, _, query = path.partition("?")
-    if not query:
-        return file, {}
-    from lib.queries import data_options
+    if "?" not in path:
+        return path, {}
+    from lib.queries import split_query
 
-    return file, data_options(path, file, query)
+    return split_query(path)
 
 
 def problems_hash(problems):
@@ -375,24 +373,25 @@ def check_sampler(sampler, policy, problems, cfg):
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
+    limits = allowed_gap(cfg, sampler.gpu)
 
-    def find_gaps(policy, cfg):
-        return (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()
+    def find_gap(policy, cfg):
+        """The two means. Are both small enough?"""
+        logprobs = ppo.compute_logprobs(policy, batch, cfg)  # (T,)
+        gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
+        means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
+        # The maximum of torch is NaN if one number is NaN. Python's max would hide the NaN.
+        gap = gaps.mean().item(), means.max().item()
+        # With a NaN a comparison is false, and the run ends here.
+        return gap, gap[0] < limits[0] and gap[1] < limits[1]
 
-    gaps = find_gaps(policy, cfg)  # (T,)
-    means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
-    mean = gaps.mean().item()
-    # The maximum of torch is NaN if one number is NaN. Python's max would hide the NaN.
-    worst = means.max().item()
-    mean_limit, worst_limit = allowed_gap(cfg, sampler.gpu)
+    (mean, worst), is_small = find_gap(policy, cfg)
     found = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
-    # With a NaN both comparisons are false, and the run ends here.
-    if not (mean < mean_limit and worst < worst_limit):
+    if not is_small:
         from lib.advice import explain_gap
 
-        found += f"; allowed are {mean_limit} and {worst_limit}"
-        weights = models.named_weights(policy)
-        raise UserError(explain_gap(cfg, policy, weights, find_gaps, mean_limit, found))
+        found += "; allowed are {} and {}".format(*limits)
+        raise UserError(explain_gap(cfg, policy, models.named_weights(policy), find_gap, found))
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from lib.common import one_line, print0
+from lib.common import UserError, one_line, print0
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
@@ -56,11 +56,11 @@ def add_help(parser, config, choices):
             action.help = argparse.SUPPRESS
 
 
-def explain_gap(cfg, policy, weights, find_gaps, limit, found) -> str:
+def explain_gap(cfg, policy, weights, find_gap, found) -> str:
     """Why sampler and trainer differ. A collective.
 
-    weights: (name, tensor) pairs. find_gaps(policy, cfg): the differences, (T,). limit: of their
-    mean. found: the differences in words.
+    weights: (name, tensor) pairs. find_gap(policy, cfg): the two means, and are they small enough?
+    found: the differences in words.
     """
     for name, weight in weights:
         if not weight.isfinite().all():
@@ -69,16 +69,15 @@ def explain_gap(cfg, policy, weights, find_gaps, limit, found) -> str:
     if cfg.attention == "varlen":
         # This attention needs the borders of packed rows. No row has room for a second sample.
         alone = dataclasses.replace(cfg, packing_max_len=0)
-    if find_gaps(policy, alone).mean() < limit:
-        why = "packing: the samples of a row see each other; add --packing alone"
-    elif find_gaps(with_own_logits(policy.module), alone).mean() < limit:
-        why = "head: lib/head.py computes other logits than transformers"
-    else:
-        why = (
-            "sampler: vLLM computes this model otherwise than transformers does, or has other "
-            "weights"
-        )
-    return f"--model {cfg.model}: {found}; the cause is the {why}"
+    cause = "sampler: vLLM computes other logits than transformers, or has other weights"
+    try:
+        if cfg.packing == "packed" and find_gap(policy, alone)[1]:
+            cause = "packing: the samples of a row see each other; add --packing alone"
+        elif find_gap(with_own_logits(policy.module), alone)[1]:
+            cause = "head: lib/head.py computes other logits than transformers"
+    except torch.OutOfMemoryError:
+        cause = "head or the sampler; there is not enough memory to find out which"
+    return f"--model {cfg.model}: {found}; the cause is the {cause}"
 
 
 def with_own_logits(module):
@@ -100,15 +99,32 @@ def with_own_logits(module):
 
 
 def tell_idle_flags(cfg):
-    """Prints the flags that only a critic reads. The run has none."""
+    """Prints the changed flags that only a critic reads. It is for a run without a critic."""
     for name in ("gamma", "lambd", "critic_updates", "critic_learning_rate", "value_clip"):
         value = getattr(cfg, name)
         if value != getattr(type(cfg), name):
             print0(f"--{name} {value} has no effect: --estimator {cfg.estimator} has no critic")
 
 
-def check_files(folder):
-    """Raises ValueError for a folder that is no model, or that lacks a file of its weights."""
+def check_index(index):
+    """What is wrong with the file that names the files of weights, or None."""
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"its file {index.name} is damaged; copy the file again"
+    lacking = sorted(name for name in files if not (index.parent / name).exists())
+    if lacking:
+        return f"its file {lacking[0]} is absent; copy all files of the model"
+
+
+def check_folder(model):
+    """Raises UserError for a folder that is no model, or that lacks a file of its weights."""
+    folder = Path(model)
+    if not folder.is_dir():
+        # A name of the hub has at most one slash.
+        if model.startswith(("/", ".")) or model.count("/") > 1:
+            raise UserError(f"--model, --critic: there is no folder {model}")
+        return
 
     def has(pattern):
         return any(folder.glob(pattern))
@@ -116,16 +132,15 @@ def check_files(folder):
     why = None
     index = folder / "model.safetensors.index.json"
     if has("adapter_config.json") and not has("config.json"):
-        why = "it has an adapter alone; merge the adapter into its base model, and use the result"
+        why = "it has only an adapter; merge the adapter into its base model, and use the result"
     elif has("*.gguf") and not has("*.safetensors"):
         why = "it has GGUF files, which are quantized; use the model that they were made from"
+    elif (folder / "policy" / "config.json").exists():
+        why = f"it is the folder of a run; name {folder}/policy"
     elif not has("config.json"):
         why = "it has no config.json, so it is no model"
     elif index.exists():
-        files = set(json.loads(index.read_text())["weight_map"].values())
-        lacking = sorted(name for name in files if not (folder / name).exists())
-        if lacking:
-            why = f"its file {lacking[0]} is absent; copy all files of the model"
+        why = check_index(index)
     elif has("*.bin") or has("*.pth"):
         why = (
             "its weights are not in safetensors files; convert them: python -c 'from transformers "
@@ -134,8 +149,10 @@ def check_files(folder):
         )
     elif not has("*.safetensors"):
         why = "it has no *.safetensors file; copy all files of the model"
+    else:
+        why = f"it has neither model.safetensors nor {index.name}; copy all files of the model"
     if why:
-        raise ValueError(why)
+        raise UserError(f"--model, --critic: {model} cannot be used: {why}")
 
 
 def print_crash(error):
@@ -154,6 +171,7 @@ def print_crash(error):
 
 
 def no_prompts(prompts) -> str:
+    """The text of a refusal. prompts: the token ids of each prompt."""
     lengths = [len(ids) for ids in prompts]
     return (
         f"no prompt of {min(lengths)} to {max(lengths)} tokens is left; raise --prompt_max_len or "

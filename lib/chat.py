@@ -41,14 +41,20 @@ def find_switches(template, program) -> dict:
     if not query:
         return {}
     switches = {}
-    for name, text in urllib.parse.parse_qsl(query, strict_parsing=True):
+    for name, text in urllib.parse.parse_qsl(query, strict_parsing=True, keep_blank_values=True):
+        if name in switches:
+            raise ValueError(f"its switch {name} is set twice")
         try:
             switches[name] = json.loads(text)
         except ValueError:
+            # A text needs no quotes. Python's False would be the text "False", which means true.
+            if not text.isidentifier() or text.lower() in ("true", "false", "none"):
+                advice = "write true, false, a number or a word"
+                raise ValueError(f"{name}={text} is no value; {advice}") from None
             switches[name] = text
     # This environment knows the tags that transformers adds to jinja.
     parsed = _compile_jinja_template(program).environment.parse(program)
-    known = find_undeclared_variables(parsed)
+    known = find_undeclared_variables(parsed) - {"messages", "add_generation_prompt"}
     unknown = ", ".join(switches.keys() - known)
     if unknown:
         raise ValueError(f"its chat template has no switch {unknown}; it reads {sorted(known)}")

@@ -100,6 +100,11 @@ def check_samples(cfg, estimator, flag):
     require_all(cfg, {flag: (getattr(cfg, flag) >= least, advice)})
 
 
+def is_chat(template):
+    """chat may have switches: chat?enable_thinking=false. A text of one's own has {question}."""
+    return template.partition("?")[0] == "chat" and "{" not in template
+
+
 def check_sampling(cfg):
     limits = "choose 0.01 to 2, the range of vLLM"
     table = {
@@ -108,11 +113,15 @@ def check_sampling(cfg):
             cfg.eval_temperature == 0 or 0.01 <= cfg.eval_temperature <= 2,
             f"{limits}, or 0 for greedy answers",
         ),
-        "system": (cfg.system is None or cfg.template[:4] == "chat", "needs --template chat"),
+        "system": (cfg.system is None or is_chat(cfg.template), "needs --template chat"),
     }
     require_all(cfg, table)
     for name in ("top_p", "eval_top_p", "gpu_memory_utilization"):
         require_all(cfg, {name: (0 < getattr(cfg, name) <= 1, "choose above 0, up to 1")})
+
+
+def has_varlen(cfg):
+    return cfg.bf16 and torch.cuda.is_available() and cfg.packing != "alone"
 
 
 def check_hardware(cfg, world):
@@ -123,8 +132,7 @@ def check_hardware(cfg, world):
             "--zero_stage 2 or --bf16 false",
         ),
         "attention": (
-            cfg.attention != "varlen"
-            or (cfg.bf16 and torch.cuda.is_available() and cfg.packing != "alone"),
+            cfg.attention != "varlen" or has_varlen(cfg),
             "needs a GPU, --bf16 true and packed rows; or choose sdpa",
         ),
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
@@ -179,14 +187,13 @@ def require_same(values):
 def load_config(model):
     """The config of a model's text part. Raises UserError if it is absent or cannot be trained."""
     path = Path(model)
-    # A name of the hub has at most one slash.
-    is_path = model.startswith(("/", ".")) or model.count("/") > 1
-    require(path.is_dir() or not is_path, f"--model, --critic: there is no folder {model}")
-    try:
-        if path.is_dir() and not (path / "model.safetensors").exists():
-            from lib.advice import check_files
+    if not (path / "model.safetensors").exists():
+        from lib.advice import check_folder
 
-            check_files(path)
+        check_folder(model)
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            check_weights(file)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if getattr(config, "quantization_config", None):
             raise ValueError("its weights are quantized; use the model that it was made from")
@@ -194,9 +201,8 @@ def load_config(model):
             from lib import families
 
             config = families.check(config, skeleton)
-        for file in sorted(path.glob("*.safetensors")):
-            check_weights(file)
-    except (OSError, ValueError) as error:
+    # transformers raises errors of many kinds for a wrong config.
+    except Exception as error:
         why = "cannot be used" if path.is_dir() else "is no folder here, and the hub lacks it"
         raise UserError(f"--model, --critic: {model} {why}: {one_line(error)}") from error
     return config
@@ -225,8 +231,7 @@ def fill_in(cfg):
     if cfg.packing == "auto":
         cfg.packing = "packed"
     if cfg.attention == "auto":
-        has_varlen = cfg.bf16 and torch.cuda.is_available() and cfg.packing == "packed"
-        cfg.attention = "varlen" if has_varlen else "sdpa"
+        cfg.attention = "varlen" if has_varlen(cfg) else "sdpa"
 
 
 def skeleton(config):

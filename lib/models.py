@@ -251,6 +251,8 @@ def named_weights(learner):
     """
     named = list(learner.module.named_parameters())
     model = learner.module.model
+    if hasattr(model, "saved_buffers"):
+        named += model.saved_buffers()
     if isinstance(learner.module, Policy) and model.config.tie_word_embeddings:
         named.append(("lm_head.weight", model.get_input_embeddings().weight))
     for name, parameter in named:

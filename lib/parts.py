@@ -1,6 +1,6 @@
 """Models with more parts than text, such as images: the text part is trained.
 
-Trainer and sampler make the text part alone, so the other parts cost no memory. In the files the
+Trainer and sampler build only the text part, so the other parts cost no memory. In the files the
 names of the text part's weights have a prefix, such as model.language_model. An export has all
 parts: the trained weights, and the base model's other weights and files unchanged.
 
@@ -12,7 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
-from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub import get_safetensors_metadata, save_torch_state_dict, snapshot_download
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -21,8 +21,10 @@ TEXT_NAMES = {
     r"^language_model\.lm_head": "lm_head",
     r"^(model\.)?language_model\.(model\.)?": "model.",
 }
-# Their classes in vLLM use the embedding as the head, and refuse another weight with this role.
+# Their classes in vLLM use the embedding as the head, and refuse a weight with the head's name.
 HEADLESS = ("gemma", "gemma2")
+# Some folders also have consolidated.safetensors, which has the same weights again.
+WEIGHTS = "model*.safetensors"
 # An export has a copy of these files of the base model.
 COPIED = {".json", ".jinja", ".txt", ".model"}
 
@@ -32,11 +34,20 @@ def text_part(config):
     text = config.get_text_config()
     if text is config:
         return config
-    # The two configs often differ here, because one of them has a default. Then the files decide.
-    if getattr(config, "tie_word_embeddings", False) != text.tie_word_embeddings:
-        names = {name for name, _, _ in weights_of(config.name_or_path)}
-        text.tie_word_embeddings = "lm_head.weight" not in names
+    # If the two configs differ, one of them has only a default. Then the names in the files decide.
+    flags = [getattr(x, "tie_word_embeddings", False) for x in (config, text)]
+    text.tie_word_embeddings = flags[0]
+    if flags[0] != flags[1]:
+        heads = [name for name in names_in(config.name_or_path) if name.endswith("lm_head.weight")]
+        text.tie_word_embeddings = not heads
     return text
+
+
+def names_in(source):
+    """The names of all weights. Of a model on the hub only the headers of its files are read."""
+    if not Path(source).is_dir():
+        return get_safetensors_metadata(source).weight_map
+    return [key for _, key, _ in weights_of(source)]
 
 
 def read_text_part(source):
@@ -47,13 +58,13 @@ def folder_of(source) -> Path:
     """The folder of a model that is a folder or a name on the hub."""
     if Path(source).is_dir():
         return Path(source)
-    patterns = ["*.safetensors", *(f"*{suffix}" for suffix in COPIED)]
+    patterns = [WEIGHTS, *(f"*{suffix}" for suffix in COPIED)]
     return Path(snapshot_download(source, allow_patterns=patterns))
 
 
 def weights_of(source):
     """Yields (name in the text part, name in the file, file) of all weights of all parts."""
-    for path in sorted(folder_of(source).glob("*.safetensors")):
+    for path in sorted(folder_of(source).glob(WEIGHTS)):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 name = key
@@ -85,7 +96,7 @@ def fill_sampler(llm, source):
 
 
 def has_tied_head(config):
-    """Must vLLM get the embedding as the head too?"""
+    """Does vLLM need the embedding a second time, under the name of the head?"""
     return config.tie_word_embeddings and config.model_type not in HEADLESS
 
 
@@ -102,7 +113,9 @@ def write(source, out: Path, state_dict: dict):
     tensors = {}
     for name, key, file in weights_of(source):
         # The names of other parts are not in state_dict.
-        trained = state_dict.get(name)
+        trained = state_dict.pop(name, None)
         # A trained tensor may be a part of a larger one, which cannot be saved.
         tensors[key] = file.get_tensor(key) if trained is None else trained.clone()
+    if state_dict:
+        raise ValueError(f"{source} has no {next(iter(state_dict))}")
     save_torch_state_dict(tensors, out)

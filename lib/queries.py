@@ -1,7 +1,4 @@
-"""NAME?key=value of a command line: options of a file of problems, switches of a chat template.
-
-Only a run with such a flag loads this file.
-"""
+"""FILE?key=value: options of a file of problems. Only a run with such a path loads this file."""
 
 import urllib.parse
 from pathlib import Path
@@ -9,8 +6,12 @@ from pathlib import Path
 from lib import check
 
 
-def data_options(path, file, query) -> dict:
-    """The options of load_problems in FILE?split=test&columns=question,answer. Raises UserError."""
+def split_query(path) -> tuple[str, dict]:
+    """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems.
+
+    Raises UserError.
+    """
+    file, _, query = path.partition("?")
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     known = {"columns"} if Path(file).is_file() else {"columns", "split"}
     unknown = set(options) - known
@@ -20,4 +21,4 @@ def data_options(path, file, query) -> dict:
         options["columns"] = tuple(options["columns"].split(","))
         advice = "name two columns, as in FILE?columns=prompt,solution"
         check.require(len(options["columns"]) > 1, f"{path}: {advice}")
-    return options
+    return file, options

@@ -119,6 +119,10 @@ def make_model(name, folder) -> Path:
             if name == "Gemma 4" and "q_norm" in parameter_name:
                 # Its scores are not scaled. So large ones would make the gradient inexact.
                 parameter.data *= 0.2
+        for buffer_name, buffer in model.named_buffers():
+            # Gemma 4 saves this buffer.
+            if "layer_scalar" in buffer_name:
+                buffer.fill_(0.7)
     folder = Path(folder)
     model.save_pretrained(folder)
     tiny.char_tokenizer().save_pretrained(folder)

@@ -10,7 +10,7 @@ import tiny as maker
 import torch
 import transformers
 from conftest import config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ppo
 import train
@@ -145,6 +145,7 @@ FALCON = SIZES | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16}
         (transformers.ViTConfig(**SIZES), "no causal language model of the kind vit"),
         (transformers.FalconH1Config(**FALCON), "does not compute the logits of falcon_h1"),
         (transformers.LlamaConfig(**SIZES, quantization_config={}), "weights are quantized"),
+        (transformers.PhimoeConfig(**SIZES), "draws experts at random"),
     ],
     ids=lambda x: getattr(x, "model_type", ""),
 )
@@ -153,18 +154,24 @@ def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path
         model.quantization_config = {"quant_method": "fp8"}
     folder = tmp_path / "model"
     model.save_pretrained(folder)
-    (folder / "model.safetensors").touch()
+    save_file({}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"^--model, --critic: {folder} .*{words}.*$"):
         check.load_config(str(folder))
 
 
 FILES = [
-    ("adapter_config.json adapter_model.safetensors", "an adapter alone; merge the adapter into"),
+    ("adapter_config.json adapter_model.safetensors", "only an adapter; merge the adapter into"),
     ("model.gguf", "GGUF files, which are quantized; use the model"),
     ("config.json model.gguf", "GGUF files, which are quantized; use the model"),
     ("notes.txt", "no config.json, so it is no model"),
     ("config.json pytorch_model.bin", r"not in safetensors files; convert them: python -c '.*\)'$"),
     ("config.json", r"no \*.safetensors file; copy all files of the model"),
+    (
+        "config.json model-1.safetensors",
+        "neither model.safetensors nor model.safetensors.i",
+    ),
+    ("config.json broken_index", "model.safetensors.index.json is damaged; copy the file again"),
+    ("policy/config.json", "it is the folder of a run; name .*/policy"),
     ("config.json index model-1.safetensors", "file model-2.safetensors is absent; copy all files"),
 ]
 
@@ -176,7 +183,10 @@ def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, names, word
             files = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
             text = json.dumps({"weight_map": files})
             (tmp_path / "model.safetensors.index.json").write_text(text)
+        elif name == "broken_index":
+            (tmp_path / "model.safetensors.index.json").write_text("{}")
         else:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
     with pytest.raises(
         UserError, match=f"^--model, --critic: {tmp_path} cannot be used: .*{words}"

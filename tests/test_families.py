@@ -14,10 +14,10 @@ import naive
 import pytest
 import tiny as maker
 import torch
-from conftest import ROOT, jsonl, launch, started_ranks
+from conftest import ROOT, jsonl, launch, run_tool, started_ranks
 from ppo_worker import config, make_batch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckpt
@@ -28,6 +28,7 @@ from lib.families import PACKED
 from lib.models import Policy, last_hidden_state, load_model, make_policy, named_weights
 
 PAGE = ROOT / "docs" / "models.md"
+FILE = "model.safetensors"
 RESULTS = ROOT / "out" / "families"
 
 
@@ -187,9 +188,11 @@ def test_auto_is_what_the_models_need(folder_of, tiny, monkeypatch):
         assert auto(folder_of("LFM2")) == auto(folder_of("Qwen3.5")) == ("alone", "sdpa")
         assert auto(folder_of("Gemma 2")) == ("packed", "eager")
         # The critic's family counts too, and what is asked for is taken.
-        assert auto(tiny["model"], critic=folder_of("LFM2")) == ("alone", "sdpa")
+        assert auto(tiny["model"], critic=str(folder_of("LFM2"))) == ("alone", "sdpa")
         assert auto(tiny["model"], packing="alone") == ("alone", "sdpa")
         assert auto(tiny["model"], bf16=False) == ("packed", "sdpa")
+    with pytest.raises(UserError, match="^--packing packed: .* kind conv, .*; use alone$"):
+        auto(folder_of("LFM2"), packing="packed")
     for name, attention, words in [
         ("Gemma 2", "sdpa", "soft cap of attention.*use eager"),
         ("LFM2", "varlen", "needs --packing alone.*use sdpa"),
@@ -240,6 +243,13 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
     assert line["step"] == 2 and line["policy_grad_norm"] > 0
     assert line["approx_kl"] < 0.02 if is_bf16 else abs(line["ratio_max"] - 1) < 1e-5
     check_export(name, folder, run / "policy")
+    _, report = AutoModel.from_pretrained(run / "critic", output_loading_info=True)
+    assert not report["missing_keys"]
+    if name == "Gemma 3":
+        assert run_tool("convert", "export", run, tmp_path / "again")[0] == 0
+        ours, theirs = (load_file(x / "policy" / FILE) for x in (run, tmp_path / "again"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     command = [ROOT / "tools" / "evaluate.py", run, "--out", tmp_path / "evaluated"]
     with started_ranks(command, 1) as [process]:
         said = process.communicate(timeout=300)
@@ -294,12 +304,13 @@ def check_export(name, base, out):
     auto_class = AutoModelForCausalLM if families.is_text(name) else AutoModelForImageTextToText
     _, report = auto_class.from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    before = load_file(base / "model.safetensors")
-    after = load_file(out / "model.safetensors")
+    before = load_file(base / FILE)
+    after = load_file(out / FILE)
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key].to(before[key]))}
-    trained = {key for key in before if "vision" not in key and "multi_modal" not in key}
-    assert changed <= trained and len(changed) > len(trained) / 2
+    trained = {key for key in before if not re.search("vision|visual|multi_modal", key)}
+    # What no token has reached does not change. Buffers do not either.
+    assert changed <= trained and len(changed) > 0.8 * len(trained)
     assert AutoConfig.from_pretrained(out).model_type == AutoConfig.from_pretrained(base).model_type
 
 

@@ -257,8 +257,8 @@ def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_gro
     assert [(p.index, p.prompt) for p in problems] == [(0, "1"), (3, "1+1+1")]
     assert problems[1].prompt_ids == tokenizer.encode("1+1+1")
     told = capsys.readouterr().out
-    assert told.startswith("mine: 3 of 5 prompts are empty, exceed --prompt_max_len, or have a tok")
-    assert "beyond the 64 of the model" in told
+    assert told.startswith("mine: 3 of 5 prompts are left out: they are empty, exceed --prompt")
+    assert told.endswith("or have a token beyond the model's 64\n")
     texts = ["1+1"]
     assert len(train.prepare_problems(task, ["mine"], cfg, tokenizer)) == 1
     assert capsys.readouterr().out == ""
@@ -346,7 +346,14 @@ def test_switches_of_a_chat_template_are_set_or_refused(process_group, tiny, tmp
 
     assert prompt_of("chat") == prompt_of("chat?enable_thinking=true") == ""
     assert prompt_of("chat?enable_thinking=false") == "<think></think>"
-    for query, words in [("thinking=1", "no switch thinking; it reads"), ("x", "bad query field")]:
+    for query, words in [
+        ("thinking=1", "no switch thinking; it reads"),
+        ("x", "bad query field"),
+        ("enable_thinking=False", "False is no value; write true, false"),
+        ("enable_thinking=false,x=1", "is no value; write true, false"),
+        ("enable_thinking=true&enable_thinking=false", "is set twice"),
+        ("messages=1", "no switch messages; it reads"),
+    ]:
         with pytest.raises(UserError, match=rf"^--template chat\?{query}: .*{words}"):
             prompt_of(f"chat?{query}")
 

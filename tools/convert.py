@@ -171,21 +171,31 @@ def export(path: Path, out: Path):
         config = AutoConfig.from_pretrained(flags["critic"] if is_other else path / "hf")
         model = AUTO_CLASSES[name].from_config(config, dtype=dtype)
         # Parameters that one of the two lacks, or that have two shapes.
-        expected = {(key, tensor.shape) for key, tensor in model.state_dict().items()}
+        tensors = model.state_dict()
+        buffers = [key for key, _ in model.named_buffers() if key in tensors]
+        if name == "policy":
+            add_other_parts(model, flags["model"])
+        # An export with other parts has the buffers of the base model.
+        if buffers and not has_other_parts(model):
+            lacking = f"a checkpoint lacks {buffers[0]} and other buffers"
+            raise UserError(f"{path}: {lacking}; end the run, and use {path.parent / name}")
+        expected = {(key, x.shape) for key, x in tensors.items() if key not in buffers}
         found = {(key, tensor.shape) for key, tensor in weights.items()}
         wrong = {key for key, _ in expected ^ found if not key.startswith("value_head.")}
         if model.config.tie_word_embeddings:
             wrong -= set(model._tied_weights_keys or ())
         if wrong:
             raise UserError(f"{path}: {name} does not fit its config in {sorted(wrong)[:3]}")
-        if name == "policy":
-            add_other_parts(model, flags["model"])
         # After an interrupt, OUT has no folder that is not whole.
         unfinished = out / f".{name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         ckpt.write_export(unfinished, model, weights, tokenizer)
         unfinished.rename(out / name)
         print(f"wrote {out / name}")
+
+
+def has_other_parts(model):
+    return "save_pretrained" in vars(model)
 
 
 def add_other_parts(model, source):
