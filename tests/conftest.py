@@ -29,28 +29,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 # The sizes of a whole run that takes seconds.
-SMALL = {
-    "template": "demo",
-    "rollout_batch_size": 4,
-    "n_samples_per_prompt": 4,
-    "critic_updates": 2,
-    "max_steps": 3,
-    "prompt_max_len": 16,
-    "generate_max_len": 32,
-    "max_len": 64,
-    "packing_max_len": 64,
-    "micro_train_batch_size": 4,
-    "micro_rollout_batch_size": 32,
-    "kv_cache_gb": 0.25,
-    "stop": "",
-    "actor_learning_rate": 1e-3,
-    "critic_learning_rate": 1e-3,
-    "warmup_updates": 2,
-    "zero_stage": 0,
-    "bf16": "false",
-    "gradient_checkpointing": "false",
-    "eval_interval": 0,
-}
+SMALL = {"template": "demo", "rollout_batch_size": 4, "n_samples_per_prompt": 4}
+SMALL |= {"critic_updates": 2, "max_steps": 3, "prompt_max_len": 16, "generate_max_len": 32}
+SMALL |= {"max_len": 64, "packing_max_len": 64, "micro_train_batch_size": 4}
+SMALL |= {"micro_rollout_batch_size": 32, "kv_cache_gb": 0.25, "stop": "", "warmup_updates": 2}
+SMALL |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "zero_stage": 0}
+SMALL |= {"bf16": "false", "gradient_checkpointing": "false", "eval_interval": 0}
 
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]

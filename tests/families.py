@@ -7,34 +7,19 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    # vLLM's attention on a CPU needs heads of at least 32.
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    # Large weights: a leak between samples shows.
-    "initializer_range": 0.1,
-    "tie_word_embeddings": True,
-}
+# vLLM's attention on a CPU needs heads of at least 32. Large weights make a leak visible.
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SIZES |= {"max_position_embeddings": 256, "initializer_range": 0.1, "tie_word_embeddings": True}
 NO_IDS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
 # Shorter than a sample.
 WINDOW = {"sliding_window": 8}
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # vLLM's kernel on a CPU needs heads of 64 or 128.
-DELTA_NET = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "head_dim": 64,
-}
+DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 64}
+DELTA_NET |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+DELTA_NET |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 IMAGES |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 PIXTRAL = IMAGES | {"model_type": "pixtral", "head_dim": 16}

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import random
 import re
 import shlex
 import subprocess
@@ -16,7 +15,6 @@ from conftest import ROOT, clean_environment, held_port, jsonl, run_python, run_
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
-from tasks import countdown
 from tools import base_model
 from train import parse_flags
 
@@ -147,36 +145,6 @@ def test_the_base_model_works_some_answers_and_guesses_the_others(tmp_path):
     assert 0.18 < len(worked) / len(problems) < 0.33
     assert sum(worked) / len(worked) > 0.9
     assert sum(guessed) / len(guessed) < 0.3
-
-
-def test_an_example_is_what_the_recipe_says():
-    """Over many lines, stops, slips and hits have the recipe's shares. Weights lie on tokens."""
-    recipe = base_model.Countdown(seed=1, updates=1, batch=4)
-    rng = random.Random(0)
-    tries = recipe.all_tries((4, 5, 8, 9))
-    pieces = [piece for _ in range(1000) for piece in recipe.draw_search(tries, 17, rng)]
-    slips = 0
-    shown = 0
-    for choice, equals, value, newline in zip(*[iter(pieces)] * 4):
-        slips += countdown.read_expression(choice.text)[0] != int(value.text[:-1])
-        shown += choice.weight == 0
-        is_hit = int(value.text[:-1]) == 17
-        assert newline.stop == (recipe.stop_at_hit if is_hit else recipe.stop_at_miss)
-        assert (value.text[-1] == "!") == is_hit and (equals.text, newline.text) == ("=", "\n")
-    count = 1000 * recipe.tries
-    assert len(pieces) == 4 * count
-    assert slips / count == pytest.approx(recipe.slip, abs=0.005)
-    assert shown / count == pytest.approx(recipe.shown, abs=0.02)
-    tokenizer = base_model.make_tokenizer(recipe.characters, recipe.words)
-    problems, _ = recipe.split_problems(rng)
-    ids, weights, stops = base_model.encode(tokenizer, recipe.draw_texts(problems, rng))
-    newline, equals = tokenizer.encode("\n=")
-    assert (stops > 0).equal(ids == newline)
-    # The question has no weight; the values of each try have the weight of what can be known.
-    question, weights = weights.split([2 * recipe.given + 2, 7 * recipe.tries], dim=1)
-    assert question.sum() == 0
-    values = weights[:, 1:][ids[:, 2 * recipe.given + 2 : -1] == equals]
-    assert set(values.tolist()) == {recipe.known_weight}
 
 
 def test_no_held_out_problem_is_trained_on(tmp_path):

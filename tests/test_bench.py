@@ -20,13 +20,6 @@ def test_a_step_without_an_update_is_no_measurement():
         bench.median_of([step, step, step | {"policy_tokens": 0}, step], "seconds")
 
 
-def test_an_unknown_part_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bench.py", "updates"])
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    assert capsys.readouterr().err.startswith("error: no such part: updates; choose from reward, ")
-
-
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_step_is_measured_beside_its_plan(tmp_path):

@@ -6,7 +6,6 @@ docs/models.md from their results.
 
 import json
 import re
-from pathlib import Path
 
 import families
 import kernels
@@ -326,14 +325,10 @@ HEAD = """| family | rows | attention | trainer | sampler on a CPU |
 MARKS = ("<!-- tests/test_families.py writes this table -->\n", "\n<!-- end of the table -->")
 
 
-def results_of(name) -> Path:
-    return RESULTS / f"{name.replace(' ', '_')}.json"
-
-
 def keep(name, **found):
     """Adds what a test found to the results of its family."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = results_of(name)
+    path = RESULTS / f"{name}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(results | found))
 
@@ -359,12 +354,12 @@ def main():
     """Writes the table of docs/models.md from the results of the last slow tests."""
     rows = []
     for name in families.FAMILIES:
-        rows.append(describe(name, **json.loads(results_of(name).read_text())))
+        results = (RESULTS / f"{name}.json").read_text()
+        rows.append(describe(name, **json.loads(results)))
+        print(name, results)
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(before + MARKS[0] + HEAD + "\n".join(rows) + MARKS[1] + after)
-    for name in families.FAMILIES:
-        print(name, results_of(name).read_text())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, SMALL, arguments, jsonl, run_python, run_tool, start_python, wait_until
 
 from lib.common import UserError
-from tools import base_model, compare, lab
+from tools import base_model, lab
 
 # ---- the table -----------------------------------------------------------------------------------
 
@@ -95,15 +95,6 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
     ):
         code, _, errors = run_tool("compare", *[tmp_path / name for name in names])
         assert code == 2 and re.fullmatch(f"error: .*{told}.*\n", errors)
-
-
-def test_one_window_smooths_all_curves_of_a_comparison(tmp_path):
-    """A run that is the beginning of another run has the same curve, except at its end."""
-    write_run(tmp_path, 10, [0.2] * 5)
-    run = compare.read_run(tmp_path)
-    start = run._replace(metrics=run.metrics.head(20))
-    whole, first = (compare.gather({1: x}, "entropy", 40).entropy for x in (run, start))
-    assert list(first[:19]) == list(whole[:19]) and (first[1], len(first)) == (1.5, 20)
 
 
 def test_compare_says_what_one_run_has_learnt(tmp_path):

@@ -145,18 +145,11 @@ def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatc
     assert (options["name"], options["sync_tensorboard"]) == (tmp_path.name, True)
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        "reward/pass_at_n",
-        "length/length_right_mean",
-        "policy/approx_kl",
-        "critic/explained_variance",
-        "time/seconds_critic",
-        "memory/memory_policy",
-        "other/tries",
-    ],
-)
+TAGS = "reward/pass_at_n length/length_right_mean policy/approx_kl critic/explained_variance "
+TAGS += "time/seconds_critic memory/memory_policy other/tries"
+
+
+@pytest.mark.parametrize("tag", TAGS.split())
 def test_the_first_word_of_a_name_decides_its_group(tag):
     assert tracker.tag_of(tag.partition("/")[2], "") == tag
 

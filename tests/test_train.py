@@ -69,7 +69,6 @@ def test_the_defaults_are_orz_s():
     assert not cfg.enforce_eager, "it costs time"
 
 
-# Is there a GPU, and flags.
 def test_flags_are_read_and_a_file_of_flags_beside_the_script_is_not(monkeypatch, tmp_path):
     """transformers would read train.args. The defaults of evaluations are training's settings; an
     empty text is no stop string; other spellings are taken."""
