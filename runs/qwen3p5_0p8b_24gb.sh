@@ -5,7 +5,7 @@
 # Memory (planned, not run): rollout 21, policy 19, sync 21 of 24 GiB.
 # Time (planned, not run): about 38 seconds a step, 64 minutes for 100 steps on 1 x 4090.
 # Price (planned): $0.43 at $0.40 an hour.
-# This recipe only tests that the run works at these sizes. Nobody has published a run of these sizes.
+# This recipe only tests that the run works at these sizes. We know of no published run of these sizes.
 export CARD=4090
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen3.5-0.8B --data "openai/gsm8k:main?split=train" \
     --eval_data "openai/gsm8k:main?split=test" --run_dir out/qwen3p5_0p8b_24gb --answer_form boxed_anywhere \

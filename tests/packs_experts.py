@@ -17,7 +17,7 @@ Method = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
 
 
 def pack_again(method, layer, process=Method.process_weights_after_loading):
-    # Without a kernel vLLM makes one, and packs for it.
+    # If the layer has no kernel, vLLM makes one and packs the experts for it.
     method.moe_kernel = None
     process(method, layer)
 

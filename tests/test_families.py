@@ -339,7 +339,7 @@ def describe(name, rows, attention, sampled, **_) -> str:
     if sampled and name in FLAGS:
         sampler = "yes, in bf16"
     if name in WITH_EXPERTS:
-        sampler += "; the test mends vLLM's sync of experts"
+        sampler += "; the test repairs vLLM's sync of experts"
     return f"| {name} | {rows} | {attention} | yes | {sampler} |"
 
 

@@ -318,7 +318,7 @@ def test_wrong_weights_are_refused_with_both_numbers(found):
 
 
 CAUSES = {
-    "one step behind": "sampler: vLLM computes this model otherwise than transformers does",
+    "one step behind": "sampler: vLLM computes other logits than transformers",
     "another head": "head: lib/head.py computes other logits than transformers",
     "a leak": "packing: the samples of a row see each other; add --packing alone",
 }
