@@ -42,6 +42,7 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     cfg = SimpleNamespace(actor_learning_rate=0.1, warmup_updates=1)
     cfg.micro_train_batch_size = 1
     cfg.packing_max_len = 64
+    cfg.packing = "packed"
     cfg.attention = "sdpa"
     cfg.temperature = 1.0
     policy = Policy()
