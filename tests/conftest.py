@@ -40,7 +40,7 @@ ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
-LONGEST_FIRST = ["contributing", "resume", "two_machines", "variant_effects", "variant_runs"]
+LONGEST_FIRST = ["families", "contributing", "resume", "two_machines", "variant_effects", "variant_runs"]
 LONGEST_FIRST += ["train", "ppo", "evaluate", "base_model", "lab", "sandbox", "reward"]
 
 # A test of these files, or with one of these fixtures, starts engines or many processes.
