@@ -40,8 +40,8 @@ ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 # Files are dealt to two processes in this order. A long one at the end would leave one idle.
-LONGEST_FIRST = ["families", "contributing", "resume", "two_machines", "variant_effects", "variant_runs"]
-LONGEST_FIRST += ["train", "ppo", "evaluate", "base_model", "lab", "sandbox", "reward"]
+LONGEST_FIRST = "families contributing resume two_machines variant_effects variant_runs train ppo "
+LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab sandbox reward").split()
 
 # A test of these files, or with one of these fixtures, starts engines or many processes.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
