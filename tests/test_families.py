@@ -111,11 +111,8 @@ def text_names(model):
             yield name.replace("model.language_model.", "model.")
 
 
-LEAKING = ["Qwen3-Next", "Qwen3.5", "LFM2"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEAKING)
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "LFM2"])
 def test_packed_rows_of_recurrent_layers_leak_without_an_error(name, folder_of, process_group):
     """Why each sample has a row there: the last states of a sample behind another sample in a row,
     and in a row of its own with padding, against the sample without both."""
