@@ -77,6 +77,7 @@ def fill_in(cfg, models):
     if cfg.packing == "auto" and not packed:
         cfg.packing = "alone"
     kinds = {kind for config in configs for kind in getattr(config, "layer_types", None) or []}
+    # Layers of other kinds carry a state from one sample of a row to the next.
     carrying = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     if cfg.packing == "packed" and carrying:
         kind = carrying.pop()
@@ -89,7 +90,7 @@ def fill_in(cfg, models):
     classes = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] for config in configs]
     if cfg.attention == "auto" and (capped or not all(x._supports_sdpa for x in classes)):
         cfg.attention = "eager"
-    asked = f"--attention {cfg.attention}: {' or '.join(models)}"
+    asked = f"--attention {cfg.attention}: {' or '.join(dict.fromkeys(models))}"
     if cfg.attention in ("sdpa", "varlen") and capped:
         raise UserError(
             f"{asked} has a soft cap of attention, which sdpa and varlen lack; use eager"
