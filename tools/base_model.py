@@ -63,7 +63,7 @@ FLAGS = {
 --actor_learning_rate 3e-4 --warmup_updates 5 {SHARED_FLAGS}
 """,
     "countdown": f"""--task countdown --template mini
---rollout_batch_size 16 --max_steps 40 --num_episodes 100 --eval_interval 10 --eval_n 4
+--rollout_batch_size 16 --max_steps 40 --num_episodes 100 --eval_interval 4 --eval_n 4
 --generate_max_len 63 --max_len 80 --packing_max_len 80
 --actor_learning_rate 2e-4 --warmup_updates 3 --log_samples 64 --save_interval 1000 {SHARED_FLAGS}
 """,
