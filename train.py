@@ -134,7 +134,7 @@ class Config(Learning):
     # ---- what is written down
     log_with: str = "none"  # Curves elsewhere: tensorboard, or wandb (log in to it before).
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
-    log_tokens: int = 16  # How many of the logged samples are also written token by token.
+    log_tokens: int = 16  # Samples of a step that are written token by token. Groups stay whole.
     # ---- where and how fast
     zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.

@@ -132,13 +132,15 @@ class RunLog:
         print(numbers, *phases, f"{line['seconds']:.1f} s", sep="  ")
 
     def sample_lines(self, samples, step, batch):
-        """Describes the first --log_samples samples, and the first --log_tokens token by token."""
+        """Describes the first --log_samples samples, and whole groups token by token."""
         per_token = {key: batch.split(numbers) for key, numbers in batch.per_token.items()}
+        in_detail = whole_groups(batch, self.cfg.log_tokens)
         lines = []
-        for k, sample in enumerate(samples[: self.cfg.log_samples or None]):
+        for k in sorted({*batch.all_indices()[: self.cfg.log_samples or None], *in_detail}):
+            sample = samples[k]
             line = describe(sample, step, "train")
             line["paid"] = batch.rewards[k].item()
-            if k < self.cfg.log_tokens:
+            if k in in_detail:
                 line["tokens"] = [self.tokenizer.decode([token]) for token in sample.response_ids]
                 line |= {key: parts[k].tolist() for key, parts in per_token.items()}
             lines.append(line)
@@ -172,6 +174,18 @@ class RunLog:
 
 def warn(text):
     print(f"WARNING: {text}", file=sys.stderr)
+
+
+def whole_groups(batch, count):
+    """The indices of `count` samples or more: whole groups, those with different rewards first."""
+    members = {}  # {group: its indices}
+    for k, group in enumerate(batch.groups.tolist()):
+        members.setdefault(group, []).append(k)
+    found = []
+    for indices in sorted(members.values(), key=lambda found: not batch.rewards[found].std() > 0):
+        if len(found) < count:
+            found += indices
+    return found
 
 
 def describe(sample, step, name):

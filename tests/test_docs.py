@@ -6,7 +6,7 @@ import shlex
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 import ppo
 import train
@@ -81,3 +81,12 @@ def check_command(words: list[str]):
         text = "".join(path.read_text() for path in [*paths, ROOT / "runs" / "launch.sh"])
         for option in re.findall(r" --(\w+)", " ".join(words).partition(paths[0].name)[2]):
             assert f"--{option}" in text or hasattr(train.Config(), option), words
+
+
+def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
+    """The lesson runs, shortened, and draws a picture in each of its five parts."""
+    told = run_python(ROOT / "docs" / "lesson.py", "--quick", cwd=tmp_path).stdout
+    assert len(list((tmp_path / "out" / "lesson").glob("*.png"))) == 5
+    names = ("reward 0 or 1", "mean of the batch", "rloo, groups of 8", "a critic that has learnt")
+    noise = [float(re.search(f"{name}: ([0-9.]+)", told)[1]) for name in names]
+    assert noise == sorted(noise, reverse=True)

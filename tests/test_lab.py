@@ -40,8 +40,8 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
         ("plain", 1, 10, [0.2, 0.3, 0.4]),
         ("plain", 2, 10, [0.2, 0.4, 0.6]),
         ("plain", 9, 10, [0.2, 0.2]),
-        ("better", 1, 16, [0.2, 0.4, 0.7]),
-        ("better", 2, 16, [0.2, 0.4, 1.0]),
+        ("better", 1, 16, [0.2, 0.4, 0.6]),
+        ("better", 2, 16, [0.2, 0.4, 1.2]),
         ("short", 2, 15, [0.2, 0.5]),
         ("short", 3, 15, [0.2, 0.3]),
         ("none", 1, 10, [0.2]),
@@ -53,26 +53,29 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
     assert code == 0 and "none has no finished run" in told
     text = (tmp_path / "plan.json").read_text()
     rows = json.loads(text, parse_float=lambda x: round(float(x), 9))
-    names = ("setting", "seeds", "response_length", "truncated", "entropy", "seconds")
+    names = ("setting", "seeds", "response_length", "truncated", "entropy", "seconds_of_training")
     assert [[row[name] for name in names] for row in rows] == [
         ["plain", [1, 2], 10, 0.25, 19.5, 40],
         ["better", [1, 2], 16, 0.25, 19.5, 40],
         ["short", [2, 3], 15, 0.25, 10, 20],
     ]
-    better = rows[1]["eval_step"]
-    assert better["differences"] == {"1": 0.3, "2": 0.4}
+    better = rows[1]["step"]
+    assert better["differences"] == {"1": 0.1, "2": 0.2}
     # Student's t of one degree of freedom is above 12.706 or below -12.706 in 5 of 100 cases.
-    ends = [0.35 - 12.706 * 0.05, 0.35 + 12.706 * 0.05]
+    ends = [0.15 - 12.706 * 0.05, 0.15 + 12.706 * 0.05]
     assert better["interval"] == pytest.approx(ends, abs=1e-4)
-    cells = [[*row[axis].values()][:5] for row in rows for axis in ("eval_step", "eval_tokens")]
-    # where, accuracies, mean difference of pairs, its standard error, is it twice its error?
-    assert cells == [
-        [20, [0.4, 0.6], None, None, False],
-        [800, [0.4, 0.6], None, None, False],
-        [20, [0.7, 1.0], 0.35, 0.05, True],
-        [800, [0.475, 0.55], 0.0125, 0.0625, False],
-        [10, [0.5, 0.3], 0.1, None, False],
-        [600, [0.5, 0.3], 0.0, None, False],
+    axes = ("step", "tokens", "seconds")
+    # where, accuracies as means of three evaluations, mean difference of pairs
+    assert [[*row[axis].values()][:3] for row in rows for axis in axes] == [
+        [20, [0.3, 0.4], None],
+        [800, [0.3, 0.4], None],
+        [40, [0.3, 0.4], None],
+        [20, [0.4, 0.6], 0.15],
+        [800, [0.325, 0.375], 0.0],
+        [40, [0.4, 0.6], 0.15],
+        [10, [0.35, 0.25], 0.05],
+        [600, [0.35, 0.25], 0.0],
+        [20, [0.35, 0.25], 0.05],
     ]
     # A picture may have another form. Steps after the end of the comparison do not count.
     with (tmp_path / "better" / "seed1" / "metrics.jsonl").open("a") as file:
@@ -81,7 +84,7 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
     assert (tmp_path / "b.pdf").read_bytes().startswith(b"%PDF")
     assert json.loads((tmp_path / "b.json").read_text())[1] == json.loads(text)[1]
     table = " ".join((tmp_path / "plan.md").read_text().split())
-    assert "| +0.350 ± 0.050 * |" in table and "chance marks 30 settings with 2 seeds" in table
+    assert "| +0.150 [-0.485, +0.785] |" in table
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     write_run(tmp_path / "odd" / "seedx", 10, [0.2])
     write_run(tmp_path / "math" / "seed1", 10, [0.2])

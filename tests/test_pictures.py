@@ -4,8 +4,11 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from unittest import mock
 
+import numpy as np
 import pytest
 from conftest import run_tool
 
@@ -128,8 +131,52 @@ def test_a_page_holds_at_most_5000_samples_and_20_mb_of_a_file():
     """Steps are spread evenly. If two steps are too many, each has fewer samples."""
     for size, kept, count in ((10, 300, 4_800), (20_000, 38, 608), (2_000_000, 2, 8)):
         found = {"train": {step: [f"{step:{size}}"] * 16 for step in range(1, 601)}}
-        texts = samples.choose(found, 64)
+        texts = samples.choose(found, 64, 20e6)
         assert len(texts) == count and len(set(texts)) == kept and int(texts[-1]) == 600
+
+
+def test_a_page_has_the_advantages_of_all_estimators(tmp_path):
+    """The numbers are worked by hand. PPO gets the samples with values, and whitens over these.
+    With lambda 1 the reward minus the value is 1, 0.5, -0.5 and -1 before whitening. A number that
+    all tokens share stands once. Numbers have three digits."""
+    rows = [sample(3, 7, k, paid=float(k == 0), values=[k / 2, 0.5 + k / 2]) for k in range(2)]
+    rows.append(sample(3, 8, 2, paid=1.0))
+    rows[0]["logprobs"] = [-0.5, -1.0]
+    rows[0]["ref_logprobs"] = [-0.5, -2.0]
+    write_lines(tmp_path / "samples.jsonl", rows)
+    first, second, third = make_page(tmp_path)[0]["samples"]
+    std = ((1 + 0.25) / 2) ** 0.5
+    found = first["estimates"]
+    assert found.keys() == {"PPO, lambda 1", "PPO, lambda 0.95", "GRPO", "RLOO", "REINFORCE"}
+    assert found["PPO, lambda 1"] == pytest.approx([1 / std, 0.5 / std], abs=1e-2)
+    # delta is 0.5 and 0.5, and 0.5 and -1. So A is 0.975 and 0.5, and -0.45 and -1.
+    lambda_95 = np.array([0.5 + 0.95 * 0.5, 0.5, 0.5 - 0.95, -1.0])
+    lambda_95 = (lambda_95 - lambda_95.mean()) / lambda_95.std()
+    both = found["PPO, lambda 0.95"] + second["estimates"]["PPO, lambda 0.95"]
+    assert both == pytest.approx([*lambda_95], abs=1e-2)
+    assert (found["GRPO"], found["RLOO"], found["REINFORCE"]) == (1.0, 1.0, 0.707)
+    assert third["estimates"] == {"GRPO": 0.0, "RLOO": 0.0, "REINFORCE": 0.707}
+    assert first["kl"] == [0.0, 0.368] and "ref_logprobs" not in first
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs the browser chromium")
+def test_a_browser_opens_the_page_on_a_wrong_and_a_right_response_of_one_problem(tmp_path):
+    """Hostile text opens no element. A run without log-probs and KL says so."""
+    bad = "<img src=x onerror='document.title=1'>"
+    rows = [sample(1, 3, 0, paid=1.0, reward=1.0, values=[0.5, 0.9], question=bad)]
+    rows += [sample(1, 3, k, paid=0.0, values=[0.5, 0.1 * k], question=bad) for k in (1, 2)]
+    rows.append(sample(2, 4, 3, label={"target": 12}, paid=0.0))
+    write_lines(tmp_path / "samples.jsonl", rows)
+    make_page(tmp_path)
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    words += ["--dump-dom", f"file://{tmp_path}/samples.html"]
+    done = subprocess.run(["chromium", *words], capture_output=True, text=True, check=True)
+    shown = done.stdout.partition("<section>")[2]
+    assert "#2 ✗ wrong, reward 0, 2 tokens, stop" in shown.partition("#0 ✓ right")[0]
+    assert "GRPO pays each of the 2 tokens −0.707." in shown
+    assert "This run has not logged log-probs (--variant log_ratio), or the KL" in done.stdout
+    assert 'answer: {"target":12}' in shown and "[object Object]" not in done.stdout
+    assert "&lt;img src=x" in shown and "<img" not in done.stdout
 
 
 def test_hostile_text_stays_text(tmp_path):

@@ -223,11 +223,12 @@ def test_a_tracker_that_fails_does_not_end_the_run(make_log, tmp_path, capsys):
         assert capsys.readouterr() == told
 
 
-@pytest.mark.parametrize("log_samples, written", [(0, 8), (1, 1), (5, 5), (256, 8)])
+@pytest.mark.parametrize("log_samples, first", [(0, 8), (1, 1), (5, 5), (256, 8)])
 def test_a_step_is_a_line_with_all_its_numbers(
-    make_log, tmp_path, capsys, monkeypatch, log_samples, written
+    make_log, tmp_path, capsys, monkeypatch, log_samples, first
 ):
-    """The first --log_samples are written (0: all), the first --log_tokens of them by token."""
+    """The first --log_samples are written (0: all). --log_tokens or more are written by token:
+    whole groups. Here the second group, because the rewards of the first group are equal."""
     log = make_log(tmp_path, log_samples=log_samples, log_tokens=2, generate_max_len=16)
     log.tracker = mock.Mock()
     samples = [sample(k // 4, k % 4, reward=float(k > 5), length=1 + k) for k in range(8)]
@@ -249,11 +250,13 @@ def test_a_step_is_a_line_with_all_its_numbers(
     assert capsys.readouterr().out == said
     lines = jsonl(tmp_path / "samples.jsonl")
     found = [(line["step"], line["paid"], line["problem"], "tokens" in line) for line in lines]
-    assert found == [(7, k > 5, 10 + k // 4, k < 2) for k in range(written)]
-    one = {"tokens": ["\x01"], "values": [0], "logprobs": [1], "advantages": [2]}
-    two = {"tokens": ["\x01", "\x02"], "values": [1, 2], "logprobs": [2, 3], "advantages": [3, 4]}
-    for line, tokens in zip(lines, (one, two)):
-        assert list(line.items())[-4:] == list(tokens.items()), "in every process alike"
+    written = sorted({*range(first), 4, 5, 6, 7})
+    assert found == [(7, k > 5, 10 + k // 4, k > 3) for k in written]
+    for k, line in zip(written[-4:], lines[-4:]):
+        start = k * (k + 1) // 2
+        values = [*range(start, start + k + 1)]
+        assert line["values"] == values and line["logprobs"] == [x + 1 for x in values]
+        assert line["tokens"] == [chr(x) for x in range(1, k + 2)], "in every process alike"
 
 
 def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log, tmp_path, capsys):

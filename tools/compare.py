@@ -5,9 +5,10 @@
     python tools/compare.py RUN ...                             says what each run has learnt
 
 The folder of a setting holds its finished runs, seed1, seed2 and so on, as tools/lab.py makes them.
-The accuracy is that on the first evaluation set, which all runs must share. A setting and the
-baseline are compared at an equal step, and at an equal number of response tokens. Both are the end
-of the shortest run of the two. Between two evaluations the accuracy is interpolated.
+An accuracy is the mean of the last three evaluations on the first evaluation set, which all runs
+must share. A setting and the baseline are compared at an equal step, at an equal number of response
+tokens, and at equal seconds of training. Each is the end of the shortest run of the two. Between
+two evaluations the accuracy is interpolated.
 """
 
 import json
@@ -54,24 +55,26 @@ AT_THE_END = ["response_length", "truncated", "entropy"]
 METRICS = [*AT_THE_END, "reward", "seconds", "total_length", "tokens_per_second"]
 ANSWER = {"set": str, "question": str, "response": str}
 ANSWER |= {"problem": to_number, "reward": to_number, "length": to_number}
+# A setting is compared with the baseline where both have the same number of these.
+AXES = ["step", "tokens", "seconds"]
 HEADER = """\
-| setting | accuracy by steps | difference | accuracy by tokens | difference | length \
+| setting | accuracy | difference at equal steps | at equal tokens | at equal seconds | length \
 | truncated | entropy | seconds | seeds |
 |---|---|---|---|---|---|---|---|---|---|
 """
 LEGEND = """\
-Each accuracy is a mean over seeds on held-out problems, with the range of the seeds, at that number
-of steps or response tokens. Each difference is that to the baseline's run of the same seed: mean ±
-standard error over seeds. A * marks more than two standard errors. Of 100 settings that do not
-differ, chance marks {chances}. Length (tokens), truncated and entropy are means over the last tenth
-of the steps. The seconds are the sum over all training steps. {name}.json has the difference of
-each seed, and the 95 % interval of the mean difference (Student's t).
+Accuracy: the mean of the last three evaluations, as a mean over seeds, with the range of the seeds.
+Difference: to the baseline's run of the same seed, as a mean over seeds, with its 95 % interval
+(Student's t). If an interval holds 0, the question is open. Seconds are those of training. They
+compare settings only if each run was alone on the machine (--jobs 1). Length (tokens), truncated
+and entropy are means over the last tenth of the steps. {name}.json has the accuracies at equal
+tokens and seconds, and the difference of each seed.
 """
 
 
 class Run(NamedTuple):
     metrics: pd.DataFrame  # a row for each step; tokens: the response tokens so far
-    evaluations: pd.DataFrame  # a row for each evaluation: step, tokens, accuracy
+    evaluations: pd.DataFrame  # a row for each evaluation: step, tokens, seconds, accuracy
     set: str  # the name of the evaluation set
 
 
@@ -85,6 +88,7 @@ def read_run(folder: Path) -> Run:
     evaluations = first_set.rename_axis("step").reindex(columns=["accuracy"]).reset_index()
     steps = [0, *metrics.index]
     evaluations["tokens"] = np.interp(evaluations.step, steps, [0, *metrics.tokens])
+    evaluations["seconds"] = np.interp(evaluations.step, steps, [0, *metrics.seconds.cumsum()])
     return Run(metrics, evaluations, name)
 
 
@@ -124,13 +128,12 @@ def read_settings(folders: list[Path], seeds: int | None) -> dict[str, dict[int,
 def make_row(name: str, runs: dict[int, Run], baseline: dict[int, Run]) -> dict:
     """The numbers of a setting."""
     row = {"setting": name, "seeds": list(runs)}
-    row["eval_step"] = compare(runs, baseline, "step")
-    row["eval_tokens"] = compare(runs, baseline, "tokens")
+    row |= {axis: compare(runs, baseline, axis) for axis in AXES}
     # A run may be longer than the others. Its later steps do not count.
-    tables = [run.metrics.loc[: row["eval_step"]["at"]] for run in runs.values()]
+    tables = [run.metrics.loc[: row["step"]["at"]] for run in runs.values()]
     ends = [table.tail(max(1, len(table) // 10)).mean() for table in tables]
     row |= pd.DataFrame(ends)[AT_THE_END].mean().to_dict()
-    row["seconds"] = np.mean([table.seconds.sum() for table in tables])
+    row["seconds_of_training"] = np.mean([table.seconds.sum() for table in tables])
     return row
 
 
@@ -138,52 +141,54 @@ def compare(runs: dict[int, Run], baseline: dict[int, Run], axis: str) -> dict:
     """Accuracies at the end of the shortest run on this axis, and the differences to the baseline.
 
     A difference is a mean over the seeds that both have. It is None for the baseline itself. Its
-    standard error and its 95 % interval are None if fewer than two seeds are paired.
+    95 % interval is None if fewer than two seeds are paired.
     """
     at = min(run.evaluations[axis].max() for run in [*runs.values(), *baseline.values()])
     ours = accuracies_at(runs, axis, at)
     pairs = (ours - accuracies_at(baseline, axis, at)).dropna()
-    is_compared = runs is not baseline and len(pairs) > 0
-    difference = pairs.mean() if is_compared else None
-    error = pairs.sem() if is_compared and len(pairs) > 1 else None
-    cell = {"at": float(at), "accuracies": list(ours), "difference": difference, "error": error}
-    cell["differs"] = error is not None and bool(abs(difference) > 2 * error)
-    cell["differences"] = pairs.to_dict() if is_compared else {}
-    cell["interval"] = None
-    if error is not None:
-        margin = error * limit_of_t(len(pairs), 0.05)
-        cell["interval"] = [difference - margin, difference + margin]
+    cell = {"at": float(at), "accuracies": list(ours)}
+    cell |= {"difference": None, "interval": None, "differences": {}}
+    if runs is not baseline and len(pairs) > 0:
+        cell["difference"] = pairs.mean()
+        cell["differences"] = pairs.to_dict()
+        if len(pairs) > 1:
+            margin = pairs.sem() * limit_of_t(len(pairs))
+            cell["interval"] = [pairs.mean() - margin, pairs.mean() + margin]
     return cell
 
 
-def chance_of_t(seeds: int, limit: float) -> float:
-    """The chance that Student's t of so many pairs of seeds is above the limit or below -limit."""
+def limit_of_t(seeds: int) -> float:
+    """Student's t of so many pairs of seeds is beyond this limit, in size, in 5 % of cases."""
     freedom = seeds - 1
-    share = freedom / (freedom + limit**2)
-    return float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True))
 
+    def excess(limit):
+        share = freedom / (freedom + limit**2)
+        return mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True) - 0.05
 
-def limit_of_t(seeds: int, chance: float) -> float:
-    """The limit that Student's t of so many pairs exceeds, in size, with this chance."""
-    solution = mpmath.findroot(lambda t: chance_of_t(seeds, t) - chance, (0, 1000), solver="bisect")
-    return float(solution)
+    return float(mpmath.findroot(excess, (0, 1000), solver="bisect"))
 
 
 def accuracies_at(runs: dict[int, Run], axis: str, at: float) -> pd.Series:
-    """The accuracy of each seed, interpolated between two evaluations."""
-    tables = {seed: run.evaluations for seed, run in runs.items()}
-    return pd.Series({x: np.interp(at, table[axis], table.accuracy) for x, table in tables.items()})
+    """Of each seed the mean of three evaluations, interpolated between two evaluations."""
+    found = {}
+    for seed, run in runs.items():
+        means = run.evaluations.accuracy.rolling(3, min_periods=1).mean()
+        found[seed] = np.interp(at, run.evaluations[axis], means)
+    return pd.Series(found)
 
 
-def columns_of(cell: dict) -> str:
-    """The texts of two columns, accuracy and difference."""
+def accuracy_text(cell: dict) -> str:
     accuracies = cell["accuracies"]
-    mean = np.mean(accuracies)
-    text = f"{mean:.3f} ({min(accuracies):.3f} to {max(accuracies):.3f}) at {cell['at']:,.0f} | "
-    text += "-" if cell["difference"] is None else f"{cell['difference']:+.3f}"
-    if cell["error"] is not None:
-        text += f" ± {cell['error']:.3f}"
-    return text + " *" * cell["differs"]
+    return f"{np.mean(accuracies):.3f} ({min(accuracies):.3f} to {max(accuracies):.3f})"
+
+
+def difference_text(cell: dict) -> str:
+    if cell["difference"] is None:
+        return "-"
+    text = f"{cell['difference']:+.3f}"
+    if cell["interval"]:
+        text += " [{:+.3f}, {:+.3f}]".format(*cell["interval"])
+    return text
 
 
 def gather(runs: dict[int, Run], curve: str, steps: int) -> pd.DataFrame:
@@ -232,17 +237,13 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
     rows = [make_row(name, runs, baseline) for name, runs in settings.items()]
     table = HEADER
     for row in rows:
-        cells = [row["setting"], columns_of(row["eval_step"]), columns_of(row["eval_tokens"])]
+        cells = [row["setting"], accuracy_text(row["step"])]
+        cells += [difference_text(row[axis]) for axis in AXES]
         cells += [f"{row['response_length']:.1f}", f"{row['truncated']:.2f}"]
-        cells += [f"{row['entropy']:.2f}", f"{row['seconds']:.0f}", str(row["seeds"])]
-        table += f"| {' | '.join(cells)} |\n"
-    counts = {len(row["eval_step"]["differences"]) for row in rows}
-    chances = [
-        f"{100 * chance_of_t(n, 2):.0f} settings with {n} seeds" for n in sorted(counts) if n > 1
-    ]
-    chances = " and ".join(chances) or "none with one seed"
+        cells += [f"{row['entropy']:.2f}", f"{row['seconds_of_training']:.0f}"]
+        table += f"| {' | '.join(cells)} | {len(row['seeds'])} |\n"
     print(table)
-    legend = fill(LEGEND.format(chances=chances, name=Path(out).name), 100)
+    legend = fill(LEGEND.format(name=Path(out).name), 100)
     Path(f"{out}.md").write_text(f"{table}\n{legend}\n")
     Path(f"{out}.json").write_text(json.dumps(rows, indent=1))
     draw(settings, shown, f"{out}{ending}")

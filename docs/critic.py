@@ -1,0 +1,230 @@
+"""Makes the figure and the table of docs/critic.md.
+
+    python tools/lab.py variants/plans/critic_sees.txt --seeds 5
+    python docs/critic.py out/lab/ppo_tokens/seed*          writes docs/critic.png, prints the table
+
+A run must have logged all samples token by token (--log_samples 0 --log_tokens 256). A response of
+the laboratory is a list of tries: a+b=c, and a verdict. The value before a try is the critic's
+value of its first token. The value behind a try is that of the token after the verdict.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ppo
+from tools.compare import limit_of_t
+from tools.runs import COLOURS, STYLE, read_lines
+
+KINDS = ("new miss", "repeated try", "overlooked hit", "true hit", "false claim")
+SPANS = ((1, 5), (6, 15), (16, 25), (26, 40))  # steps, the first and the last
+LONGEST = 63  # tokens of a response
+
+
+def read_tries(row: dict) -> list[tuple]:
+    """(kind, number of the try, value before, value behind) of each whole try of a sample."""
+    tokens, values = row["tokens"], row["values"]
+    numbers, target = row["label"]["numbers"], row["label"]["target"]
+    found = []
+    seen = set()
+    for k in range(5, len(tokens) - 1):
+        first, sign, second, equals, _ = tokens[k - 5 : k]
+        is_try = tokens[k] in ("<", ">", "!") and equals == "=" and sign in ("+", "-", "*")
+        if not (is_try and first.isdigit() and second.isdigit()):
+            continue
+        a, b = int(first), int(second)
+        result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+        is_hit = result == target and a != b and a in numbers and b in numbers
+        key = (sign, a, b) if sign == "-" else (sign, min(a, b), max(a, b))
+        if tokens[k] == "!":
+            kind = "true hit" if is_hit else "false claim"
+        elif is_hit:
+            kind = "overlooked hit"
+        else:
+            kind = "repeated try" if key in seen else "new miss"
+        found.append((kind, len(found), values[k - 5], values[k + 1]))
+        seen.add(key)
+    return found
+
+
+def span_of(step: int) -> int:
+    return next(i for i, (first, last) in enumerate(SPANS) if first <= step <= last)
+
+
+def interval(numbers: list[float], digits: int = 2) -> str:
+    """The mean over seeds and its 95 % interval."""
+    numbers = [x for x in numbers if np.isfinite(x)]
+    text = f"{np.mean(numbers):.{digits}f}"
+    if len(numbers) > 1:
+        error = np.std(numbers, ddof=1) / len(numbers) ** 0.5
+        text += f"±{error * limit_of_t(len(numbers)):.{digits}f}"
+    return text
+
+
+def explained(rewards: np.ndarray, values: np.ndarray) -> float:
+    return 1 - np.var(rewards - values) / np.var(rewards)
+
+
+def within_group_auc(rows: list[dict], position: int) -> float:
+    """The share of pairs, a right and a wrong response to one problem in one step, in which the
+    right one has the higher value at this token. Equal values count half."""
+    groups = {}
+    for row in rows:
+        if row["length"] > position:
+            groups.setdefault((row["step"], row["problem"]), []).append(row)
+    wins = pairs = 0
+    for group in groups.values():
+        right = np.array([x["values"][position] for x in group if x["reward"] == 1])
+        wrong = np.array([x["values"][position] for x in group if x["reward"] == 0])
+        gaps = right[:, None] - wrong[None, :]
+        wins += (gaps > 0).sum() + 0.5 * (gaps == 0).sum()
+        pairs += gaps.size
+    return wins / pairs if pairs else np.nan
+
+
+def advantages_from_the_end(rows: list[dict], lambd: float) -> np.ndarray:
+    """The mean advantage before whitening of right responses, by the distance to the last token."""
+    rows = [row for row in rows if row["reward"] == 1]
+    values = torch.zeros(len(rows), LONGEST, dtype=torch.float64)
+    mask = torch.zeros(len(rows), LONGEST, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        values[i, : row["length"]] = torch.tensor(row["values"], dtype=torch.float64)
+        mask[i, : row["length"]] = True
+    cfg = SimpleNamespace(gamma=1.0, lambd=lambd)
+    rewards = torch.ones(len(rows), dtype=torch.float64)
+    advantages = ppo.gae(rewards, values, mask, torch.zeros(len(rows)), cfg)
+    means = []
+    for distance in range(42):
+        long = [i for i, row in enumerate(rows) if row["length"] > distance]
+        ends = [rows[i]["length"] - 1 - distance for i in long]
+        means.append(float(advantages[long, ends].mean()))
+    return np.array(means)
+
+
+def measure(path: Path) -> dict:
+    """All numbers of one run."""
+    rows = [row for row in read_lines(path / "samples.jsonl") if "values" in row]
+    spans = [[row for row in rows if span_of(row["step"]) == i] for i in range(len(SPANS))]
+    found = {"tries": [], "explained": [], "auc": []}
+    for span in spans:
+        found["tries"].append([x for row in span for x in read_tries(row)])
+        by_position, auc = [], []
+        for position in range(0, LONGEST, 3):
+            long = [row for row in span if row["length"] > position]
+            rewards = np.array([row["reward"] for row in long])
+            values = np.array([row["values"][position] for row in long])
+            by_position.append(explained(rewards, values) if len(long) > 50 else np.nan)
+            auc.append(within_group_auc(span, position))
+        found["explained"].append(by_position)
+        found["auc"].append(auc)
+    lambdas = (1.0, 0.95, 0.9, 0.8)
+    found["lambdas"] = {x: advantages_from_the_end(spans[2], x) for x in lambdas}
+    return found
+
+
+def tell_table(runs: list[dict]) -> None:
+    heads = [f"steps {first} to {last}" for first, last in SPANS]
+    print("try |", " | ".join(heads))
+    print("---|" * len(heads) + "---")
+    for kind in KINDS:
+        cells = []
+        for i in range(len(SPANS)):
+            mine = [[x for x in run["tries"][i] if x[0] == kind] for run in runs]
+            before = interval([np.mean([x[2] for x in tries]) for tries in mine if tries])
+            behind = interval([np.mean([x[3] for x in tries]) for tries in mine if tries])
+            cells.append(f"{before} -> {behind} ({sum(map(len, mine))})")
+        print(kind, "|", " | ".join(cells))
+    # Repeats come late in a response. So a repeat is compared with new misses of the same number.
+    cells = []
+    for i in range(len(SPANS)):
+        extra = []
+        for run in runs:
+            gaps, weights = [], []
+            for number in range(1, 9):
+                changes = {
+                    kind: [x[3] - x[2] for x in run["tries"][i] if x[:2] == (kind, number)]
+                    for kind in ("new miss", "repeated try")
+                }
+                if all(changes.values()):
+                    gaps.append(np.mean(changes["repeated try"]) - np.mean(changes["new miss"]))
+                    weights.append(len(changes["repeated try"]))
+            extra.append(np.average(gaps, weights=weights))
+        cells.append(interval(extra, 3))
+    print("change at a repeated try minus change at a new miss |", " | ".join(cells))
+
+
+def draw(runs: list[dict], out: Path) -> None:
+    """Lines are means over seeds, and bands go from the lowest seed to the highest."""
+    heads = [f"steps {first} to {last}" for first, last in SPANS]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(15, 8.5), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
+        axes = figure.subplots(2, 2).flat
+
+        ax = next(axes)
+        ax.set(title="Change of the value at a try, over training", xlabel="step")
+        middles = [(first + last) / 2 for first, last in SPANS]
+        for kind, colour in zip(KINDS, COLOURS):
+            curves = []
+            for run in runs:
+                tries = [[x[3] - x[2] for x in span if x[0] == kind] for span in run["tries"]]
+                curves.append([np.mean(x) if x else np.nan for x in tries])
+            plot(ax, middles, curves, kind, colour, marker="o")
+        ax.axhline(0, color="#999999", linewidth=0.8)
+
+        for name, title in (
+            ("explained", "Explained variance of the reward, by token"),
+            ("auc", "Right above wrong, of pairs of one problem, by token"),
+        ):
+            ax = next(axes)
+            ax.set(title=title, xlabel="token of the response")
+            for i, colour in enumerate(COLOURS[: len(SPANS)]):
+                plot(ax, range(0, LONGEST, 3), [run[name][i] for run in runs], heads[i], colour)
+        ax.axhline(0.5, color="#999999", linewidth=0.8)
+
+        ax = next(axes)
+        ax.set(title=f"Advantage in right responses, {heads[2]}", xlabel="tokens before the last")
+        for lambd, colour in zip(runs[0]["lambdas"], COLOURS):
+            curves = [run["lambdas"][lambd] for run in runs]
+            plot(ax, range(42), curves, f"lambda {lambd:g}", colour)
+        ax.invert_xaxis()
+        text = f"line: the mean of {len(runs)} seeds; band: from the lowest seed to the highest"
+        figure.supxlabel(text, size=12)
+        figure.savefig(out, dpi=100)
+
+
+def plot(ax, xs, curves: list, label: str, colour: str, marker: str = "") -> None:
+    curves = np.array(curves, dtype=float)
+    ax.plot(xs, np.nanmean(curves, axis=0), color=colour, linestyle="-", label=label, marker=marker)
+    low, high = np.nanmin(curves, axis=0), np.nanmax(curves, axis=0)
+    ax.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+    ax.legend(frameon=False, fontsize=11)
+
+
+if __name__ == "__main__":
+    measured = [measure(Path(path)) for path in sys.argv[1:]]
+    tell_table(measured)
+    for name in ("explained", "auc"):
+        for position in (0, 7, 14, 28, 42):
+            k = position // 3
+            cells = [interval([run[name][i][k] for run in measured]) for i in range(len(SPANS))]
+            print(f"{name} at token {3 * k} |", " | ".join(cells))
+    draw(measured, Path(__file__).with_name("critic.png"))
+    print(
+        json.dumps(
+            {
+                x: [
+                    round(float(y), 3)
+                    for y in np.mean([r["lambdas"][x] for r in measured], axis=0)[::7]
+                ]
+                for x in measured[0]["lambdas"]
+            }
+        )
+    )

@@ -1,0 +1,260 @@
+"""A lesson: from REINFORCE to PPO's advantages, in the order of need. `python docs/lesson.py`
+
+Each cell begins with `# %%`, so an editor can run the cells one by one. Each cell shows what fails
+in the cell before, and ends with a question. The next cell answers the question. All advantages
+come from ppo.py. The pictures are written to out/lesson. The lesson takes half a minute on one
+core, and less with `--quick`, which has one seed and few updates.
+"""
+
+# %% [0] The toy: write 12 tokens, and get a reward of 0 or 1 at the end
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ppo
+
+torch.set_num_threads(1)
+OUT = Path("out/lesson")
+OUT.mkdir(parents=True, exist_ok=True)
+QUICK = "--quick" in sys.argv
+SEEDS = range(1 if QUICK else 10)
+UPDATES = 20 if QUICK else 120
+TRIALS = 20 if QUICK else 400  # batches that measure the noise of a gradient
+
+PROBLEMS, TOKENS, VOCABULARY = 8, 12, 4
+# Token 0 is right at each place. Problem p is solved by need[p] right tokens: the first is easy.
+need = torch.tensor([1, 2, 3, 3, 4, 5, 6, 7])
+
+
+def draw(logits, problems, generator):
+    """Responses (N, 12), and `right` (N, 13): the number of right tokens before each place."""
+    p = logits[problems].softmax(-1)  # (N, 12, 4)
+    tokens = torch.multinomial(p.reshape(-1, VOCABULARY), 1, generator=generator)
+    tokens = tokens.reshape(-1, TOKENS)  # (N, 12)
+    right = torch.nn.functional.pad((tokens == 0).cumsum(1), (1, 0))  # (N, 13)
+    return tokens, right, (right[:, -1] >= need[problems]).double()
+
+
+def make_batch(rewards, problems, values=None):
+    """A batch of ppo.py, which computes the advantages."""
+    ids = [[0] * TOKENS] * len(rewards)
+    batch = ppo.Batch([[0]] * len(rewards), ids, problems, rewards, torch.device("cpu"), {}, [])
+    if values is not None:
+        batch.per_token["values"] = values.reshape(-1)  # (T,)
+    return batch
+
+
+def advantages_of(estimator, batch, lambd=1.0):
+    """(N, 12), before whitening."""
+    cfg = SimpleNamespace(estimator=estimator, gamma=1.0, lambd=lambd)
+    return ppo.raw_advantages(batch, cfg).reshape(-1, TOKENS)
+
+
+def gradient(logits, tokens, problems, advantages):
+    """The gradient of the policy's loss -A log p, a mean over tokens: (8, 12, 4)."""
+    logits = logits.clone().requires_grad_()
+    log_p = logits[problems].log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # (N, 12)
+    (-(advantages * log_p).mean()).backward()
+    return logits.grad
+
+
+class TableCritic:
+    """The value of (problem, place, right tokens so far): the mean reward that was seen there."""
+
+    def __init__(self, rate=0.2):
+        self.table = torch.full((PROBLEMS, TOKENS, TOKENS + 1), 0.5, dtype=torch.float64)
+        self.rate = rate
+
+    def values(self, problems, right):
+        return self.table[problems[:, None], torch.arange(TOKENS), right[:, :-1]]  # (N, 12)
+
+    def learn(self, problems, right, returns):
+        place = (problems[:, None].expand_as(returns), torch.arange(TOKENS).expand_as(returns))
+        index = (*place, right[:, :-1])
+        count = torch.zeros_like(self.table).index_put(index, torch.ones_like(returns), True)
+        total = torch.zeros_like(self.table).index_put(index, returns, True)
+        seen = count > 0
+        self.table[seen] += self.rate * (total[seen] / count[seen] - self.table[seen])
+
+
+def problems_of(group):
+    """64 responses: 64 / group problems, with `group` responses each."""
+    return torch.arange(64 // group).repeat_interleave(group) % PROBLEMS
+
+
+def train(estimator, seed, lambd=1.0, shift=0.0, group=8, rate=1.0):
+    """The solved share of the responses of each update. All updates have the same length, as those
+    of Adam nearly have. So only the direction counts, and noise makes a direction worse."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
+    critic = TableCritic() if estimator == "gae" else None
+    problems = problems_of(group)
+    curve = []
+    for _ in range(UPDATES):
+        tokens, right, rewards = draw(logits, problems, generator)
+        curve.append(rewards.mean().item())
+        values = critic.values(problems, right) if critic else None
+        # Each group is one problem in one place of the batch.
+        groups = torch.arange(len(problems)) // group
+        advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
+        direction = gradient(logits, tokens, problems, advantages)
+        logits -= rate * direction / direction.norm().clamp(min=1e-9)
+        if critic:
+            critic.learn(problems, right, rewards[:, None].expand(-1, TOKENS))
+    return curve
+
+
+def noise(estimator, lambd=1.0, shift=0.0, group=8, critic=None):
+    """The noise of the gradient of a fixed policy: its std over batches / the size of its mean."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
+    problems = problems_of(group)
+    groups = torch.arange(len(problems)) // group
+    found = []
+    for _ in range(TRIALS):
+        tokens, right, rewards = draw(logits, problems, generator)
+        values = critic.values(problems, right) if critic else None
+        advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
+        found.append(gradient(logits, tokens, problems, advantages))
+    found = torch.stack(found)  # (TRIALS, 8, 12, 4)
+    return (found.var(0).sum().sqrt() / found.mean(0).norm()).item(), found.mean(0)
+
+
+def picture(number, title, curves=None, bars=None):
+    """Writes a picture of learning curves (means over seeds, with bands), of bars, or of both."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(1, 2)
+    for name, runs in (curves or {}).items():
+        smooth = np.apply_along_axis(np.convolve, 1, np.array(runs), np.ones(9) / 9, "valid")
+        [line] = axes[0].plot(smooth.mean(0), label=name)
+        band = (range(smooth.shape[1]), smooth.min(0), smooth.max(0))
+        axes[0].fill_between(*band, color=line.get_color(), alpha=0.2)
+    axes[0].set(xlabel="update", ylabel="solved", ylim=(0, 1))
+    axes[0].legend(frameon=False)
+    for name, height in (bars or {}).items():
+        axes[1].barh(name, height)
+    axes[1].set(xlabel="noise of the first gradient: std / size")
+    axes[1].invert_yaxis()
+    figure.savefig(OUT / f"{number}.png", dpi=80)
+
+
+def tell(bars):
+    print("   noise of the first gradient:", ", ".join(f"{k}: {v:.1f}" for k, v in bars.items()))
+
+
+# %% [1] REINFORCE: make the tokens of a response more likely, in proportion to its reward
+# This estimator has no baseline: the advantage of each token is the reward.
+def plain(rewards, values, mask, groups, cfg):
+    return rewards
+
+
+ppo.ESTIMATORS["plain"] = ppo.Estimator(plain)
+names = {"reward 0 or 1": 0.0, "reward 1 or 2": 1.0}
+curves = {name: [train("plain", seed, shift=x) for seed in SEEDS] for name, x in names.items()}
+bars = {name: noise("plain", shift=x)[0] for name, x in names.items()}
+picture(1, "1. REINFORCE learns, and a constant in the reward ruins it", curves, bars)
+print("1. REINFORCE pays all tokens of a response its reward.")
+tell(bars)
+print("   If 1 is added to all rewards, the mean of the gradient is the same. Its noise is not.")
+print("   QUESTION: which number should be subtracted from all rewards?\n")
+
+# %% [2] A baseline: the mean reward of the batch
+# ANSWER to 1: a number near the mean. Then a response better than usual is paid more than 0, and a
+# response worse than usual less than 0. A number that does not depend on the response adds nothing
+# to the mean of the gradient, because the probabilities of all tokens add up to 1.
+curves = {"no baseline": curves["reward 0 or 1"]}
+curves["mean of the batch"] = [train("reinforce", seed) for seed in SEEDS]
+bars["mean of the batch"] = noise("reinforce")[0]
+picture(2, "2. The mean of the batch as a baseline", curves, bars)
+print("2. A baseline: pay the reward minus the mean of the batch.")
+tell(bars)
+generator = torch.Generator().manual_seed(0)
+uniform = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
+rewards = draw(uniform, torch.arange(PROBLEMS).repeat_interleave(1000), generator)[2]
+solved = rewards.reshape(PROBLEMS, -1).mean(1)
+print("   At the start the problems are solved with", ", ".join(f"{x:.2f}" for x in solved))
+print("   QUESTION: what does one mean for all problems do to the easiest problem?\n")
+
+# %% [3] Groups: the mean of the other responses to the same problem
+# ANSWER to 2: nearly all responses to the easiest problem are right. All of them are paid more than
+# 0, whatever they say. So the noise of easy problems and hard problems is in the gradient.
+curves = {"mean of the batch": curves["mean of the batch"]}
+for name in ("rloo", "grpo"):
+    curves[name] = [train(name, seed) for seed in SEEDS]
+bars["rloo, groups of 8"] = noise("rloo")[0]
+bars["rloo, groups of 2"] = noise("rloo", group=2)[0]
+picture(3, "3. A baseline for each problem", curves, bars)
+print("3. Groups: pay the reward minus the mean of the other responses to the problem (RLOO).")
+tell(bars)
+generator = torch.Generator().manual_seed(3)
+problems = torch.full((64,), 2)
+tokens, right, rewards = draw(uniform, problems, generator)
+example = next(i for i in range(64) if rewards[i] and right[i, 5] >= need[2])
+advantages = advantages_of("rloo", make_batch(rewards, problems))[example]
+done = int((right[example] >= need[2]).nonzero()[0])
+print(f"   A right response has its {need[2]} right tokens after {done} of {TOKENS} tokens.")
+print(f"   Each of its tokens is paid {advantages[0]:+.2f}, also those that change nothing.")
+print("   QUESTION: who knows, in the middle of a response, how it will end?\n")
+
+# %% [4] A critic: how much reward is to be expected before each token?
+# ANSWER to 3: nobody knows, but the mean of the rewards of all responses that were at this point is
+# a guess. The critic learns this mean. A_t = reward - V_t. This is PPO with lambda 1.
+critic = TableCritic(rate=0.02)
+generator = torch.Generator().manual_seed(1)
+for _ in range(50 if QUICK else 1500):
+    problems = problems_of(8)
+    _, right, rewards = draw(uniform, problems, generator)
+    critic.learn(problems, right, rewards[:, None].expand(-1, TOKENS))
+curves = {"rloo": curves["rloo"]}
+curves["critic, groups of 8"] = [train("gae", seed) for seed in SEEDS]
+bars.pop("reward 1 or 2")
+bars["a critic that has learnt"] = noise("gae", critic=critic)[0]
+bars["a critic, groups of 1"] = noise("gae", group=1, critic=critic)[0]
+bars["a critic that is new"] = noise("gae", critic=TableCritic())[0]
+picture(4, "4. A baseline for each token", curves, bars)
+print("4. A critic: pay each token the reward minus the value before the token.")
+tell(bars)
+problems = torch.full((64,), 2)
+values = critic.values(problems, draw(uniform, problems, torch.Generator().manual_seed(3))[1])
+print("   The values in the response above:", ", ".join(f"{x:.2f}" for x in values[example]))
+print("   The tokens after the last one that matters are paid about 0.")
+print("   A token before it is also paid for the luck of all later tokens.")
+print(
+    "   QUESTION: the critic also knows the value after a token. Is the later luck needed at all?\n"
+)
+
+# %% [5] Lambda: trust the critic's value after a few tokens, in the place of the reward
+# ANSWER to 4: not if the critic is right. With lambda 0 a token is paid V after it minus V before
+# it. With lambda 1 it is paid the reward minus V before it. Between them later changes of V count
+# less, by lambda for each token. If the critic is wrong, lambda below 1 has a wrong mean: a bias.
+truth = noise("gae", critic=critic)[1]
+untrained = TableCritic()
+lines = []
+for lambd in (1.0, 0.95, 0.8, 0.5, 0.0):
+    good, mean = noise("gae", lambd=lambd, critic=critic)
+    bad, wrong = noise("gae", lambd=lambd, critic=untrained)
+    biases = [((x - truth).norm() / truth.norm()).item() for x in (mean, wrong)]
+    lines.append((lambd, good, bad, *biases))
+bars = {f"lambda {x[0]:g}, learnt": x[1] for x in lines}
+bars |= {f"lambda {x[0]:g}, new": x[2] for x in lines}
+curves = {"lambda 1": curves["critic, groups of 8"]}
+for lambd in (0.95, 0.8):
+    curves[f"lambda {lambd:g}"] = [train("gae", seed, lambd=lambd) for seed in SEEDS]
+picture(5, "5. Lambda trades the noise for the critic's mistakes", curves, bars)
+print("5. Lambda: believe the critic more, and the reward less.")
+print("   lambda | noise: critic that has learnt, new critic | bias: the same")
+for lambd, good, bad, bias, wrong in lines:
+    print(f"   {lambd:6.2f} | {good:5.1f} {bad:9.1f} | {bias:5.2f} {wrong:9.2f}")
+print("   A critic that has learnt needs no reward far away. A new critic pays nearly nothing but")
+print("   the last token if lambda is 0.")
+print(
+    "   QUESTION: ORZ takes lambda 1. Its responses have thousands of tokens. What would 0.95 do?"
+)
+print("   docs/critic.md measures what a real critic sees, and docs/laboratory.md whether it pays.")
+print(f"The pictures are in {OUT}")
