@@ -182,7 +182,7 @@ def whole_groups(batch, count):
     for k, group in enumerate(batch.groups.tolist()):
         members.setdefault(group, []).append(k)
     found = []
-    for indices in sorted(members.values(), key=lambda found: not batch.rewards[found].std() > 0):
+    for indices in sorted(members.values(), key=lambda x: len(batch.rewards[x].unique()) < 2):
         if len(found) < count:
             found += indices
     return found
