@@ -1,6 +1,7 @@
 """Each link of a page resolves. The files, targets and flags of each command on a page exist."""
 
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -10,7 +11,10 @@ from conftest import ROOT, run_python
 
 import ppo
 import train
+from docs import race
 from lib import check
+from lib.common import UserError
+from tools import lab
 
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md"]
 PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
@@ -90,3 +94,25 @@ def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
     names = ("reward 0 or 1", "mean of the batch", "rloo, groups of 8", "a critic that has learnt")
     noise = [float(re.search(f"{name}: ([0-9.]+)", told)[1]) for name in names]
     assert noise == sorted(noise, reverse=True)
+
+
+def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_decides(tmp_path):
+    """The tokens are those of all steps up to the end. Without an end there is no result."""
+    accuracies = [0.1, 0.2, 0.54, 0.56, 0.55, 0.9]
+    evaluations = [{"step": 2 * k, "set": "eval", "accuracy": x} for k, x in enumerate(accuracies)]
+    steps = [{"step": k, "drawn_tokens": 100 * k} for k in range(1, 11)]
+    for name, lines in (("eval", evaluations), ("metrics", steps)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert race.find_end(tmp_path) == (8, 3600)
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, evaluations[:4])))
+    assert race.find_end(tmp_path) is None
+    plan = tmp_path / "plan.txt"
+    plan.write_text("a: --lambd 0.9\nb: --eval_n 1\nc: --max_steps=121\n")
+    a, b, c = lab.read_plan(plan, tmp_path)
+    race.check_entry(a)
+    for setting, told in (
+        (b, "b: the race decides --eval_n"),
+        (c, "c: --max_steps is at most 120"),
+    ):
+        with pytest.raises(UserError, match=told):
+            race.check_entry(setting)
