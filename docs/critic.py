@@ -26,6 +26,7 @@ from tools.runs import COLOURS, STYLE, read_lines
 KINDS = ("new miss", "repeated try", "overlooked hit", "true hit", "false claim")
 SPANS = ((1, 5), (6, 15), (16, 25), (26, 40))  # steps, the first and the last
 LONGEST = 63  # tokens of a response
+TRY = 7  # tokens of a try, with its newline
 
 
 def read_tries(row: dict) -> list[tuple]:
@@ -116,7 +117,7 @@ def measure(path: Path) -> dict:
     for span in spans:
         found["tries"].append([x for row in span for x in read_tries(row)])
         by_position, auc = [], []
-        for position in range(0, LONGEST, 3):
+        for position in range(0, LONGEST, TRY):
             long = [row for row in span if row["length"] > position]
             rewards = np.array([row["reward"] for row in long])
             values = np.array([row["values"][position] for row in long])
@@ -169,7 +170,7 @@ def draw(runs: list[dict], out: Path) -> None:
         axes = figure.subplots(2, 2).flat
 
         ax = next(axes)
-        ax.set(title="Change of the value at a try, over training", xlabel="step")
+        ax.set(title="Change of the value at a try", xlabel="step")
         middles = [(first + last) / 2 for first, last in SPANS]
         for kind, colour in zip(KINDS, COLOURS):
             curves = []
@@ -180,13 +181,13 @@ def draw(runs: list[dict], out: Path) -> None:
         ax.axhline(0, color="#999999", linewidth=0.8)
 
         for name, title in (
-            ("explained", "Explained variance of the reward, by token"),
-            ("auc", "Right above wrong, of pairs of one problem, by token"),
+            ("explained", "Explained variance of the reward, at the start of each try"),
+            ("auc", "Share of pairs of one problem: V of the right response is higher"),
         ):
             ax = next(axes)
             ax.set(title=title, xlabel="token of the response")
             for i, colour in enumerate(COLOURS[: len(SPANS)]):
-                plot(ax, range(0, LONGEST, 3), [run[name][i] for run in runs], heads[i], colour)
+                plot(ax, range(0, LONGEST, TRY), [run[name][i] for run in runs], heads[i], colour)
         ax.axhline(0.5, color="#999999", linewidth=0.8)
 
         ax = next(axes)
@@ -213,9 +214,9 @@ if __name__ == "__main__":
     tell_table(measured)
     for name in ("explained", "auc"):
         for position in (0, 7, 14, 28, 42):
-            k = position // 3
+            k = position // TRY
             cells = [interval([run[name][i][k] for run in measured]) for i in range(len(SPANS))]
-            print(f"{name} at token {3 * k} |", " | ".join(cells))
+            print(f"{name} at token {position} |", " | ".join(cells))
     draw(measured, Path(__file__).with_name("critic.png"))
     print(
         json.dumps(

@@ -11,7 +11,7 @@ from conftest import ROOT, run_python
 
 import ppo
 import train
-from docs import race
+from docs import critic, race
 from lib import check
 from lib.common import UserError
 from tools import lab
@@ -116,3 +116,15 @@ def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_de
     ):
         with pytest.raises(UserError, match=told):
             race.check_entry(setting)
+
+
+def test_the_figure_of_the_critic_knows_five_kinds_of_tries():
+    """A hit needs two of the given numbers. 9-7 is the same try as 9-7, but not as 7-9."""
+    text = "9+7=16< 7+9=16< 9-7=2< 9*2=18> 9*2=18! 6+6=12! 9*2=18 9+7=18!"
+    tokens = [x for word in text.split() for x in [*re.findall(r"\d+|.", word), "\n"]]
+    label = {"numbers": [2, 9, 3, 7], "target": 18, "pick": 2}
+    row = {"tokens": tokens, "values": [*range(len(tokens))], "label": label}
+    tries = critic.read_tries(row)
+    kinds = ["new miss", "repeated try", "new miss", "overlooked hit", "true hit", "false claim"]
+    assert [x[0] for x in tries] == [*kinds, "false claim"]
+    assert tries[1] == ("repeated try", 1, 7, 13)
