@@ -81,8 +81,6 @@ def behaviour(rollout, problems) -> dict:
     # The same requests in another order, and fewer of them.
     found["apart"] = generated(sampler, requests[::-3])
     found["positions"] = list(range(len(requests)))[::-3]
-    greedy = [dataclasses.replace(request, temperature=0.0) for request in requests[:2]]
-    found["greedy"] = generated(sampler, greedy)
     # Each request twice: with 3 tokens and with all that fit.
     limited = []
     for request in requests[::2]:

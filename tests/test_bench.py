@@ -18,13 +18,3 @@ def test_a_step_without_an_update_is_no_measurement():
     assert bench.median_of([step] * 4, "seconds") == 9
     with pytest.raises(AssertionError, match="without a policy update"):
         bench.median_of([step, step, step | {"policy_tokens": 0}, step], "seconds")
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_step_is_measured_beside_its_plan(tmp_path):
-    """Each phase has its seconds and its memory, and what the plan says of both."""
-    figures = bench.bench_step(str(tmp_path), bench.STEP)
-    for phase in ("rollout", "policy", "sync"):
-        for name in ("seconds", "gib", "planned_seconds", "planned_gib"):
-            assert figures[f"{phase}: {name}"] > 0

@@ -81,4 +81,7 @@ def test_a_signal_ends_the_part_and_keeps_those_that_have_ended(tmp_path):
     [path] = tmp_path.glob("*.json")
     [(name, part)] = json.loads(path.read_text())["parts"].items()
     assert (name, part["result"]) == ("zero3", "passed")
-    assert {"seconds of a step", "policy: planned_gib"} <= part["figures"].keys()
+    assert part["figures"]["seconds of a step"] > 0
+    for phase in ("rollout", "policy", "sync"):
+        for name in ("seconds", "gib", "planned_seconds", "planned_gib"):
+            assert part["figures"][f"{phase}: {name}"] > 0

@@ -115,19 +115,6 @@ def test_what_is_rarely_meant_is_accepted_with_a_warning(process_group, capsys):
     assert lines == [f"{flag} {words}" for flag in flags]
 
 
-# ---- require_same --------------------------------------------------------------------------------
-
-
-def test_a_difference_is_reported_on_every_rank(process_group, monkeypatch):
-    """Two ranks that gather these reports end alike. One would else wait for the other."""
-    check.require_same({"--seed": 1})
-    everyone = [("machine a, rank 0", {"--seed": "1"}), ("machine b, rank 1", {"--seed": "2"})]
-    monkeypatch.setattr(check, "gather", lambda mine: everyone)
-    words = "^machine b, rank 1: --seed is 2, but on rank 0 it is 1; give all ranks the same$"
-    with pytest.raises(UserError, match=words):
-        check.require_same({"--seed": 1})
-
-
 # ---- models --------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -141,7 +128,6 @@ FALCON = SIZES | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16}
     [
         (transformers.BartConfig(**BART), "an encoder and a decoder"),
         (transformers.PhiConfig(**SIZES), "its head has a bias"),
-        (transformers.BertConfig(**SIZES, is_decoder=True), "its head has a bias"),
         (transformers.ViTConfig(**SIZES), "no causal language model of the kind vit"),
         (transformers.FalconH1Config(**FALCON), "does not compute the logits of falcon_h1"),
         (transformers.LlamaConfig(**SIZES, quantization_config={}), "weights are quantized"),

@@ -15,7 +15,6 @@ import pytest
 import tiny as maker
 import torch
 from conftest import fill
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ckpt
@@ -227,25 +226,6 @@ def test_an_export_to_a_full_disk_is_a_user_error(group, tiny, small_disk):
     fill(small_disk, room=0)
     with pytest.raises(UserError, match="policy is NOT written: .*No space left"):
         ckpt.export(small_disk / "policy", model, model.named_parameters(), maker.char_tokenizer())
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_export_names_a_tied_head_once(group, tmp_path, tied):
-    """As `save_pretrained` of a tied model does. The sampler is given the head under its own name
-    too, and that name came into the run's own export, beside `convert.py export` without it."""
-    folder = maker.make_model(tmp_path / "model", tied=tied)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    for parameter in model.parameters():
-        parameter.data += 1
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    assert "lm_head.weight" in weights
-    ckpt.export(tmp_path / "out", model, weights.items(), maker.char_tokenizer())
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == load_file(folder / "model.safetensors").keys()
-    assert ("lm_head.weight" in exported) == (not tied)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for name, tensor in again.state_dict().items():
-        assert torch.equal(tensor, weights[name])
 
 
 # ---- resume --------------------------------------------------------------------------------------

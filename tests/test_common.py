@@ -88,30 +88,6 @@ def test_a_torch_for_cpus_beside_a_gpu_warns(answer, is_told, tmp_path, monkeypa
     assert ("torch is built for CPUs" in capsys.readouterr().err) == is_told
 
 
-@pytest.mark.parametrize(
-    "errors, words",
-    [
-        ([None, "bad line"], "machine b, rank 1: bad line"),
-        (["bad line", "bad line"], "bad line"),
-        (["bad line", None], "machine a, rank 0: bad line"),
-    ],
-)
-def test_raise_together_raises_an_error_of_one_rank_on_every_rank(
-    errors, words, process_group, monkeypatch
-):
-    """Both ranks end alike. One rank would else wait for the other."""
-    places = ("machine a, rank 0", "machine b, rank 1")
-    found = [error and common.UserError(error) for error in errors]
-    monkeypatch.setattr(common, "gather", lambda mine: list(zip(places, found)))
-    for error in found:
-        with pytest.raises(common.UserError, match=f"^{words}$"), common.raise_together():
-            if error:
-                raise error
-    monkeypatch.undo()
-    with common.raise_together():
-        pass
-
-
 # ---- signals -------------------------------------------------------------------------------------
 
 
@@ -151,22 +127,9 @@ def test_only_a_second_interrupt_ends_a_rank_at_once(handlers, capfd):
     assert signal.getsignal(signal.SIGTERM) == mine.handle
 
 
-def test_ranks_agree_on_a_fault_of_one_of_them(process_group, monkeypatch):
-    """If one rank alone raised its error, the others would wait, and nothing would be saved."""
-    assert common.agree(False) is None
-    with pytest.raises(common.Stopped, match="^it is broken$"):
-        common.agree(False, "it is broken")
-    fault = "it is broken there"
-    cases = [([(False, None), (False, fault), (False, None)], fault)]
-    cases += [([(True, None), (False, fault)], fault), ([(True, None), (False, None)], None)]
-    for others, told in cases:
-        monkeypatch.setattr(common, "gather", lambda mine, others=others: [mine, *others])
-        with pytest.raises(common.Stopped) as stop:
-            common.agree(False)
-        assert stop.value.fault == told
-
-
 def test_stop_together_stops_all_ranks_for_an_error_of_one(process_group, monkeypatch, capfd):
+    """If one rank alone raised its error, the others would wait, and nothing would be saved. An
+    error counts more than a signal to another rank."""
     with common.stop_together():
         pass
     faults = {
@@ -179,7 +142,8 @@ def test_stop_together_stops_all_ranks_for_an_error_of_one(process_group, monkey
         with pytest.raises(common.Stopped, match=f"^{fault}$"), common.stop_together():
             raise error
     assert capfd.readouterr().err.count("Traceback") == 1, "what is no UserError has a traceback"
-    monkeypatch.setattr(common, "gather", lambda mine: [mine, (False, "of another rank")])
+    others = [(True, None), (False, "of another rank")]
+    monkeypatch.setattr(common, "gather", lambda mine: [mine, *others])
     with pytest.raises(common.Stopped, match="^of another rank$"), common.stop_together():
         pass
 

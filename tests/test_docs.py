@@ -1,6 +1,5 @@
 """Each link of a page resolves. The files, targets and flags of each command on a page exist."""
 
-import inspect
 import json
 import re
 import shlex
@@ -50,15 +49,6 @@ def test_commands_can_be_given(name, monkeypatch, process_group, tmp_path):
     assert commands or name.startswith("docs/")
     for command in commands:
         check_command(shlex.split(re.sub(r"^(\w+=\S+ )+", "", command)))
-
-
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_the_loop_on_the_first_page_is_the_loop_of_train_py(name):
-    """It calls the same functions in the same order."""
-    block = re.search(r"^for step in.*?```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)[0]
-    calls = re.findall(r"(\w+)\(", re.sub("#.*", "", block))
-    loop = inspect.getsource(train.main).partition("for step in ")[2]
-    assert re.search(r"\(.*\b".join(calls[1:]) + r"\(", loop, re.DOTALL), calls
 
 
 def check_command(words: list[str]):

@@ -1,7 +1,6 @@
 """Each family of docs/models.md: a tiny random model is trained, and its samples are kept apart.
 
-Most of these tests are slow. `PYTHONPATH=. python tests/test_families.py` writes the table of
-docs/models.md from their results.
+Most of these tests are slow.
 """
 
 import json
@@ -28,7 +27,6 @@ from lib.models import Policy, last_hidden_state, load_model, make_policy, named
 
 PAGE = ROOT / "docs" / "models.md"
 FILE = "model.safetensors"
-RESULTS = ROOT / "out" / "families"
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +98,6 @@ def test_rows_equal_single_samples(name, folder_of, process_group):
         named = dict(policy.model.named_parameters())
         found = gradient_of(named[text] for text in text_names(slow) if text in named)
         assert (found - expected).norm() < 1e-5 * expected.norm(), cfg.packing
-    gap = (got.double() - logprobs).abs().max().item()
-    keep(name, rows=cfg.packing, attention=cfg.attention, rows_gap=gap)
 
 
 def text_names(model):
@@ -132,7 +128,6 @@ def test_packed_rows_of_recurrent_layers_leak_without_an_error(name, folder_of, 
     # Sample 1 is longer, so sample 3 is padded.
     padded = (states([[1], [3]], alone=True) - single).abs().max().item()
     assert padded < 1e-5 and leak > 0.5
-    keep(name, leak=leak, padded=padded)
 
 
 SMALL = {key: families.SIZES[key] for key in families.SIZES if key != "tie_word_embeddings"}
@@ -225,7 +220,6 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
     if name in UNSEEN:
         more, words = UNSEEN[name]
         assert re.search(words, launch(run, code=2, **flags | more).stderr)
-        keep(name, sampled=False)
         return
     script = ROOT / "tests" / "packs_experts.py" if name in WITH_EXPERTS else ROOT / "train.py"
     flags |= FLAGS.get(name, {})
@@ -252,7 +246,6 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
     last = jsonl(run / "eval.jsonl")[-1]
     [again] = json.loads((tmp_path / "evaluated" / "result.json").read_text())["sets"]
     assert is_bf16 or again["accuracy"] == last["accuracy"]
-    keep(name, sampled=True, gap=start)
 
 
 @pytest.mark.slow
@@ -315,47 +308,16 @@ WHY = {
     "LFM2": "no: its convolution in vLLM's CPU code differs by 0.08 a token",
     "Qwen3.5": "no: its class in vLLM imports torchvision, which the CPU stack lacks",
 }
-HEAD = """| family | rows | attention | trainer | sampler on a CPU |
-|---|---|---|---|---|
-"""
-MARKS = ("<!-- tests/test_families.py writes this table -->\n", "\n<!-- end of the table -->")
 
 
-def keep(name, **found):
-    """Adds what a test found to the results of its family."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(results | found))
-
-
-def describe(name, rows, attention, sampled, **_) -> str:
-    """A row of the table."""
-    sampler = "yes" if sampled else WHY[name]
-    if sampled and name in FLAGS:
-        sampler = "yes, in bf16"
+def row_of(name, cfg) -> str:
+    """The row of the table that the tests of this family show."""
+    sampler = WHY.get(name, "yes, in bf16" if name in FLAGS else "yes")
     if name in WITH_EXPERTS:
         sampler += "; the test repairs vLLM's sync of experts"
-    return f"| {name} | {rows} | {attention} | yes | {sampler} |"
+    return f"| {name} | {cfg.packing} | {cfg.attention} | yes | {sampler} |"
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_the_docs_have_the_results(name, folder_of):
-    cfg = filled_in(folder_of(name))
-    assert describe(name, cfg.packing, cfg.attention, name not in UNSEEN) in PAGE.read_text()
-
-
-def main():
-    """Writes the table of docs/models.md from the results of the last slow tests."""
-    rows = []
-    for name in families.FAMILIES:
-        results = (RESULTS / f"{name}.json").read_text()
-        rows.append(describe(name, **json.loads(results)))
-        print(name, results)
-    before, _, rest = PAGE.read_text().partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    PAGE.write_text(before + MARKS[0] + HEAD + "\n".join(rows) + MARKS[1] + after)
-
-
-if __name__ == "__main__":
-    main()
+    assert row_of(name, filled_in(folder_of(name))) in PAGE.read_text()

@@ -347,15 +347,6 @@ def test_a_flat_group_is_exactly_zero(estimator, reward):
         assert not batch.per_token["advantages"][: 2 * size].any()
 
 
-@pytest.mark.parametrize("estimator", naive.COMPARES)
-def test_an_estimator_says_how_many_samples_it_needs(estimator):
-    """With one sample a problem, estimators that compare have no advantage and make no update."""
-    batch = make_batch()
-    batch.groups = torch.arange(len(batch.sample_lengths))
-    compares = not np.any(sum(estimate(estimator, batch), []))
-    assert compares == naive.COMPARES[estimator] == (ppo.ESTIMATORS[estimator].least_samples > 1)
-
-
 ESTIMATORS = ["gae", *naive.COMPARES]
 SETTINGS = [{}, SEQUENCE, CONSTANT]
 CASES = list(itertools.product(ESTIMATORS, SETTINGS))
@@ -592,20 +583,6 @@ def test_an_all_flat_rollout_makes_no_update(results):
     assert norm_of(subtract(result["before"], result["start"])), "the healthy step did nothing"
 
 
-def test_skipped_samples_count_in_the_denominator(results):
-    """The passes leave out flat groups. test_step_* show that the update is the whole sum's."""
-    stats = results(1, "grpo")["stats"]
-    assert stats["policy_micro_batches"] < stats["critic_micro_batches"]
-    assert stats["policy_tokens"] < stats["critic_tokens"]
-
-
-def test_the_rate_rises_and_stays():
-    """The first update uses lr / n. ORZ's uses 0, so it changes nothing."""
-    rates = [ppo.learning_rate(1e-6, 4, step) for step in range(6)]
-    assert rates == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6, 1e-6])
-    assert ppo.learning_rate(1e-6, 0, 0) == 1e-6
-
-
 def test_with_lr_end_the_rate_falls_linearly():
     words = ["--variant", "lr_end", "--actor_learning_rate", "1e-6", "--warmup_updates", "4"]
     cfg = train.parse_flags([*words, "--lr_end", "3e-7"])
@@ -643,7 +620,8 @@ class Listener:
 
 @pytest.mark.parametrize("samples, parts", [(16, 3), (2, 2)])
 def test_learners_get_the_rates_of_the_schedule(samples, parts, process_group):
-    """Fewer samples than critic updates do not slow the critic's warm-up down."""
+    """The first update uses lr / n. ORZ's uses 0, so it changes nothing. Fewer samples than critic
+    updates do not slow the critic's warm-up down."""
     batch = part_of(make_batch("equal sizes"), range(samples))
     batch.per_token["values"] = torch.zeros(int(batch.response_lengths.sum()))
     batch.rewards = torch.arange(samples, dtype=torch.float64)

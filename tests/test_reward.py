@@ -326,16 +326,6 @@ def test_known_answers_of_gsm8k_in_every_form(form):
     assert not any(graded(form, wrong))
 
 
-def test_known_answers_of_math500_in_a_box():
-    """In ORZ's form the same box must stand in an answer block."""
-    labels = [problem["answer"] for problem in jsonl(DATA / "math.jsonl")]
-    boxes = [f"Hence the answer is $\\boxed{{{label}}}$." for label in labels]
-    assert graded("boxed_anywhere", zip(boxes, labels)) == [1.0] * 500
-    assert graded("orz", zip(boxes, labels)) == [0.0] * 500
-    blocks = [f"so </think> <answer> {box} </answer>" for box in boxes]
-    assert graded("orz", zip(blocks, labels)) == [1.0] * 500
-
-
 # ---- grading ------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ import torch
 from conftest import ROOT, SMALL, arguments, config, started_ranks
 
 import rollout
-import train
 from lib.common import UserError
 from lib.metrics import Clock
 from reward import Problem
@@ -159,11 +158,6 @@ def test_a_response_ends_at_its_own_limit_or_fills_max_len_to_the_last_token(fou
         ends.add((whole["finish_reason"], len(ids) - room))
     assert ("length", 0) in ends
     assert all(reason == "stop" and more <= 0 for reason, more in ends - {("length", 0)})
-
-
-def test_temperature_0_is_greedy(found):
-    one, two = (found["greedy"][position]["response_ids"] for position in "01")
-    assert one == two, "two samples of a problem"
 
 
 def test_a_stopped_call_drops_what_has_not_ended(found):
@@ -327,15 +321,3 @@ CAUSES = {
 @pytest.mark.parametrize("fault, cause", CAUSES.items())
 def test_the_refusal_names_the_cause(found, fault, cause):
     assert f"; the cause is the {cause}" in found[fault]["refused"]
-
-
-@pytest.mark.parametrize(
-    "flags, is_gpu, mean_and_worst",
-    [
-        ({}, True, (1e-2, 5e-2)),
-        ({"bf16": True}, False, (0.1, 0.5)),
-    ],
-)
-def test_a_sampler_that_rounds_may_be_farther_away(flags, is_gpu, mean_and_worst):
-    """The gap may be larger in bf16."""
-    assert train.allowed_gap(config(**flags), is_gpu) == mean_and_worst

@@ -29,7 +29,6 @@ from conftest import (
     equal_runs,
     jsonl,
     launch,
-    run_python,
     start_python,
     started_ranks,
     wait_until,
@@ -212,19 +211,13 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     no_tokenizer = maker.make_model(tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("*token*"):
         file.unlink()
-    (tmp_path / "empty").mkdir()
     cut_short = maker.make_model(tmp_path / "cut_short")
     os.truncate(cut_short / "model.safetensors", 5000)
     wrong = [
         ({"model": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
-        ({"critic": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
         (
             {"model": no_tokenizer},
             f"^{no_tokenizer} has no tokenizer; put its tokenizer",
-        ),
-        (
-            {"model": tmp_path / "empty"},
-            "/empty cannot be used: it has no config.json, so it is no model$",
         ),
         ({"model": cut_short}, "model.safetensors is damaged .*; copy the file again"),
         ({"model": no_eos}, "its tokenizer has no eos token"),
@@ -690,32 +683,6 @@ def test_two_ranks_sharing_a_sampler_draw_what_one_rank_draws(tiny, shared_memor
     assert first_samples(run) == first_samples(tmp_path / "one_rank")
     assert len(jsonl(run / "samples.jsonl")) == 32, "not twice"
     assert all(abs(line["ratio"] - 1) < 1e-4 for line in jsonl(run / "metrics.jsonl"))
-
-
-@pytest.mark.engine
-def test_real_problems_train_with_the_orz_template(tmp_path):
-    """The model is tied: vLLM on a CPU would keep the old head silently if it were not named."""
-    model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=4096)
-    lines = (DATA / "math.jsonl").read_text().splitlines()
-    (tmp_path / "math.jsonl").write_text("\n".join(lines[:8]))
-    flags = {"model": model, "data": DATA / "gsm8k.jsonl", "eval_data": tmp_path / "math.jsonl"}
-    flags |= {"template": "orz", "stop": train.ORZ_STOP, "prompt_max_len": 1024, "max_len": 2048}
-    flags |= {"packing_max_len": 2048, "micro_train_batch_size": 1, "kv_cache_gb": 0.5}
-    flags |= {"actor_learning_rate": 1e-2, "warmup_updates": 1, "max_steps": 2}
-    run = tmp_path / "run"
-    launch(run, **flags, variant="log_ratio")
-    # The template is a prefix of every prompt: keys of the old weights would be used again.
-    assert all(abs(line["ratio"] - 1) < 1e-3 for line in jsonl(run / "metrics.jsonl"))
-
-
-@pytest.mark.long
-def test_the_demo_trains(tmp_path):
-    """Launched by accelerate, it says its flags and trains. Flags of the user win."""
-    flags = {"run_dir": tmp_path / "run", "max_steps": 1, "eval_n": 2}
-    said = run_python(*LAUNCHER, *arguments(flags)).stdout
-    assert "64 prompts x 16 samples a step" in said and "pass@2" in said
-    assert len(jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
-    assert 0.1 < jsonl(tmp_path / "run" / "eval.jsonl")[0]["accuracy"] < 0.5
 
 
 @pytest.mark.engine

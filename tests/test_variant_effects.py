@@ -533,8 +533,6 @@ REFUSED = [
     (["log_ratio"], {"top_p": 0.9}, "--top_p 0.9: choose 1 with --variant log_ratio"),
     (["kl_penalty", "maxrl"], {}, "--estimator maxrl.* kl_penalty"),
     (["updates"], {"policy_updates": 0}, "--policy_updates 0.*at least 1"),
-    (["cispo"], {"policy_updates": 0}, "--policy_updates 0.*at least 1"),
-    (["gspo"], {"policy_updates": 0}, "--policy_updates 0.*at least 1"),
     (["fuse_values"], {"estimator": "grpo"}, "fuse_values needs --estimator gae"),
     (["fuse_values"], {"gamma": 0.95}, "depend on values"),
     (["fuse_values"], {"lambd": 0.95}, "depend on values"),

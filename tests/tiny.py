@@ -62,8 +62,6 @@ def make_model(
     """
     folder, vocab = Path(folder), vocab or (512 if text_tokenizer else 64)
     tokenizer = make_text_tokenizer(vocab) if text_tokenizer else char_tokenizer()
-    if vocab < len(tokenizer):
-        raise ValueError(f"vocab {vocab} is smaller than the tokenizer's {len(tokenizer)}")
     tokenizer.save_pretrained(folder)
     model = base_model.make_model(
         tokenizer,
