@@ -1,4 +1,4 @@
-"""tools/plan.py: memory and time against sums by hand, real engines and a real backward."""
+"""tools/plan.py: its memory against real engines and a real backward, and what it prints."""
 
 import gc
 import json
@@ -17,50 +17,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
 import ppo
-import train
 from lib import models
-from tools import cost, memory
+from tools import memory
 
 RECIPES = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "launch.sh")
 LARGE = "--model Qwen/Qwen2.5-7B --data x"
 GSM8K = "--model Qwen/Qwen2.5-0.5B-Instruct --data x --estimator grpo --zero_stage 2 "
 GSM8K += "--rollout_batch_size 16 --n_samples_per_prompt 16 --generate_max_len 512 "
 GSM8K += "--prompt_max_len 512 --max_len 1024"
-
-
-def planned(flags: str, world: int):
-    """The settings, their model's config, and the memory of a rank on cards of 80 GB."""
-    cfg = train.parse_flags(flags.split())
-    shape = memory.model_config(cfg.model)
-    return cfg, shape, memory.estimate(cfg, shape, world, 80)
-
-
-def is_by_hand(title: str, column: int, found: dict[str, float]) -> None:
-    """Each number stands, rounded, in that column of a table of docs/scaling.md."""
-    page = (ROOT / "docs" / "scaling.md").read_text()
-    section = page.partition(f"## {title}")[2].partition("\n## ")[0]
-    rows = {}
-    for line in section.splitlines():
-        cells = re.sub(r"[*,]", "", line).strip("|").split("|")
-        rows[cells[0].strip()] = [cell.strip() for cell in cells[2:]]
-    for name, number in found.items():
-        expected = rows[name][column].replace("-", "0")
-        digits = len(expected.partition(".")[2])
-        assert number == pytest.approx(float(expected), abs=0.6 * 10**-digits), name
-
-
-@pytest.mark.parametrize("column, stage, world", [(0, 3, 32), (1, 2, 8)])
-def test_the_memory_of_7b_is_the_sum_by_hand(column, stage, world):
-    """The plan counts buckets, copies and what CUDA itself takes."""
-    _, _, plan = planned(f"{LARGE} --gpu_memory_utilization 0.7 --zero_stage {stage}", world)
-    found = plan.always | plan.phases["rollout"] | plan.phases["policy"]
-    found["gradients"] = plan.always.get("gradients", 0)
-    found["gradients of the policy"] = plan.phases["policy"].get("gradients", 0)
-    found |= {"always": sum(plan.always.values()), "policy": plan.peak("policy")}
-    found["rollout sync"] = plan.peak("rollout")
-    is_by_hand("The memory of a rank, worked by hand", column, found)
-    assert plan.peak("sync") == plan.peak("rollout")
-    assert (plan.kv_tokens, round(plan.card, 1)) == (701_176, 79.1)
 
 
 def held_bytes() -> int:
@@ -123,16 +87,6 @@ def test_activations_are_those_of_a_real_backward(checkpointing, changes):
     assert found == pytest.approx(planned, rel=0.07)
 
 
-@pytest.mark.parametrize(
-    "column, flags, world", [(0, GSM8K, 1), (1, f"{LARGE} --gpu_memory_utilization 0.7", 32)]
-)
-def test_the_time_of_a_step_is_the_sum_by_hand(column, flags, world):
-    cfg, shape, plan = planned(flags, world)
-    seconds = cost.Times(cfg, shape, world, cost.find_card("H100"), 0.5).of_step(plan.kv_tokens)
-    found = {f"{phase} s": x for phase, x in seconds.items()} | {"a step s": sum(seconds.values())}
-    is_by_hand("The time of a step, worked by hand", column, found)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -158,6 +112,10 @@ def test_the_time_of_a_step_is_the_sum_by_hand(column, flags, world):
         ("--help", "All flags but those below.* --gpus N .*--dry_run"),
         # Without ZeRO the fp32 weights are their own masters.
         (f"{GSM8K} --zero_stage 0 --bf16 false", "always: weights 1.8 .* moments 3.7 "),
+        (
+            f"{LARGE} --machines 4 --gpus 8 --gpu_memory_utilization 0.7 --card H100",
+            "policy: .* = 24.9\n.* 701,176 tokens,.* rollout 233.3 .* 251.5 .* policy 217.0 ",
+        ),
         (f"{LARGE} --gpus 8 --kv_cache_gb 4", "KV cache: 74,898 tokens"),
         (f"{GSM8K} --card 2080Ti", "error: --card 2080Ti .*4090.* older than Ampere have no bf16"),
         (f"{GSM8K} --card B52", "error: --card B52 is not known: .*A100, .*4090.* --card_gb"),
@@ -167,6 +125,10 @@ def test_the_time_of_a_step_is_the_sum_by_hand(column, flags, world):
         (f"{GSM8K} --price 2.5", "error: --price: also give a --card"),
         (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: use a multiple of 3"),
         (f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 16", "error: .* at least 17"),
+        (
+            f"{LARGE} --gpus 8 --gpu_memory_utilization 0.7 --zero_stage 2",
+            "error: the plan does not fit: phase rollout 104.8, .*sync 104.8 of 75.2 GiB",
+        ),
         (LARGE, "error: .*: phase rollout .*, critic .*, policy .*, sync .*--offload optimizer"),
         (f"{LARGE} --gpus 8 --micro_train_batch_size 8", "error: .* fit: phase critic .*, policy "),
         (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "error: .*rollout: the KV cache .*"),

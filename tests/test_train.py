@@ -686,6 +686,22 @@ def test_two_ranks_sharing_a_sampler_draw_what_one_rank_draws(tiny, shared_memor
 
 
 @pytest.mark.engine
+def test_real_problems_train_with_the_orz_template(tmp_path):
+    """The model is tied: vLLM on a CPU would keep the old head silently if it were not named."""
+    model = maker.make_model(tmp_path / "model", text_tokenizer=True, max_position_embeddings=4096)
+    lines = (DATA / "math.jsonl").read_text().splitlines()
+    (tmp_path / "math.jsonl").write_text("\n".join(lines[:8]))
+    flags = {"model": model, "data": DATA / "gsm8k.jsonl", "eval_data": tmp_path / "math.jsonl"}
+    flags |= {"template": "orz", "stop": train.ORZ_STOP, "prompt_max_len": 1024, "max_len": 2048}
+    flags |= {"packing_max_len": 2048, "micro_train_batch_size": 1, "kv_cache_gb": 0.5}
+    flags |= {"actor_learning_rate": 1e-2, "warmup_updates": 1, "max_steps": 2}
+    run = tmp_path / "run"
+    launch(run, **flags, variant="log_ratio")
+    # The template is a prefix of every prompt: keys of the old weights would be used again.
+    assert all(abs(line["ratio"] - 1) < 1e-3 for line in jsonl(run / "metrics.jsonl"))
+
+
+@pytest.mark.engine
 def test_all_ranks_refuse_what_one_of_them_finds_with_exit_code_2_and_one_line(tiny, tmp_path):
     """They would wait for each other, or train on samples behind each other's prompts."""
     problems = json.loads(Path(tiny["data"]).read_text())

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 # fp16 needs DeepSpeed's engines, lora those of a whole run (test_variant_runs.py), fp8 a GPU.
 NAMES = sorted({path.stem for path in VARIANTS.glob("*.py")} - {"fp16", "fp8_rollout", "lora"})
 # These only log.
-LOGGERS = ("log_kl", "log_ratio")
+LOGGERS = ("drawn_tokens", "log_kl", "log_ratio")
 NAMES = [name for name in NAMES if name not in LOGGERS]
 STEPS = 3
 SETTINGS = {"task": "countdown", "seed": 8, "n_samples_per_prompt": 8, "generate_max_len": 12}

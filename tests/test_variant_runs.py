@@ -126,7 +126,7 @@ GROUPS = [
     ("gspo majority_vote negative kl_penalty loss_mean", "clipped"),
     ("random_reward overlong_penalty pass_at_k kl_loss entropy_bonus", "kl"),
     ("critic_first critic_lambd no_whitening", "critic_lr"),
-    ("dr_grpo", "reward"),
+    ("dr_grpo drawn_tokens", "drawn_tokens"),
     ("reinforce_pp", "reward"),
 ]
 BREAKS = """

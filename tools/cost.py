@@ -1,7 +1,7 @@
 """A library of plan.py and bench.py: the seconds of a step, computed from a card's data sheet.
 
-No number here was measured on a card. docs/scaling.md explains the constants, computes the same
-sums by hand, and lists what the sums leave out.
+No number here was measured on a card. docs/scaling.md lists the assumptions and what the
+sums leave out.
 """
 
 from collections import namedtuple

@@ -1,7 +1,7 @@
 """A library of plan.py and bench.py: the memory of one rank in each phase of a step.
 
 The model's config is enough. What a phase needs is added to what stays on the card. Rank computes
-bytes, and Memory has GiB. docs/scaling.md computes the same sums by hand. The sums assume bf16
+bytes, and Memory has GiB. docs/scaling.md explains the largest parts. The sums assume bf16
 attention with varlen kernels, and DeepSpeed's defaults except for the settings of lib/models.py.
 """
 
