@@ -1,19 +1,19 @@
 """Makes the figure and the table of docs/critic.md.
 
     python tools/lab.py variants/plans/critic_sees.txt --seeds 5
-    python docs/critic.py out/lab/ppo_tokens/seed*          writes docs/critic.png, prints the table
+    python docs/critic.py out/lab/ppo_tokens/seed?          writes docs/critic.png, prints the table
 
 A run must have logged all samples token by token (--log_samples 0 --log_tokens 256). A response of
 the laboratory is a list of tries: a+b=c, and a verdict. The value before a try is the critic's
 value of its first token. The value behind a try is that of the token after the verdict.
 """
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -87,7 +87,17 @@ def within_group_auc(rows: list[dict], position: int) -> float:
         gaps = right[:, None] - wrong[None, :]
         wins += (gaps > 0).sum() + 0.5 * (gaps == 0).sum()
         pairs += gaps.size
-    return wins / pairs if pairs else np.nan
+    return wins / pairs if pairs > 50 else np.nan
+
+
+def explained_by_the_group(rows: list[dict]) -> float:
+    """What the mean reward of the problem's other samples explains. A critic could know as much."""
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["step"], row["problem"]), []).append(row["reward"])
+    rewards = np.array(list(groups.values()))  # (groups, samples of a problem)
+    others = (rewards.sum(1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
+    return explained(rewards, others)
 
 
 def advantages_from_the_end(rows: list[dict], lambd: float) -> np.ndarray:
@@ -114,6 +124,7 @@ def measure(path: Path) -> dict:
     rows = [row for row in read_lines(path / "samples.jsonl") if "values" in row]
     spans = [[row for row in rows if span_of(row["step"]) == i] for i in range(len(SPANS))]
     found = {"tries": [], "explained": [], "auc": []}
+    found["group"] = [explained_by_the_group(span) for span in spans]
     for span in spans:
         found["tries"].append([x for row in span for x in read_tries(row)])
         by_position, auc = [], []
@@ -159,6 +170,18 @@ def tell_table(runs: list[dict]) -> None:
             extra.append(np.average(gaps, weights=weights))
         cells.append(interval(extra, 3))
     print("change at a repeated try minus change at a new miss |", " | ".join(cells))
+    cells = [interval([run["group"][i] for run in runs]) for i in range(len(SPANS))]
+    print("explained by the mean of the problem's other samples |", " | ".join(cells))
+    for name in ("explained", "auc"):
+        for position in (0, 7, 14, 28, 42):
+            k = position // TRY
+            cells = [interval([run[name][i][k] for run in runs]) for i in range(len(SPANS))]
+            print(f"{name} at token {position} |", " | ".join(cells))
+    for lambd in runs[0]["lambdas"]:
+        means = np.mean([run["lambdas"][lambd] for run in runs], axis=0)
+        print(
+            f"lambda {lambd:g}: advantage 0, 7, ... tokens before the last", means[::TRY].round(2)
+        )
 
 
 def draw(runs: list[dict], out: Path) -> None:
@@ -188,7 +211,14 @@ def draw(runs: list[dict], out: Path) -> None:
             ax.set(title=title, xlabel="token of the response")
             for i, colour in enumerate(COLOURS[: len(SPANS)]):
                 plot(ax, range(0, LONGEST, TRY), [run[name][i] for run in runs], heads[i], colour)
+                if name == "explained":
+                    group = np.mean([run["group"][i] for run in runs])
+                    ax.plot([0, LONGEST - TRY], [group, group], "--", color=colour)
+            if name == "explained":
+                ax.set_ylim(-0.3, 0.3)
+                ax.set_xlabel("token of the response; dashed: mean of the problem's other samples")
         ax.axhline(0.5, color="#999999", linewidth=0.8)
+        ax.set_ylim(0.2, 0.8)
 
         ax = next(axes)
         ax.set(title=f"Advantage in right responses, {heads[2]}", xlabel="tokens before the last")
@@ -202,30 +232,17 @@ def draw(runs: list[dict], out: Path) -> None:
 
 
 def plot(ax, xs, curves: list, label: str, colour: str, marker: str = "") -> None:
-    curves = np.array(curves, dtype=float)
-    ax.plot(xs, np.nanmean(curves, axis=0), color=colour, linestyle="-", label=label, marker=marker)
-    low, high = np.nanmin(curves, axis=0), np.nanmax(curves, axis=0)
-    ax.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+    curves = pd.DataFrame(curves)  # its mean, min and max leave out what is not known
+    ax.plot(xs, curves.mean(), color=colour, linestyle="-", label=label, marker=marker)
+    ax.fill_between(xs, curves.min(), curves.max(), color=colour, alpha=0.15, linewidth=0)
     ax.legend(frameon=False, fontsize=11)
 
 
+def main(paths: list[Path]) -> None:
+    runs = [measure(path) for path in paths]
+    tell_table(runs)
+    draw(runs, Path(__file__).with_name("critic.png"))
+
+
 if __name__ == "__main__":
-    measured = [measure(Path(path)) for path in sys.argv[1:]]
-    tell_table(measured)
-    for name in ("explained", "auc"):
-        for position in (0, 7, 14, 28, 42):
-            k = position // TRY
-            cells = [interval([run[name][i][k] for run in measured]) for i in range(len(SPANS))]
-            print(f"{name} at token {position} |", " | ".join(cells))
-    draw(measured, Path(__file__).with_name("critic.png"))
-    print(
-        json.dumps(
-            {
-                x: [
-                    round(float(y), 3)
-                    for y in np.mean([r["lambdas"][x] for r in measured], axis=0)[::7]
-                ]
-                for x in measured[0]["lambdas"]
-            }
-        )
-    )
+    main([Path(path) for path in sys.argv[1:]])
