@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import subprocess
+import tarfile
 
 import pytest
 from conftest import ROOT, run_python
@@ -106,6 +107,20 @@ def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_de
     ):
         with pytest.raises(UserError, match=told):
             race.check_entry(setting)
+
+
+def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):
+    """Each difference in the README and in the laboratory's tables is one that pays.py prints."""
+    with tarfile.open(ROOT / "docs" / "critic_runs.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    told = run_python(ROOT / "docs" / "pays.py", tmp_path / "critic", tmp_path / "alone").stdout
+    row = r"^.* - .* \| [+-]0\.\d.*\]"
+    for name in ("README.md", "docs/laboratory.md"):
+        rows = re.findall(row, (ROOT / name).read_text(), re.MULTILINE)
+        assert len(rows) > 3
+        for line in rows:
+            _, _, numbers = line.replace("**", "").partition(" | ")
+            assert numbers in told, line
 
 
 def test_the_figure_of_the_critic_knows_five_kinds_of_tries():
