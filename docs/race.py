@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("out/race")
 SEEDS = range(1, 6)
 MOST_STEPS = 120
-TARGET = 0.55  # the mean accuracy of three consecutive evaluations
+# Of three consecutive evaluations. The baseline's five seeds reach it in 30 to 46 steps.
+TARGET = 0.57
 # The race decides these. An entry may have all other flags of train.py.
 EVALUATION = "--task countdown --template mini --stop= --prompt_max_len 16 --generate_max_len 63 "
 EVALUATION += "--max_len 80"
