@@ -64,8 +64,9 @@ def main(folder: Path, alone: Path) -> None:
     for name, runs in settings.items():
         single = times.get(SECONDS.get(name, name))
         for seed, run in runs.items():
-            if single:
-                runs[seed] = with_seconds(run, single[1])
+            if not single:
+                raise SystemExit(f"{name} has no run in {alone}, so its seconds are not known")
+            runs[seed] = with_seconds(run, single[1])
         print(f"{name}: {accuracy_text(compare(runs, runs, 'step'))} after its last step")
     for title, pairs in TABLES.items():
         print(
