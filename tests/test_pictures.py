@@ -147,7 +147,8 @@ def test_a_page_has_the_advantages_of_all_estimators(tmp_path):
     first, second, third = make_page(tmp_path)[0]["samples"]
     std = ((1 + 0.25) / 2) ** 0.5
     found = first["estimates"]
-    assert found.keys() == {"PPO, lambda 1", "PPO, lambda 0.95", "GRPO", "RLOO", "REINFORCE"}
+    # A user's own estimator is on the page too.
+    assert found.keys() >= {"PPO, lambda 1", "PPO, lambda 0.95", "GRPO", "RLOO", "REINFORCE"}
     assert found["PPO, lambda 1"] == pytest.approx([1 / std, 0.5 / std], abs=1e-2)
     # delta is 0.5 and 0.5, and 0.5 and -1. So A is 0.975 and 0.5, and -0.45 and -1.
     lambda_95 = np.array([0.5 + 0.95 * 0.5, 0.5, 0.5 - 0.95, -1.0])
@@ -155,7 +156,8 @@ def test_a_page_has_the_advantages_of_all_estimators(tmp_path):
     both = found["PPO, lambda 0.95"] + second["estimates"]["PPO, lambda 0.95"]
     assert both == pytest.approx([*lambda_95], abs=1e-2)
     assert (found["GRPO"], found["RLOO"], found["REINFORCE"]) == (1.0, 1.0, 0.707)
-    assert third["estimates"] == {"GRPO": 0.0, "RLOO": 0.0, "REINFORCE": 0.707}
+    assert third["estimates"].items() >= {"GRPO": 0.0, "RLOO": 0.0, "REINFORCE": 0.707}.items()
+    assert not any(name.startswith("PPO") for name in third["estimates"])
     assert first["kl"] == [0.0, 0.368] and "ref_logprobs" not in first
 
 
