@@ -110,7 +110,7 @@ def on_rank0(action, *arguments):
 
 
 def fsync(path):
-    """Flushes a file or a folder to the disk. A file's new name is a part of its folder."""
+    """Flushes a file or a folder to the disk. The folder keeps the names of its files."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -119,7 +119,7 @@ def fsync(path):
 
 
 def remove(folder):
-    """Deletes a folder, as far as the disk allows it."""
+    """Deletes a folder. Ignores errors."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

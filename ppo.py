@@ -179,7 +179,7 @@ def pack(sizes: list[int], indices: list[int], row_limit: int) -> list[list[int]
     return rows
 
 
-def sort_by_length(sizes: list[int], indices: list[int], limit: int) -> list[list[list[int]]]:
+def cut_by_length(sizes: list[int], indices: list[int], limit: int) -> list[list[list[int]]]:
     """Makes micro-batches of rows of one sample, the longest first. Each micro-batch has at most
     `limit` tokens, padding included."""
     ordered = longest_first(sizes, indices)
@@ -263,12 +263,12 @@ def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
     alone = cfg.packing == "alone"
     if alone:
         limit = rows_per_micro * cfg.packing_max_len
-        groups = sort_by_length(batch.sample_lengths, mine, limit)
+        cuts = cut_by_length(batch.sample_lengths, mine, limit)
     else:
         rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
         starts = range(0, len(rows), rows_per_micro)
-        groups = [rows[start : start + rows_per_micro] for start in starts]
-    micros = [build_rows(batch, rows, alone) for rows in groups]
+        cuts = [rows[start : start + rows_per_micro] for start in starts]
+    micros = [build_rows(batch, rows, alone) for rows in cuts]
     most = torch.tensor(len(micros), device=batch.device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     while len(micros) < int(most):
@@ -280,7 +280,7 @@ def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
 
 
 # HACK HERE: an estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
-# advantages (N, S), or to scores (N,): then all tokens of a sample have its score. All are float64.
+# advantages (N, S), or to scores (N,), which all tokens of a sample get. All are float64.
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16)."""

@@ -230,7 +230,7 @@ ANSWER_FORMS = {
 
 
 def is_equiv(answer, label):
-    """Is the answer right? A text that hangs or crashes a check ends a worker process alone.
+    """Is the answer right? A text that hangs or crashes a check costs one worker process.
 
     Raises UserError if no such process can be started. Its start takes 2 s, so use one Grader for
     many answers.

@@ -13,7 +13,7 @@ Deviations from Open-Reasoner-Zero (ORZ):
 - The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
   holds keys of old weights.
 
-A copy needs lib/common.py beside it, and draws from models of text alone. Call `start_distributed`
+A copy needs lib/common.py beside it, and samples only text models. Call `start_distributed`
 of that file first. A Sampler reads these fields of cfg: model, bf16, max_len, stop, packing,
 micro_rollout_batch_size, gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. A
 problem needs prompt_ids.
@@ -280,7 +280,7 @@ def finished_outputs(llm_engine, stopped):
 
 
 def special_ids(tokenizer, texts):
-    """The ids of those texts that are special tokens, such as the end of a chat's turn.
+    """The ids of the stop strings that are special tokens, such as the end of a chat's turn.
 
     vLLM removes special tokens from the text, so it cannot find them there as stop strings.
     """
@@ -372,7 +372,7 @@ def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
                     grade(rollout, positions[k], sample)
                 except Exception as error:
                     grading_error = error
-                    # All ranks stop sampling early. Ranks that share a sampler finish it first.
+                    # All ranks stop sampling early. Ranks of one sampler finish the rollout first.
                     rollout.signals.asked = True
                     rollout.signals.poll()
                 clock.seconds["submit"] += time.perf_counter() - begin

@@ -98,13 +98,15 @@ class Learning:
     max_len: int = 8192  # The limit of prompt and response together, in tokens.
     # ---- learning
     estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
-    critic: str | None = None  # A folder with a critic. Default: the body of --model, a new head.
+    critic: str | None = None  # A folder with a critic. Default: --model with a new head.
     gamma: float = 1.0  # The discount of gae, per token. Below 1 it favours short responses.
-    lambd: float = 1.0  # The lambda of gae. Below 1 the advantages vary less and are biased.
-    critic_updates: int = 12  # Updates of the critic in a step. Each takes its part of the samples.
+    lambd: float = 1.0  # The lambda of gae. Below 1 late rewards count less: less noise, a bias.
+    critic_updates: int = (
+        12  # Updates of the critic in a step, each with an equal part of the samples.
+    )
     actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
     critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
-    warmup_updates: int = 50  # Each learning rate rises during its first updates. 1: no rise.
+    warmup_updates: int = 50  # Updates in which each learning rate rises. 1: no rise.
     value_clip: float = 0.2  # The critic's loss clips a value's change to this. 1e9: no clip.
     max_norm: float = 1.0  # A gradient with a larger norm is scaled down to this norm. 0: never.
     bf16: bool = True  # Train in bf16, with masters and gradient sums in fp32.
@@ -134,7 +136,7 @@ class Config(Learning):
     # ---- what is written down
     log_with: str = "none"  # Curves elsewhere: tensorboard, or wandb (log in to it before).
     log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
-    log_tokens: int = 16  # Samples of a step that are written token by token. Groups stay whole.
+    log_tokens: int = 16  # Samples of a step that are written token by token, in whole groups.
     # ---- where and how fast
     zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
     offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.

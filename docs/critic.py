@@ -4,8 +4,9 @@
     python docs/critic.py out/lab/ppo_tokens/seed?          writes docs/critic.png, prints the table
 
 A run must have logged all samples token by token (--log_samples 0 --log_tokens 256). A response of
-the laboratory is a list of tries: a+b=c, and a verdict. The value before a try is the critic's
-value of its first token. The value behind a try is that of the token after the verdict.
+the laboratory is a list of tries: a+b=c, and a verdict. The value before a try is that of its first
+token, the value before the verdict that of the verdict, and the value behind it that of the next
+token. So the critic has seen all tokens that stand before.
 """
 
 import sys
@@ -30,7 +31,7 @@ TRY = 7  # tokens of a try, with its newline
 
 
 def read_tries(row: dict) -> list[tuple]:
-    """(kind, number of the try, value before, value behind) of each whole try of a sample."""
+    """(kind, number, value before the try, before the verdict, behind it) of each whole try."""
     tokens, values = row["tokens"], row["values"]
     numbers, target = row["label"]["numbers"], row["label"]["target"]
     found = []
@@ -50,13 +51,13 @@ def read_tries(row: dict) -> list[tuple]:
             kind = "overlooked hit"
         else:
             kind = "repeated try" if key in seen else "new miss"
-        found.append((kind, len(found), values[k - 5], values[k + 1]))
+        found.append((kind, len(found), *(values[i] for i in (k - 5, k, k + 1))))
         seen.add(key)
     return found
 
 
 def span_of(step: int) -> int:
-    return next(i for i, (first, last) in enumerate(SPANS) if first <= step <= last)
+    return next(i for i, (_, last) in enumerate(SPANS) if step <= last or i == len(SPANS) - 1)
 
 
 def interval(numbers: list[float], digits: int = 2) -> str:
@@ -141,6 +142,20 @@ def measure(path: Path) -> dict:
     return found
 
 
+def above_new_misses(tries: list[tuple], kind: str, number_of) -> float:
+    """The mean of this number over tries of the kind, minus that over new misses at the same place.
+
+    Kinds differ in their places: repeated tries come late in a response.
+    """
+    gaps, weights = [], []
+    for place in range(9):
+        found = [[number_of(x) for x in tries if x[:2] == (k, place)] for k in (kind, "new miss")]
+        if all(found):
+            gaps.append(np.mean(found[0]) - np.mean(found[1]))
+            weights.append(len(found[0]))
+    return float(np.average(gaps, weights=weights)) if gaps else np.nan
+
+
 def tell_table(runs: list[dict]) -> None:
     heads = [f"steps {first} to {last}" for first, last in SPANS]
     print("try |", " | ".join(heads))
@@ -149,27 +164,18 @@ def tell_table(runs: list[dict]) -> None:
         cells = []
         for i in range(len(SPANS)):
             mine = [[x for x in run["tries"][i] if x[0] == kind] for run in runs]
-            before = interval([np.mean([x[2] for x in tries]) for tries in mine if tries])
-            behind = interval([np.mean([x[3] for x in tries]) for tries in mine if tries])
-            cells.append(f"{before} -> {behind} ({sum(map(len, mine))})")
+            means = [np.mean([x[2:] for x in tries], axis=0) for tries in mine if tries]  # (3,)
+            values = " → ".join(interval(list(seeds)) for seeds in zip(*means))
+            cells.append(f"{values} ({sum(map(len, mine))})")
         print(kind, "|", " | ".join(cells))
-    # Repeats come late in a response. So a repeat is compared with new misses of the same number.
-    cells = []
-    for i in range(len(SPANS)):
-        extra = []
-        for run in runs:
-            gaps, weights = [], []
-            for number in range(1, 9):
-                changes = {
-                    kind: [x[3] - x[2] for x in run["tries"][i] if x[:2] == (kind, number)]
-                    for kind in ("new miss", "repeated try")
-                }
-                if all(changes.values()):
-                    gaps.append(np.mean(changes["repeated try"]) - np.mean(changes["new miss"]))
-                    weights.append(len(changes["repeated try"]))
-            extra.append(np.average(gaps, weights=weights))
-        cells.append(interval(extra, 3))
-    print("change at a repeated try minus change at a new miss |", " | ".join(cells))
+    for kind in KINDS[1:]:
+        for name, number_of in (
+            ("value before the verdict", lambda x: x[3]),
+            ("change of the value", lambda x: x[4] - x[2]),
+        ):
+            spans = zip(*[run["tries"] for run in runs])
+            cells = [[above_new_misses(x, kind, number_of) for x in span] for span in spans]
+            print(f"{kind} minus new miss, {name} |", " | ".join(interval(x, 3) for x in cells))
     cells = [interval([run["group"][i] for run in runs]) for i in range(len(SPANS))]
     print("explained by the mean of the problem's other samples |", " | ".join(cells))
     for name in ("explained", "auc"):
@@ -193,14 +199,17 @@ def draw(runs: list[dict], out: Path) -> None:
         axes = figure.subplots(2, 2).flat
 
         ax = next(axes)
-        ax.set(title="Change of the value at a try", xlabel="step")
+        ax.set(title="Change of the value at a try", xlabel="step; dashed: before the verdict")
+        ax.set_ylim(-0.2, 1)
         middles = [(first + last) / 2 for first, last in SPANS]
         for kind, colour in zip(KINDS, COLOURS):
             curves = []
             for run in runs:
-                tries = [[x[3] - x[2] for x in span if x[0] == kind] for span in run["tries"]]
-                curves.append([np.mean(x) if x else np.nan for x in tries])
-            plot(ax, middles, curves, kind, colour, marker="o")
+                tries = [[x[2:] for x in span if x[0] == kind] for span in run["tries"]]
+                curves.append([np.mean(x, axis=0) if x else [np.nan] * 3 for x in tries])
+            before, verdict, behind = np.moveaxis(curves, -1, 0)  # each (seeds, spans)
+            plot(ax, middles, behind - before, kind, colour, marker="o")
+            ax.plot(middles, np.nanmean(verdict - before, axis=0), "--", color=colour)
         ax.axhline(0, color="#999999", linewidth=0.8)
 
         for name, title in (

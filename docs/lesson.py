@@ -1,13 +1,14 @@
-"""A lesson: from REINFORCE to PPO's advantages, in the order of need. `python docs/lesson.py`
+"""A lesson: from REINFORCE to PPO's advantages. `python docs/lesson.py`
 
-Each cell begins with `# %%`, so an editor can run the cells one by one. Each cell shows what fails
-in the cell before, and ends with a question. The next cell answers the question. All advantages
-come from ppo.py. The pictures are written to out/lesson. The lesson takes half a minute on one
-core, and less with `--quick`, which has one seed and few updates.
+Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 5 end with a
+question. The next cell answers it, and docs/critic.md answers the last one. An advantage is what a
+token is paid. All but the first come from ppo.py. The pictures are written to out/lesson. The
+lesson takes half a minute on one core, and less with `--quick`, which has one seed and few updates.
 """
 
 # %% [0] The toy: write 12 tokens, and get a reward of 0 or 1 at the end
 import sys
+from math import comb
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ OUT.mkdir(parents=True, exist_ok=True)
 QUICK = "--quick" in sys.argv
 SEEDS = range(1 if QUICK else 10)
 UPDATES = 20 if QUICK else 120
-TRIALS = 20 if QUICK else 400  # batches that measure the noise of a gradient
+TRIALS = 100 if QUICK else 400  # batches that measure the noise of a gradient
 
 PROBLEMS, TOKENS, VOCABULARY = 8, 12, 4
 # Token 0 is right at each place. Problem p is solved by need[p] right tokens: the first is easy.
@@ -83,7 +84,7 @@ class TableCritic:
 
 
 def problems_of(group):
-    """64 responses: 64 / group problems, with `group` responses each."""
+    """The problems of 64 responses: 8 responses to each problem, in groups of this size."""
     return torch.arange(64 // group).repeat_interleave(group) % PROBLEMS
 
 
@@ -99,18 +100,37 @@ def train(estimator, seed, lambd=1.0, shift=0.0, group=8, rate=1.0):
         tokens, right, rewards = draw(logits, problems, generator)
         curve.append(rewards.mean().item())
         values = critic.values(problems, right) if critic else None
-        # Each group is one problem in one place of the batch.
         groups = torch.arange(len(problems)) // group
         advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
         direction = gradient(logits, tokens, problems, advantages)
         logits -= rate * direction / direction.norm().clamp(min=1e-9)
         if critic:
+            # With lambda 1 this is also the target in ppo.py.
             critic.learn(problems, right, rewards[:, None].expand(-1, TOKENS))
     return curve
 
 
+def true_gradient():
+    """The exact mean of the gradient of the first policy, whose tokens are all equally likely."""
+    # E[R (1{token = v} - p)] = p (E[R | token = v] - E[R]), and 3 of 4 tokens are wrong.
+    solved = [[chance(TOKENS - 1, k - right) for right in (1, 0, 0, 0)] for k in need.tolist()]
+    solved = torch.tensor(solved, dtype=torch.float64)  # (8, 4)
+    size = -(solved - solved.mean(1, keepdim=True)) / VOCABULARY / PROBLEMS / TOKENS
+    return size[:, None].expand(-1, TOKENS, -1)
+
+
+def chance(tokens, least):
+    """The probability that at least `least` of these tokens are right."""
+    ways = [comb(tokens, k) * 3 ** (tokens - k) for k in range(max(least, 0), tokens + 1)]
+    return sum(ways) / 4**tokens
+
+
 def noise(estimator, lambd=1.0, shift=0.0, group=8, critic=None):
-    """The noise of the gradient of a fixed policy: its std over batches / the size of its mean."""
+    """The noise and the bias of the first gradient, both divided by the size of the true gradient.
+
+    The noise is the std over batches. The bias is the error of the mean over batches, less the
+    error that the noise explains.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
     problems = problems_of(group)
@@ -122,7 +142,10 @@ def noise(estimator, lambd=1.0, shift=0.0, group=8, critic=None):
         advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
         found.append(gradient(logits, tokens, problems, advantages))
     found = torch.stack(found)  # (TRIALS, 8, 12, 4)
-    return (found.var(0).sum().sqrt() / found.mean(0).norm()).item(), found.mean(0)
+    truth = true_gradient()
+    variance = found.var(0).sum()
+    error = (found.mean(0) - truth).square().sum() - variance / TRIALS
+    return tuple((x.clamp(min=0).sqrt() / truth.norm()).item() for x in (variance, error))
 
 
 def picture(number, title, curves=None, bars=None):
@@ -144,8 +167,17 @@ def picture(number, title, curves=None, bars=None):
     figure.savefig(OUT / f"{number}.png", dpi=80)
 
 
-def tell(bars):
-    print("   noise of the first gradient:", ", ".join(f"{k}: {v:.1f}" for k, v in bars.items()))
+def tell(curves, bars):
+    solved = (f"{name}: {np.mean(runs):.2f}" for name, runs in curves.items())
+    print(f"   solved, mean over {UPDATES} updates:", ", ".join(solved))
+    if bars:
+        print(
+            "   noise of the first gradient:", ", ".join(f"{k}: {v:.1f}" for k, v in bars.items())
+        )
+
+
+def show(title, numbers):
+    print(f"   {title:22}", " ".join(f"{x:5}" for x in numbers))
 
 
 # %% [1] REINFORCE: make the tokens of a response more likely, in proportion to its reward
@@ -158,10 +190,10 @@ ppo.ESTIMATORS["plain"] = ppo.Estimator(plain)
 names = {"reward 0 or 1": 0.0, "reward 1 or 2": 1.0}
 curves = {name: [train("plain", seed, shift=x) for seed in SEEDS] for name, x in names.items()}
 bars = {name: noise("plain", shift=x)[0] for name, x in names.items()}
-picture(1, "1. REINFORCE learns, and a constant in the reward ruins it", curves, bars)
+picture(1, "1. REINFORCE learns, and a constant in the reward slows it", curves, bars)
 print("1. REINFORCE pays all tokens of a response its reward.")
-tell(bars)
-print("   If 1 is added to all rewards, the mean of the gradient is the same. Its noise is not.")
+tell(curves, bars)
+print("   If 1 is added to all rewards, the mean of the gradient is the same. Its noise grows.")
 print("   QUESTION: which number should be subtracted from all rewards?\n")
 
 # %% [2] A baseline: the mean reward of the batch
@@ -173,7 +205,7 @@ curves["mean of the batch"] = [train("reinforce", seed) for seed in SEEDS]
 bars["mean of the batch"] = noise("reinforce")[0]
 picture(2, "2. The mean of the batch as a baseline", curves, bars)
 print("2. A baseline: pay the reward minus the mean of the batch.")
-tell(bars)
+tell(curves, bars)
 generator = torch.Generator().manual_seed(0)
 uniform = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
 rewards = draw(uniform, torch.arange(PROBLEMS).repeat_interleave(1000), generator)[2]
@@ -182,8 +214,8 @@ print("   At the start the problems are solved with", ", ".join(f"{x:.2f}" for x
 print("   QUESTION: what does one mean for all problems do to the easiest problem?\n")
 
 # %% [3] Groups: the mean of the other responses to the same problem
-# ANSWER to 2: nearly all responses to the easiest problem are right. All of them are paid more than
-# 0, whatever they say. So the noise of easy problems and hard problems is in the gradient.
+# ANSWER to 2: nearly all responses to the easiest problem are right, and these are paid much more
+# than 0, whatever they say. This pay teaches nothing, and adds noise.
 curves = {"mean of the batch": curves["mean of the batch"]}
 for name in ("rloo", "grpo"):
     curves[name] = [train(name, seed) for seed in SEEDS]
@@ -191,7 +223,14 @@ bars["rloo, groups of 8"] = noise("rloo")[0]
 bars["rloo, groups of 2"] = noise("rloo", group=2)[0]
 picture(3, "3. A baseline for each problem", curves, bars)
 print("3. Groups: pay the reward minus the mean of the other responses to the problem (RLOO).")
-tell(bars)
+tell(curves, bars)
+print(
+    f"   A right response to the easiest problem was paid {1 - solved.mean():+.2f} in part 2, and"
+)
+print(
+    f"   is paid {1 - solved[0]:+.2f} now. In groups of 2 the baseline is one other response, which"
+)
+print("   is a bad mean. GRPO divides the pay by the group's standard deviation.")
 generator = torch.Generator().manual_seed(3)
 problems = torch.full((64,), 2)
 tokens, right, rewards = draw(uniform, problems, generator)
@@ -208,53 +247,57 @@ print("   QUESTION: who knows, in the middle of a response, how it will end?\n")
 critic = TableCritic(rate=0.02)
 generator = torch.Generator().manual_seed(1)
 for _ in range(50 if QUICK else 1500):
-    problems = problems_of(8)
-    _, right, rewards = draw(uniform, problems, generator)
-    critic.learn(problems, right, rewards[:, None].expand(-1, TOKENS))
+    seen = draw(uniform, problems_of(8), generator)
+    critic.learn(problems_of(8), seen[1], seen[2][:, None].expand(-1, TOKENS))
 curves = {"rloo": curves["rloo"]}
 curves["critic, groups of 8"] = [train("gae", seed) for seed in SEEDS]
 bars.pop("reward 1 or 2")
 bars["a critic that has learnt"] = noise("gae", critic=critic)[0]
-bars["a critic, groups of 1"] = noise("gae", group=1, critic=critic)[0]
 bars["a critic that is new"] = noise("gae", critic=TableCritic())[0]
 picture(4, "4. A baseline for each token", curves, bars)
 print("4. A critic: pay each token the reward minus the value before the token.")
-tell(bars)
-problems = torch.full((64,), 2)
-values = critic.values(problems, draw(uniform, problems, torch.Generator().manual_seed(3))[1])
-print("   The values in the response above:", ", ".join(f"{x:.2f}" for x in values[example]))
-print("   The tokens after the last one that matters are paid about 0.")
-print("   A token before it is also paid for the luck of all later tokens.")
-print(
-    "   QUESTION: the critic also knows the value after a token. Is the later luck needed at all?\n"
-)
+tell(curves, bars)
+print("   A new critic has the value 0.5 everywhere. The curve starts with such a critic.")
+values = critic.values(problems, right)
+batch = make_batch(rewards, problems, values)
+words = ["right" if x == 0 else "wrong" for x in tokens[example]]
+show("the response above", words)
+show("value before the token", [f"{x:.2f}" for x in values[example]])
+show("pay, lambda 1", [f"{x:+.2f}" for x in advantages_of("gae", batch)[example]])
+print("   The tokens after the last one that matters are paid about 0. A wrong token before it is")
+print("   paid more than 0, because the tokens after it were right.")
+print("   QUESTION: the critic knows the value after a token too. Can it pay this token alone?\n")
 
 # %% [5] Lambda: trust the critic's value after a few tokens, in the place of the reward
-# ANSWER to 4: not if the critic is right. With lambda 0 a token is paid V after it minus V before
+# ANSWER to 4: yes, if the critic is right. With lambda 0 a token is paid V after it minus V before
 # it. With lambda 1 it is paid the reward minus V before it. Between them later changes of V count
 # less, by lambda for each token. If the critic is wrong, lambda below 1 has a wrong mean: a bias.
-truth = noise("gae", critic=critic)[1]
-untrained = TableCritic()
-lines = []
-for lambd in (1.0, 0.95, 0.8, 0.5, 0.0):
-    good, mean = noise("gae", lambd=lambd, critic=critic)
-    bad, wrong = noise("gae", lambd=lambd, critic=untrained)
-    biases = [((x - truth).norm() / truth.norm()).item() for x in (mean, wrong)]
-    lines.append((lambd, good, bad, *biases))
-bars = {f"lambda {x[0]:g}, learnt": x[1] for x in lines}
-bars |= {f"lambda {x[0]:g}, new": x[2] for x in lines}
+LAMBDAS = (1.0, 0.95, 0.8, 0.5, 0.0)
+learnt = {x: noise("gae", lambd=x, critic=critic) for x in LAMBDAS}  # (noise, bias)
+new = {x: noise("gae", lambd=x, critic=TableCritic()) for x in LAMBDAS}
+bars = {f"lambda {x:g}, learnt": learnt[x][0] for x in LAMBDAS}
+bars |= {f"lambda {x:g}, new": new[x][0] for x in LAMBDAS}
 curves = {"lambda 1": curves["critic, groups of 8"]}
 for lambd in (0.95, 0.8):
     curves[f"lambda {lambd:g}"] = [train("gae", seed, lambd=lambd) for seed in SEEDS]
 picture(5, "5. Lambda trades the noise for the critic's mistakes", curves, bars)
 print("5. Lambda: believe the critic more, and the reward less.")
-print("   lambda | noise: critic that has learnt, new critic | bias: the same")
-for lambd, good, bad, bias, wrong in lines:
-    print(f"   {lambd:6.2f} | {good:5.1f} {bad:9.1f} | {bias:5.2f} {wrong:9.2f}")
-print("   A critic that has learnt needs no reward far away. A new critic pays nearly nothing but")
-print("   the last token if lambda is 0.")
+tell(curves, {})
+show("the same response", words)
+show("pay, lambda 0", [f"{x:+.2f}" for x in advantages_of("gae", batch, lambd=0.0)[example]])
+print("            | a critic that has learnt | a new critic")
+print("     lambda |       noise         bias |    noise         bias")
+for x in LAMBDAS:
+    print("{:11.2f} |{:12.1f} {:12.2f} |{:9.1f} {:12.2f}".format(x, *learnt[x], *new[x]))
+print(
+    "   With lambda 1 there is no bias: the number is the error of this measurement. A critic that"
+)
+print(
+    "   has learnt lowers the noise at little bias. A new critic with lambda 0 pays only the last"
+)
+print("   token, so its gradient is small and wrong.")
 print(
     "   QUESTION: ORZ takes lambda 1. Its responses have thousands of tokens. What would 0.95 do?"
 )
-print("   docs/critic.md measures what a real critic sees, and docs/laboratory.md whether it pays.")
+print("   docs/critic.md shows what a real critic does, and docs/laboratory.md whether it pays.")
 print(f"The pictures are in {OUT}")

@@ -22,28 +22,35 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.compare import AXES, Run, accuracy_text, compare, difference_text, read_settings
 
-# With a critic, without one.
+# label: (setting, other setting)
 TABLES = {
-    "16 problems with 16 samples": [
-        (setting, other)
-        for setting in ("ppo", "lambda_95", "lambda_90", "lambda_80", "ppo_warm", "ppo_kept")
-        for other in ("grpo_72_steps", "reinforce_72_steps", "rloo_72_steps")
-    ],
-    "256 problems with one sample": [
-        (setting, "reinforce_single") for setting in ("ppo_single", "lambda_95_single")
-    ],
-    "long responses": [
-        (setting, other)
-        for setting in ("ppo_long", "lambda_95_long")
-        for other in ("grpo_long", "reinforce_long")
-    ],
-    "PPO and PPO": [
-        (setting, "ppo")
+    "README": {
+        "PPO minus GRPO": ("ppo", "grpo_72_steps"),
+        "PPO minus REINFORCE": ("ppo", "reinforce_72_steps"),
+        "PPO, lambda 0.95, minus GRPO": ("lambda_95", "grpo_72_steps"),
+        "PPO, lambda 0.95, minus REINFORCE": ("lambda_95", "reinforce_72_steps"),
+    },
+    "more settings": {
+        f"`{setting}` minus RLOO": (setting, "rloo_72_steps")
+        for setting in ("ppo", "lambda_95", "lambda_90", "lambda_80")
+    },
+    "PPO minus PPO": {
+        f"`{setting}` minus `ppo`": (setting, "ppo")
         for setting in ("lambda_95", "lambda_90", "lambda_80", "ppo_warm", "ppo_kept")
-    ],
+    },
+    "256 problems with one sample": {
+        f"`{setting}` minus REINFORCE": (setting, "reinforce_single")
+        for setting in ("ppo_single", "lambda_95_single")
+    },
+    "limit of 126 tokens": {
+        "`ppo_long` minus GRPO": ("ppo_long", "grpo_long"),
+        "`ppo_long` minus REINFORCE": ("ppo_long", "reinforce_long"),
+        "`lambda_95_long` minus GRPO": ("lambda_95_long", "grpo_long"),
+        "`lambda_95_long` minus REINFORCE": ("lambda_95_long", "reinforce_long"),
+    },
 }
 # These take the seconds of another setting, which does the same work in a step.
-SECONDS = {"lambda_90": "lambda_95", "lambda_80": "lambda_95", "ppo_warm": "ppo", "ppo_kept": "ppo"}
+SECONDS = {"lambda_90": "lambda_95", "lambda_80": "lambda_95", "ppo_kept": "ppo"}
 SECONDS |= {"rloo_72_steps": "grpo_72_steps"}
 
 
@@ -58,27 +65,27 @@ def with_seconds(run: Run, alone: Run) -> Run:
 
 
 def main(folder: Path, alone: Path) -> None:
-    used = {name for pairs in TABLES.values() for pair in pairs for name in pair}
-    settings = read_settings(sorted(folder / name for name in used if (folder / name).is_dir()), 10)
+    used = {name for rows in TABLES.values() for pair in rows.values() for name in pair}
+    settings = read_settings(sorted(folder / name for name in used), None)
     times = read_settings(sorted(path for path in alone.iterdir() if (path / "seed1").is_dir()), 1)
     for name, runs in settings.items():
-        single = times.get(SECONDS.get(name, name))
-        for seed, run in runs.items():
-            if not single:
+        # No table has the seconds of ppo_warm.
+        if name != "ppo_warm":
+            if not (single := times.get(SECONDS.get(name, name))):
                 raise SystemExit(f"{name} has no run in {alone}, so its seconds are not known")
-            runs[seed] = with_seconds(run, single[1])
+            runs.update({seed: with_seconds(run, single[1]) for seed, run in runs.items()})
         print(f"{name}: {accuracy_text(compare(runs, runs, 'step'))} after its last step")
-    for title, pairs in TABLES.items():
-        print(
-            f"\n{title} | equal samples | equal tokens | equal seconds | seeds\n---|---|---|---|---"
-        )
-        for setting, other in pairs:
-            if setting not in settings or other not in settings:
-                continue
+    for title, rows in TABLES.items():
+        # Here the seconds say little: a step of both has nearly the same work.
+        axes = AXES[:2] if title == "PPO minus PPO" else AXES
+        names = {"step": "equal samples"}
+        print(f"\n{title} |", " | ".join(names.get(x, f"equal {x}") for x in axes), "| seeds")
+        print("---|" * len(axes) + "---|---")
+        for label, (setting, other) in rows.items():
             seeds = settings[setting].keys() & settings[other].keys()
             ours, theirs = ({seed: settings[x][seed] for seed in seeds} for x in (setting, other))
-            cells = [difference_text(compare(ours, theirs, axis)) for axis in AXES]
-            print(f"{setting} - {other} | {' | '.join(cells)} | {len(seeds)}")
+            cells = [difference_text(compare(ours, theirs, axis)) for axis in axes]
+            print(f"{label} | {' | '.join(cells)} | {len(seeds)}")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def stop_together():
 
     It is for the loop, where the last finished step can be saved. A rank that fails jumps to the
     `agree` below. The next collective of the other ranks must be an `agree` too. So the code inside
-    calls `agree` after lines that may fail on one rank alone, as rollout.draw does.
+    calls `agree` after lines that can fail on one rank alone, as rollout.draw does.
     """
     fault = None
     try:

@@ -22,9 +22,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def follow_launcher():
     """Sends this process a SIGTERM when the `accelerate launch` that started it has ended.
 
-    A launcher of one process does not pass a SIGTERM on. So the kernel sends one, and the run is
-    saved. Under another parent the run goes on when the parent ends: the parent may be a shell that
-    started the run by `nohup`, or a scheduler's script.
+    A launcher of one process does not pass a SIGTERM on. So we ask the kernel to send one, and the
+    run is saved. Under another parent the run goes on when the parent ends: the parent may be a
+    shell that started the run by `nohup`, or a scheduler's script.
     """
     # In a container the parent's /proc may be hidden.
     with contextlib.suppress(OSError):

@@ -83,53 +83,50 @@ def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
     told = run_python(ROOT / "docs" / "lesson.py", "--quick", cwd=tmp_path).stdout
     assert len(list((tmp_path / "out" / "lesson").glob("*.png"))) == 5
     names = ("reward 0 or 1", "mean of the batch", "rloo, groups of 8", "a critic that has learnt")
-    noise = [float(re.search(f"{name}: ([0-9.]+)", told)[1]) for name in names]
+    noise = [float(re.search(f"noise.*{name}: ([0-9.]+)", told)[1]) for name in names]
     assert noise == sorted(noise, reverse=True)
 
 
 def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_decides(tmp_path):
     """The tokens are those of all steps up to the end. Without an end there is no result."""
-    accuracies = [0.1, 0.2, 0.56, 0.58, 0.57, 0.9]
+    accuracies = [0.1, 0.2, 0.48, 0.56, 0.5, 0.9]
     evaluations = [{"step": 2 * k, "set": "eval", "accuracy": x} for k, x in enumerate(accuracies)]
     steps = [{"step": k, "drawn_tokens": 100 * k} for k in range(1, 11)]
     for name, lines in (("eval", evaluations), ("metrics", steps)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert race.find_end(tmp_path) == (8, 3600)
+    assert race.find_end(tmp_path) == ([4, 6, 8], 3600)
     (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, evaluations[:4])))
     assert race.find_end(tmp_path) is None
     plan = tmp_path / "plan.txt"
-    plan.write_text("a: --lambd 0.9\nb: --eval_n 1\nc: --max_steps=121\n")
-    a, b, c = lab.read_plan(plan, tmp_path)
+    lines = ["a: --lambd 1 --rollout_batch_size 16", "b: --eval-n 1", "c: --max_steps=121"]
+    plan.write_text("\n".join([*lines, "d: --max-steps x"]))
+    a, *wrong = lab.read_plan(plan, tmp_path)
     race.check_entry(a)
-    for setting, told in (
-        (b, "b: the race decides --eval_n"),
-        (c, "c: --max_steps is at most 120"),
-    ):
+    steps = "--max_steps is at most 120"
+    for setting, told in zip(wrong, ("b: the race decides --eval_n", f"c: {steps}", f"d: {steps}")):
         with pytest.raises(UserError, match=told):
             race.check_entry(setting)
 
 
 def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):
-    """Each difference in the README and in the laboratory's tables is one that pays.py prints."""
+    """Each row of the README and of the laboratory is one that pays.py prints."""
     with tarfile.open(ROOT / "docs" / "critic_runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     told = run_python(ROOT / "docs" / "pays.py", tmp_path / "critic", tmp_path / "alone").stdout
-    row = r"^.* - .* \| [+-]0\.\d.*\]"
     for name in ("README.md", "docs/laboratory.md"):
-        rows = re.findall(row, (ROOT / name).read_text(), re.MULTILINE)
+        rows = re.findall(r"^.* minus .* \| .*\].*", (ROOT / name).read_text(), re.MULTILINE)
         assert len(rows) > 3
         for line in rows:
-            _, _, numbers = line.replace("**", "").partition(" | ")
-            assert numbers in told, line
+            assert f"\n{line.replace('**', '')}" in told, line
 
 
 def test_the_figure_of_the_critic_knows_five_kinds_of_tries():
     """A hit needs two of the given numbers. 9-7 is the same try as 9-7, but not as 7-9."""
-    text = "9+7=16< 7+9=16< 9-7=2< 9*2=18> 9*2=18! 6+6=12! 9*2=18 9+7=18!"
+    text = "9+7=16< 7+9=16< 9-7=2< 9-7=2< 7-9=2< 9*2=18> 9*2=18! 6+6=12! 9*2=18 9+7=18!"
     tokens = [x for word in text.split() for x in [*re.findall(r"\d+|.", word), "\n"]]
     label = {"numbers": [2, 9, 3, 7], "target": 18, "pick": 2}
     row = {"tokens": tokens, "values": [*range(len(tokens))], "label": label}
     tries = critic.read_tries(row)
-    kinds = ["new miss", "repeated try", "new miss", "overlooked hit", "true hit", "false claim"]
-    assert [x[0] for x in tries] == [*kinds, "false claim"]
-    assert tries[1] == ("repeated try", 1, 7, 13)
+    kinds = ["new miss", "repeated try", "new miss", "repeated try", "new miss", "overlooked hit"]
+    assert [x[0] for x in tries] == [*kinds, "true hit", "false claim", "false claim"]
+    assert tries[1] == ("repeated try", 1, 7, 12, 13)
