@@ -1,6 +1,6 @@
 """Writes the samples of a run as one page to read, which needs no network.
 
-    python tools/samples.py RUN [--out PATH] [--max_per_step N] [--max_mb N]
+    python tools/samples.py RUN [--out PATH] [--max_per_step N]
 
 The page is RUN/samples.html. It shows the samples of a problem side by side: by step, and those of
 evaluations before and after the training. It shades the tokens of a response by the critic's value,
@@ -37,7 +37,7 @@ from tools.runs import describe, read_lines
 
 # It holds the words HASH and DATA, which are replaced, and one script.
 PAGE = Path(__file__).with_name("samples.html")
-MAX_SAMPLES = 5_000  # of each of the two files
+MAX_SAMPLES, MAX_BYTES = 5_000, 20e6  # of each of the two files
 # The page's name of an estimator: the estimator, and GAE's lambda.
 SHOWN = {"PPO, lambda 1": ("gae", 1.0), "PPO, lambda 0.95": ("gae", 0.95)}
 SHOWN |= {name.upper(): (name, 1.0) for name in ppo.ESTIMATORS if name != "gae"}
@@ -69,8 +69,8 @@ def add_advantages(samples: list[dict]) -> None:
         needs_critic = ppo.ESTIMATORS[estimator].needs_critic
         used = [row for row in samples if is_whole(row, needs_critic)]
         if used:
-            problems = {row["problem"]: None for row in used}
-            groups = torch.tensor([[*problems].index(row["problem"]) for row in used])  # (N,)
+            number = {problem: k for k, problem in enumerate({row["problem"] for row in used})}
+            groups = torch.tensor([number[row["problem"]] for row in used])  # (N,)
             rewards = torch.tensor([row["paid"] for row in used], dtype=torch.float64)  # (N,)
             ids = [[0] * row["length"] for row in used]
             cpu = torch.device("cpu")
@@ -94,22 +94,27 @@ def is_whole(row: dict, needs_critic: bool) -> bool:
         isinstance(length, int)
         and 0 < length < 1e6
         and isinstance(row.get("problem"), int | str)
-        and all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
+        and all(is_number(x) for x in numbers)
         and (not needs_critic or len(numbers) == length + 1)
     )
+
+
+def is_number(x) -> bool:
+    return isinstance(x, int | float) and abs(x) < 1e30
 
 
 def shorten(row: dict) -> dict:
     """The sample as the page needs it: with three digits, and without what the page can compute."""
     logprobs, reference = row.get("logprobs"), row.pop("ref_logprobs", None)
-    if isinstance(logprobs, list) and isinstance(reference, list):
+    pair = (logprobs, reference)
+    if all(isinstance(x, list) and all(map(is_number, x)) for x in pair):
         ratios = [min(b - a, 30.0) for a, b in zip(logprobs, reference)]
         row["kl"] = [math.expm1(x) - x for x in ratios]
     row.pop("returns", None)
     return json.loads(json.dumps(row), parse_float=lambda text: float(f"{float(text):.3g}"))
 
 
-def choose(found: dict[str, dict[int, list[str]]], per_step: int, max_bytes: float) -> list[str]:
+def choose(found: dict[str, dict[int, list[str]]], per_step: int) -> list[str]:
     """The samples of all steps of training, and of the first and last evaluation.
 
     If these samples are too many, the page has fewer steps, and then fewer samples of a step.
@@ -121,7 +126,7 @@ def choose(found: dict[str, dict[int, list[str]]], per_step: int, max_bytes: flo
         texts = []
         for name, kept in steps.items():
             texts += [text for step in kept for text in found[name][step][:per_step]]
-        if len(texts) <= MAX_SAMPLES and sum(map(len, texts)) <= max_bytes:
+        if len(texts) <= MAX_SAMPLES and sum(map(len, texts)) <= MAX_BYTES:
             return texts
         if max(map(len, steps.values())) > 2:
             # Every second step is left out. The last step stays.
@@ -141,18 +146,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the page; default: RUN/samples.html")
     text = "the most samples of a step and set; default: 64"
     parser.add_argument("--max_per_step", type=int, default=64, metavar="N", help=text)
-    text = "the most megabytes of training samples, and of evaluation samples; default: 20"
-    parser.add_argument("--max_mb", type=float, default=20.0, metavar="N", help=text)
     args = parser.parse_args()
     out = args.out or args.run / "samples.html"
     samples, total = [], 0
     try:
-        for flag in ("max_per_step", "max_mb"):
-            if not vars(args)[flag] > 0:
-                raise ValueError(f"--{flag} {vars(args)[flag]}: give a number above 0")
+        if args.max_per_step < 1:
+            raise ValueError(f"--max_per_step {args.max_per_step}: give a number above 0")
         for name in ("samples.jsonl", "eval_samples.jsonl"):
             found, count = read_samples(args.run / name, args.max_per_step)
-            samples += choose(found, args.max_per_step, args.max_mb * 1e6)
+            samples += choose(found, args.max_per_step)
             total += count
         if not samples:
             raise ValueError(f"{args.run} has no samples.jsonl with a sample; name a run folder")
