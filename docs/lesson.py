@@ -3,7 +3,7 @@
 Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 5 end with a
 question. The next cell answers it, and docs/critic.md answers the last one. An advantage is what a
 token is paid. All but the first come from ppo.py. The pictures are written to out/lesson. The
-lesson takes half a minute on one core, and less with `--quick`, which has one seed and few updates.
+lesson takes about ten seconds on one core, and less with `--quick`, which has one seed.
 """
 
 # %% [0] The toy: write 12 tokens, and get a reward of 0 or 1 at the end

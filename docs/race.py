@@ -97,7 +97,10 @@ def judge(run: Path, steps: list[int]) -> float:
 
 def minus_baseline(tokens: list[float]) -> str:
     """The mean difference over seeds in thousand tokens, with its 95 % interval."""
-    ends = [find_end(OUT / "baseline" / f"seed{seed}") for seed in SEEDS]
+    runs = [OUT / "baseline" / f"seed{seed}" for seed in SEEDS]
+    ends = [find_end(run) for run in runs if (run / "eval.jsonl").exists()]
+    if len(ends) < len(SEEDS) or None in ends:
+        return "run the baseline"
     gaps = np.array(tokens) - [end[1] / 1000 for end in ends]
     error = limit_of_t(len(gaps)) * gaps.std(ddof=1) / len(gaps) ** 0.5
     return f"{gaps.mean():+.0f} [{gaps.mean() - error:+.0f}, {gaps.mean() + error:+.0f}]"

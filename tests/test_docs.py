@@ -87,6 +87,20 @@ def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
     assert noise == sorted(noise, reverse=True)
 
 
+def test_a_race_s_row_has_the_difference_to_the_baseline_of_the_same_seeds(tmp_path, monkeypatch):
+    """The differences are -1, -2, -3, -4 and -5: mean -3, error 2.776 sqrt(2.5 / 5) = 1.96."""
+    monkeypatch.setattr(race, "OUT", tmp_path)
+    ours = [9.0, 18.0, 27.0, 36.0, 45.0]
+    assert race.minus_baseline(ours) == "run the baseline"
+    for seed in race.SEEDS:
+        run = tmp_path / "baseline" / f"seed{seed}"
+        run.mkdir(parents=True)
+        rows = [{"step": step, "set": "eval", "accuracy": 0.6} for step in (0, 2, 4)]
+        (run / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 4, "drawn_tokens": 10_000 * seed}))
+    assert race.minus_baseline(ours) == "-3 [-5, -1]"
+
+
 def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_decides(tmp_path):
     """The tokens are those of all steps up to the end. Without an end there is no result."""
     accuracies = [0.1, 0.2, 0.48, 0.56, 0.5, 0.9]
