@@ -40,8 +40,8 @@ def packed_attention(module, query, key, value, mask, **options):
     # of w tokens includes the token itself.
     window = options.get("sliding_window") or 0
     settings = {"window_size": (window - 1, 0), "scale": options["scaling"]}
-    # The query may have more heads than the key. The source of PyTorch 2.11 shows that its
-    # varlen_attn needs no argument for that. This has not run on a GPU yet.
+    # The query may have more heads than the key. varlen_attn of PyTorch 2.11 needs no argument for
+    # that (seen on an H200).
     if "enable_gqa" in arguments_of(varlen_attn):
         settings["enable_gqa"] = True
     out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)

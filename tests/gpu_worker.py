@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import ppo
 import reward
 import train
-from lib import models
+from lib import check, models
 from lib.common import start_distributed
 from rollout import Sampler, make_requests, problem_seeds
 from tools.bench import held_gib
@@ -92,6 +92,7 @@ def scales(model) -> float:
 
 def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
+    check.fill_in(cfg)
     with cfg.variants.installed(train.modules_to_wrap()):
         return measure_sampler(cfg)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import ppo
 from lib import models
-from lib.attention import packed_attention
+from lib.attention import packed_attention, register
 from lib.head import ChunkedLogprob
 from tools import bench, memory
 
@@ -77,6 +77,7 @@ def test_packed_logprobs_are_those_of_single_rows(bf16, device, folder_of, proce
     dtype = torch.bfloat16 if bf16 else torch.float32
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype, attn_implementation="sdpa")
     policy = models.Policy(model.to(device))
+    register()
     batch = make_batch(device, 12, longest, 60)
     assert len(ppo.micro_batches(batch, batch.all_indices(), cfg)) < len(batch.sample_lengths)
     expected = ppo.compute_logprobs(policy, batch, single)  # (T,)
