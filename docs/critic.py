@@ -10,6 +10,7 @@ token. So the critic has seen all tokens that stand before.
 """
 
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo
+from lib.common import UserError
 from tools.compare import limit_of_t
 from tools.runs import COLOURS, STYLE, read_lines
 
@@ -123,6 +125,9 @@ def advantages_from_the_end(rows: list[dict], lambd: float) -> np.ndarray:
 def measure(path: Path) -> dict:
     """All numbers of one run."""
     rows = [row for row in read_lines(path / "samples.jsonl") if "values" in row]
+    if {span_of(row["step"]) for row in rows} != set(range(len(SPANS))):
+        told = "has no values of tokens in all 40 steps; train it by the first command of --help"
+        raise UserError(f"{path} {told}")
     spans = [[row for row in rows if span_of(row["step"]) == i] for i in range(len(SPANS))]
     found = {"tries": [], "explained": [], "auc": []}
     found["group"] = [explained_by_the_group(span) for span in spans]
@@ -247,11 +252,16 @@ def plot(ax, xs, curves: list, label: str, colour: str, marker: str = "") -> Non
     ax.legend(frameon=False, fontsize=11)
 
 
-def main(paths: list[Path]) -> None:
-    runs = [measure(path) for path in paths]
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="one run for each seed")
+    try:
+        runs = [measure(path) for path in parser.parse_args().runs]
+    except (OSError, UserError) as error:
+        parser.exit(2, f"error: {error}\n")
     tell_table(runs)
     draw(runs, Path(__file__).with_name("critic.png"))
 
 
 if __name__ == "__main__":
-    main([Path(path) for path in sys.argv[1:]])
+    main()

@@ -3,7 +3,8 @@
 Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 5 end with a
 question. The next cell answers it, and docs/critic.md answers the last one. An advantage is what a
 token is paid. All but the first come from ppo.py. The pictures are written to out/lesson. The
-lesson takes about ten seconds on one core, and less with `--quick`, which has one seed.
+lesson takes about ten seconds on one free core, and less with `--quick`. With `--quick` the models
+learn too little for what the text says.
 """
 
 # %% [0] The toy: write 12 tokens, and get a reward of 0 or 1 at the end
@@ -22,7 +23,10 @@ import ppo
 torch.set_num_threads(1)
 OUT = Path("out/lesson")
 OUT.mkdir(parents=True, exist_ok=True)
-QUICK = "--quick" in sys.argv
+QUICK = sys.argv[1:] == ["--quick"]
+if sys.argv[1:] and not QUICK:
+    print(f"error: {' '.join(sys.argv[1:])}: the lesson knows --quick alone", file=sys.stderr)
+    sys.exit(2)
 SEEDS = range(1 if QUICK else 10)
 UPDATES = 20 if QUICK else 120
 TRIALS = 100 if QUICK else 400  # batches that measure the noise of a gradient

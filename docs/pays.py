@@ -15,11 +15,13 @@ which were alone on the machine.
 """
 
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from lib.common import UserError
 from tools.compare import AXES, Run, accuracy_text, compare, difference_text, read_settings
 
 # label: (setting, other setting)
@@ -72,7 +74,7 @@ def main(folder: Path, alone: Path) -> None:
         # No table has the seconds of ppo_warm.
         if name != "ppo_warm":
             if not (single := times.get(SECONDS.get(name, name))):
-                raise SystemExit(f"{name} has no run in {alone}, so its seconds are not known")
+                raise UserError(f"{name} has no run in {alone}, so its seconds are not known")
             runs.update({seed: with_seconds(run, single[1]) for seed, run in runs.items()})
         print(f"{name}: {accuracy_text(compare(runs, runs, 'step'))} after its last step")
     for title, rows in TABLES.items():
@@ -89,4 +91,11 @@ def main(folder: Path, alone: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the settings' folders")
+    parser.add_argument("alone", type=Path, help="the same, of runs that were alone")
+    args = parser.parse_args()
+    try:
+        main(args.folder, args.alone)
+    except (OSError, ValueError, UserError) as error:
+        parser.exit(2, f"error: {error}\n")

@@ -3,15 +3,16 @@
     python docs/race.py PLAN NAME              such as: variants/plans/race.txt baseline
     python docs/race.py PLAN NAME --seeds 1    a first look: seed 1 alone, which is not judged
 
-NAME is a line of the plan. All files go to out/race. The same command goes on with what is not
-done. It ends with exit code 1 if the entry is not valid: a seed does not reach the target, or the
-judged checkpoints are worse.
+NAME is a line of the plan. All files go to out/race. All entries use the code that the first entry
+copied to out/race/code. The same command goes on with what is not done. It ends with exit code 1 if
+the entry is not valid: a seed does not reach the target, or the judged checkpoints are worse.
 """
 
 import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.common import UserError
+from lib.common import UserError, one_line
 from tools import lab
 from tools.compare import limit_of_t
 from tools.runs import read_evaluations, read_metrics
@@ -40,6 +41,18 @@ FIXED += "--keep_last 0"
 ELSEWHERE = "--model --critic --data --eval_data --answer_form --num_episodes"
 
 
+def find_entry(plan: Path, name: str) -> lab.Setting:
+    """The line NAME of a plan. Raises OSError, and UserError if the race refuses the line."""
+    settings = {setting.name: setting for setting in lab.read_plan(plan, OUT.resolve())}
+    if name not in settings:
+        raise UserError(f"{plan} has no line {name}; it has {', '.join(settings)}")
+    if name == "baseline" and settings[name].flags != ["--max_steps", "30"]:
+        told = "the race's baseline is the line of variants/plans/race.txt; choose another name"
+        raise UserError(f"{settings[name].place}: {told}")
+    check_entry(settings[name])
+    return settings[name]
+
+
 def check_entry(setting: lab.Setting) -> None:
     """Raises UserError if the entry has a flag that the race decides."""
     decided = set(re.findall(r"--\w+", f"{EVALUATION} {FIXED} {ELSEWHERE}"))
@@ -52,7 +65,7 @@ def check_entry(setting: lab.Setting) -> None:
         if flag == "--max_steps":
             steps = value or "".join(setting.flags[k + 1 : k + 2])
             if not (steps.isdigit() and int(steps) <= MOST_STEPS):
-                raise UserError(f"{setting.place}: --max_steps is at most {MOST_STEPS}")
+                raise UserError(f"{setting.place}: --max_steps takes a number up to {MOST_STEPS}")
 
 
 def write_plan(setting: lab.Setting) -> Path:
@@ -107,30 +120,28 @@ def minus_baseline(tokens: list[float]) -> str:
     return f"{gaps.mean():+.0f} [{gaps.mean() - error:+.0f}, {gaps.mean() + error:+.0f}]"
 
 
+def command_of(tool: str, *words) -> list[str]:
+    code = OUT / "code" if (OUT / "code").exists() else ROOT
+    return [sys.executable, str(code / tool), *map(str, words)]
+
+
 def call(tool: str, *words) -> None:
     """Raises CalledProcessError."""
-    command = [sys.executable, str(ROOT / tool), *map(str, words)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command_of(tool, *words), check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> int:
+    """Raises OSError, UserError, CalledProcessError and KeyboardInterrupt."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a text file of entries")
     parser.add_argument("name", metavar="NAME", help="the entry's line")
     parser.add_argument("--seeds", type=int, choices=SEEDS, default=len(SEEDS), help="default: 5")
     args = parser.parse_args()
-    try:
-        settings = {setting.name: setting for setting in lab.read_plan(args.plan, OUT.resolve())}
-        if args.name not in settings:
-            raise UserError(f"{args.plan} has no line {args.name}; it has {', '.join(settings)}")
-        check_entry(settings[args.name])
-        plan = write_plan(settings[args.name])
-    except (OSError, UserError) as error:
-        parser.exit(2, f"error: {error}\n")
-    # All entries share the base model and the code in OUT.
-    words = ["tools/lab.py", plan, "--seeds", args.seeds, "--out", OUT]
-    if subprocess.call([sys.executable, *map(str, [ROOT / words[0], *words[1:]])]) != 0:
-        return 1
+    entry = find_entry(args.plan, args.name)
+    words = [write_plan(entry), "--seeds", args.seeds, "--out", OUT]
+    if code := subprocess.call(command_of("tools/lab.py", *words)):
+        print(f"the entry is {entry.place}", file=sys.stderr)
+        return code
     tokens, judged = [], []
     for seed in SEEDS[: args.seeds]:
         run = OUT / args.name / f"seed{seed}"
@@ -148,14 +159,23 @@ def main() -> int:
         return int(len(tokens) < args.seeds)
     is_valid = len(tokens) == len(SEEDS) and np.mean(judged) >= TARGET - 0.02
     if is_valid:
-        entry = settings[args.name]
         line = shlex.join([*(f"{name}.py" for name in entry.variants), *entry.flags])
         count = f"{np.mean(tokens):.0f} ({min(tokens):.0f} to {max(tokens):.0f})"
-        row = [args.name, f"`{line}`", count, minus_baseline(tokens), f"{np.mean(judged):.3f}"]
+        gap = "-" if args.name == "baseline" else minus_baseline(tokens)
+        row = [args.name, f"`{line}`", count, gap, f"{np.mean(judged):.3f}"]
         print(" | ".join([*row, time.strftime("%F")]))
     print("the entry is valid" if is_valid else "the entry is NOT valid")
     return int(not is_valid)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # lab.py and its runs end with this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with what is not done", file=sys.stderr)
+        sys.exit(130)
+    except (OSError, UserError, subprocess.CalledProcessError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)

@@ -2,7 +2,9 @@
 # smollm2_cpu.sh FOLDER trains a real model by GRPO on word problems of one line, on 2 CPU cores. The prompt shows two solved
 # problems. FOLDER has a causal LM of about 135 M parameters. docs/scaling.md makes the model from SmolLM2 and has
 # the measured results.
-model=$(realpath -e -- "${1:?usage: runs/smollm2_cpu.sh FOLDER [FLAGS]}") || exit 2
+: "${1:?usage: runs/smollm2_cpu.sh FOLDER [FLAGS]}"
+model=$(realpath -e -- "$1" 2>/dev/null) || {
+    echo "error: no folder $1; docs/scaling.md says how to make the model" >&2; exit 2; }
 export THP_MEM_ALLOC_ENABLE=1 # torch asks for large pages
 cd "$(dirname "$0")/.." && PATH="$PWD/.venv/bin:$PATH" python tools/base_model.py words out/words || exit
 exec runs/launch.sh 1 1 --model "$model" --run_dir out/smollm2 --estimator grpo \

@@ -116,7 +116,7 @@ def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_de
     plan.write_text("\n".join([*lines, "d: --max-steps x"]))
     a, *wrong = lab.read_plan(plan, tmp_path)
     race.check_entry(a)
-    steps = "--max_steps is at most 120"
+    steps = "--max_steps takes a number up to 120"
     for setting, told in zip(wrong, ("b: the race decides --eval_n", f"c: {steps}", f"d: {steps}")):
         with pytest.raises(UserError, match=told):
             race.check_entry(setting)
