@@ -2,7 +2,7 @@
 # smollm2_cpu.sh FOLDER trains a real model by GRPO on word problems of one line, on 2 CPU cores. The prompt shows two solved
 # problems. FOLDER has a causal LM of about 135 M parameters. docs/scaling.md makes the model from SmolLM2 and has
 # the measured results.
-: "${1:?usage: runs/smollm2_cpu.sh FOLDER [FLAGS]}"
+[ $# -ge 1 ] || { echo "usage: runs/smollm2_cpu.sh FOLDER [FLAGS]" >&2; exit 2; }
 model=$(realpath -e -- "$1" 2>/dev/null) || {
     echo "error: no folder $1; docs/scaling.md says how to make the model" >&2; exit 2; }
 export THP_MEM_ALLOC_ENABLE=1 # torch asks for large pages
