@@ -29,7 +29,7 @@ demo: $(INSTALLED) ## train a tiny model to add two numbers (about 3 minutes on 
 	$(BIN)/python tools/compare.py out/run
 
 # xargs removes the quotes that flags.txt has around a path with a space.
-lab: $(INSTALLED) ## train the model of the laboratory on Countdown problems (about 3 minutes)
+lab: $(INSTALLED) ## train the model of the laboratory on Countdown problems (3 to 6 minutes)
 	$(BIN)/python tools/base_model.py countdown out/lab/base
 	xargs $(BIN)/python train.py --seed 1 --run_dir out/lab/run < out/lab/base/flags.txt
 	$(BIN)/python tools/plot.py out/lab/run
