@@ -28,6 +28,7 @@ from tools.compare import limit_of_t
 from tools.runs import read_evaluations, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
+ENTRIES = ROOT / "variants" / "plans" / "race.txt"
 OUT = Path("out/race")
 SEEDS = range(1, 6)
 MOST_STEPS = 120
@@ -46,8 +47,8 @@ def find_entry(plan: Path, name: str) -> lab.Setting:
     settings = {setting.name: setting for setting in lab.read_plan(plan, OUT.resolve())}
     if name not in settings:
         raise UserError(f"{plan} has no line {name}; it has {', '.join(settings)}")
-    if name == "baseline" and settings[name].flags != ["--max_steps", "30"]:
-        told = "the race's baseline is the line of variants/plans/race.txt; choose another name"
+    if name == "baseline" and plan.resolve() != ENTRIES:
+        told = f"the race's baseline is the line of {ENTRIES}; choose another name"
         raise UserError(f"{settings[name].place}: {told}")
     check_entry(settings[name])
     return settings[name]

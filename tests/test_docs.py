@@ -113,9 +113,12 @@ def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_de
     assert race.find_end(tmp_path) is None
     plan = tmp_path / "plan.txt"
     lines = ["a: --lambd 1 --rollout_batch_size 16", "b: --eval-n 1", "c: --max_steps=121"]
-    plan.write_text("\n".join([*lines, "d: --max-steps x"]))
+    plan.write_text("\n".join([*lines, "d: --max-steps x", "baseline: --lambd 0.9"]))
     a, *wrong = lab.read_plan(plan, tmp_path)
     race.check_entry(a)
+    assert race.find_entry(race.ENTRIES, "baseline").flags
+    with pytest.raises(UserError, match="line 5: baseline: .* choose another name"):
+        race.find_entry(plan, "baseline")
     steps = "--max_steps takes a number up to 120"
     for setting, told in zip(wrong, ("b: the race decides --eval_n", f"c: {steps}", f"d: {steps}")):
         with pytest.raises(UserError, match=told):
