@@ -19,9 +19,8 @@ tokens of a micro-batch, R packed rows, L row length.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -198,42 +197,43 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     token sees a later token, so the padding changes nothing.
     """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
-    parts = []  # tokens of each sample and each padding
-    fields = {
-        "input_ids": [],
-        "position_ids": [],
-        "predict": [],
-        "token_ids": [],
-        "flat_index": [],
-    }
+    shape = (len(rows), longest_row)  # (R, L)
+    ids = []  # of all rows
+    parts = []  # (tokens, response tokens, start in the batch) of each sample and each padding
     for row in rows:
-        ids = []
-        positions = []
-        predict = []
         for i in row:
-            prompt = batch.prompt_ids[i]
-            response = batch.response_ids[i]
-            ids += prompt + response
-            parts.append(batch.sample_lengths[i])
-            positions += range(batch.sample_lengths[i])
-            # Position t predicts token t + 1. So the prompt's last position predicts the first
-            # response token, and the last position predicts nothing.
-            predict += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
-            start = int(batch.start[i])
-            fields["token_ids"] += response
-            fields["flat_index"] += range(start, start + len(response))
+            ids += batch.prompt_ids[i] + batch.response_ids[i]
+            parts.append((batch.sample_lengths[i], len(batch.response_ids[i]), int(batch.start[i])))
         # The padding of a row is like one more sample without response tokens.
-        padding = longest_row - len(ids)
+        padding = longest_row - sum(batch.sample_lengths[i] for i in row)
         if padding > 0:
-            parts.append(padding)
-        begin = len(ids) if alone else 0
-        fields["input_ids"].append(ids + [0] * padding)
-        fields["position_ids"].append(positions + [*range(begin, begin + padding)])
-        fields["predict"].append(predict + [False] * padding)
-    fields["mask"] = [1.0] * len(fields["token_ids"])
-    tensors = {name: torch.tensor(x, device=batch.device) for name, x in fields.items()}
-    borders = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=batch.device)
-    return MicroBatch(**tensors, borders=None if alone else borders, longest=max(parts))
+            ids += [0] * padding
+            parts.append((padding, 0, 0))
+    parts = torch.tensor(parts)  # (P, 3)
+    lengths = parts[:, 0]  # (P,)
+    ends = lengths.cumsum(0)  # (P,)
+    # From here on each token has the numbers of its part.
+    length, response, start = parts.repeat_interleave(lengths, 0).unbind(1)  # (R * L,) each
+    # The tokens from this one to the end of its part. Both are included.
+    left = ends.repeat_interleave(lengths) - torch.arange(len(ids))  # (R * L,)
+    # Position t predicts token t + 1. So the prompt's last position predicts the first response
+    # token, and the last position predicts nothing.
+    predict = (left <= response + 1) & (left > 1)  # (R * L,)
+    positions = length - left  # (R * L,)
+    if alone:
+        positions = torch.arange(longest_row).repeat(len(rows))
+    input_ids = torch.tensor(ids)  # (R * L,)
+    tensors = {
+        "input_ids": input_ids.view(shape),
+        "position_ids": positions.view(shape),
+        "predict": predict.view(shape),
+        "token_ids": input_ids.roll(-1)[predict],  # (M,)
+        "flat_index": (start + response + 1 - left)[predict],  # (M,)
+        "mask": torch.ones(int(predict.sum())),  # (M,)
+        "borders": None if alone else torch.cat([ends.new_zeros(1), ends]).int(),  # (P + 1,)
+    }
+    tensors = {name: x if x is None else x.to(batch.device) for name, x in tensors.items()}
+    return MicroBatch(**tensors, longest=int(lengths.max()))
 
 
 def filler(device) -> MicroBatch:
@@ -252,8 +252,29 @@ def filler(device) -> MicroBatch:
     )
 
 
-def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
-    """Makes this rank's micro-batches. Without indices the list is empty on all ranks.
+class MicroBatches(Sequence):
+    """The micro-batches of this rank. Each one is made when a pass asks for it.
+
+    All of them together would take 36 bytes a token. A GPU also computes one micro-batch while the
+    CPU makes the next one.
+    """
+
+    def __init__(self, batch: Batch, cuts: list[list[list[int]]], alone):
+        """cuts: the rows of each micro-batch, as for build_rows. A filler has no rows."""
+        self.batch = batch
+        self.cuts = cuts
+        self.alone = alone
+
+    def __len__(self):
+        return len(self.cuts)
+
+    def __getitem__(self, k) -> MicroBatch:
+        rows = self.cuts[k]
+        return build_rows(self.batch, rows, self.alone) if rows else filler(self.batch.device)
+
+
+def micro_batches(batch: Batch, indices: list[int], cfg) -> MicroBatches:
+    """Cuts these samples into this rank's micro-batches. Without indices there are none.
 
     Each rank gets the same number of micro-batches, because the forward and backward passes of ZeRO
     have collectives.
@@ -268,12 +289,10 @@ def micro_batches(batch: Batch, indices: list[int], cfg) -> list[MicroBatch]:
         rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
         starts = range(0, len(rows), rows_per_micro)
         cuts = [rows[start : start + rows_per_micro] for start in starts]
-    micros = [build_rows(batch, rows, alone) for rows in cuts]
-    most = torch.tensor(len(micros), device=batch.device)  # ()
+    most = torch.tensor(len(cuts), device=batch.device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    while len(micros) < int(most):
-        micros.append(filler(batch.device))
-    return micros
+    fillers = [[]] * (int(most) - len(cuts))
+    return MicroBatches(batch, cuts + fillers, alone)
 
 
 # ---- advantages ------------------------------------------------------------------------------
@@ -547,11 +566,11 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
         denominator = tokens_in_passes
     micros = micro_batches(batch, indices, cfg)
     history = []
-    for micro in micros:
+    for k, micro in enumerate(micros):
         loss, stats = loss_fn(learner, batch, micro, cfg)
         # The learner takes the mean of the ranks' gradients. We need their sum.
         scaled = loss * (dist.get_world_size() / denominator)
-        learner.backward(scaled, is_last=micro is micros[-1])
+        learner.backward(scaled, is_last=k == len(micros) - 1)
         history.append(stats)
     stats = {}
     grad_norm = 0.0

@@ -253,6 +253,10 @@ def sampler_settings(cfg, is_gpu) -> dict:
         "distributed_executor_backend": "external_launcher",
         "use_tqdm_on_load": False,
     }
+    if cfg.tensor_parallel > 1:
+        # vLLM turns this pass on by itself where it finds CUDA's compiler. Then every rank compiles
+        # code at the start.
+        settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
@@ -299,7 +303,8 @@ class Rollout:
         # vLLM sets LOCAL_WORLD_SIZE to 1 when the sampler starts. So read this variable before.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
-        workers = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+        # This process drives the sampler, and needs a core of its own.
+        workers = max(1, len(os.sched_getaffinity(0)) // ranks_here - 1)
         self.grader = task.Grader(workers, cfg.answer_form)
         self.task = task
         self.signals = signals

@@ -4,6 +4,8 @@ A chunk of logits takes at most 512 MB on a GPU, and 32 MB on a CPU. ORZ held fo
 logits. This file needs torch alone. Shapes: M response tokens, V vocabulary, H hidden.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -83,11 +85,28 @@ def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor):
-    """total += a @ b. With equal dtypes no second (V, H) is made."""
+    """total += a @ b. No second (V, H) is made with equal dtypes, or where the GPU adds in fp32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and adds_in_fp32(a.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)
+
+
+@functools.cache
+def adds_in_fp32(device) -> bool:
+    """Can this GPU add a product of bf16 matrices to an fp32 matrix in one call?
+
+    PyTorch offers the call from version 2.9 on, and not in all versions for an fp32 matrix.
+    """
+    ones = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
+    total = torch.ones((16, 16), device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
 
 
 class ChunkedHead(nn.Linear):

@@ -78,13 +78,18 @@ def last_hidden_state(body, micro) -> Tensor:
     return body(**micro.model_inputs()).last_hidden_state[micro.predict]
 
 
-def engine_config(cfg, stage):
-    """DeepSpeed's settings. The defaults would change the results, or waste memory or time."""
+def engine_config(cfg, stage, largest=0):
+    """DeepSpeed's settings. The defaults would change the results, or waste memory or time.
+
+    largest: elements of the largest parameter.
+    """
     hidden_size = AutoConfig.from_pretrained(cfg.model).get_text_config().hidden_size
     zero = {
         "stage": stage,
-        # ZeRO-3 always holds a bucket of fp32 for each engine. The default size is 1.9 GiB.
-        "reduce_bucket_size": int(1e8),
+        # ZeRO-3 always holds a bucket of fp32 for each engine. The default size is 1.9 GiB. ZeRO-2
+        # needs a bucket that holds each parameter. A larger gradient is not copied into a bucket,
+        # and DeepSpeed may free it while another stream still reads it.
+        "reduce_bucket_size": max(int(1e8), largest) if stage == 2 else int(1e8),
         # Reduce gradients during backward. By default only ZeRO-3 does that.
         "overlap_comm": stage > 1,
         # True would replace F.linear in the whole process, in vLLM too.
@@ -147,7 +152,8 @@ def load_model(cfg, auto_class, folder=None):
         if "attention_dropout" in vars(module):
             module.attention_dropout = 0.0
     if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Without dropout a layer that is computed again needs no state of the random generators.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     # from_pretrained returns the model in eval mode. There gradient checkpointing does nothing.
     return model.train()
 
@@ -166,7 +172,8 @@ class Learner:
             optimizer = make_optimizer(trainable(module), lr)
         elif stage < 3:
             stage = 0
-        settings = engine_config(cfg, stage)
+        largest = max((p.numel() for p in trainable(module)), default=0)
+        settings = engine_config(cfg, stage, largest)
         # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (lib/report.py).
         with contextlib.redirect_stdout(sys.__stdout__):
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)

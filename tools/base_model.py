@@ -54,7 +54,7 @@ END = "<|endoftext|>"
 # flags.txt has these flags of train.py behind the paths. No value needs quotes: `$(cat flags.txt)`.
 SHARED_FLAGS = """
 --n_samples_per_prompt 16 --prompt_max_len 16 --stop= --micro_train_batch_size 64
---micro_rollout_batch_size 1024 --critic_learning_rate 1e-3
+--micro_rollout_batch_size 1024 --kv_cache_gb 0.5 --critic_learning_rate 1e-3
 --zero_stage 0 --bf16 false --gradient_checkpointing false"""
 FLAGS = {
     "addition": f"""--seed {{seed}} --template demo
