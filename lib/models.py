@@ -26,6 +26,8 @@ from lib import check
 from lib.common import UserError
 from lib.head import ChunkedHead
 
+BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
+
 
 class Policy(nn.Module):
     """A Hugging Face causal LM whose logits are a linear head without bias over its last state.
@@ -89,7 +91,7 @@ def engine_config(cfg, stage, largest=0):
         # ZeRO-3 always holds a bucket of fp32 for each engine. The default size is 1.9 GiB. ZeRO-2
         # needs a bucket that holds each parameter. A larger gradient is not copied into a bucket,
         # and DeepSpeed may free it while another stream still reads it.
-        "reduce_bucket_size": max(int(1e8), largest) if stage == 2 else int(1e8),
+        "reduce_bucket_size": max(BUCKET, largest) if stage == 2 else BUCKET,
         # Reduce gradients during backward. By default only ZeRO-3 does that.
         "overlap_comm": stage > 1,
         # True would replace F.linear in the whole process, in vLLM too.

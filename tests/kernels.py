@@ -1,61 +1,74 @@
-"""Loops in the place of the kernels for packed rows, which need a GPU.
+"""A CPU kernel for the op of varlen_attn. PyTorch's own kernels for this op need a GPU.
 
-Each loop has those of its kernel's arguments that a caller gives or looks for. The loops of
-varlen_attn are of two versions of PyTorch.
+Import this file, and varlen_attn runs on a CPU. PyTorch's own code handles the arguments, the saved
+tensors and the gradients, as on a GPU.
 """
 
 import itertools
 
 import torch
-from torch.nn import functional as F
+from torch.nn.attention import varlen
 
 
-def attend_in_parts(query, key, value, borders, window, scale):
-    """Of rows laid end to end, (tokens, heads, D): each part alone, on any device.
+def parts_of(query, key, value, borders, window, scale):
+    """Cuts rows laid end to end, (tokens, heads, D), into parts of n tokens, on any device.
 
-    window: how many tokens before and after its own a token sees; -1 means all of them.
+    Yields for each part the slice of its tokens, its query, key and value, (query heads, n, D)
+    each, and its scores, (query heads, n, n). window: how many tokens before and after its own a
+    token sees; -1 means all of them.
     """
     before, after = window
-    parts = []
     for start, end in itertools.pairwise(borders.tolist()):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
-        mask = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
-        mask = mask if after < 0 else mask.tril(after)
-        mask = mask if before < 0 else mask.triu(-before)
-        options = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
-        parts.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(0, 1))
-    return torch.cat(parts)
+        part = slice(start, end)
+        q, k, v = (x[part].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        seen = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
+        seen = seen if after < 0 else seen.tril(after)
+        seen = seen if before < 0 else seen.triu(-before)
+        yield part, q, k, v, (scale * q @ k.mT).masked_fill(~seen, -torch.inf)
 
 
-def check_borders(q, borders, longest) -> None:
-    """What the kernels rely on, and cannot check."""
+def attend_in_parts(*inputs):
+    """The attention within each part, (tokens, heads, D). inputs: of parts_of."""
+    parts = [scores.softmax(-1) @ v for *_, v, scores in parts_of(*inputs)]
+    return torch.cat(parts, 1).transpose(0, 1).contiguous()
+
+
+def check(query, key, borders, key_borders, longest, longest_key, is_causal, window) -> None:
+    """What the kernels of a GPU rely on, and cannot check."""
     assert borders.dtype == torch.int32 and borders.is_contiguous()
-    assert borders[0] == 0 and borders[-1] == len(q)
-    assert type(longest) is int and longest == borders.diff().max() > 0
+    assert borders[0] == 0 and borders[-1] == len(query) == len(key)
+    assert longest == borders.diff().max() and borders.diff().min() > 0
+    assert torch.equal(borders, key_borders) and longest == longest_key
+    assert window[0] >= -1 and window[1] == 0 and is_causal == (window[0] == -1)
 
 
-def varlen_2_11(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
-):
-    check_borders(query, cu_seq_q, max_q)
-    assert cu_seq_q is cu_seq_k and max_q == max_k
-    assert window_size[1] in (-1, 0)
-    return attend_in_parts(query, key, value, cu_seq_q, window_size, scale)
+@varlen._varlen_attn.register_kernel("cpu")
+def forward(query, key, value, borders, *options):
+    *checked, is_causal, scale, window = options[:6]
+    check(query, key, borders, *checked, is_causal, window)
+    inputs = (query, key, value, borders, window, scale)
+    lse = torch.cat([scores.logsumexp(-1) for *_, scores in parts_of(*inputs)], 1)
+    return attend_in_parts(*inputs), lse, torch.zeros(2, dtype=torch.uint64)
 
 
-def varlen_2_13(
-    query, key, value, *borders_and_longest, scale=None, window_size=(-1, -1), enable_gqa=False
-):
-    assert enable_gqa or query.shape == key.shape
-    return varlen_2_11(
-        query, key, value, *borders_and_longest, scale=scale, window_size=window_size
-    )
+@varlen._varlen_attn_backward.register_kernel("cpu")
+def backward(upstream, query, key, value, out, lse, borders, *options):
+    """The formulas of FlashAttention (arXiv 2205.14135, algorithm 4)."""
+    *checked, _, scale, window = options
+    check(query, key, borders, *checked, window)
+    gradients = tuple(torch.empty_like(x) for x in (query, key, value))
+    for part, q, k, v, scores in parts_of(query, key, value, borders, window, scale):
+        p = (scores - lse[:, part, None]).exp()  # (query heads, n, n)
+        up, o = (x[part].transpose(0, 1) for x in (upstream, out))
+        s = scale * p * (up @ v.mT - (up * o).sum(-1, keepdim=True))
+        for gradient, x in zip(gradients, (s @ k, s.mT @ q, p.mT @ up)):
+            # The gradient of a key is the sum over its query heads.
+            gradient[part] = x.unflatten(0, (gradient.shape[1], -1)).sum(1).transpose(0, 1)
+    return gradients
 
 
-# {version: its varlen_attn}
-VARLEN = {"2.11": varlen_2_11, "2.13": varlen_2_13}
-
-
-def use_varlen(monkeypatch, version: str) -> None:
-    """From here on PyTorch has that version's varlen_attn."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", VARLEN[version])
+def varlen_2_11(*inputs, scale=None, window_size=(-1, -1)):
+    """The varlen_attn of PyTorch 2.11. It has no argument enable_gqa."""
+    options = (window_size == (-1, 0), scale, list(window_size))
+    return torch.ops.torch_attn._varlen_attn(*inputs, *options)[0]

@@ -7,7 +7,6 @@ import json
 import re
 
 import families
-import kernels
 import naive
 import pytest
 import tiny as maker
@@ -15,12 +14,15 @@ import torch
 from conftest import ROOT, jsonl, launch, run_tool, started_ranks
 from ppo_worker import config, make_batch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckpt
 import ppo
 from lib import check
+from lib.attention import packed_attention
 from lib.common import UserError
 from lib.families import PACKED
 from lib.models import Policy, last_hidden_state, load_model, make_policy, named_weights
@@ -155,17 +157,43 @@ def test_families_of_the_list_keep_packed_samples_apart(family):
     assert (row[:, 20:] - alone).norm() < 1e-5 * alone.norm()
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Gemma 3 text", "OLMo 3"])
-def test_varlen_gets_the_window_of_each_layer(name, folder_of, process_group, monkeypatch):
-    """On a CPU the kernel is a loop."""
-    kernels.use_varlen(monkeypatch, "2.13")
-    found = []
-    for attention in ("sdpa", "varlen"):
-        cfg = config(folder_of(name), attention=attention, packing_max_len=100)
-        policy = Policy(load_model(cfg, AutoModelForCausalLM))
-        policy.device = torch.device("cpu")
-        found.append(ppo.compute_logprobs(policy, make_batch(), cfg))
-    torch.testing.assert_close(*found, rtol=0, atol=2e-5)
+# On a GPU --attention auto gives these families another attention than varlen.
+NOT_VARLEN = dict.fromkeys(["Llama 4 text", "Gemma 4", "Qwen3-Next", "Qwen3.5", "LFM2"], "sdpa")
+NOT_VARLEN["Gemma 2"] = "eager"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_varlen_gets_the_borders_and_the_window_in_each_layer(name, folder_of, monkeypatch):
+    """No layer gets a mask. Gradient checkpointing calls each layer again in backward. PyTorch's
+    fake kernels compute shapes and dtypes alone."""
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        flags = {"bf16": True, "zero_stage": 2, "gradient_checkpointing": True}
+        cfg = filled_in(folder_of(name), **flags)
+    assert cfg.attention == NOT_VARLEN.get(name, "varlen")
+    if name in NOT_VARLEN:
+        return
+    micro = ppo.build_rows(make_batch(), [[0, 1], [2, 3, 4]])
+    calls = []
+
+    def spy(module, query, key, value, mask, **options):
+        assert mask is None
+        assert options["cu_seq_lens_q"] is micro.borders
+        assert options["max_length_q"] == micro.longest
+        assert {x.dtype for x in (query, key, value)} == {torch.bfloat16}
+        calls.append((module.layer_idx, options.get("sliding_window")))
+        return packed_attention(module, query, key, value, mask, **options)
+
+    monkeypatch.setattr("lib.attention.packed_attention", spy)
+    body = load_model(cfg, AutoModelForCausalLM).base_model
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        last_hidden_state(body, micro).sum().backward()
+    _, fields = families.FAMILIES[name]
+    kinds = fields.get("layer_types", ["sliding_attention"] * 2)
+    windows = [fields.get("sliding_window") if "sliding" in kind else None for kind in kinds]
+    expected = [*enumerate(windows)]
+    assert calls == expected + expected[::-1]
 
 
 def test_auto_is_what_the_models_need(folder_of, tiny, monkeypatch):

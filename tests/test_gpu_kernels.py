@@ -48,7 +48,7 @@ def test_varlen_is_attention_within_each_sample(heads, keys, size):
     last = [slice(-group, None), slice(-1, None), slice(-1, None)]
     references = [x[:, part].clone().requires_grad_() for x, part in zip(inputs, last)]
     rows = [x[0].transpose(0, 1).double() for x in references]  # (tokens, heads, d)
-    expected = kernels.attend_in_parts(*rows, borders, window=(-1, 0), scale=None)[None]
+    expected = kernels.attend_in_parts(*rows, borders, (-1, 0), size**-0.5)[None]
     (expected * upstream[:, :, -group:].double()).sum().backward()
     assert distance(output[:, :, -group:], expected) < 1e-2
     for leaf, part, reference in zip(leaves, last, references):

@@ -4,6 +4,7 @@ order of their functions. test_ppo.py has what needs ranks or ZeRO's stages.
 
 import functools
 
+import families
 import kernels
 import naive
 import pytest
@@ -24,10 +25,9 @@ from transformers import (
 
 import ckpt
 import ppo
-from lib.attention import packed_attention
 from lib.common import UserError
 from lib.head import ChunkedHead, ChunkedLogprob
-from lib.models import Critic, Policy, load_model, make_critic, named_weights
+from lib.models import Critic, Policy, load_model, make_critic, make_policy, named_weights
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +105,6 @@ def test_chunked_head_sums_bf16_gradients_in_fp32():
 # ---- policy and critic ---------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def loops(monkeypatch):
-    """On a CPU the kernel is a loop. All between the kernel and the rows is what runs on a GPU."""
-    kernels.use_varlen(monkeypatch, "2.13")
-
-
 @functools.cache
 def unpacked(folder) -> tuple[torch.Tensor, torch.Tensor]:
     """Naive log-probs and values, (T,) each."""
@@ -142,43 +136,33 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
     torch.testing.assert_close(got.double(), values, rtol=0, atol=2e-5)
 
 
-def test_gradients_do_not_depend_on_the_attention(models, process_group):
-    """Gradient checkpointing calls the attention again in backward. A filler has one token."""
-    cfg = config(packing_max_len=100, micro_train_batch_size=2)
+@pytest.mark.parametrize("version, checkpointing", [("2.11", True), ("new", False), ("new", True)])
+def test_varlen_equals_sdpa(version, checkpointing, tmp_path, process_group, monkeypatch):
+    """The log-probs and the gradients are equal. Rows have padding, and the last micro-batch is a
+    filler. There are four query heads to two keys. The first of two layers has a sliding window.
+    Gradient checkpointing calls the attention again in backward. The varlen_attn of PyTorch 2.11
+    has no argument enable_gqa, so it must not get one."""
+    if version == "2.11":
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernels.varlen_2_11)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(families, "SIZES", families.SIZES | heads)
+    folder = families.make_model("OLMo 3", tmp_path)
+    cfg = config(packing_max_len=100)
     batch = make_batch()
-    micros = ppo.micro_batches(batch, batch.all_indices(), cfg)
-    gradients = []
-    for name in ("sdpa", "varlen"):
-        body = load(models[True], AutoModelForCausalLM, name, gradient_checkpointing=True)
-        policy = Policy(body)
-        for layer in body.base_model.layers:
+    micros = [*ppo.micro_batches(batch, batch.all_indices(), cfg), ppo.filler(CPU)]
+    results = []
+    for attention in ("sdpa", "varlen"):
+        model = load(folder, AutoModelForCausalLM, attention, gradient_checkpointing=checkpointing)
+        policy = Policy(model)
+        for layer in model.base_model.layers:
             # Not the usual one over the root of D: some models have their own.
             layer.self_attn.scaling = 0.3
-        for micro in (*micros, ppo.filler(CPU)):
-            logprobs, _ = policy(micro, cfg.temperature)
-            logprobs.sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
-    ours, expected = gradients
-    assert (ours - expected).norm() < 1e-5 * expected.norm()
-
-
-@pytest.mark.parametrize("version", ["2.11", "2.13"])
-def test_varlen_is_called_with_what_its_version_takes(version, monkeypatch):
-    """PyTorch 2.11's varlen_attn has no argument enable_gqa, so it must not be given."""
-    kernels.use_varlen(monkeypatch, version)
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn((2, 4, 16, 8), generator=generator)  # (R, heads, L, D)
-    key, value = torch.randn((2, 2, 2, 16, 8), generator=generator)
-    borders = torch.tensor([0, 5, 16, 32], dtype=torch.int32)
-    options = {"cu_seq_lens_q": borders, "max_length_q": 16, "scaling": 0.3}
-    found, _ = packed_attention(None, query, key, value, None, **options)
-    position = torch.arange(16)
-    sample = torch.stack([(position >= 5).int(), torch.full((16,), 2)])  # (R, L)
-    mask = (sample[:, :, None] == sample[:, None]).tril()[:, None]  # (R, 1, L, L)
-    wide = (key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))
-    scores = (query @ wide[0].transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
-    expected = scores.softmax(-1) @ wide[1]  # (R, heads, L, D)
-    torch.testing.assert_close(found, expected.transpose(1, 2))
+        logprobs = torch.cat([policy(micro, cfg.temperature)[0] for micro in micros])  # (T + 1,)
+        logprobs.sum().backward()
+        results.append((logprobs, torch.cat([p.grad.flatten() for p in policy.parameters()])))
+    (expected, expected_gradient), (found, gradient) = results
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
 
 
 def test_a_model_with_its_own_attention_is_refused_in_one_line(tmp_path):
@@ -267,6 +251,14 @@ def test_a_folder_whose_weights_have_other_names_is_refused(stage, models, tmp_p
     cfg = config(models[True], critic=str(tmp_path), zero_stage=stage)
     with pytest.raises(UserError, match=f"^{tmp_path} lacks [0-9]+ of its weights, such as .*$"):
         make_critic(cfg)
+
+
+def test_the_bucket_of_zero_2_holds_each_gradient(models, process_group, monkeypatch):
+    """DeepSpeed reduced a larger gradient where it lay, and could free it too early on a GPU."""
+    monkeypatch.setattr("lib.models.BUCKET", 100)
+    learner = make_policy(config(models[False], zero_stage=2))
+    largest = max(parameter.numel() for parameter in learner.module.parameters())
+    assert learner.deepspeed.optimizer.reduce_bucket_size == largest > 100
 
 
 # ---- load_model ----------------------------------------------------------------------------------

@@ -50,14 +50,14 @@ ONE = [  # ranks: 1
 ]
 TWO = [  # ranks: 2
     step("zero0", warmup_updates=2),
-    step("zero1, short rows", zero_stage=1, tied=False, **SHORT_ROWS),
+    step("zero1, short rows, varlen", zero_stage=1, tied=False, attention="varlen", **SHORT_ROWS),
     step("zero2, offload", zero_stage=2, **OFFLOAD),
     step("zero3, grpo", zero_stage=3, tied=False, **FLAT_GROUPS, **LONG_ROWS, **OFFLOAD),
     step("zero3, checkpointing", zero_stage=3, gradient_checkpointing=True, max_norm=0.1),
     step("zero3, small parameters whole", zero_stage=3, whole=True, **CONSTANT),
     step("idle rank, zero0", batch="one", **SEQUENCE),
     step("idle rank, zero1", batch="one", zero_stage=1, tied=False),
-    step("idle rank, zero3", batch="one", zero_stage=3, tied=False),
+    step("idle rank, zero3, varlen", batch="one", zero_stage=3, tied=False, attention="varlen"),
     step("zero1, grpo", zero_stage=1, **FLAT_GROUPS, **SEQUENCE, **SHORT_ROWS),
 ]
 NONFINITE = [
@@ -208,7 +208,7 @@ def micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world: int) -> 
         ranks = []
         for rank in range(world):
             dist.get_rank.return_value = rank
-            ranks.append(ppo.micro_batches(batch, samples, cfg))
+            ranks.append([*ppo.micro_batches(batch, samples, cfg)])
     return ranks
 
 
