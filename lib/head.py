@@ -32,6 +32,8 @@ class ChunkedLogprob(torch.autograd.Function):
                 entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
             if keep_log_p:
                 ctx.kept.append(log_p)
+            # Without this line the chunk would stay until the next chunk is complete.
+            del log_p
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature = temperature
         ctx.chunk = chunk
@@ -73,6 +75,7 @@ class ChunkedLogprob(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             add_product_(grad_weight, grad_logits.T, hidden[part])
+            del log_p, grad_logits, on_all
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 

@@ -5,7 +5,6 @@
 [ $# -ge 1 ] || { echo "usage: runs/smollm2_cpu.sh FOLDER [FLAGS]" >&2; exit 2; }
 model=$(realpath -e -- "$1" 2>/dev/null) || {
     echo "error: no folder $1; docs/scaling.md says how to make the model" >&2; exit 2; }
-export THP_MEM_ALLOC_ENABLE=1 # torch asks for large pages
 cd "$(dirname "$0")/.." && PATH="$PWD/.venv/bin:$PATH" python tools/base_model.py words out/words || exit
 exec runs/launch.sh 1 1 --model "$model" --run_dir out/smollm2 --estimator grpo \
     --template $'Q: Tom has 8 pens and buys 5 more. How many pens are there now?\nA: 8+5=13\nQ: Ana has 3 boxes of '\

@@ -45,7 +45,7 @@ LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab sandbox reward").split
 
 # A test of these files, or with one of these fixtures, starts engines or many processes.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
-ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "found_in_bf16", "runs", "place"}
+ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "cpu_found", "runs", "place"}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -72,19 +72,28 @@ def run(flags: dict, ranks: int = 1) -> str:
     return rest_of(start(flags, ranks))
 
 
+def gap_of(output: str) -> float:
+    """The mean difference of log-probs between sampler and trainer at the start of a run."""
+    return float(re.search(r"sampler and trainer differ by (\S+) a token", output)[1])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_agrees_with_its_sampler_and_resumes(stage, place, folder_of, tmp_path):
-    """The recipe has no ratio, so the ratio must be 1 up to rounding."""
+    """The recipe has no ratio, so the ratio must be 1 up to rounding.
+
+    The limits are multiples of the gap that the run measures at its start: 0.009 a token on an H200.
+    """
     flags = flags_of_run(place, folder_of, tmp_path, zero_stage=stage)
     # The run reads the memory of the whole GPU. This process has a CUDA context there.
     held = bench.held_gib()
-    run(flags | {"run_dir": tmp_path / "a"})
+    gap = gap_of(run(flags | {"run_dir": tmp_path / "a"}))
+    assert gap < 0.03
     lines = jsonl(tmp_path / "a" / "metrics.jsonl")
     assert len(lines) == 3
     for line in lines:
-        assert abs(line["ratio"] - 1) < 0.02
-        assert line["approx_kl"] < 0.01
-        assert line["clipfrac"] < 0.05
+        assert abs(line["ratio"] - 1) < 2 * gap
+        assert line["approx_kl"] < 10 * gap**2
+        assert line["clipfrac"] < 2 * gap
     shutil.rmtree(tmp_path / "a" / "step_000003")
     run(flags | {"run_dir": tmp_path / "a"})
     *_, again = jsonl(tmp_path / "a" / "metrics.jsonl")
@@ -124,8 +133,7 @@ def test_a_signal_saves_and_ends_the_run(place, folder_of, tmp_path):
 def test_the_demo_in_fp32_agrees_with_its_sampler(place, tmp_path):
     """On a GPU vLLM attends in fp32 by Triton, whose products were once not exact."""
     output = run({"run_dir": tmp_path / "run", "max_steps": 2})
-    mean = re.search(r"sampler and trainer differ by (\S+) a token", output)
-    assert float(mean[1]) < 1e-2
+    assert gap_of(output) < 1e-2
 
 
 # ---- two GPUs ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ bytes, and Memory has GiB. docs/scaling.md explains the largest parts. The sums 
 attention with varlen kernels, and DeepSpeed's defaults except for the settings of lib/models.py.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,9 +16,10 @@ from lib import check, parts
 
 GIB = 2**30
 VISIBLE = 0.989  # A card of 80 GB shows 79.1 GiB.
-USABLE = 0.95  # The plan uses no larger share, because the allocator cannot use every gap.
-CONTEXT = 1.5 * GIB  # CUDA's context, NCCL's buffers of the world and of DeepSpeed's copy of it
-ASLEEP = 1.5 * GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
+USABLE = 0.95  # The plan uses no larger share. It does not see the memory that kernels take.
+CONTEXT = 0.7 * GIB  # of CUDA
+NCCL = 0.5 * GIB  # NCCL's buffers of the world and of DeepSpeed's copy of it
+ASLEEP = GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
 GRAPHS = GIB
 BUCKET = 10**8  # elements of DeepSpeed's reduce bucket, as lib/models.py sets it
 LIVE = 10**9  # elements that ZeRO-3 may keep gathered: DeepSpeed's default
@@ -112,6 +114,7 @@ class Memory:
     phases: dict[str, dict[str, float]]
     card: float
     kv_tokens: int  # the tokens that the sampler's cache holds
+    host: float  # memory of the CPU that --offload needs for this rank
 
     def peak(self, phase: str) -> float:
         return total(self.always) + total(self.phases[phase])
@@ -121,23 +124,29 @@ def total(items: dict[str, float]) -> float:
     return sum(items.values())
 
 
-def estimate(cfg, config, world: int, card_gb: float) -> Memory:
+def estimate(cfg, config, world: int, card_gb: float, card_name="") -> Memory:
     """Returns the plan of one rank. card_gb: the card's size as it is sold."""
-    rank = Rank(cfg, config, world, card_gb)
-    phases = {"always": rank.always(), "rollout": {"sampler awake": rank.sampler}}
+    rank = Rank(cfg, config, world, card_gb, card_name)
+    phases = {"always": rank.always(), "start check": rank.start_check()}
+    phases["rollout"] = {"sampler awake": rank.sampler}
     if rank.has_critic:
         phases["critic"] = rank.update(rank.sizes.critic, rank.sizes.critic, has_head=False)
     phases["policy"] = rank.update(rank.sizes.policy, rank.sizes.learnt, has_head=True)
+    if rank.has_critic and rank.has_sums:
+        # ZeRO-2 makes its sums on a stream of their own. The sums are free after the critic's
+        # update, but the other streams cannot use this memory.
+        phases["policy"]["critic's sums"] = 4 * rank.sizes.critic / rank.shards(2)
     phases["sync"] = {"sampler awake": rank.sync}
     for phase, items in phases.items():
         phases[phase] = {name: size / GIB for name, size in items.items() if size > 0}
-    return Memory(phases.pop("always"), phases, rank.card / GIB, rank.kv_tokens)
+    always = phases.pop("always")
+    return Memory(always, phases, rank.card / GIB, rank.kv_tokens, rank.host() / GIB)
 
 
 class Rank:
     """One rank of a run, in bytes."""
 
-    def __init__(self, cfg, config, world: int, card_gb: float = 80):
+    def __init__(self, cfg, config, world: int, card_gb: float = 80, card_name=""):
         self.cfg = cfg
         # The names of the run's variants. log_kl and fp8_rollout change the sums below.
         self.variants = getattr(cfg.variants, "modules", {})
@@ -152,14 +161,19 @@ class Rank:
         # the card with --offload too, and moves them once before its update.
         stays = self.on_card or cfg.zero_stage < 2 or cfg.bf16
         self.has_sums = stays and cfg.zero_stage < 3
-        self.plan_sampler()
+        # vLLM's default for a prefill depends on the card.
+        is_large = self.card > 70 * GIB and not card_name.startswith("A100")
+        self.plan_sampler(16384 if is_large else 8192)
 
     def shards(self, stage: int) -> int:
         """Returns the number of pieces that ZeRO makes of what it shards from this stage on."""
         return self.world if self.cfg.zero_stage >= stage else 1
 
-    def plan_sampler(self):
-        """The sampler: its weights, its cache, and what it takes while it is awake."""
+    def plan_sampler(self, prefill: int):
+        """The sampler: its weights, its cache, and what it takes while it is awake.
+
+        prefill: the most tokens of prompts that vLLM computes at once.
+        """
         cfg, sizes = self.cfg, self.sizes
         weights = sizes.policy * self.width
         if "fp8_rollout" in self.variants:
@@ -167,12 +181,10 @@ class Rank:
             weights -= (sizes.policy - sizes.embeddings) * (self.width - 1)
         self.sampler_weights = weights / cfg.tensor_parallel
         # vLLM also sets memory aside for a prefill, for the logits of a decode, and for graphs.
-        # Its default for a prefill depends on the card.
-        tokens = 16384 if self.card > 70 * GIB else 8192
-        tokens = min(tokens, cfg.micro_rollout_batch_size * cfg.max_len)
+        tokens = min(prefill, cfg.micro_rollout_batch_size * cfg.max_len)
         of_token = 4 * sizes.hidden + 3 * sizes.intermediate / cfg.tensor_parallel
         work = self.width * tokens * of_token
-        work += 4 * 4 * cfg.micro_rollout_batch_size * sizes.vocab
+        work += 5 * 4 * cfg.micro_rollout_batch_size * sizes.vocab
         work += 0 if cfg.enforce_eager else GRAPHS
         without_cache = self.sampler_weights + work
         self.sampler = cfg.gpu_memory_utilization * self.card
@@ -211,7 +223,34 @@ class Rank:
             if self.on_card:
                 items["gradients"] = 4 * sum(trained) / self.world
             items["buckets"] = 4 * BUCKET * len(trained)
-        return items | {"CUDA and NCCL": CONTEXT}
+        return items | {"CUDA and NCCL": CONTEXT + (NCCL if self.world > 1 else 0)}
+
+    def host(self) -> float:
+        """What --offload needs of the CPU's memory: 18 bytes a parameter, of which 10 are pinned.
+
+        A pinned tensor takes the next power of two. Policy and critic have tensors of their own.
+        """
+        if self.on_card:
+            return 0
+        trained = [self.sizes.learnt, self.sizes.critic] if self.has_critic else [self.sizes.learnt]
+        bytes_of_all = 0
+        for count in trained:
+            share = count / self.shards(1)
+            # The masters, their gradients and the weights in the training dtype are pinned.
+            pinned = [4 * share, 4 * share, self.width * share]
+            bytes_of_all += 8 * share + sum(2 ** math.ceil(math.log2(x)) for x in pinned)
+        return bytes_of_all
+
+    def start_check(self) -> dict[str, float]:
+        """The policy computes log-probs of 32 samples while the sampler is awake."""
+        cfg, sizes = self.cfg, self.sizes
+        row = min(self.row(), 32 * min(cfg.prompt_max_len + 32, cfg.max_len))
+        # The highest point is in a layer's MLP or in the head.
+        forward = self.width * row * (6 * sizes.hidden + 3 * sizes.intermediate)
+        forward = max(forward, 2 * CHUNK + self.width * row * 2 * sizes.hidden)
+        if cfg.zero_stage == 3:
+            forward += self.width * min(sizes.policy, max(LIVE, sizes.embedding))
+        return {"sampler awake": self.sampler, "forward": forward}
 
     def update(self, model: int, learnt: int, has_head: bool) -> dict[str, float]:
         """What an update of one model needs at its highest point.
@@ -223,8 +262,11 @@ class Rank:
         common = {"sampler asleep": ASLEEP}
         if self.has_sums:
             common["gradients"] = 4 * learnt / self.shards(2)
-        kept, layer = self.activations()
-        backward = common | {"activations": kept}
+        kept, norm, layer = self.activations()
+        # torch's allocator leaves gaps between tensors. tests/allocator.py computes these gaps. They
+        # are at most 2.5 tensors of an MLP.
+        gaps = 2.5 * self.width * self.row() * self.sizes.intermediate
+        backward = common | {"activations": kept, "gaps": gaps}
         # The norm is computed in float64, parameter by parameter.
         step = 8 * min(embedding, learnt / self.shards(2))
         if self.cfg.zero_stage == 3:
@@ -233,18 +275,26 @@ class Rank:
             step = 4 * min(learnt / self.world, SUBGROUP)
         reduction = self.reduction(min(embedding, learnt))
         points = [backward | {"layer": layer, "reduction": reduction}]
+        if not self.cfg.gradient_checkpointing:
+            points[0]["activations"] += norm
         if self.on_card:
             points.append(common | {"step": step})
         if has_head:
             # lib/head.py: a gradient in fp32, a gradient in bf16, and copies of a chunk of logits.
-            head = max(4 * embedding + 4 * CHUNK, 6 * embedding + 2 * CHUNK)
-            points.append(backward | {"head": head})
+            head = max(4 * embedding + 2 * CHUNK, 6 * embedding + 1.5 * CHUNK)
+            points.append(backward | {"activations": kept + norm, "head": head})
         return max(points, key=total)
 
-    def activations(self) -> tuple[int, int]:
-        """What the backward of a micro-batch finds, and what one layer's backward adds."""
+    def row(self) -> int:
+        """The tokens of a micro-batch."""
+        return self.cfg.micro_train_batch_size * self.cfg.packing_max_len
+
+    def activations(self) -> tuple[int, int, int]:
+        """What the backward of a micro-batch finds: of all layers, and of the last norm. And what
+        one layer's backward adds. Checkpointing frees the norm's part before a layer's backward.
+        """
         cfg, sizes = self.cfg, self.sizes
-        row = cfg.micro_train_batch_size * cfg.packing_max_len * self.width
+        row = self.row() * self.width
         # With checkpointing a layer keeps its input and is computed again.
         kept = sizes.hidden
         beside = 11 * sizes.hidden + 2 * sizes.keys + 6 * sizes.intermediate
@@ -252,15 +302,18 @@ class Rank:
             kept = 10 * sizes.hidden + 2 * sizes.keys + 4 * sizes.intermediate
             beside = 2 * sizes.intermediate
         # A norm keeps its input in fp32, its result before the weight, and its result: four times
-        # the hidden size. This is the last norm.
-        kept = sizes.layers * kept + 4 * sizes.hidden
-        return row * kept, row * max(beside, 8 * sizes.hidden)
+        # the hidden size.
+        norm = 4 * sizes.hidden
+        return row * sizes.layers * kept, row * norm, row * max(beside, 8 * sizes.hidden)
 
     def reduction(self, largest: int) -> int:
         """Gradients on their way to other ranks. largest: elements of the largest parameter."""
-        # ZeRO-3 joins the gradients of a bucket in fp32. ZeRO-2 has two buckets, and an fp32 copy.
+        if self.cfg.zero_stage == 2:
+            # ZeRO-2 has two buckets, and an fp32 copy. The largest parameter fits into a bucket.
+            return (4 + 2 * self.width) * max(BUCKET, largest)
+        # ZeRO-3 joins the gradients of a bucket in fp32.
         copies = 4 * BUCKET
-        if self.cfg.zero_stage < 3:
+        if self.cfg.zero_stage < 2:
             copies += 2 * self.width * BUCKET
         if largest > BUCKET:
             # The parameter does not fit into a bucket and is reduced by itself.

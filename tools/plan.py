@@ -27,8 +27,8 @@ from tools import cost
 from tools.memory import USABLE, Memory, estimate, model_config, total
 
 ADVICE = """use more GPUs or --offload optimizer; critic and policy need less with --zero_stage 3,
-    --gradient_checkpointing true or a lower --packing_max_len; rollout and sync need less with a
-    lower --gpu_memory_utilization"""
+    --gradient_checkpointing true or a lower --packing_max_len; start check, rollout and sync need
+    less with a lower --gpu_memory_utilization"""
 
 
 def print_batches(cfg, config, world: int) -> None:
@@ -67,6 +67,8 @@ def print_memory(memory: Memory, cfg) -> None:
     samples = f"{memory.kv_tokens // cfg.max_len} sequences of --max_len {cfg.max_len}"
     in_flight = f"{cfg.micro_rollout_batch_size} in flight"
     print(f"KV cache: {memory.kv_tokens:,} tokens, {samples}, {in_flight}")
+    if memory.host:
+        print(f"CPU memory: {memory.host:.0f} GiB per rank for --offload, beside that of the run")
     if cfg.critic:
         print("memory: the critic is counted like the model, whatever --critic holds")
     usable = USABLE * memory.card
@@ -130,7 +132,7 @@ def print_plan(args, cfg) -> None:
         raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
     print_batches(cfg, config, world)
     card_gb = args.card_gb or (args.card.gb if args.card else 80)
-    memory = estimate(cfg, config, world, card_gb)
+    memory = estimate(cfg, config, world, card_gb, args.card.name if args.card else "")
     print_memory(memory, cfg)
     if args.card and not cfg.bf16:
         print("time: not estimated with --bf16 false, since the table of cards is of bf16")
