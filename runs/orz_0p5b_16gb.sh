@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # This recipe trains all weights of ORZ 0.5B by GRPO, with short rows, on one card of 16 GB (A4000, 4080). The card must be
 # Ampere or newer, because older cards lack bf16.
-# Memory (planned, not run): rollout 13, policy 14, sync 13 of 16 GiB.
+# Memory (planned, not run): start check 13, rollout 12, policy 12, sync 12 of 16 GiB.
 # Time (planned, not run): about 86 seconds a step, 2 hours for 100 steps on 1 x A4000.
 # This recipe only tests that the run works at these sizes. ORZ has published no run of these sizes.
 export CARD=A4000

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # This recipe trains ORZ 0.5B on one GPU of 80 GB. With one GPU ZeRO shards nothing. A step has ORZ's 128 x 64 samples, so a
 # step takes long.
-# Memory (planned, not run): rollout 46, critic 21, policy 21, sync 46 of 79 GiB.
+# Memory (planned, not run): start check 46, rollout 45, critic 20, policy 22, sync 45 of 79 GiB.
 # Time (planned, not run): about 37 minutes a step, 62 hours for 100 steps on 1 x H100.
 # ORZ's report shows that reward and response length rise steadily.
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B --data data/orz_math_57k_collected.json \

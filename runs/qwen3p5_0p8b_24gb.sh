@@ -2,7 +2,7 @@
 # This recipe trains the text part of Qwen3.5-0.8B on GSM8K on one card of 24 GB, with GRPO. Three of its four layers are
 # recurrent, so each sample has a row of its own (docs/models.md). Install flash-linear-attention and causal-conv1d first:
 # without these packages transformers computes the recurrent layers with slow code.
-# Memory (planned, not run): rollout 21, policy 19, sync 21 of 24 GiB.
+# Memory (planned, not run): start check 21, rollout 20, policy 17, sync 20 of 24 GiB.
 # Time (planned, not run): about 38 seconds a step, 64 minutes for 100 steps on 1 x 4090.
 # Price (planned): $0.43 at $0.40 an hour.
 # This recipe only tests that the run works at these sizes. We know of no published run of these sizes.

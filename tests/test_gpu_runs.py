@@ -81,7 +81,7 @@ def gap_of(output: str) -> float:
 def test_a_run_agrees_with_its_sampler_and_resumes(stage, place, folder_of, tmp_path):
     """The recipe has no ratio, so the ratio must be 1 up to rounding.
 
-    The limits are multiples of the gap that the run measures at its start: 0.009 a token on an H200.
+    The limits are multiples of the gap that the run finds at its start: 0.009 a token on an H200.
     """
     flags = flags_of_run(place, folder_of, tmp_path, zero_stage=stage)
     # The run reads the memory of the whole GPU. This process has a CUDA context there.
