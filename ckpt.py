@@ -20,7 +20,6 @@ In this file an engine is a DeepSpeed engine. `engines` is a dict of engines by 
 
 import contextlib
 import dataclasses
-import datetime
 import fcntl
 import hashlib
 import json
@@ -227,14 +226,9 @@ class DurableWriter(TorchCheckpointEngine):
         self.entries[path] = size_and_hash(path)
 
     def load(self, path, map_location=None):
-        """Reads tensors, plain containers and four classes of DeepSpeed; no arbitrary pickles."""
-        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
+        from lib.resuming import load
 
-        classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-        with torch.serialization.safe_globals(classes):
-            return torch.load(path, map_location=map_location, weights_only=True)
+        return load(path, map_location)
 
 
 def save(run_dir, state: RunState, engines, hf, keep_last):
@@ -391,56 +385,16 @@ def find_start(run_dir, choice, new: RunState, fixed):
     path = pick_checkpoint(run_dir, choice)
     if path is None:
         return None, new
+    from lib.resuming import find_misfit
+
     saved = load_state(path)
-    changed = find_changes(saved, new, fixed)
     # `tools/convert.py reshard` writes files for any layout into the folder universal/.
     needs_reshard = saved.layout != new.layout and find_damage(path / "universal")
-    why = None
-    if not path.parent.samefile(run_dir):
-        why = f"is not in {run_dir}; copy the folder of that run"
-    elif saved.step > new.total_steps:
-        why = f"is past the {new.total_steps} steps of this run; raise --max_steps"
-    elif changed:
-        names = ", --".join(changed)
-        why = (
-            f"was made with another --{names}, which changes what is learnt; use the old value, or "
-            f"begin another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
-            "--model NEW/policy (and --critic NEW/critic, with a critic)"
-        )
-    elif saved.variants != new.variants:
-        texts = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]
-        why = (
-            "was made with other variants, in another order, or with another text in one; use "
-            f"--variant {' '.join(texts) or 'none'}"
-        )
-    elif needs_reshard:
-        why = (
-            f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has {new.layout}; "
-            f"run `python tools/convert.py reshard {path}`"
-        )
+    why = find_misfit(path, run_dir, saved, new, fixed, needs_reshard)
     if why:
         raise UserError(f"{path} {why}, or use --resume none")
     values = {"step": saved.step, "memory": saved.memory, "log_sizes": saved.log_sizes}
     return path, dataclasses.replace(new, **values)
-
-
-def find_changes(saved, new, fixed):
-    """Prints every changed flag. Returns the names of those that must not change.
-
-    fixed: {name: default} of the flags that decide what is learnt.
-    """
-    # A checkpoint that is older than a flag was made with that flag's default.
-    old = fixed | saved.config
-    changed = []
-    for name, value in new.config.items():
-        if name in old and old[name] != value:
-            print0(f"resume: --{name} was {old[name]}, is {value}")
-            if name in fixed:
-                changed.append(name)
-    # Another --template changes the hash of the problems too, and is named already.
-    if saved.problems_hash != new.problems_hash and not changed:
-        changed.append("data")
-    return changed
 
 
 def resume(run_dir, source, engines, state: RunState):
@@ -469,21 +423,13 @@ def resume(run_dir, source, engines, state: RunState):
         # A run that was stopped before its first evaluation leaves only these two.
         if set(found) - {"config.json", "variants"}:
             dropped += [run_dir / name for name in found]
-    # The time makes the new name unique.
-    folder = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
+    kept = {name: min(x, state.log_sizes.get(name, 0)) for name, x in measure_logs(run_dir).items()}
     if dropped:
-        folder.mkdir()
-        names = ", ".join(path.name for path in dropped)
-        print0(f"the run starts at step {state.step}, so these are moved to {folder}: {names}")
-    for path in dropped:
-        path.rename(folder / path.name)
-    for name, size in measure_logs(run_dir).items():
-        kept = min(size, state.log_sizes.get(name, 0))
-        if dropped:
-            with open(run_dir / name, "rb") as log:
-                log.seek(kept)
-                (folder / name).write_bytes(log.read())
-        os.truncate(run_dir / name, kept)
+        from lib.resuming import set_aside
+
+        set_aside(run_dir, state.step, dropped, kept)
+    for name in measure_logs(run_dir):
+        os.truncate(run_dir / name, kept[name])
 
 
 # ---- export ----------------------------------------------------------------------------------

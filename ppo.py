@@ -19,7 +19,7 @@ tokens of a micro-batch, R packed rows, L row length.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -252,32 +252,12 @@ def filler(device) -> MicroBatch:
     )
 
 
-class MicroBatches(Sequence):
-    """The micro-batches of this rank. Each one is made when a pass asks for it.
-
-    All of them together would take 36 bytes a token. A GPU also computes one micro-batch while the
-    CPU makes the next one.
-    """
-
-    def __init__(self, batch: Batch, cuts: list[list[list[int]]], alone):
-        """cuts: the rows of each micro-batch, as for build_rows. A filler has no rows."""
-        self.batch = batch
-        self.cuts = cuts
-        self.alone = alone
-
-    def __len__(self):
-        return len(self.cuts)
-
-    def __getitem__(self, k) -> MicroBatch:
-        rows = self.cuts[k]
-        return build_rows(self.batch, rows, self.alone) if rows else filler(self.batch.device)
-
-
-def micro_batches(batch: Batch, indices: list[int], cfg) -> MicroBatches:
-    """Cuts these samples into this rank's micro-batches. Without indices there are none.
+def micro_batches(batch: Batch, indices: list[int], cfg):
+    """Yields (micro-batch of this rank, is it the last one). Without indices there is none.
 
     Each rank gets the same number of micro-batches, because the forward and backward passes of ZeRO
-    have collectives.
+    have collectives. Each micro-batch is made when the loop asks for it: all of them together would
+    take 36 bytes a token, and a GPU computes while the CPU makes the next one.
     """
     mine = deal(batch.sample_lengths, indices, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
@@ -291,8 +271,9 @@ def micro_batches(batch: Batch, indices: list[int], cfg) -> MicroBatches:
         cuts = [rows[start : start + rows_per_micro] for start in starts]
     most = torch.tensor(len(cuts), device=batch.device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    fillers = [[]] * (int(most) - len(cuts))
-    return MicroBatches(batch, cuts + fillers, alone)
+    for k in range(int(most)):
+        micro = build_rows(batch, cuts[k], alone) if k < len(cuts) else filler(batch.device)
+        yield micro, k == int(most) - 1
 
 
 # ---- advantages ------------------------------------------------------------------------------
@@ -459,7 +440,7 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
 def forward_pass(batch: Batch, cfg, forward) -> Tensor:
     """One number for each response token, (T,). forward(micro) returns those of a micro-batch."""
     numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
-    for micro in micro_batches(batch, batch.all_indices(), cfg):
+    for micro, _ in micro_batches(batch, batch.all_indices(), cfg):
         numbers.index_add_(0, micro.flat_index, forward(micro) * micro.mask)
     # One rank has computed the token's number. The other ranks add 0.
     dist.all_reduce(numbers)
@@ -564,22 +545,21 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     tokens_in_passes = int(batch.response_lengths[indices].sum())
     if denominator is None:
         denominator = tokens_in_passes
-    micros = micro_batches(batch, indices, cfg)
     history = []
-    for k, micro in enumerate(micros):
+    for micro, is_last in micro_batches(batch, indices, cfg):
         loss, stats = loss_fn(learner, batch, micro, cfg)
         # The learner takes the mean of the ranks' gradients. We need their sum.
         scaled = loss * (dist.get_world_size() / denominator)
-        learner.backward(scaled, is_last=k == len(micros) - 1)
+        learner.backward(scaled, is_last)
         history.append(stats)
     stats = {}
     grad_norm = 0.0
-    if micros:
+    if history:
         stats = reduce_stats(history, denominator, tokens_in_passes)
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
         grad_norm = learner.apply_update(lr)
-    own_stats = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(micros)}
+    own_stats = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(history)}
     # This count includes the prompts.
     own_stats["tokens"] = sum(batch.sample_lengths[i] for i in indices)
     return stats | {f"{learner.name}_{key}": value for key, value in own_stats.items()}

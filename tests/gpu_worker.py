@@ -158,7 +158,7 @@ def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
     """Returns the fp32 sum of the bf16 gradients of the micro-batches, as one vector."""
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in policy.parameters()]
     tokens = int(batch.response_lengths.sum())
-    for micro in ppo.micro_batches(batch, batch.all_indices(), cfg):
+    for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg):
         loss, _ = ppo.policy_loss(policy, batch, micro, cfg)
         (loss / tokens).backward()
         for total, parameter in zip(sums, policy.parameters()):

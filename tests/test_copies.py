@@ -39,7 +39,7 @@ for prompt, response in zip(prompts, responses):
     alone += log_p[range(len(response)), response].tolist()
 packed = ppo.compute_logprobs(policy, batch, cfg)
 assert (packed - torch.tensor(alone)).abs().max() < 1e-4
-assert len(ppo.micro_batches(batch, batch.all_indices(), cfg)) == 1
+assert len([*ppo.micro_batches(batch, batch.all_indices(), cfg)]) == 1
 """
 
 

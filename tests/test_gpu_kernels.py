@@ -79,7 +79,7 @@ def test_packed_logprobs_are_those_of_single_rows(bf16, device, folder_of, proce
     policy = models.Policy(model.to(device))
     register()
     batch = make_batch(device, 12, longest, 60)
-    assert len(ppo.micro_batches(batch, batch.all_indices(), cfg)) < len(batch.sample_lengths)
+    assert len([*ppo.micro_batches(batch, batch.all_indices(), cfg)]) < len(batch.sample_lengths)
     expected = ppo.compute_logprobs(policy, batch, single)  # (T,)
     for attention in bench.attentions() if bf16 else ["sdpa"]:
         model.set_attn_implementation(attention)

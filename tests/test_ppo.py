@@ -208,7 +208,7 @@ def micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world: int) -> 
         ranks = []
         for rank in range(world):
             dist.get_rank.return_value = rank
-            ranks.append([*ppo.micro_batches(batch, samples, cfg)])
+            ranks.append([micro for micro, _ in ppo.micro_batches(batch, samples, cfg)])
     return ranks
 
 

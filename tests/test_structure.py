@@ -27,7 +27,7 @@ COPIED_WITH = {
     "rollout.py": {"lib.common", "lib.parts"},
     "reward.py": {"lib.common", "lib.equal"},
     "ppo.py": {"lib.common"},
-    "ckpt.py": {"lib.common", "lib.reshard"},
+    "ckpt.py": {"lib.common", "lib.resuming", "lib.reshard"},
     "lib/head.py": set(),
 }
 
