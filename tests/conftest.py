@@ -143,13 +143,19 @@ def started_ranks(words, world=2, env=None):
                 process.wait()
 
 
+def run_ranks(words, world=2, code=0, env=None) -> list[tuple[str, str]]:
+    """Output and errors of each rank of a script. Every rank must end with this exit code."""
+    with started_ranks(words, world, env) as processes:
+        said = [process.communicate(timeout=500) for process in processes]
+    assert {process.returncode for process in processes} == {code}, said
+    return said
+
+
 def launch(run_dir, ranks=1, script=ROOT / "train.py", code=0, env=None, **flags):
     """train.py with SMALL sizes, changed by flags. Every rank must end with this exit code."""
     words = [script, *arguments(SMALL | flags | {"run_dir": run_dir})]
-    with started_ranks(words, ranks, env) as processes:
-        said = [process.communicate(timeout=300) for process in processes]
-        assert {process.returncode for process in processes} == {code}, said
-    return subprocess.CompletedProcess(words, code, *("".join(texts) for texts in zip(*said)))
+    said = zip(*run_ranks(words, ranks, code, env))
+    return subprocess.CompletedProcess(words, code, *map("".join, said))
 
 
 @contextlib.contextmanager

@@ -142,10 +142,10 @@ def values(body, head: Tensor, batch) -> Tensor:
 # ---- losses and gradients ------------------------------------------------------------------------
 
 
-def clipped_ppo(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+def clipped_ppo(logprobs: Tensor, old: Tensor, advantages: Tensor, low=0.2, high=0.2) -> Tensor:
     """The textbook's loss of each token, with its ratio, (T,)."""
     ratio = (logprobs - old).exp()
-    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:

@@ -23,9 +23,9 @@ from lib.common import start_distributed
 shipped_config = models.engine_config
 
 
-def engine_config(cfg, stage: int) -> dict:
+def engine_config(*inputs) -> dict:
     """Only biases of keys and values stay whole, so that nearly everything is sharded."""
-    settings = shipped_config(cfg, stage)
+    settings = shipped_config(*inputs)
     settings["zero_optimization"]["stage3_param_persistence_threshold"] = 40
     return settings
 

@@ -62,11 +62,11 @@ def main(folder: str, *names: str) -> None:
         else:
             shutil.copytree(folder / "addition", folder / name / "base")
             flags = []
-        script = "tests/stale_train.py" if name == "stale_sampler" else "train.py"
+        script = "tests/changed_train.py" if name == "stale_sampler" else "train.py"
         # Evaluations are left out.
         flags += ["--eval_interval", "0", *RUNS[name], "--run_dir", folder / name]
         # One thread, as under accelerate launch. Relative paths are those of FOLDER.
-        env = {"OMP_NUM_THREADS": "1"}
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CHANGE": "sync_once"}
         run_python(ROOT / script, *flags, cwd=folder, env=env, timeout=None)
         record(folder / name, RECORDED / name)
 

@@ -22,6 +22,13 @@ FOUND = {
     "laboratory_large_steps": ["steps too large: the reward was 0.14 up to step 1 and is 0.00"],
 }
 
+# How the first line begins.
+HEADINGS = {
+    "laboratory": "40 steps; the reward rises: 0.18 to 0.57; nothing looks wrong",
+    "laboratory_large_steps": "40 steps; the reward fell: 0.14 to 0.00",
+    "too_slow": "14 steps; the reward slowly rises: 0.29 to 0.38",
+}
+
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_doctor_names_the_fault_of_each_recorded_run_and_none_of_a_healthy_one(name):
@@ -30,19 +37,8 @@ def test_the_doctor_names_the_fault_of_each_recorded_run_and_none_of_a_healthy_o
     heading, *found = output.splitlines()
     assert code == 0 and len(found) == len(expected)
     assert all(line.startswith(begin) for line, begin in zip(found, expected))
+    assert heading.startswith(HEADINGS.get(name, ""))
     assert heading.endswith("; nothing looks wrong") == (name in ("ppo", "grpo", "laboratory"))
-
-
-@pytest.mark.parametrize(
-    "name, heading",
-    [
-        ("laboratory", "40 steps; the reward rises: 0.18 to 0.57; nothing looks wrong"),
-        ("laboratory_large_steps", "40 steps; the reward fell: 0.14 to 0.00"),
-        ("too_slow", "14 steps; the reward slowly rises: 0.29 to 0.38"),
-    ],
-)
-def test_the_first_line_says_if_the_reward_rises(name, heading):
-    assert run_tool("doctor", RECORDED / name)[1].startswith(f"{heading}\n")
 
 
 def well(steps: int = 20, without=(), **changes) -> list[dict]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import ROOT, SMALL, arguments, config, jsonl, launch, started_ranks
+from conftest import ROOT, SMALL, arguments, config, jsonl, launch, run_ranks
 
 from lib.common import Stopped, UserError
 from tools import evaluate
@@ -21,14 +21,11 @@ def alone(monkeypatch, process_group):
     monkeypatch.setattr(evaluate, "start_distributed", lambda: (0, 1, None, None))
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ("", (1, 1, 1)),
-        ("--n 16 --temperature 0.6 --top_p 0.9", (16, 0.6, 0.9)),
-        ("--greedy", (1, 0, 1)),
-    ],
-)
+OF_TOOL = {"": (1, 1, 1), "--n 16 --temperature 0.6 --top_p 0.9": (16, 0.6, 0.9)}
+OF_TOOL["--greedy"] = (1, 0, 1)
+
+
+@pytest.mark.parametrize("flags, expected", OF_TOOL.items())
 def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
     cfg, step = evaluate.read_flags(["model", "--data", "hub/a", "hub/b", *flags.split()])
     assert step == 0
@@ -40,10 +37,7 @@ def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
     "flags, told",
     [
         ("--n 4 --greedy", "--n 4: all greedy responses are alike"),
-        (
-            "--greedy --temperature 0.6",
-            "argument --temperature: not allowed with argument --greedy",
-        ),
+        ("--greedy --temperature 0.6", "argument --temperature: not allowed with argument --g"),
         ("--temprature 0.6", "unknown flag --temprature: did you mean --temperature"),
         ("--data hub/a gone.json?split=test", "--data gone.json: no such file"),
         ("--data", "argument --data: expected at least one argument"),
@@ -72,16 +66,9 @@ def run(tmp_path):
     (folder / "variants").mkdir()
     (folder / "variants" / "mine.py").write_text(MINE)
     (folder / "held_out.json").write_text("[]")
-    flags = {
-        "eval_n": 4,
-        "eval_temperature": 0.5,
-        "stop": ["-", "\n"],
-        "seed": 3,
-        "log_with": "wandb",
-    }
-    cfg = config(**SMALL | {"eval_data": str(folder / "held_out.json")})
-    settings = vars(cfg) | flags | {"world": 2, "variants": [["mine", "1"]], "versions": {}}
-    settings |= {"log_with": "wandb", "bonus": 2.5, "of_another_version": 1}
+    settings = vars(config(eval_data=folder / "held_out.json", seed=3, eval_n=4))
+    settings |= {"eval_temperature": 0.5, "stop": ["-", "\n"], "log_with": "wandb", "bonus": 2.5}
+    settings |= {"world": 2, "variants": [["mine", "1"]], "versions": {}, "of_another_version": 1}
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "result.json").write_text('{"steps": 7}')
     return folder
@@ -167,10 +154,8 @@ def trained(tiny, tmp_path_factory):
 def test_the_samples_of_a_run_s_last_evaluation_are_drawn_again(trained, tmp_path):
     """Nothing but the run is named. A run on CPUs is repeated to the bit."""
     run, _ = trained
-    with started_ranks([TOOL, run, "--out", tmp_path], world=1) as [rank]:
-        said = rank.communicate(timeout=300)
-    assert rank.returncode == 0, said
-    assert said[0].startswith(f"evaluates {run}/policy with the flags of {run}/config.json ")
+    [(screen, _)] = run_ranks([TOOL, run, "--out", tmp_path], world=1)
+    assert screen.startswith(f"evaluates {run}/policy with the flags of {run}/config.json ")
     last = [line for line in jsonl(run / "eval_samples.jsonl") if line["step"] == 2]
     assert jsonl(tmp_path / "eval_samples.jsonl") == last and len(last) == (8 + 40) * 2
     logged = [line for line in jsonl(run / "eval.jsonl") if line["step"] == 2]
@@ -185,12 +170,9 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, trained, tmp_pa
     out = tmp_path / "evaluate"
     out.mkdir()
     (out / "eval_samples.jsonl").write_text('{"set": "of an evaluation before"}\n')
-    with started_ranks([TOOL, *words_of(tiny, sets, out, stop="9", **SAMPLING)]) as ranks:
-        said = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    screen = said[0][0]
-    assert said[1][0] == "", "one rank prints the table"
-
+    words = words_of(tiny, sets, out, stop="9", **SAMPLING)
+    [(screen, _), (other_screen, _)] = run_ranks([TOOL, *words])
+    assert other_screen == "", "one rank prints the table"
     result = json.loads((out / "result.json").read_text())
     trained = [x for x in jsonl(run / "eval.jsonl") if x["step"] == 0]
     assert result["sets"] == [x | {"pass@1": x["accuracy"]} for x in trained]

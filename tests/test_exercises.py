@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_python
 
-# One solution of each exercise: its number, a file, a text that the file has once, and what comes
-# in its place. A file that is new has no text yet.
-SOLUTIONS = [
-    (
-        1,
-        "ppo.py",
-        "ESTIMATORS = {\n",
-        '''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+OPO = '''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - the group's mean, weighted by length (arXiv 2505.23585)."""
     length = mask.sum(1).double()  # (N,)
     weighted = group_stats(rewards * length, groups)[0]  # (N,)
@@ -23,51 +16,24 @@ SOLUTIONS = [
 
 ESTIMATORS = {
     "opo": Estimator(opo, least_samples=2),
-''',
-    ),
-    (
-        2,
-        "ppo.py",
-        "    return -(advantages * logprobs)\n",
-        """    border = entropy.detach().quantile(0.8)
+'''
+TOP_FIFTH = """    border = entropy.detach().quantile(0.8)
     return -(advantages * logprobs).where(entropy >= border, 0.0)
-""",
-    ),
-    (3, "ppo.py", "batch, indices, lr, cfg, denominator)", "batch, indices, lr, cfg)"),
-    (
-        4,
-        "ppo.py",
-        "    sums = -values  # (N, S)\n",
-        "    sums = -values  # (N, S)\n"
-        "    lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)\n",
-    ),
-    (4, "ppo.py", "cfg.gamma * cfg.lambd * sums", "cfg.gamma * lambd * sums"),
-    (
-        5,
-        "reward.py",
-        "for key, pair in self.pairs.items()}\n",
-        """for key, pair in self.pairs.items()}
+"""
+BY_LENGTH = """    sums = -values  # (N, S)
+    lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)
+"""
+A_TENTH = """for key, pair in self.pairs.items()}
         for key, (predicted, _) in self.pairs.items():
             if predicted and not rewards[key]:
                 rewards[key] = 0.1
-""",
-    ),
-    (5, "reward.py", 'bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
-    (
-        6,
-        "reward.py",
-        "    return last_box(block)\n",
-        """    answer = last_box(block)
+"""
+ANY_ANSWER = """    answer = last_box(block)
     if answer is None:
         answer = block.removeprefix("<answer>").strip() or None
     return answer
-""",
-    ),
-    (
-        7,
-        "brevity.py",
-        "",
-        '''"""A right response is paid less than a shorter right one (arXiv 2502.04463)."""
+"""
+BREVITY = '''"""A right response is paid less than a shorter right one (arXiv 2502.04463)."""
 
 import math
 import statistics
@@ -93,8 +59,19 @@ def paid(original, samples, cfg):
             reward *= 1 - cfg.brevity_cost / (1 + math.exp(-z))
         rewards.append(reward)
     return rewards
-''',
-    ),
+'''
+# One solution of each exercise: its number, a file, a text that the file has once, and what comes
+# in its place. A file that is new has no text yet.
+SOLUTIONS = [
+    (1, "ppo.py", "ESTIMATORS = {\n", OPO),
+    (2, "ppo.py", "    return -(advantages * logprobs)\n", TOP_FIFTH),
+    (3, "ppo.py", "batch, indices, lr, cfg, denominator)", "batch, indices, lr, cfg)"),
+    (4, "ppo.py", "    sums = -values  # (N, S)\n", BY_LENGTH),
+    (4, "ppo.py", "cfg.gamma * cfg.lambd * sums", "cfg.gamma * lambd * sums"),
+    (5, "reward.py", "for key, pair in self.pairs.items()}\n", A_TENTH),
+    (5, "reward.py", 'bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
+    (6, "reward.py", "    return last_box(block)\n", ANY_ANSWER),
+    (7, "brevity.py", "", BREVITY),
 ]
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,17 +68,6 @@ def test_plot_writes_into_the_run_or_for_several_beside_the_first_or_to_out(tmp_
     assert code == 2 and errors.count("\n") == 1 and "png" in errors
     monkeypatch.chdir(tmp_path / "gae")
     assert run_tool("plot", ".", "../$grpo_{")[1] == f"wrote {tmp_path}/curves.png\n"
-
-
-@pytest.mark.parametrize("count", [1, 2, 60])
-def test_axes_of_steps_have_whole_numbers_only(tmp_path, count):
-    """One step once had ticks such as 0.96."""
-    rows = [{"step": step, "reward": 0.5, "entropy": 0.5} for step in range(1, 1 + count)]
-    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
-    with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as saved:
-        assert run_tool("plot", tmp_path / "run")[0] == 0
-    ticks = [x for ax in saved.call_args.args[0].axes for x in ax.get_xticks()]
-    assert ticks and all(tick == round(tick) for tick in ticks)
 
 
 def test_a_table_has_the_numbers_by_step_and_skips_lines_that_are_not_whole(tmp_path):

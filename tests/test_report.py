@@ -16,7 +16,7 @@ from conftest import config, fill, jsonl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
-from lib import metrics, report, tracker
+from lib import metrics, report
 from reward import Problem
 from rollout import Request, Sample
 
@@ -143,15 +143,6 @@ def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatc
     (begun, _, options), end = wandb.method_calls
     assert (begun, end) == ("init", mock.call.finish())
     assert (options["name"], options["sync_tensorboard"]) == (tmp_path.name, True)
-
-
-TAGS = "reward/pass_at_n length/length_right_mean policy/approx_kl critic/explained_variance "
-TAGS += "time/seconds_critic memory/memory_policy other/tries"
-
-
-@pytest.mark.parametrize("tag", TAGS.split())
-def test_the_first_word_of_a_name_decides_its_group(tag):
-    assert tracker.tag_of(tag.partition("/")[2], "") == tag
 
 
 def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):

@@ -11,21 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, equal_runs, jsonl, launch, run_python, run_tool, started_ranks
+from conftest import ROOT, equal_runs, jsonl, launch, run_python, run_ranks, run_tool
 from safetensors.torch import load_file
 
 import ckpt
 from tools import convert
 
 # It differs from train.py under ZeRO 3 only.
-SHARDED = ROOT / "tests" / "sharded_train.py"
+CHANGED = ROOT / "tests" / "changed_train.py"
+SHARDED = {"script": CHANGED, "env": {"CHANGE": "shard_everything"}}
 CELLS = [("gae", 3, 2)]
 for cell in itertools.product(("gae", "grpo"), range(4), (1, 2)):
     if cell not in CELLS:
         CELLS.append(pytest.param(*cell, marks=pytest.mark.long))
 
 
-def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, script=SHARDED, **more):
+def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, **more):
     """A run, and its copy as a power cut leaves it.
 
     What came after a checkpoint is in the copy's logs, but not the end. This also shows that the
@@ -35,12 +36,12 @@ def resume_cell(tiny, tmp_path, estimator, zero, ranks, interrupt, script=SHARDE
     same |= {"eval_interval": 2, "eval_n": 2, **more}
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    launch(whole, ranks=ranks, script=script, **same)
+    launch(whole, ranks=ranks, **SHARDED, **same)
     shutil.copytree(whole, parts)
     for step in range(interrupt + 1, 4):
         shutil.rmtree(parts / f"step_{step:06d}")
     (parts / "result.json").unlink()
-    said = launch(parts, ranks=ranks, script=script, **same).stdout
+    said = launch(parts, ranks=ranks, **SHARDED, **same).stdout
     assert f"from step {interrupt}," in said, "a run that starts over would be equal too"
     equal_runs(whole, parts)
     assert (parts / "result.json").exists()
@@ -127,10 +128,7 @@ def test_a_folder_without_checkpoints_is_refused_in_one_line(tmp_path, command):
 # ---- other numbers of ranks, other ZeRO stages ---------------------------------------------------
 
 
-def run_worker(ranks: int, *words):
-    with started_ranks([ROOT / "tests" / "reshard_worker.py", *words], ranks) as processes:
-        said = [process.communicate(timeout=500) for process in processes]
-    assert {process.returncode for process in processes} == {0}, said
+WORKER = ROOT / "tests" / "reshard_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +142,7 @@ def saved_by(tmp_path_factory):
         if ranks not in folders:
             folder = tmp_path_factory.mktemp("saved")
             maker.make_model(folder / "model", vocab=67, hidden=69)
-            run_worker(ranks, folder / "model", folder / "saved")
+            run_ranks([WORKER, folder / "model", folder / "saved"], ranks)
             folders[ranks] = folder
         return folders[ranks]
 
@@ -177,7 +175,7 @@ def test_reshard_is_exact(saved_by, tmp_path, before, after):
     loaded = tmp_path / "loaded"
     for run in sorted(saved.iterdir()):
         convert.reshard(run)
-    run_worker(after, saved_by(before) / "model", loaded, saved)
+    run_ranks([WORKER, saved_by(before) / "model", loaded, saved], after)
     crossings = sorted(loaded.iterdir())
     assert len(crossings) == 8
     for crossing in crossings:
@@ -199,7 +197,7 @@ def test_run_goes_on_with_other_ranks(tiny, tmp_path):
     same = tiny | {"save_interval": 1, "keep_last": 0, "variant": "log_ratio", "zero_stage": 3}
     whole = tmp_path / "whole"
     run = tmp_path / "run"
-    launch(whole, ranks=2, script=SHARDED, **same)
+    launch(whole, ranks=2, **SHARDED, **same)
     shutil.copytree(whole, run)
     for step in (2, 3):
         shutil.rmtree(run / f"step_{step:06d}")

@@ -65,8 +65,7 @@ def test_files_are_read_by_their_form(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"question": "1+1?,\nhm", "answer": "007"}, {"question": '"a"', "answer": "2"}]
     lines = "\n".join(map(json.dumps, rows)) + "\n"
-    paths = [write(tmp_path, "lines.json", lines), write(tmp_path, "lines.jsonl", lines)]
-    paths += [write(tmp_path, "list.json", rows), write(tmp_path, "list", rows)]
+    paths = [write(tmp_path, "lines.json", lines)]
     text = 'question,answer\r\n"1+1?,\nhm",007\r\n"""a""",2\r\n'
     (tmp_path / "table.csv").write_bytes(text.encode())
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
@@ -107,18 +106,13 @@ BAD_RECORDS = [
     ({"question": "1+1?", "answer": None}, "answer"),
     ({"question": "1+1?", "answer": True}, "answer"),
     ({"question": "1+1?", "answer": "  "}, "answer"),
-    ({"question": "1+1?", "answer": ["2"]}, "answer"),
     ({"question": "1+1?", "answer": "It is\ntwo lines"}, "#### "),
     ({"question": "1+1?", "answer": "It is 2\n#### "}, "answer"),
     ({"prompt": [], "final_answer": "2"}, "list index"),
-    ({"prompt": [{"from": "user"}], "final_answer": "2"}, "'value'"),
     ({"final_answer": "2"}, "'prompt'"),
     (ORZ_TRAIN[:1], "list index"),
     ([ORZ_TRAIN[0], {"from": "assistant"}], "'ground_truth'"),
-    ([ORZ_TRAIN[0], {"ground_truth": {}}], "'value'"),
     ("text", "it is no object with columns: 'text'"),
-    (5, "it is no object with columns: 5"),
-    (None, "it is no object with columns: None"),
 ]
 for bad, missing in BAD_RECORDS:
     lines = f"{json.dumps(GSM8K)}\n\n{json.dumps(bad)}\n"

@@ -12,17 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
-from conftest import (
-    ACCELERATE,
-    ROOT,
-    SMALL,
-    arguments,
-    clean_environment,
-    jsonl,
-    same_metrics,
-    wait_until,
-)
+from conftest import ACCELERATE, ROOT, SMALL, arguments, jsonl, same_metrics, wait_until
 
 PID = os.getpid()
 # (namespace, end of the cable, address)
@@ -74,7 +66,7 @@ def start(run: Path, **flags) -> list[subprocess.Popen]:
         command += arguments(SMALL | flags | {"run_dir": run})
         with open(f"{run}.{rank}.txt", "w") as log:
             options = {"stdout": log, "stderr": log, "start_new_session": True}
-            processes.append(subprocess.Popen(command, env=clean_environment(), **options))
+            processes.append(subprocess.Popen(command, env=conftest.clean_environment(), **options))
     return processes
 
 

@@ -299,21 +299,15 @@ PAYS = {
 
 # ---- what is learnt ------------------------------------------------------------------------------
 
-
-def clipped(low, high, a, p, old):
-    ratio = (p - old).exp()
-    return -torch.min(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
-
-
 # By the advantages, the policy's log-probs and other ones: of the reference, of the policy before
 # its updates, or of the sampler. GSPO's are the means of samples.
 LOSSES = {
     "kl_loss": ("reference", lambda a, p, q: -a * p + 0.1 * ((q - p).exp() - 1 - (q - p))),
     "entropy_bonus": ("policy", lambda a, p, _: -a * p - 0.01 * p.cos()),
     "several_updates": ("policy", lambda a, p, _: -a * p),
-    "updates": ("policy", lambda a, p, old: clipped(0.2, 0.2, a, p, old)),
-    "clip_higher": ("policy", lambda a, p, old: clipped(0.2, 0.28, a, p, old)),
-    "gspo": ("policy", lambda a, p, old: clipped(0.03, 0.04, a, p, old)),
+    "updates": ("policy", lambda a, p, old: naive.clipped_ppo(p, old, a, 0.2, 0.2)),
+    "clip_higher": ("policy", lambda a, p, old: naive.clipped_ppo(p, old, a, 0.2, 0.28)),
+    "gspo": ("policy", lambda a, p, old: naive.clipped_ppo(p, old, a, 0.03, 0.04)),
     "cispo": ("policy", lambda a, p, old: -((p - old).exp().clamp(max=2).detach() * a * p)),
     "tis_cap": ("sampler", lambda a, p, q: -((p - q).exp().clamp(max=1.1).detach() * a * p)),
 }

@@ -14,7 +14,6 @@ import ckpt
 import ppo
 import reward
 import train
-from lib import common
 from lib.common import UserError
 from lib.variants import CHECKS, Variants, functions_of
 from tasks import code, countdown
@@ -348,23 +347,3 @@ def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
     names = ", ".join(f"several_updates.{name}" for name in functions)
     assert said.count("WARNING") == 1
     assert f"first learning step: {names}, updates.token_loss;" in said
-
-
-def test_a_variant_that_is_absent_or_differs_on_one_rank_is_reported_on_every_rank(
-    process_group, monkeypatch, capsys
-):
-    """Two machines may have different files."""
-    heard = []
-
-    def require_same(values):
-        heard.append(values)
-        raise UserError("the ranks differ")
-
-    monkeypatch.setattr(train, "start_distributed", lambda: (0, 1, None, None))
-    monkeypatch.setattr(train.check, "require_same", require_same)
-    everyone = [("machine a, rank 0", UserError("absent: there is no file")), ("b, rank 1", None)]
-    monkeypatch.setattr(common, "gather", lambda mine: everyone if mine[1] else [mine])
-    assert train.run(["--variant", "absent"]) == 2
-    assert "error: machine a, rank 0: absent: there is no file" in capsys.readouterr().err
-    assert train.run(["--variant", "kl_loss", "--model", "m"]) == 2
-    assert heard[0]["--variant"] == Variants(["kl_loss"]).hashes

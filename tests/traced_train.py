@@ -34,12 +34,8 @@ def record(owner, name, describe):
     setattr(owner, name, recorded)
 
 
-def describe_requests(sampler, requests, *options, **named):
-    return [[r.problem.index, r.group, r.index, r.max_tokens] for r in requests]
-
-
 if __name__ == "__main__":
-    record(Sampler, "generate", describe_requests)
+    record(Sampler, "generate", lambda sampler, requests, *options, **named: len(requests))
     record(Sampler, "make_sample", lambda sampler, request, completion: None)
     record(Sampler, "sync", lambda sampler, weights: None)
     record(Sampler, "sleep", lambda sampler: None)
