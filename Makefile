@@ -44,6 +44,11 @@ check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about
 test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 4 minutes)
 	$(CPU_VENV)/bin/python -m pytest
 
+# Some slow tests run GPU code with Triton's interpreter. The other tests and runs must not find Triton, so it has its own
+# folder.
+test-slow: $(CPU_VENV)/triton/.installed ## run the slow tests (about 12 minutes)
+	$(CPU_VENV)/bin/python -m pytest -m slow
+
 # `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
 # nvidia-smi finds no GPU, the target ends before it installs anything.
 test-gpu: find-gpu $(INSTALLED) ## run the tests that need a GPU
@@ -91,4 +96,9 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 	$(if $(findstring cpu,$<),$(COMPILE))
 	touch $@
 
-.PHONY: help demo lab check test test-gpu find-gpu card bench lint install
+$(CPU_VENV)/triton/.installed: requirements-triton.txt | $(CPU_VENV)/.installed
+	rm -rf $(@D)
+	$(CPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $<
+	touch $@
+
+.PHONY: help demo lab check test test-slow test-gpu find-gpu card bench lint install

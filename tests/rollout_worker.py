@@ -1,7 +1,7 @@
 """The real sampler in a process of its own, for test_rollout.py: `rollout_worker.py OUT FLAGS`.
 
 It writes what it found to the JSON file OUT: how the sampler behaves, and what train.check_sampler
-says of right and of wrong weights.
+says of right and of wrong weights. gpu_runner.py finds the same with vLLM's runner for GPUs.
 """
 
 import dataclasses
@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM
 
 import ppo
 import reward
@@ -24,6 +27,10 @@ from rollout import Rollout, Sampler, draw, make_requests, problem_seeds
 
 # After rollout.py, whose settings vLLM reads.
 from vllm.usage.usage_lib import is_usage_stats_enabled  # isort: skip
+
+# The kinds of requests that a batch has.
+KINDS = [{}, {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.5}]
+DIGITS = list("0123456789")
 
 
 def make_problems(tokenizer, count: int = 8) -> list[reward.Problem]:
@@ -70,45 +77,56 @@ def cached_tokens(sampler) -> list[list[int]]:
     return [sorted(calls[0]), sorted(calls[2])]
 
 
-def behaviour(rollout, problems) -> dict:
-    sampler = rollout.sampler
-    cfg = rollout.cfg
-    requests = make_requests(problems, problem_seeds(1, 2, "train", len(problems)), 2, 16, 1.0, 1.0)
-    found = {"workers": rollout.grader.threads._max_workers, "cached": cached_tokens(sampler)}
-    found["form"] = rollout.grader.find_answer.__name__
+def mixed_requests(problems, longest: int) -> list:
+    """For each problem a request of each kind."""
+    seeds = problem_seeds(1, 2, "train", len(problems))
+    requests = make_requests(problems, seeds, len(KINDS), longest, 1.0, 1.0)
+    return [dataclasses.replace(request, **KINDS[request.index]) for request in requests]
 
+
+@torch.no_grad()
+def mass_above(model, prompt: list[int], ids: list[int]) -> float:
+    """How much probability the tokens above a sampled token have at most, at temperature 1."""
+    probs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1)
+    sampled = probs.gather(1, torch.tensor(ids)[:, None])
+    return (probs * (probs > sampled)).sum(1).max().item()
+
+
+def of_sampler(sampler, policy, requests, problems) -> dict:
+    """How the sampler behaves with these mixed requests, and in a check with these problems."""
+    cfg = sampler.cfg
+    found = {"cached": cached_tokens(sampler), "mass above": []}
     found["together"] = generated(sampler, requests, with_logprobs=True)
-    # The same requests in another order, and fewer of them.
-    found["apart"] = generated(sampler, requests[::-3])
-    found["positions"] = list(range(len(requests)))[::-3]
+    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
+    for position, request in enumerate(requests):
+        ids = found["together"][position]["response_ids"]
+        found["mass above"].append(mass_above(model, request.problem.prompt_ids, ids))
     # Each request twice: with 3 tokens and with all that fit.
     limited = []
-    for request in requests[::2]:
+    for request in requests[::4]:
         limited += [dataclasses.replace(request, max_tokens=most) for most in (3, 9999)]
     cfg.max_len = 20
     found["limits"] = generated(sampler, limited)
-    cfg.max_len = 512
-
     ended = {}
-    generated(sampler, requests, ended, stopped=lambda: len(ended) > 2)
+    generated(sampler, limited, ended, stopped=lambda: len(ended) > 0)
     found["stopped"] = ended
-    cfg.stop = ["1", "2"]
-    found["stop strings"] = generated(sampler, requests)
+    cfg.max_len = 512
+    # The requests of `together` in another order, and fewer of them, after a call that was stopped.
+    found["apart"] = generated(sampler, requests[::-3])
+    found["positions"] = list(range(len(requests)))[::-3]
+
+    cfg.stop = DIGITS
+    found["stop strings"] = generated(sampler, requests[::2])
     cfg.stop = []
-    # Of "1" and "2", as if they were special tokens.
-    sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(["1", "2"])
-    found["stop ids"] = generated(sampler, requests)
+    # Of the digits, as if they were special tokens.
+    sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(DIGITS)
+    found["stop ids"] = generated(sampler, requests[::2])
     found["ids to stop at"] = sampler.stop_ids
     sampler.stop_ids = []
 
-    clock = Clock(0)
-    samples = draw(rollout, requests, clock)
-    found["in order"] = [sample.request for sample in samples] == requests
-    found["sampled"] = [sample.response_ids for sample in samples]
-    found["text metrics"] = list(samples[0].text_metrics)
-    found["phases"] = list(clock.seconds)
-    found["numbers"] = clock.numbers
-    found["stops"] = {reason: stop(rollout, requests, reason) for reason in REASONS}
+    for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):
+        sampler.sync(weights(policy))
+        found[name] = said(train.check_sampler, sampler, policy, problems, cfg)
     return found
 
 
@@ -176,18 +194,22 @@ def without_positions(micro) -> dict:
     return {"input_ids": micro.input_ids, "use_cache": False}
 
 
-def main(out: str, *argv: str) -> None:
-    cfg = train.parse_flags(list(argv))
-    check.fill_in(cfg)
-    store = start_distributed()[3]
-    rollout = Rollout(reward, Signals(store), cfg)
+def find_all(rollout, policy, problems) -> dict:
     sampler = rollout.sampler
-    problems = make_problems(sampler.tokenizer)
-    found = behaviour(rollout, problems)
-    policy = models.make_policy(cfg)
-    for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):
-        sampler.sync(weights(policy))
-        found[name] = said(train.check_sampler, sampler, policy, problems, cfg)
+    cfg = rollout.cfg
+    found = {"workers": rollout.grader.threads._max_workers}
+    found["form"] = rollout.grader.find_answer.__name__
+    requests = mixed_requests(problems[:4], longest=16)
+    clock = Clock(0)
+    samples = draw(rollout, requests, clock)
+    found["in order"] = [sample.request for sample in samples] == requests
+    found["sampled"] = [sample.response_ids for sample in samples]
+    found["text metrics"] = list(samples[0].text_metrics)
+    found["phases"] = list(clock.seconds)
+    found["numbers"] = clock.numbers
+    found["stops"] = {reason: stop(rollout, requests, reason) for reason in REASONS}
+
+    found |= of_sampler(sampler, policy, requests, problems)
     sampler.sync(models.named_weights(policy))
     with mock.patch.object(ChunkedHead, "scale", 1.5):
         found["another head"] = said(train.check_sampler, sampler, policy, problems, cfg)
@@ -196,9 +218,21 @@ def main(out: str, *argv: str) -> None:
     found["reports usage"] = is_usage_stats_enabled()
     # It comes last: the engine that fails leaves half of itself behind.
     found["small cache"] = said(Sampler, dataclasses.replace(cfg, kv_cache_gb=0.00001))["refused"]
-    Path(out).write_text(json.dumps(found))
+    return found
+
+
+def main(find, out: str, *argv: str) -> None:
+    """find: what a worker finds with (rollout, policy, problems)."""
+    cfg = train.parse_flags(list(argv))
+    check.fill_in(cfg)
+    rank, _, _, store = start_distributed()
+    rollout = Rollout(reward, Signals(store), cfg)
+    policy = models.make_policy(cfg)
+    found = find(rollout, policy, make_problems(rollout.sampler.tokenizer))
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(find_all, *sys.argv[1:])

@@ -37,6 +37,7 @@ def make(folder, words: str, path: str, **programs) -> list[str]:
         # With the CUDA stack `make test` could not pass: two ranks, one GPU, no vLLM for CPUs.
         ("test", CARD, None, CPU_BESIDE_CUDA, ".venv-cpu/bin/python -m pytest"),
         ("test STACK=cpu", CARD, None, CPU, ".venv/bin/python -m pytest"),
+        ("test-slow", CARD, None, CPU_BESIDE_CUDA, ".venv-cpu/bin/python -m pytest -m slow"),
         ("install", CARD, None, CUDA, "touch .venv/.installed-cuda"),
         ("card", CARD, None, CUDA, ".venv/bin/python tools/card.py "),
         ("test-gpu PARTS=kernels", CARD, None, CUDA, "tools/card.py kernels --out out/card"),
@@ -50,7 +51,7 @@ def make(folder, words: str, path: str, **programs) -> list[str]:
     ],
 )
 def test_make_installs_the_stack_of_the_machine(words, card, there, installed, end, tmp_path):
-    for name in ("requirements.txt", "requirements-cpu.txt"):
+    for name in ("requirements.txt", "requirements-cpu.txt", "requirements-triton.txt"):
         (tmp_path / name).touch()
     if there:
         (tmp_path / ".venv").mkdir()
@@ -58,6 +59,10 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
     lines = make(tmp_path, f"-n {words}", os.environ["PATH"], nvidia_smi=card)
     said = "\n".join(lines)
     found = re.findall(r"^(\S+)/bin/.* -r (\S+)", said, re.MULTILINE)
+    if words == "test-slow":
+        # Triton is not in site-packages, where other code would find it.
+        assert "--target .venv-cpu/triton -r requirements-triton.txt" in said
+        found.pop()
     assert found == ([installed] if installed else [])
     assert lines[-1].endswith(end)
     assert ("start_distributed" in said) == (installed in (CPU, CPU_BESIDE_CUDA))
