@@ -46,7 +46,7 @@ test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 4 minutes)
 
 # Some slow tests run GPU code with Triton's interpreter. The other tests and runs must not find Triton, so it has its own
 # folder.
-test-slow: $(CPU_VENV)/triton/.installed ## run the slow tests (about 12 minutes)
+test-slow: $(CPU_VENV)/triton/.installed ## run the slow tests (about 18 minutes)
 	$(CPU_VENV)/bin/python -m pytest -m slow
 
 # `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
