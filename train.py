@@ -27,7 +27,7 @@ if __name__ == "__main__":
     follow_launcher()
 # Idle threads of OpenMP must sleep. Threads that spin take the cores from the other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# torch asks the kernel for large pages. On a CPU an update is up to a third faster.
+# torch asks the kernel for large pages. On a CPU an update takes up to a third less time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # The hub's client prints two lines for each of its retries.
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")

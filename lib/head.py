@@ -101,7 +101,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor):
 def adds_in_fp32(device) -> bool:
     """Can this GPU add a product of bf16 matrices to an fp32 matrix in one call?
 
-    PyTorch offers the call from version 2.9 on, and not in all versions for an fp32 matrix.
+    Old versions of PyTorch lack the call, and some versions refuse an fp32 matrix.
     """
     ones = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
     try:
