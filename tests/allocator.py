@@ -120,10 +120,11 @@ def micro_batch(length: int) -> ppo.MicroBatch:
     return ppo.MicroBatch(ids, ids, predict, tokens, tokens, tokens.float(), borders, length)
 
 
-def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool) -> list:
+def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool, learns=True) -> list:
     """The requests for memory of the forward and backward passes of these rows, one by one.
 
     shape: the model's config. has_head: of the policy and its loss. Otherwise of the critic.
+    Without `learns` there is no loss and no backward pass.
     """
     attention.register()
     numbers = torch.empty(sum(row_lengths), device="meta")  # (T,)
@@ -143,6 +144,10 @@ def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool) -> l
     chunk = mock.patch.object(ChunkedHead, "chunk_size", lambda head, _: 2**27 // head.out_features)
     with chunk, Tracker([*module.parameters(), *module.buffers()]) as tracker:
         for length in row_lengths:
-            loss, _ = compute_loss(module, batch, micro_batch(length), cfg)
-            loss.backward()
+            if learns:
+                loss, _ = compute_loss(module, batch, micro_batch(length), cfg)
+                loss.backward()
+            else:
+                with torch.no_grad():
+                    module(micro_batch(length), cfg.temperature)
     return tracker.events

@@ -86,6 +86,17 @@ def test_a_pass_needs_the_planned_memory(name, checkpointing, row, changes, has_
         allocator.replay(events, card=0.9 * planned)
 
 
+@pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B"])
+@pytest.mark.slow
+def test_the_start_check_is_planned_as_a_forward_pass(name):
+    shape = memory.model_config(f"Qwen/Qwen2.5-{name}")
+    sizes = {"prompt_max_len": 2048, "max_len": 8192, "packing_max_len": 16384}
+    cfg = config(bf16=True, zero_stage=2, micro_train_batch_size=1, **sizes)
+    planned = memory.Rank(cfg, shape, world=1).start_check()["forward"]
+    events = allocator.events_of_pass(shape, True, [16384], has_head=True, learns=False)
+    assert 1 < planned / allocator.replay(events).peak_allocated < 1.1
+
+
 # Bytes of a trained parameter on one of 8 ranks: weights, masters and moments, gradient sums.
 SHARES = {0: (4, 8, 4), 2: (2, 12 / 8, 4 / 8), 3: (2 / 8, 12 / 8, 4 / 8)}
 
