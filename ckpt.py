@@ -52,18 +52,24 @@ class RunState:
     problems_hash: int = 0
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
     variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
-    memory: dict = field(default_factory=dict)  # {name of a variant: its MEMORY}
+    memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)
 
     def finish_step(self, run_dir, memory):
         """Counts a step. Call it when the lines of that step are in the logs.
 
-        memory: {name of a variant: its MEMORY}.
+        memory: cfg.memory. Raises UserError if JSON does not give it back as it is.
         """
         self.step += 1
         self.log_sizes = measure_logs(run_dir)
         # The state needs a copy, because an interrupted step may change `memory`. JSON makes the
         # copy, because a resumed run reads its memory from JSON too.
-        self.memory = json.loads(json.dumps(memory))
+        try:
+            self.memory = json.loads(json.dumps(memory))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"self.memory cannot be saved as JSON: {one_line(error)}") from error
+        if self.memory != memory:
+            told = "use dicts with text keys, lists, texts and finite numbers"
+            raise UserError(f"self.memory changes when it is saved as JSON; {told}")
 
     def check_types(self):
         """Raises TypeError or ValueError if the file had another type somewhere."""

@@ -1,9 +1,10 @@
-"""PPO without its redundant parts: batch, packing, advantages, the two losses, the updates.
+"""PPO without its redundant parts: batch, estimators, recipe, packing, passes, updates.
 
-This file never reads text. It needs torch, numpy and lib/common.py. An update is one optimizer
-step. A learner is the policy or the critic: it is called like a model, and has `name`, `device`,
-`backward(loss, is_last)` and `apply_update(lr)`, which returns the gradient's norm. lib/models.py
-has the class.
+The class Recipe has the decisions of a run as methods. The functions around it do the work that
+no variant changes. This file never reads text. It needs torch, numpy, lib/common.py and
+lib/flags.py. An update is one optimizer step. A learner is the policy or the critic: it is called
+like a model, and has `name`, `device`, `backward(loss, is_last)` and `apply_update(lr)`, which
+returns the gradient's norm. lib/models.py has the class.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - There is one denominator. A loss is a sum over response tokens divided by the *global* number of
@@ -20,14 +21,17 @@ tokens of a micro-batch, R packed rows, L row length.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Real
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.common import gather, hash64, stop_together
+from lib.common import check_result, gather, hash64, print0, stop_together
+from lib.flags import flag
 
 
 @dataclass
@@ -41,7 +45,7 @@ class Batch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     groups: Tensor  # (N,) index of the sample's problem among the problems of the step
-    rewards: Tensor  # (N,) float64, what each sample is paid: the result of the function `paid`
+    rewards: Tensor  # (N,) float64, what each sample is paid: the result of cfg.paid
     device: torch.device  # of the flat tensors
     # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them)
     per_token: dict[str, Tensor]
@@ -111,13 +115,16 @@ class MicroBatch:
 def make_batch(samples, device, cfg, rewards=None) -> Batch:
     """Makes a batch of samples. The samples of one problem form a group.
 
-    rewards: (N). Without them rank 0 calls `paid`, and this function is a collective.
+    rewards: (N). Without them rank 0 calls cfg.paid, and this function is a collective. Raises
+    UserError for a wrong result of cfg.draw_step or cfg.paid.
     """
+    is_right = isinstance(samples, list) and len(samples) > 0
+    check_result(cfg, "draw_step", is_right, "a list of at least one sample", samples)
     if rewards is None:
-        # A variant's `paid` may be random. So rank 0 decides for all ranks. This `stop_together` is
-        # inside the one of train.py, which lets Stopped pass.
+        # `paid` may be random. So rank 0 decides for all ranks. This `stop_together` is inside the
+        # one of train.py, which lets Stopped pass.
         with stop_together():
-            rewards = paid(samples, cfg) if dist.get_rank() == 0 else None
+            rewards = checked_rewards(samples, cfg) if dist.get_rank() == 0 else None
         rewards = gather(rewards)[0]
     prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
     response_ids = [sample.response_ids for sample in samples]
@@ -130,16 +137,368 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     return batch
 
 
-# HACK HERE: the rewards to learn from. The logs show the grader's rewards too (sample.reward).
-def paid(samples, cfg) -> list[float]:
-    """A reward for each sample: the grader's."""
-    return [sample.reward for sample in samples]
+def checked_rewards(samples, cfg) -> list[float]:
+    rewards = cfg.paid(samples)
+    is_right = hasattr(rewards, "__len__") and len(rewards) == len(samples)
+    check_result(cfg, "paid", is_right, f"{len(samples)} rewards", rewards)
+    # Much larger numbers do not fit into float32.
+    wrong = [x for x in rewards if not (isinstance(x, Real) and abs(x) < 1e30)]
+    check_result(cfg, "paid", not wrong, "numbers below 1e30 in size", wrong[:1])
+    return [float(reward) for reward in rewards]
 
 
-def samples_that_count(batch: Batch, cfg) -> list[int]:
-    """The indices of the samples that the losses and the whitening use. A variant may leave some
-    out. The mean of a group always uses all samples of the group."""
-    return batch.all_indices()
+# ---- estimators ------------------------------------------------------------------------------
+
+
+# An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
+# advantages (N, S), or to scores (N,), which all tokens of a sample get. All are float64.
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
+    (arXiv 1506.02438, eq. 16)."""
+    if cfg.gamma == cfg.lambd == 1:
+        # Then the sum is the reward minus V_t.
+        return (rewards[:, None] - values).mul_(mask)
+    last = mask.sum(1, keepdim=True) - 1  # (N, 1)
+    # First `sums` holds the delta_t. Values are 0 after the response, so all delta are 0 there. The
+    # last token has the reward.
+    sums = -values  # (N, S)
+    sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
+    sums.scatter_add_(1, last, rewards[:, None])
+    for t in reversed(range(values.shape[1] - 1)):
+        sums[:, t] += cfg.gamma * cfg.lambd * sums[:, t + 1]
+    return sums
+
+
+def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """(r - group mean) / group population std (arXiv 2402.03300). In a group with equal
+    rewards it is exactly 0."""
+    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
+    # Rounding could leave 1e-17 instead of 0. `samples_to_learn_from` looks for exact zeros.
+    return torch.where(std > 0, (rewards - mean) / std, 0.0)
+
+
+def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r - mean of the *other* samples of the group (arXiv 2402.14740). It is the same as
+    (r - mean of all n samples) * n / (n - 1)."""
+    mean, std, count = group_stats(rewards, groups)  # (N,), (N,), (N,)
+    return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)
+
+
+def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
+    """r - mean of all samples of the batch (Williams 1992 with the batch's mean as baseline). If
+    all rewards are equal, it is exactly 0."""
+    mean, std, _ = group_stats(rewards, torch.zeros_like(groups))  # (N,), (N,)
+    return torch.where(std > 0, rewards - mean, 0.0)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """The function of an estimator, and what the run must do for it."""
+
+    function: Callable
+    needs_critic: bool = False
+    is_whitened: bool = False  # Does `whiten` get the result?
+    least_samples: int = 1  # of a problem; 2 where the function compares samples
+
+
+# HACK HERE: the keys are the values of --estimator. Other code asks for the fields of an entry and
+# not for a name.
+ESTIMATORS = {
+    "gae": Estimator(gae, needs_critic=True, is_whitened=True),
+    "grpo": Estimator(grpo, least_samples=2),
+    "rloo": Estimator(rloo, least_samples=2),
+    "reinforce": Estimator(reinforce, is_whitened=True),
+}
+
+
+def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns mean, population std and size of each sample's group, (N,) each.
+
+    In a group with equal rewards the std is exactly 0.
+    """
+    # These tensors are small. On a GPU each round of the loop would wait for the GPU.
+    on_cpu = rewards.cpu()
+    groups = groups.cpu()
+    mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
+    for group in groups.unique():
+        members = groups == group  # (N,) bool
+        mean[members] = on_cpu[members].mean()
+        std[members] = on_cpu[members].std(correction=0)
+        count[members] = members.sum().double()
+    # A std below this is rounding: the rewards are equal.
+    std[std < 1e-9] = 0.0
+    return mean.to(rewards.device), std.to(rewards.device), count.to(rewards.device)
+
+
+# ---- the recipe ------------------------------------------------------------------------------
+
+
+# HACK HERE: the decisions of a run. Edit a method, or write a variant (CONTRIBUTING.md).
+@dataclass
+class Recipe:
+    """The decisions of a run. The fields are flags, and the methods come in the order of a run.
+
+    train.Config inherits this class, so in a method `self` is the config of the run. A variant is a
+    subclass in a file of its own, and calls `super()`. `Recipe()` alone is enough to use this file
+    in a loop of your own. All ranks call a method, with the same arguments, and it must return the
+    same on all ranks, except where its docstring says otherwise. What a method returns is checked
+    where it is used.
+    """
+
+    seed: int = flag(42, "Each random choice depends on a hash of this seed and of its purpose.")
+    temperature: float = flag(1.0, "The sampling temperature. The losses use it too.")
+    estimator: str = flag("gae", "How rewards become advantages. gae is PPO with a critic.")
+    gamma: float = flag(1.0, "The discount of gae, per token. Below 1 it favours short responses.")
+    lambd: float = flag(
+        1.0, "The lambda of gae. Below 1 late rewards count less: less noise, a bias."
+    )
+    critic_updates: int = flag(
+        12, "Updates of the critic in a step, each with an equal part of the samples."
+    )
+    actor_learning_rate: float = flag(1e-6, "The policy's rate. 1e-6 suits 0.5B to 32B parameters.")
+    critic_learning_rate: float = flag(
+        5e-6, "The critic's rate. It can be higher than the policy's."
+    )
+    warmup_updates: int = flag(50, "Updates in which each learning rate rises. 1: no rise.")
+    value_clip: float = flag(0.2, "The critic's loss clips a value's change to this. 1e9: no clip.")
+
+    # These are no fields, because a resumed run may change them. train.Config has flags of these
+    # names.
+    packing = "packed"  # alone: each row has one sample, which some models need (docs/models.md)
+    packing_max_len = 16384
+    micro_train_batch_size = 1
+
+    estimators = ESTIMATORS  # The values of --estimator. A variant writes `ppo.ESTIMATORS | {...}`.
+
+    _has_other_terms = None  # the answer of has_other_terms, after it was asked
+
+    @cached_property
+    def memory(self) -> dict:
+        """{name of a class: what this class must know after a resume}.
+
+        JSON must give the content back as it is: dicts with text keys, lists, numbers and texts.
+        The copy at the last finished step is saved in each checkpoint.
+        """
+        return {}
+
+    def check(self, world):
+        """Raises UserError for flags that cannot work. world: the number of ranks. Call super()
+        first."""
+
+    # ---- the models
+
+    def sampler_settings(self, settings: dict) -> dict:
+        """The arguments of vLLM's LLM."""
+        return settings
+
+    def sampling_params(self, params, request):
+        """vLLM's SamplingParams for a request of rollout.py. With `params.logprobs = 0` the samples
+        have the sampler's log-probs, and batch.per_token["logprobs"] holds them."""
+        return params
+
+    def allowed_gap(self, mean: float, worst: float) -> tuple[float, float]:
+        """How far the log-probs of sampler and trainer may differ at the start: the mean over all
+        tokens, and the mean over the tokens of the worst sample."""
+        return mean, worst
+
+    def training_dtype(self, dtype):
+        """The dtype of weights and passes: torch.bfloat16 or, without --bf16, torch.float32."""
+        return dtype
+
+    def engine_settings(self, settings: dict) -> dict:
+        """DeepSpeed's settings, for each learner."""
+        return settings
+
+    def policy_model(self, model):
+        """The causal LM of transformers that is trained. It is called once, before DeepSpeed."""
+        return model
+
+    def named_weights(self, learner, named):
+        """The (name, full tensor) pairs of a learner, for the sampler and the export. All ranks
+        must take all pairs, because ZeRO-3 gathers each tensor from all ranks."""
+        return named
+
+    # ---- 1. prompts, 2. rollout, 3. reward
+
+    def episode_order(self, problems, episode) -> list[int]:
+        """The order of the problems in an episode, as indices. Each episode has another order."""
+        rng = np.random.default_rng(hash64(self.seed, "order", episode))
+        return rng.permutation(len(problems)).tolist()
+
+    def draw_step(self, rollout, requests, problems, step, clock) -> list:
+        """The graded samples of a step. `rollout.draw(requests, clock)` draws samples, and
+        `clock.numbers[name]` takes a number to log. step: finished steps."""
+        return rollout.draw(requests, clock)
+
+    # ---- 4. batch
+
+    def paid(self, samples) -> list[float]:
+        """The reward of each sample to learn from: the grader's. Only rank 0 calls this method. The
+        logs show the grader's rewards too (sample.reward)."""
+        return [sample.reward for sample in samples]
+
+    def samples_that_count(self, batch: Batch) -> list[int]:
+        """The indices of the samples that the losses and the whitening use. The mean of a group
+        always uses all samples of the group."""
+        return batch.all_indices()
+
+    # ---- 5. values
+
+    def token_passes(self, policy, critic, batch: Batch, step):
+        """Adds the critic's values, (T,), to batch.per_token. Other passes may add other tensors
+        (T,). All of them come before the first update."""
+        if critic:
+            batch.per_token["values"] = compute_values(critic, batch, self)
+
+    # ---- 6. advantages
+
+    def raw_advantages(self, batch: Batch) -> Tensor:
+        """The estimator's advantages before whitening, (T,) in float64."""
+        # The tensors (N, S) are large. The sampler sleeps, so the GPU has room for them.
+        mask = batch.mask.to(batch.device)  # (N, S)
+        values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
+        values[mask] = flat_values(batch)
+        inputs = (batch.rewards.to(batch.device), values, mask, batch.groups.to(batch.device), self)
+        scores = self.estimators[self.estimator].function(*inputs)  # (N,) or (N, S)
+        is_right = has_shape(scores, mask.shape) or has_shape(scores, mask.shape[:1])
+        wanted = f"a tensor {tuple(mask.shape)} or {tuple(mask.shape[:1])}"
+        check_result(self, f"--estimator {self.estimator}", is_right, wanted, scores)
+        # (N,) becomes (N, 1), and each token gets the score of its sample.
+        return scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
+
+    def critic_targets(self, batch: Batch, advantages: Tensor) -> Tensor:
+        """What the critic learns: raw advantages + values, (T,)."""
+        return advantages + flat_values(batch)
+
+    def whiten(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Mean 0 and population std 1 over the response tokens of all samples that count, (T,).
+
+        It is called only if the estimator is whitened.
+        """
+        parts = batch.split(advantages)
+        # If no sample counts, use all of them. The mean of nothing would be NaN.
+        used = torch.cat([parts[i] for i in indices_of(self, "samples_that_count", batch)] or parts)
+        std = used.var(correction=0).sqrt().clamp(min=1e-8)
+        return (advantages - used.mean()) / std
+
+    # ---- 7. learn
+
+    def train_critic(self, critic, batch: Batch, step) -> dict[str, float]:
+        """Makes critic_updates updates. Each learns from its part of the samples. Returns the
+        numbers to log."""
+        indices = indices_of(self, "samples_that_count", batch)
+        past = step * self.critic_updates
+        rates = []
+        for k in range(self.critic_updates):
+            rates.append(learning_rate(self.critic_learning_rate, self.warmup_updates, past + k))
+        return update_in_parts(critic, self.critic_loss, batch, indices, rates, self, step)
+
+    def critic_loss(self, critic, batch: Batch, micro: MicroBatch) -> tuple[Tensor, dict]:
+        """The sum of 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2)
+        (ORZ's ValueLoss). Returns it and the numbers to log. A rank has its own micro-batches."""
+        values = critic(micro)  # (M,)
+        old = batch.per_token["values"][micro.flat_index]  # (M,)
+        returns = batch.per_token["returns"][micro.flat_index]  # (M,)
+        clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)  # (M,)
+        worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (M,)
+        loss = 0.5 * (worse * micro.mask).sum()
+        stats = {"critic_loss": loss.detach()}
+        stats["critic_values"] = (values.detach() * micro.mask).sum()
+        return loss, stats
+
+    def train_policy(self, policy, batch: Batch, step, total_steps) -> dict[str, float]:
+        """Makes one update over all samples. So PPO's ratio is 1, and its clip would do nothing.
+        Returns the numbers to log."""
+        lr = self.policy_rate(step, total_steps)
+        # A sample without a gradient does not pass through the model. Its tokens still count.
+        counted = indices_of(self, "samples_that_count", batch)
+        denominator = int(batch.response_lengths[counted].sum())
+        indices = indices_of(self, "samples_to_learn_from", batch)
+        return update(policy, self.policy_loss, batch, indices, lr, self, denominator)
+
+    def policy_rate(self, past_updates, total_updates) -> float:
+        """The policy's learning rate after `past_updates` updates. Variants use `total_updates`."""
+        return learning_rate(self.actor_learning_rate, self.warmup_updates, past_updates)
+
+    def samples_to_learn_from(self, batch: Batch) -> list[int]:
+        """The indices of the samples that pass through the policy: those with an advantage other
+        than 0. If `token_loss` has other terms than the advantage, all samples that count."""
+        counted = self.samples_that_count(batch)
+        parts = batch.split(batch.per_token["advantages"].cpu())
+        useful = [i for i in counted if parts[i].any()]
+        if len(useful) < len(counted) and self._has_other_terms is None:
+            self._has_other_terms = has_other_terms(self, batch, counted)
+            if self._has_other_terms:
+                told = "token_loss has a gradient where the advantage is 0"
+                print0(f"{told}, so samples without an advantage are not skipped")
+        return counted if self._has_other_terms else useful
+
+    def policy_loss(self, policy, batch: Batch, micro: MicroBatch) -> tuple[Tensor, dict]:
+        """The sum of `token_loss`, and the numbers to log as sums over tokens. A rank has its own
+        micro-batches."""
+        logprobs, entropy = policy(micro, self.temperature)  # (M,), (M,)
+        advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
+        stats = {"entropy": (entropy.detach() * micro.mask).sum()}
+        loss = sum_token_loss(self, logprobs, entropy, advantages, batch, micro, stats)
+        stats["policy_loss"] = loss.detach()
+        return loss, stats
+
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats) -> Tensor:
+        """-A_t log p(a_t), (M,). At ratio 1 its gradient is that of PPO's clipped objective
+        (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (M,). To log a number, put
+        its sum over the tokens into `stats`."""
+        return -(advantages * logprobs)
+
+    # ---- 9. report
+
+    def metrics(self, line: dict, samples, batch: Batch) -> dict:
+        """The line of metrics.jsonl. Only rank 0 calls this method."""
+        return line
+
+
+def has_shape(found, shape) -> bool:
+    return isinstance(found, Tensor) and found.shape == tuple(shape)
+
+
+def indices_of(cfg, method, batch: Batch) -> list[int]:
+    """What this method returns. Raises UserError if it is no list of indices of samples."""
+    indices = getattr(cfg, method)(batch)
+    is_right = isinstance(indices, list) and set(indices) <= set(batch.all_indices())
+    is_right = is_right and len(set(indices)) == len(indices)
+    wanted = f"a list of indices of the {len(batch.sample_lengths)} samples, each at most once"
+    check_result(cfg, method, is_right, wanted, indices)
+    return indices
+
+
+def sum_token_loss(cfg, logprobs, entropy, advantages, batch: Batch, micro: MicroBatch, stats):
+    """The sum of cfg.token_loss over the response tokens of a micro-batch, ()."""
+    losses = cfg.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
+    shape = tuple(logprobs.shape)
+    check_result(cfg, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
+    has_gradient = losses.requires_grad or not logprobs.requires_grad
+    wanted = "a tensor that depends on logprobs or entropy"
+    check_result(cfg, "token_loss", has_gradient, wanted, "one without a gradient")
+    return (losses * micro.mask).sum()
+
+
+def has_other_terms(cfg, batch: Batch, indices: list[int]) -> bool:
+    """Has cfg.token_loss a gradient in these samples if all advantages are 0? A collective.
+
+    An entropy bonus or a KL has one. The model is not asked: any log-probs and entropies show it.
+    """
+    zeros = torch.zeros_like(batch.per_token["advantages"])  # (T,)
+    batch = replace(batch, per_token=batch.per_token | {"advantages": zeros})
+    found = torch.zeros((), device=batch.device)
+    for micro, _ in micro_batches(batch, indices, cfg):
+        logprobs = torch.linspace(-9, -1, len(micro.mask), device=batch.device)  # (M,)
+        entropy = torch.linspace(3, 0.1, len(micro.mask), device=batch.device)  # (M,)
+        inputs = [logprobs.requires_grad_(), entropy.requires_grad_()]
+        loss = sum_token_loss(cfg, *inputs, zeros[micro.flat_index], batch, micro, {})
+        for gradient in torch.autograd.grad(loss, inputs, allow_unused=True):
+            if gradient is not None:
+                found += (gradient != 0).any()
+    dist.all_reduce(found)
+    return bool(found > 0)
 
 
 # ---- packing ---------------------------------------------------------------------------------
@@ -276,150 +635,7 @@ def micro_batches(batch: Batch, indices: list[int], cfg):
         yield micro, k == int(most) - 1
 
 
-# ---- advantages ------------------------------------------------------------------------------
-
-
-# HACK HERE: an estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
-# advantages (N, S), or to scores (N,), which all tokens of a sample get. All are float64.
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
-    (arXiv 1506.02438, eq. 16)."""
-    if cfg.gamma == cfg.lambd == 1:
-        # Then the sum is the reward minus V_t.
-        return (rewards[:, None] - values).mul_(mask)
-    last = mask.sum(1, keepdim=True) - 1  # (N, 1)
-    # First `sums` holds the delta_t. Values are 0 after the response, so all delta are 0 there. The
-    # last token has the reward.
-    sums = -values  # (N, S)
-    sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
-    sums.scatter_add_(1, last, rewards[:, None])
-    for t in reversed(range(values.shape[1] - 1)):
-        sums[:, t] += cfg.gamma * cfg.lambd * sums[:, t + 1]
-    return sums
-
-
-def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """(r - group mean) / group population std (arXiv 2402.03300). In a group with equal
-    rewards it is exactly 0."""
-    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
-    # Rounding could leave 1e-17 instead of 0. `samples_to_learn_from` looks for exact zeros.
-    return torch.where(std > 0, (rewards - mean) / std, 0.0)
-
-
-def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - mean of the *other* samples of the group (arXiv 2402.14740). It is the same as
-    (r - mean of all n samples) * n / (n - 1)."""
-    mean, std, count = group_stats(rewards, groups)  # (N,), (N,), (N,)
-    return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)
-
-
-def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - mean of all samples of the batch (Williams 1992 with the batch's mean as baseline)."""
-    return rewards - rewards.mean()
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """The function of an estimator, and what the run must do for it."""
-
-    function: Callable
-    needs_critic: bool = False
-    is_whitened: bool = False  # Does compute_advantages whiten the result?
-    least_samples: int = 1  # of a problem; 2 where the function compares samples
-
-
-# The keys are the values of --estimator. Other code asks for these fields and not for a name.
-ESTIMATORS = {
-    "gae": Estimator(gae, needs_critic=True, is_whitened=True),
-    "grpo": Estimator(grpo, least_samples=2),
-    "rloo": Estimator(rloo, least_samples=2),
-    "reinforce": Estimator(reinforce, is_whitened=True),
-}
-
-
-def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean, population std and size of each sample's group, (N,) each.
-
-    In a group with equal rewards the std is exactly 0.
-    """
-    # These tensors are small. On a GPU each round of the loop would wait for the GPU.
-    on_cpu = rewards.cpu()
-    groups = groups.cpu()
-    mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
-    for group in groups.unique():
-        members = groups == group  # (N,) bool
-        mean[members] = on_cpu[members].mean()
-        std[members] = on_cpu[members].std(correction=0)
-        count[members] = members.sum().double()
-    # A std below this is rounding: the rewards are equal.
-    std[std < 1e-9] = 0.0
-    return mean.to(rewards.device), std.to(rewards.device), count.to(rewards.device)
-
-
-def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
-    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log."""
-    advantages = raw_advantages(batch, cfg)  # (T,)
-    returns = critic_targets(batch, advantages, cfg)  # (T,)
-    if ESTIMATORS[cfg.estimator].is_whitened:
-        advantages = whiten(advantages, batch, cfg)
-    stats = advantage_stats(batch, advantages, returns)
-    batch.per_token["advantages"] = advantages.float()
-    batch.per_token["returns"] = returns.float()
-    return stats
-
-
-def critic_targets(batch: Batch, advantages: Tensor, cfg) -> Tensor:
-    """Returns what the critic learns: raw advantages + values, (T,)."""
-    return advantages + flat_values(batch)
-
-
-def raw_advantages(batch: Batch, cfg) -> Tensor:
-    """Returns the estimator's advantages before whitening, (T,)."""
-    # The tensors (N, S) are large. The sampler sleeps, so the GPU has room for them.
-    mask = batch.mask.to(batch.device)  # (N, S)
-    values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
-    values[mask] = flat_values(batch)
-    inputs = (batch.rewards.to(batch.device), values, mask, batch.groups.to(batch.device), cfg)
-    scores = ESTIMATORS[cfg.estimator].function(*inputs)  # (N,) or (N, S)
-    # (N,) becomes (N, 1), and each token gets the score of its sample.
-    return scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
-
-
-def flat_values(batch: Batch) -> Tensor:
-    """The critic's values in float64, (T,). Without a critic they are 0."""
-    if "values" in batch.per_token:
-        return batch.per_token["values"].double()
-    count = int(batch.response_lengths.sum())
-    return torch.zeros(count, dtype=torch.float64, device=batch.device)
-
-
-def whiten(advantages: Tensor, batch: Batch, cfg) -> Tensor:
-    """Mean 0 and population std 1 over the response tokens of all samples that count, (T,)."""
-    parts = batch.split(advantages)
-    # If no sample counts, use all of them. The mean of nothing would be NaN.
-    used = torch.cat([parts[i] for i in samples_that_count(batch, cfg)] or parts)
-    std = used.var(correction=0).sqrt().clamp(min=1e-8)
-    return (advantages - used.mean()) / std
-
-
-def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[str, float]:
-    stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
-    stats["return"] = returns.mean()
-    variance = returns.var(correction=0)
-    if "values" in batch.per_token and variance > 0:
-        unexplained = (returns - flat_values(batch)).var(correction=0)
-        stats["explained_variance"] = 1 - unexplained / variance
-    return {key: value.item() for key, value in stats.items()}
-
-
-# ---- passes and losses -----------------------------------------------------------------------
-
-
-def token_passes(policy, critic, batch: Batch, cfg, step):
-    """Adds the critic's values, (T,), to the batch. A variant may add passes of its own here, also
-    passes of the policy. All of them come before the first update."""
-    if critic:
-        batch.per_token["values"] = compute_values(critic, batch, cfg)
+# ---- passes ----------------------------------------------------------------------------------
 
 
 def compute_values(critic, batch: Batch, cfg) -> Tensor:
@@ -447,83 +663,73 @@ def forward_pass(batch: Batch, cfg, forward) -> Tensor:
     return numbers
 
 
-def samples_to_learn_from(batch: Batch, cfg) -> list[int]:
-    """The indices of the samples with an advantage other than 0. The others have no gradient in
-    `token_loss`. A variant whose loss has other terms replaces this function."""
-    parts = batch.split(batch.per_token["advantages"].cpu())
-    return [i for i in samples_that_count(batch, cfg) if parts[i].any()]
+# ---- advantages ------------------------------------------------------------------------------
 
 
-def policy_loss(policy, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """Returns the sum of `token_loss`, and the numbers to log as sums over tokens."""
-    logprobs, entropy = policy(micro, cfg.temperature)  # (M,), (M,)
-    advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
-    stats = {"entropy": (entropy.detach() * micro.mask).sum()}
-    losses = token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)
-    loss = (losses * micro.mask).sum()
-    stats["policy_loss"] = loss.detach()
-    return loss, stats
+def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
+    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log. Raises
+    UserError for a wrong result of the methods that it calls."""
+    check_per_token(cfg, "token_passes", batch, *batch.per_token.values())
+    advantages = cfg.raw_advantages(batch)  # (T,)
+    check_per_token(cfg, "raw_advantages", batch, advantages)
+    returns = cfg.critic_targets(batch, advantages)  # (T,)
+    check_per_token(cfg, "critic_targets", batch, returns)
+    if cfg.estimators[cfg.estimator].is_whitened:
+        advantages = cfg.whiten(advantages, batch)
+        check_per_token(cfg, "whiten", batch, advantages)
+    stats = advantage_stats(batch, advantages, returns)
+    batch.per_token["advantages"] = advantages.float()
+    batch.per_token["returns"] = returns.float()
+    return stats
 
 
-# HACK HERE: the policy's loss.
-def token_loss(logprobs, entropy, advantages, batch, micro, cfg, stats) -> Tensor:
-    """-A_t log p(a_t), (M,). At ratio 1 its gradient is that of PPO's clipped objective
-    (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (M,). To log a number, put its
-    sum over the tokens into `stats`."""
-    return -(advantages * logprobs)
+def check_per_token(cfg, method, batch: Batch, *tensors):
+    """Raises UserError if a tensor is not (T,), or not finite although the model's numbers are."""
+    shape = (int(batch.response_lengths.sum()),)
+    for tensor in tensors:
+        check_result(cfg, method, has_shape(tensor, shape), f"a tensor {shape}", tensor)
+    # If the critic has diverged, the critic's update says so.
+    is_sound = all(x.isfinite().all() for x in batch.per_token.values())
+    is_finite = not is_sound or all(x.isfinite().all() for x in tensors)
+    check_result(cfg, method, is_finite, "finite numbers", "NaN or infinity")
 
 
-def critic_loss(critic, batch: Batch, micro: MicroBatch, cfg) -> tuple[Tensor, dict]:
-    """The sum of 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2)
-    (ORZ's ValueLoss). Returns it and the numbers to log."""
-    values = critic(micro)  # (M,)
-    old = batch.per_token["values"][micro.flat_index]  # (M,)
-    returns = batch.per_token["returns"][micro.flat_index]  # (M,)
-    clipped = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)  # (M,)
-    worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (M,)
-    loss = 0.5 * (worse * micro.mask).sum()
-    stats = {"critic_loss": loss.detach(), "critic_values": (values.detach() * micro.mask).sum()}
-    return loss, stats
+def flat_values(batch: Batch) -> Tensor:
+    """The critic's values in float64, (T,). Without a critic they are 0."""
+    if "values" in batch.per_token:
+        return batch.per_token["values"].double()
+    count = int(batch.response_lengths.sum())
+    return torch.zeros(count, dtype=torch.float64, device=batch.device)
+
+
+def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[str, float]:
+    stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
+    stats["return"] = returns.mean()
+    variance = returns.var(correction=0)
+    if "values" in batch.per_token and variance > 0:
+        unexplained = (returns - flat_values(batch)).var(correction=0)
+        stats["explained_variance"] = 1 - unexplained / variance
+    return {key: value.item() for key, value in stats.items()}
 
 
 # ---- updates ---------------------------------------------------------------------------------
 
 
-def train_critic(critic, batch: Batch, cfg, step):
-    """Makes critic_updates updates. Each learns from its part of the samples."""
-    indices = samples_that_count(batch, cfg)
-    past = step * cfg.critic_updates
-    rates = []
-    for k in range(cfg.critic_updates):
-        rates.append(learning_rate(cfg.critic_learning_rate, cfg.warmup_updates, past + k))
-    return update_in_parts(critic, critic_loss, batch, indices, rates, cfg, step)
-
-
-def train_policy(policy, batch: Batch, cfg, step, total_steps):
-    """Makes one update over all samples. So PPO's ratio is 1, and its clip would do nothing."""
-    lr = policy_rate(cfg, step, total_steps)
-    # A sample without a gradient does not pass through the model. Its tokens still count.
-    denominator = int(batch.response_lengths[samples_that_count(batch, cfg)].sum())
-    indices = samples_to_learn_from(batch, cfg)
-    return update(policy, policy_loss, batch, indices, lr, cfg, denominator)
-
-
-def policy_rate(cfg, past_updates, total_updates):
-    """The policy's learning rate after `past_updates` updates. Variants use `total_updates`."""
-    return learning_rate(cfg.actor_learning_rate, cfg.warmup_updates, past_updates)
-
-
-def update_in_parts(learner, loss_fn, batch: Batch, indices, rates, cfg, step):
+def update_in_parts(learner, loss_fn, batch: Batch, indices, rates, cfg, step, needed=None):
     """Shuffles the samples, cuts them into one part for each rate, and makes an update per part.
 
-    With fewer samples than rates there is one sample in each part. Returns {name: mean over the
-    updates}, to log.
+    With fewer samples than rates there is one sample in each part. A part without any of the
+    samples `needed` makes no update, because Adam's momentum would still move the weights. Returns
+    {name: mean over the updates}, to log.
     """
     shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
     parts = np.array_split(shuffled, max(1, min(len(rates), len(indices))))
     history = []
     for part, lr in zip(parts, rates):
-        history.append(update(learner, loss_fn, batch, part.tolist(), lr, cfg))
+        if needed is None or not set(needed).isdisjoint(part.tolist()):
+            history.append(update(learner, loss_fn, batch, part.tolist(), lr, cfg))
+    if not history:
+        return update(learner, loss_fn, batch, [], rates[0], cfg)
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
@@ -540,14 +746,21 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     The loss is a sum over response tokens divided by `denominator`. By default this is the number
     of response tokens of these samples, on all ranks together. It is known before the first pass,
     so packing, micro-batches and ranks do not change the gradient. Without indices there is no
-    update. If a number is not finite, no weight is changed, and all ranks raise FloatingPointError.
+    update. If a number is not finite, no weight is changed, and all ranks raise FloatingPointError,
+    or a UserError if the loss function is the cause.
     """
+    is_rate = isinstance(lr, Real) and 0 <= lr < float("inf")
+    check_result(cfg, f"{learner.name}_rate", is_rate, "a learning rate of 0 or more", lr)
     tokens_in_passes = int(batch.response_lengths[indices].sum())
     if denominator is None:
         denominator = tokens_in_passes
     history = []
     for micro, is_last in micro_batches(batch, indices, cfg):
-        loss, stats = loss_fn(learner, batch, micro, cfg)
+        result = loss_fn(learner, batch, micro)
+        is_pair = isinstance(result, tuple) and len(result) == 2 and has_shape(result[0], ())
+        wanted = "a pair: a sum over tokens () and a dict"
+        check_result(cfg, f"{learner.name}_loss", is_pair, wanted, result)
+        loss, stats = result
         # The learner takes the mean of the ranks' gradients. We need their sum.
         scaled = loss * (dist.get_world_size() / denominator)
         learner.backward(scaled, is_last)
@@ -556,6 +769,12 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     grad_norm = 0.0
     if history:
         stats = reduce_stats(history, denominator, tokens_in_passes)
+        # If the numbers of the model are finite and the loss is not, the loss function is to blame.
+        outputs = [stats.get(name, 0.0) for name in ("entropy", "critic_values")]
+        is_finite = np.isfinite(stats.get(f"{learner.name}_loss", 0.0))
+        is_sound = is_finite or not np.isfinite(outputs).all()
+        method = "token_loss" if learner.name == "policy" else "critic_loss"
+        check_result(cfg, method, is_sound, "finite numbers", "NaN or infinity")
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
         grad_norm = learner.apply_update(lr)

@@ -15,8 +15,8 @@ Deviations from Open-Reasoner-Zero (ORZ):
 
 A copy needs lib/common.py beside it, and samples only text models. Call `start_distributed`
 of that file first. A Sampler reads these fields of cfg: model, bf16, max_len, stop, packing,
-micro_rollout_batch_size, gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. A
-problem needs prompt_ids.
+micro_rollout_batch_size, gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. It
+calls sampler_settings and sampling_params of ppo.Recipe. A problem needs prompt_ids.
 """
 
 import contextlib
@@ -36,13 +36,20 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 # vLLM does not import flashinfer's sampler, which has no seed for each sample.
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.common import UserError, agree, gather, hash64, one_line, stop_together
+from lib.common import (
+    UserError,
+    agree,
+    check_result,
+    gather,
+    hash64,
+    one_line,
+    stop_together,
+)
 
 
 @dataclass(frozen=True)
@@ -104,15 +111,13 @@ def problems_of_step(problems, cfg, step) -> list:
     for position in range(start, start + cfg.rollout_batch_size):
         episode, place = divmod(position, len(problems))
         if episode not in orders:
-            orders[episode] = episode_order(problems, cfg, episode)
+            order = cfg.episode_order(problems, episode)
+            is_right = isinstance(order, list) and sorted(order) == list(range(len(problems)))
+            wanted = f"a list of the indices of all {len(problems)} problems"
+            check_result(cfg, "episode_order", is_right, wanted, order)
+            orders[episode] = order
         chosen.append(problems[orders[episode][place]])
     return chosen
-
-
-def episode_order(problems, cfg, episode) -> list[int]:
-    """The order of the problems in an episode, as indices. The order differs in each episode."""
-    rng = np.random.default_rng(hash64(cfg.seed, "order", episode))
-    return rng.permutation(len(problems)).tolist()
 
 
 class Sampler:
@@ -230,6 +235,9 @@ def sampling_params(request, cfg, stop_ids, with_logprobs):
     )
     # vLLM needs the text only to find stop strings. Without the text small models are faster.
     params.detokenize = bool(params.stop)
+    params = cfg.sampling_params(params, request)
+    is_right = isinstance(params, SamplingParams)
+    check_result(cfg, "sampling_params", is_right, "a SamplingParams", params)
     if with_logprobs:
         # 0 means the log-prob of the sampled token, and of no other token.
         params.logprobs = 0
@@ -272,6 +280,8 @@ def sampler_settings(cfg, is_gpu) -> dict:
         kv_cache_gb = cfg.kv_cache_gb or 1
     if kv_cache_gb:
         settings["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
+    settings = cfg.sampler_settings(settings)
+    check_result(cfg, "sampler_settings", isinstance(settings, dict), "a dict", settings)
     return settings
 
 
@@ -296,7 +306,7 @@ def special_ids(tokenizer, texts):
 
 
 class Rollout:
-    """The sampler, the grader and the signals of this rank. `draw` uses all three."""
+    """The sampler, the grader and the signals of this rank."""
 
     def __init__(self, task, signals, cfg):
         """task: a module like reward.py. signals: a Signals of lib/signals.py. Raises UserError."""
@@ -319,38 +329,33 @@ class Rollout:
             return False
         return self.signals.poll()
 
+    def draw(self, requests: list[Request], clock) -> list[Sample]:
+        """Returns a graded sample for each request, in the order of the requests. Raises Stopped.
 
-def draw_step(rollout, requests, problems, cfg, step, clock) -> list[Sample]:
-    """Draws the samples of a training step. problems, cfg and step are there for variants."""
-    return draw(rollout, requests, clock)
-
-
-def draw(rollout, requests: list[Request], clock) -> list[Sample]:
-    """Returns a graded sample for each request, in the order of the requests. Raises Stopped.
-
-    A collective: all ranks call it with the same requests, and get the same samples.
-    """
-    signals = rollout.signals
-    grader = rollout.grader
-    # Raises Stopped on all ranks if one of them was asked to stop.
-    agree(signals.poll())
-    lost_before = grader.lost
-    with clock("rollout"):
-        mine = draw_my_share(rollout, requests, clock)
-    with clock("reward"):
-        # `pending` waits for at most 0.5 s.
-        while grader.pending(0.5) and not signals.poll():
-            pass
-    with clock("gather"):
-        # This is the first collective of all ranks after sampling. Here they wait for the slowest.
+        A collective: all ranks call it with the same requests, and get the same samples.
+        """
+        signals = self.signals
+        grader = self.grader
+        # Raises Stopped on all ranks if one of them was asked to stop.
         agree(signals.poll())
-    with clock("results"), stop_together():
-        take_rewards(rollout, mine)
-    with clock("gather"):
-        # The number of checks without a verdict, of all ranks, in this call.
-        lost = sum(gather(grader.lost - lost_before))
-        clock.numbers["reward_lost"] += lost
-        return exchange(requests, mine)
+        lost_before = grader.lost
+        with clock("rollout"):
+            mine = draw_my_share(self, requests, clock)
+        with clock("reward"):
+            # `pending` waits for at most 0.5 s.
+            while grader.pending(0.5) and not signals.poll():
+                pass
+        with clock("gather"):
+            # This is the first collective of all ranks after sampling. Here they wait for the
+            # slowest.
+            agree(signals.poll())
+        with clock("results"), stop_together():
+            take_rewards(self, mine)
+        with clock("gather"):
+            # The number of checks without a verdict, of all ranks, in this call.
+            lost = sum(gather(grader.lost - lost_before))
+            clock.numbers["reward_lost"] += lost
+            return exchange(requests, mine)
 
 
 def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:

@@ -9,12 +9,11 @@ rank. A rank holds a shard of the policy and of the critic (DeepSpeed), and a sa
 Trainer and sampler take turns on the GPU. docs/walkthrough.md has a glossary.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lib.signals import Signals, follow_launcher, leave_on_signals
@@ -54,64 +53,50 @@ from lib.common import (
     stop_together,
     tell_once,
 )
+from lib.flags import flag, flags_of, take_variants
 from lib.report import RunLog, redirect_libraries
 
 # Without stop strings a base model answers and then invents the user's next question.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
-class NoVariants:
-    """Does nothing. With --variant an object of lib/variants.py stands in its place."""
-
-    hashes = []  # [name, hash of its text] of each variant
-    estimators = []  # names of estimators that variants add
-    added = {}  # {flag that a variant adds: its default}
-    memory = {}  # {name of a variant: its MEMORY}
-
-    def installed(self, modules):
-        return contextlib.nullcontext()
-
-    def do_nothing(self, *_):
-        pass
-
-    wrap_task = restore_memory = tell_start = tell_unreached = do_nothing
-
-
-# `train.py --help` prints the comment behind each field.
 @dataclass
-class Learning:
-    """Flags that decide what is learnt. A resume refuses other values. Defaults are ORZ's."""
+class Learning(ppo.Recipe):
+    """Flags that decide what is learnt, beside those of ppo.Recipe. A resume refuses other values.
+    Defaults are ORZ's."""
 
-    model: str | None = None  # A causal LM: a folder or a name on the hub. Default: the demo's.
-    template: str = "orz"  # orz, demo, plain, chat, chat?SWITCH=VALUE, or a text with {question}.
-    system: str | None = None  # The system message of --template chat.
-    answer_form: str = "orz"  # Where the answer stands: orz, boxed_anywhere, last_number, hashes.
-    task: str = "math"  # Problems and grader: math, a file of tasks/ without .py, or a .py path.
-    variant: list[str] = field(default_factory=list)  # Files of variants/ without .py, or paths.
-    seed: int = 42  # Each random choice depends on a hash of this seed and of its purpose.
-    # ---- sampling
-    rollout_batch_size: int = 128  # Problems in a step: a multiple of the number of ranks.
-    n_samples_per_prompt: int = 64  # Responses to each problem. Raise it if all of them are wrong.
-    temperature: float = 1.0  # The sampling temperature. The losses use it too.
-    top_p: float = 1.0  # Draw from the likeliest tokens whose probabilities add up to this number.
-    stop: list[str] = field(default_factory=ORZ_STOP.copy)  # Texts that end a response. "": none.
-    prompt_max_len: int = 2048  # Tokens. A problem with a longer prompt is left out.
-    generate_max_len: int = 8000  # The limit of a response, in tokens. max_len may lower it.
-    max_len: int = 8192  # The limit of prompt and response together, in tokens.
-    # ---- learning
-    estimator: str = "gae"  # How rewards become advantages. gae is PPO with a critic.
-    critic: str | None = None  # A folder with a critic. Default: --model with a new head.
-    gamma: float = 1.0  # The discount of gae, per token. Below 1 it favours short responses.
-    lambd: float = 1.0  # The lambda of gae. Below 1 late rewards count less: less noise, a bias.
-    critic_updates: int = (
-        12  # Updates of the critic in a step, each with an equal part of the samples.
+    model: str | None = flag(
+        None, "A causal LM: a folder or a name on the hub. Default: the demo's."
     )
-    actor_learning_rate: float = 1e-6  # The policy's rate. 1e-6 suits 0.5B to 32B parameters.
-    critic_learning_rate: float = 5e-6  # The critic's rate. It can be higher than the policy's.
-    warmup_updates: int = 50  # Updates in which each learning rate rises. 1: no rise.
-    value_clip: float = 0.2  # The critic's loss clips a value's change to this. 1e9: no clip.
-    max_norm: float = 1.0  # A gradient with a larger norm is scaled down to this norm. 0: never.
-    bf16: bool = True  # Train in bf16, with masters and gradient sums in fp32.
+    template: str = flag(
+        "orz", "orz, demo, plain, chat, chat?SWITCH=VALUE, or a text with {question}."
+    )
+    system: str | None = flag(None, "The system message of --template chat.")
+    answer_form: str = flag(
+        "orz", "Where the answer stands: orz, boxed_anywhere, last_number, hashes."
+    )
+    task: str = flag(
+        "math", "Problems and grader: math, a file of tasks/ without .py, or a .py path."
+    )
+    variant: list[str] = flag([], "Files of variants/ without .py, or paths.")
+    # ---- sampling
+    rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
+    n_samples_per_prompt: int = flag(
+        64, "Responses to each problem. Raise it if all of them are wrong."
+    )
+    top_p: float = flag(
+        1.0, "Draw from the likeliest tokens whose probabilities add up to this number."
+    )
+    stop: list[str] = flag(ORZ_STOP, 'Texts that end a response. "": none.')
+    prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.")
+    generate_max_len: int = flag(8000, "The limit of a response, in tokens. max_len may lower it.")
+    max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
+    # ---- learning
+    critic: str | None = flag(None, "A folder with a critic. Default: --model with a new head.")
+    max_norm: float = flag(
+        1.0, "A gradient with a larger norm is scaled down to this norm. 0: never."
+    )
+    bf16: bool = flag(True, "Train in bf16, with masters and gradient sums in fp32.")
 
 
 @dataclass
@@ -122,39 +107,70 @@ class Config(Learning):
     problems must stay the same. Another --zero_stage needs `tools/convert.py reshard`.
     """
 
-    data: list[str] = field(default_factory=list)  # Files, FILE?columns=A,B, or data sets.
-    run_dir: str = "out/run"  # The folder of the run. All machines must share it.
-    resume: str = "auto"  # auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.
+    data: list[str] = flag([], "Files, FILE?columns=A,B, or data sets.")
+    run_dir: str = flag("out/run", "The folder of the run. All machines must share it.")
+    resume: str = flag("auto", "auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.")
     # ---- when
-    num_episodes: int = 20  # An episode is one pass over all problems.
-    max_steps: int | None = None  # Stop after this step, if --num_episodes has more steps.
-    save_interval: int = 50  # Steps between checkpoints. 0: save only the last step.
-    keep_last: int = 2  # The number of newest checkpoints to keep. 0: keep all.
-    eval_data: list[str] = field(default_factory=list)  # Files or data sets of held-out problems.
-    eval_interval: int = 10  # Steps between evaluations. 0: only before the run and at its end.
-    eval_n: int = 1  # Samples of each problem in an evaluation. ORZ's paper has 16.
-    eval_temperature: float | None = None  # In evaluations. Default: --temperature. 0: greedy.
-    eval_top_p: float | None = None  # In evaluations. Default: --top_p.
+    num_episodes: int = flag(20, "An episode is one pass over all problems.")
+    max_steps: int | None = flag(None, "Stop after this step, if --num_episodes has more steps.")
+    save_interval: int = flag(50, "Steps between checkpoints. 0: save only the last step.")
+    keep_last: int = flag(2, "The number of newest checkpoints to keep. 0: keep all.")
+    eval_data: list[str] = flag([], "Files or data sets of held-out problems.")
+    eval_interval: int = flag(
+        10, "Steps between evaluations. 0: only before the run and at its end."
+    )
+    eval_n: int = flag(1, "Samples of each problem in an evaluation. ORZ's paper has 16.")
+    eval_temperature: float | None = flag(
+        None, "In evaluations. Default: --temperature. 0: greedy."
+    )
+    eval_top_p: float | None = flag(None, "In evaluations. Default: --top_p.")
     # ---- what is written down
-    log_with: str = "none"  # Curves elsewhere: tensorboard, or wandb (log in to it before).
-    log_samples: int = 256  # Training samples of a step in samples.jsonl. 0: all.
-    log_tokens: int = 16  # Samples of a step that are written token by token, in whole groups.
+    log_with: str = flag("none", "Curves elsewhere: tensorboard, or wandb (log in to it before).")
+    log_samples: int = flag(256, "Training samples of a step in samples.jsonl. 0: all.")
+    log_tokens: int = flag(
+        16, "Samples of a step that are written token by token, in whole groups."
+    )
     # ---- where and how fast
-    zero_stage: int = 3  # What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing.
-    offload: str = "none"  # optimizer: its states stay in CPU memory. Updates are slower then.
-    packing: str = "auto"  # packed: several samples a row. alone: one. auto: as the family allows.
-    packing_max_len: int = 16384  # Length of a row of packed samples, in tokens. At least max_len.
-    micro_train_batch_size: int = 1  # Rows in a forward pass. Raise it for short rows.
-    gradient_checkpointing: bool = True  # Saves most activation memory, costs a third more compute.
-    attention: str = "auto"  # auto: varlen on a GPU with --bf16 true, else sdpa. Gemma 2: eager.
-    micro_rollout_batch_size: int = 256  # Samples drawn at the same time. More need more memory.
-    tensor_parallel: int = 1  # Ranks that share one sampler. Raise it for large models.
-    gpu_memory_utilization: float = 0.5  # The sampler's share of a GPU while it is awake.
-    kv_cache_gb: float | None = None  # GiB of KV cache. Default: the rest of the share; CPU: 1.
-    enforce_eager: bool = False  # Run the sampler without CUDA graphs: slower, less memory.
+    zero_stage: int = flag(
+        3, "What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing."
+    )
+    offload: str = flag(
+        "none", "optimizer: its states stay in CPU memory. Updates are slower then."
+    )
+    packing: str = flag(
+        "auto", "packed: several samples a row. alone: one. auto: as the family allows."
+    )
+    packing_max_len: int = flag(
+        16384, "Length of a row of packed samples, in tokens. At least max_len."
+    )
+    micro_train_batch_size: int = flag(1, "Rows in a forward pass. Raise it for short rows.")
+    gradient_checkpointing: bool = flag(
+        True, "Saves most activation memory, costs a third more compute."
+    )
+    attention: str = flag(
+        "auto", "auto: varlen on a GPU with --bf16 true, else sdpa. Gemma 2: eager."
+    )
+    micro_rollout_batch_size: int = flag(
+        256, "Samples drawn at the same time. More need more memory."
+    )
+    tensor_parallel: int = flag(1, "Ranks that share one sampler. Raise it for large models.")
+    gpu_memory_utilization: float = flag(0.5, "The sampler's share of a GPU while it is awake.")
+    kv_cache_gb: float | None = flag(
+        None, "GiB of KV cache. Default: the rest of the share; CPU: 1."
+    )
+    enforce_eager: bool = flag(False, "Run the sampler without CUDA graphs: slower, less memory.")
 
-    # `variants` has no type, so it is no flag. With --variant it is an object of lib/variants.py.
-    variants = NoVariants()
+    texts = {}  # {name of a variant: its text}. lib/variants.py sets it.
+
+    @property
+    def hashes(self) -> list:
+        """[name, hash of its text] of each variant, in the order of --variant."""
+        return [[name, f"{hash64(text):016x}"] for name, text in self.texts.items()]
+
+    def check(self, world):
+        # A variant checks the flags that it adds.
+        check.check_config(self, world, [field.name for field in dataclasses.fields(Config)])
+        super().check(world)
 
 
 def parse_flags(argv):
@@ -163,21 +179,19 @@ def parse_flags(argv):
     Raises UserError for an unknown flag, a value of the wrong type, or a wrong variant.
     """
     flags_class = Config
-    variant_names = []
-    if "--variant" in [word.partition("=")[0] for word in argv]:
+    variant_names, argv = take_variants(argv)
+    if variant_names:
         from lib import variants
 
-        variant_names, argv = variants.take_words(argv)
-        flags_class = variants.Variants(variant_names).extend(Config)
+        flags_class = variants.extend(Config, variant_names)
     parser = HfArgumentParser(flags_class, allow_abbrev=False)
     # The parser calls `error` for a wrong value. Its own `error` would print all flags and exit.
     parser.error = refuse_flag
     if wants_help(argv):
-        from lib.advice import add_help
+        from lib.advice import finish_help
 
         # The parser prints the help, and exits, in the next statement.
-        estimators = [*ppo.ESTIMATORS, *flags_class.variants.estimators]
-        add_help(parser, flags_class, check.CHOICES | {"estimator": estimators})
+        finish_help(parser, check.CHOICES | {"estimator": flags_class.estimators})
     cfg, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
@@ -185,7 +199,7 @@ def parse_flags(argv):
     if unknown:
         from lib.advice import explain_unknown
 
-        raise UserError(explain_unknown(unknown[0], vars(cfg)))
+        raise UserError(explain_unknown(unknown[0], flags_of(cfg)))
     # `--stop ""` means no stop string.
     cfg.stop = [text for text in cfg.stop if text]
     check.require(cfg.run_dir, "--run_dir: name a folder")
@@ -203,11 +217,6 @@ def wants_help(argv):
 
 def refuse_flag(message):
     raise UserError(f"{message}; `python train.py --help` explains each flag")
-
-
-def modules_to_wrap():
-    """The modules whose functions a variant can wrap. It can wrap the task's functions too."""
-    return [sys.modules[__name__], rollout_stage, ppo, ckpt, models, metrics, check]
 
 
 def find_inputs(cfg):
@@ -342,7 +351,6 @@ def find_task(cfg):
         ) from error
     for name in ("load_problems", "Grader", "text_metrics"):
         check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
-    cfg.variants.wrap_task(task, modules_to_wrap())
     # For a task without ANSWER_FORMS, --answer_form must stay at its default.
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
     check.require(
@@ -377,7 +385,7 @@ def check_sampler(sampler, policy, problems, cfg):
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
-    limits = allowed_gap(cfg, sampler.gpu)
+    limits = cfg.allowed_gap(*allowed_gap(cfg, sampler.gpu))
 
     def find_gap(policy, cfg):
         """The two means. Are both small enough?"""
@@ -419,7 +427,7 @@ def evaluate(rollout, eval_sets, step, log):
         )
         clock = metrics.Clock(step)
         with stop_together():
-            log.evaluation(name, rollout_stage.draw(rollout, requests, clock), step)
+            log.evaluation(name, rollout.draw(requests, clock), step)
         # `draw` has counted the checks without a verdict.
         lost = clock.numbers["reward_lost"]
         if lost:
@@ -439,7 +447,7 @@ def open_run_dir(cfg):
     run_dir = Path(cfg.run_dir).absolute()
     is_own = Path(cfg.model).absolute() == run_dir / "policy"
     check.require(not is_own, f"--model {cfg.model} is in --run_dir; choose another --run_dir")
-    has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
+    has_critic = cfg.estimators[cfg.estimator].needs_critic
     checkpoint_count = len(ckpt.checkpoints(run_dir))
     lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, checkpoint_count))
     redirect_libraries(run_dir / "run.log")
@@ -473,14 +481,15 @@ def main(cfg, world, device, store):
     problems = prepare_problems(task, cfg.data, cfg, tokenizer)
     eval_sets = prepare_eval_sets(task, cfg, tokenizer)
     total_steps = count_steps(cfg, len(problems))
-    check.warn(cfg, ppo.ESTIMATORS[cfg.estimator], problems, eval_sets)
+    check.warn(cfg, problems, eval_sets)
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
-    new = ckpt.RunState(0, total_steps, world, vars(cfg), problems_hash(problems))
-    new.variants = cfg.variants.hashes
+    new = ckpt.RunState(0, total_steps, world, flags_of(cfg), problems_hash(problems))
+    new.variants = cfg.hashes
     # The flags that a resumed run must keep. A checkpoint that is older than a flag was made with
     # that flag's default.
-    fixed = vars(Learning()) | cfg.variants.added
+    fixed = flags_of(type(cfg)()) | flags_of(Learning())
+    fixed = {name: x for name, x in fixed.items() if name not in Config.__annotations__}
     # ckpt.py compares the variants' texts instead of their paths, because a file may move.
     del fixed["variant"]
     source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed)
@@ -495,14 +504,14 @@ def main(cfg, world, device, store):
     rollout = rollout_stage.Rollout(task, signals, cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
-    critic = models.make_critic(cfg) if ppo.ESTIMATORS[cfg.estimator].needs_critic else None
+    critic = models.make_critic(cfg) if cfg.estimators[cfg.estimator].needs_critic else None
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
     # Each checkpoint has the tokenizer and the config in the Hugging Face form.
     hf = [tokenizer, policy.module.model.config]
     ckpt.resume(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
-    cfg.variants.restore_memory(state.memory)
+    cfg.memory.update(state.memory)
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer)
     log.start(state, gap)
@@ -523,7 +532,7 @@ def main(cfg, world, device, store):
                 requests = rollout_stage.requests_of_step(problems, cfg, step)
 
                 # 2. Rollout, 3. reward: each sample is graded as soon as it ends.
-                samples = rollout_stage.draw_step(rollout, requests, problems, cfg, step, clock)
+                samples = cfg.draw_step(rollout, requests, problems, step, clock)
 
                 # 4. Batch: all samples, the same on every rank. The sampler leaves the GPU.
                 rollout.sampler.sleep()
@@ -531,18 +540,18 @@ def main(cfg, world, device, store):
 
             # 5. Values V(s_t), from the critic before its update.
             with clock("values"):
-                ppo.token_passes(policy, critic, batch, cfg, step)
+                cfg.token_passes(policy, critic, batch, step)
 
-            # 6. Advantages, by one of ppo.ESTIMATORS. HACK HERE.
+            # 6. Advantages, by one of ppo.ESTIMATORS.
             with stop_together(), clock("advantage"):
                 stats = ppo.compute_advantages(batch, cfg)
 
             # 7. Learn: the critic in several updates, then the policy in one.
             with clock("critic"):
                 if critic:
-                    stats |= ppo.train_critic(critic, batch, cfg, step)
+                    stats |= cfg.train_critic(critic, batch, step)
             with clock("policy"):
-                stats |= ppo.train_policy(policy, batch, cfg, step, total_steps)
+                stats |= cfg.train_policy(policy, batch, step, total_steps)
 
             # 8. Sync: the sampler wakes up and gets the new weights.
             with clock("sync"):
@@ -550,7 +559,7 @@ def main(cfg, world, device, store):
 
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)
-            state.finish_step(run_dir, cfg.variants.memory)
+            state.finish_step(run_dir, cfg.memory)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
@@ -586,11 +595,10 @@ def run(argv):
             cfg = parse_flags([*demo_flags(cfg), *argv])
         # The ranks' flags must be the same. --run_dir may differ, because two machines may mount
         # the folder at two places. Variants are compared by their texts and not by their paths.
-        values = {f"--{name}": value for name, value in vars(cfg).items()}
-        check.require_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
-        with cfg.variants.installed(modules_to_wrap()):
-            check.check_config(cfg, world, ppo.ESTIMATORS)
-            main(cfg, world, device, store)
+        values = {f"--{name}": value for name, value in flags_of(cfg).items()}
+        check.require_same(values | {"--run_dir": None, "--variant": cfg.hashes})
+        cfg.check(world)
+        main(cfg, world, device, store)
     except UserError as error:
         tell_once(store, f"error: {error}")
         return 2

@@ -11,7 +11,6 @@ learn too little for what the text says.
 import sys
 from math import comb
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -56,8 +55,8 @@ def make_batch(rewards, problems, values=None):
 
 def advantages_of(estimator, batch, lambd=1.0):
     """(N, 12), before whitening."""
-    cfg = SimpleNamespace(estimator=estimator, gamma=1.0, lambd=lambd)
-    return ppo.raw_advantages(batch, cfg).reshape(-1, TOKENS)
+    recipe = ppo.Recipe(estimator=estimator, lambd=lambd)
+    return recipe.raw_advantages(batch).reshape(-1, TOKENS)
 
 
 def gradient(logits, tokens, problems, advantages):

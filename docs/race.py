@@ -73,12 +73,11 @@ def write_plan(setting: lab.Setting) -> Path:
     """Writes the entry as a plan of its own, with the flags of the race."""
     folder = OUT / "plans"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in setting.variants.items():
-        (folder / f"{name}.py").write_text(text)
-    variants = "".join(f" {name}.py +" for name in setting.variants)
+    variants = "".join(f" + {shlex.quote(str(path))}" for path in setting.variants.values())
     flags = shlex.join(["--max_steps", str(MOST_STEPS), *setting.flags, *shlex.split(FIXED)])
     plan = folder / f"{setting.name}.txt"
-    plan.write_text(f"{setting.name}:{variants} drawn_tokens + {flags}\n")
+    # drawn_tokens must come first, because later variants may throw samples away.
+    plan.write_text(f"{setting.name}: drawn_tokens{variants} + {flags}\n")
     return plan
 
 

@@ -1,13 +1,11 @@
 """The text of --help, and messages that a run seldom needs.
 
-The advice on a flag is the comment behind its field in Config, or in the Flags of a variant.
-train.py loads this file for --help, with --variant, and before it prints one of these messages.
+train.py loads this file for --help, and before it prints one of these messages.
 """
 
 import argparse
 import dataclasses
 import difflib
-import inspect
 import json
 import os
 import re
@@ -22,36 +20,17 @@ from lib.common import UserError, one_line, print0
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
 
-def flag_comments(config) -> dict[str, str]:
-    """The comment behind each field of a dataclass."""
-    found = {}
-    # Base classes come first, so a class overrides the comments of its bases. [:-1] leaves out
-    # `object`.
-    for owner in reversed(config.__mro__[:-1]):
-        text = inspect.getsource(inspect.getmodule(owner))
-        body = re.search(rf"^class {owner.__name__}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
-        # A long field goes on in lines that are indented by eight.
-        pattern = r"^    (\w+): [^\n#]*(?:\n {8}[^\n#]*)*  # (.+)$"
-        # The class that lib/variants.py makes has no text.
-        if body:
-            found.update(re.findall(pattern, body[0], re.MULTILINE))
-    return found
-
-
-def add_help(parser, config, choices):
-    """Adds the advice to an HfArgumentParser of `config`. choices: {flag: its values}."""
+def finish_help(parser, choices):
+    """Shortens the help of an HfArgumentParser. choices: {flag: its values}."""
     parser.usage = "python train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
-    texts = flag_comments(config)
     for action in parser._actions:
-        name = action.dest
-        if name in texts:
-            action.metavar = "VALUE"
-            action.help = texts[name].replace("%", "%%")
-            if name in choices:
-                action.help += f" Choose {', '.join(map(str, choices[name]))}."
+        if action.dest in choices:
+            action.help += f" Choose {', '.join(map(str, choices[action.dest]))}."
         # The help leaves out other spellings: --max-len for --max_len, --no_bf16 for --bf16 false.
         # The parser still accepts these spellings.
         action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
+        if action.dest != "help":
+            action.metavar = "VALUE"
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
 

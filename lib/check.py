@@ -47,20 +47,20 @@ def require_all(cfg, table):
         require(holds, f"--{name} {getattr(cfg, name)}: {advice}")
 
 
-def check_config(cfg, world, estimators):
-    """Raises UserError for the first wrong flag. estimators: ppo.ESTIMATORS."""
-    for name, allowed in {**CHOICES, "estimator": estimators}.items():
+def check_config(cfg, world, names):
+    """Raises UserError for the first wrong flag of these names: those of train.Config."""
+    for name, allowed in {**CHOICES, "estimator": cfg.estimators}.items():
         advice = f"choose {' or '.join(map(str, allowed))}"
         require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
-    for name, value in vars(cfg).items():
+    for name in names:
+        value = getattr(cfg, name)
         least = 1 if name in COUNTS else 0
-        # A variant checks its own flags.
-        if type(value) in (int, float) and name not in cfg.variants.added:
+        if type(value) in (int, float):
             # Infinite numbers are refused, and NaN, because each comparison with NaN is false.
             advice = f"must be a number, at least {least}"
             require_all(cfg, {name: (least <= value < 2**63, advice)})
     check_batch(cfg, world)
-    check_estimator(cfg, estimators[cfg.estimator])
+    check_estimator(cfg)
     check_sampling(cfg)
     check_hardware(cfg, world)
 
@@ -84,18 +84,17 @@ def check_batch(cfg, world):
     require_all(cfg, table)
 
 
-def check_estimator(cfg, estimator):
-    """estimator: an entry of ppo.ESTIMATORS."""
-    check_samples(cfg, estimator, "n_samples_per_prompt")
-    is_right = not cfg.critic or estimator.needs_critic
+def check_estimator(cfg):
+    check_samples(cfg, "n_samples_per_prompt")
+    is_right = not cfg.critic or cfg.estimators[cfg.estimator].needs_critic
     require_all(cfg, {"critic": (is_right, f"--estimator {cfg.estimator} has no critic")})
     for name in ("gamma", "lambd"):
         require_all(cfg, {name: (getattr(cfg, name) <= 1, "choose 0 to 1")})
 
 
-def check_samples(cfg, estimator, flag):
+def check_samples(cfg, flag):
     """Is the value of this flag enough samples for the estimator? Variants call this too."""
-    least = estimator.least_samples
+    least = cfg.estimators[cfg.estimator].least_samples
     advice = f"--estimator {cfg.estimator} compares samples of a problem: use at least {least}"
     require_all(cfg, {flag: (getattr(cfg, flag) >= least, advice)})
 
@@ -147,8 +146,8 @@ def check_hardware(cfg, world):
     require(cfg.data, "--data: name at least one file of training problems")
 
 
-def warn(cfg, estimator, problems, eval_sets):
-    """Prints warnings of settings that are allowed but rarely meant. estimator: of ESTIMATORS."""
+def warn(cfg, problems, eval_sets):
+    """Prints warnings of settings that are allowed but rarely meant."""
     labels = {problem.question: problem.label for problem in problems}
     doubtful = [x.question for x in problems if x.label != labels[x.question]]
     if doubtful:
@@ -161,7 +160,7 @@ def warn(cfg, estimator, problems, eval_sets):
         known = sum(problem.question in labels for problem in held_out)
         if known:
             print0(f"WARNING: {known} of {len(held_out)} problems of {name} are also in --data")
-    if not estimator.needs_critic:
+    if not cfg.estimators[cfg.estimator].needs_critic:
         from lib.advice import tell_idle_flags
 
         tell_idle_flags(cfg)

@@ -122,6 +122,22 @@ def agree(is_asked, fault=None):
         raise Stopped(faults[0] if faults else None)
 
 
+def check_result(cfg, method, holds, wanted, found):
+    """Raises UserError if a method of the recipe has returned what the run cannot use.
+
+    cfg: a ppo.Recipe. method: the name. holds: is the result right? wanted, found: what the method
+    should return, and its result or a description. The error names the class of the method.
+    """
+    if holds:
+        return
+    owner = next((x.__name__ + "." for x in type(cfg).__mro__ if method in vars(x)), "")
+    if isinstance(found, torch.Tensor):
+        found = f"a tensor {tuple(found.shape)}"
+    elif not isinstance(found, str):
+        found = f"{found!r:.99} ({type(found).__name__})"
+    raise UserError(f"{owner}{method} must return {wanted}, and returned {one_line(found)}")
+
+
 def tell_once(store, text):
     """Prints an error that several ranks may have. The first rank that comes prints it.
 
@@ -148,10 +164,19 @@ def describe_error(error):
     # lib/report.py sends file descriptor 2 to run.log, and makes a new sys.stderr for the screen.
     # sys.__stderr__ still writes to descriptor 2.
     traceback.print_exception(error, file=sys.__stderr__)
+    return name_error(error)
+
+
+def name_error(error):
+    """An error's class, text and place."""
+    text = f"{type(error).__name__}: {one_line(error)}"
     # The last line of our code or of the user's, and not of a library that it has called.
     places = traceback.extract_tb(error.__traceback__)
-    place = ([x for x in places if "/lib/python3" not in x.filename] or places)[-1]
-    return f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
+    own = [x for x in places if "/lib/python3" not in x.filename and x.filename[0] != "<"]
+    place = (own or places)[-1]
+    # The text of a SyntaxError has its place.
+    is_syntax = isinstance(error, SyntaxError)
+    return text if is_syntax else f"{text} ({place.filename}, line {place.lineno})"
 
 
 # ---- the process group ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lib.common import UserError, gather, print0, raise_together
+from lib.flags import kept_files
 
 TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 
@@ -48,7 +49,7 @@ def flags_of(old: dict, cfg) -> list[str]:
     for field in dataclasses.fields(cfg):
         has_value = field.default is not dataclasses.MISSING
         defaults[field.name] = field.default if has_value else field.default_factory()
-    files = [f"{cfg.run_dir}/variants/{name}.py" for name, _ in old.get("variants", [])]
+    files = kept_files(cfg.run_dir, old.get("variants", []))
     # A run that began with --resume none must not begin again.
     left_out = ("world", "variants", "versions", "resume")
     flags = {name: old[name] for name in old if name not in left_out}

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from lib import check
-from lib.common import UserError
+from lib.common import UserError, check_result
 from lib.head import ChunkedHead
 
 BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
@@ -102,7 +102,7 @@ def engine_config(cfg, stage, largest=0):
     }
     if cfg.offload == "optimizer" and stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    return {
+    settings = {
         # DeepSpeed requires this number. It has no effect: `update` divides by token counts.
         "train_micro_batch_size_per_gpu": 1,
         # Without this setting DeepSpeed clips at 1.0.
@@ -117,10 +117,9 @@ def engine_config(cfg, stage, largest=0):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-
-
-def training_dtype(cfg):
-    return torch.bfloat16 if cfg.bf16 else torch.float32
+    settings = cfg.engine_settings(settings)
+    check_result(cfg, "engine_settings", isinstance(settings, dict), "a dict", settings)
+    return settings
 
 
 def load_model(cfg, auto_class, folder=None):
@@ -138,7 +137,7 @@ def load_model(cfg, auto_class, folder=None):
         from lib import families
 
         load = functools.partial(families.load, auto_class)
-    dtype = training_dtype(cfg)
+    dtype = cfg.training_dtype(torch.bfloat16 if cfg.bf16 else torch.float32)
     model, report = load(
         source, dtype=dtype, attn_implementation=cfg.attention, output_loading_info=True
     )
@@ -179,6 +178,7 @@ class Learner:
         # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (lib/report.py).
         with contextlib.redirect_stdout(sys.__stdout__):
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        self.cfg = cfg
         self.deepspeed = engine
         self.name = name
         self.module = engine.module
@@ -211,7 +211,7 @@ def make_optimizer(parameters, lr):
 
 
 def optimizer_step(learner, lr):
-    """Makes one update. Returns the gradient's norm before clipping. A variant can wrap it.
+    """Makes one update. Returns the gradient's norm before clipping, or 0 if fp16 overflows.
 
     If the norm is not finite, no weight is changed, and all ranks raise FloatingPointError.
     """
@@ -227,19 +227,20 @@ def optimizer_step(learner, lr):
     else:
         engine.step()
         norm = float(engine.get_global_grad_norm())
+    if engine.fp16_enabled() and engine.skipped_steps > skipped:
+        # DeepSpeed multiplies the loss by a factor in fp16. It was too large, and is halved now.
+        # If it is 1 already, DeepSpeed raises an error.
+        return 0.0
     # After a NaN, ZeRO 1 to 3 skip the update without an error.
     if engine.skipped_steps > skipped or not math.isfinite(norm):
         raise FloatingPointError(f"{learner.name}: the gradient is not finite, its norm is {norm}")
     return norm
 
 
-def policy_model(cfg):
-    """The causal LM that is trained."""
-    return load_model(cfg, AutoModelForCausalLM)
-
-
 def make_policy(cfg) -> Learner:
-    return Learner("policy", Policy(policy_model(cfg)), cfg, cfg.actor_learning_rate)
+    model = cfg.policy_model(load_model(cfg, AutoModelForCausalLM))
+    check_result(cfg, "policy_model", isinstance(model, nn.Module), "a causal LM", model)
+    return Learner("policy", Policy(model), cfg, cfg.actor_learning_rate)
 
 
 def make_critic(cfg) -> Learner:
@@ -258,6 +259,13 @@ def named_weights(learner):
     Copy a tensor to keep it. A tied head is yielded too: without it vLLM on a CPU keeps the old
     head.
     """
+    pairs = learner.cfg.named_weights(learner, gather_weights(learner))
+    is_right = hasattr(pairs, "__iter__")
+    check_result(learner.cfg, "named_weights", is_right, "(name, tensor) pairs", pairs)
+    return pairs
+
+
+def gather_weights(learner):
     named = list(learner.module.named_parameters())
     model = learner.module.model
     if hasattr(model, "saved_buffers"):

@@ -10,6 +10,7 @@ Rank 0 writes these files:
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -22,6 +23,8 @@ import torch.distributed as dist
 import transformers
 
 from lib import metrics
+from lib.common import check_result
+from lib.flags import flags_of
 
 
 def redirect_libraries(path):
@@ -82,13 +85,31 @@ class RunLog:
         # result.json means that a run is complete. This run is not complete now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
         facts = {"world": state.world, "variants": state.variants, "versions": versions()}
-        self.write("config.json", vars(cfg) | facts)
-        cfg.variants.tell_start(self.run_dir)
+        self.write("config.json", flags_of(cfg) | facts)
+        self.keep_variants()
         print(
             f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
             f"{state.world} rank(s), {gap}; from step {state.step}, ready after "
             f"{metrics.since_start():.0f} s"
         )
+
+    def keep_variants(self):
+        """Copies the texts of the variants, which a resume compares. Prints their method order and
+        the new defaults."""
+        if not self.cfg.texts:
+            return
+        folder = self.run_dir / "variants"
+        folder.mkdir(exist_ok=True)
+        for name, text in self.cfg.texts.items():
+            (folder / f"{name}.py").write_text(text, encoding="utf-8")
+        core = type(self.cfg).__bases__[-1]
+        order = type(self.cfg).__mro__
+        names = [variant.__name__ for variant in order[1 : order.index(core)]]
+        print("variants:", *names, "(a call of super() goes from left to right)")
+        for field in dataclasses.fields(core):
+            value = type(self.cfg).__dataclass_fields__[field.name].default
+            if value != field.default:
+                print(f"variants: the default of --{field.name} is {value}")
 
     def write(self, name, value):
         """Writes a whole JSON file, or nothing: a part of result.json would look like the whole."""
@@ -117,11 +138,12 @@ class RunLog:
             return
         line = {"step": step} | metrics.of_samples(samples, batch)
         line |= learned | clock.numbers | metrics.of_time(clock, sum(batch.sample_lengths))
+        line = self.cfg.metrics(line, samples, batch)
+        check_result(self.cfg, "metrics", isinstance(line, dict), "a dict", line)
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         if self.tracker:
             self.tracker.add(line, step)
-        self.cfg.variants.tell_unreached(learned)
         if step == 1 and not (line["answered"] or line["reward"]):
             from lib.advice import no_answers
 

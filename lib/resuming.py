@@ -8,6 +8,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from lib.common import print0
+from lib.flags import kept_files
 
 
 def find_misfit(path, run_dir, saved, new, fixed, needs_reshard):
@@ -28,7 +29,7 @@ def find_misfit(path, run_dir, saved, new, fixed, needs_reshard):
             "--model NEW/policy (and --critic NEW/critic, with a critic)"
         )
     if saved.variants != new.variants:
-        texts = [f"{path.parent}/variants/{name}.py" for name, _ in saved.variants]
+        texts = kept_files(path.parent, saved.variants)
         return (
             "was made with other variants, in another order, or with another text in one; use "
             f"--variant {' '.join(texts) or 'none'}"

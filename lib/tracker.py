@@ -5,6 +5,8 @@ import sys
 
 from torch.utils.tensorboard import SummaryWriter
 
+from lib.flags import flags_of
+
 # The first word of a number's name decides its group: seconds_critic belongs to time.
 GROUPS = {
     "reward": "reward paid pass answered return advantage",
@@ -36,7 +38,7 @@ class Tracker:
             import wandb
 
             self.wandb = wandb
-            options = {"config": vars(cfg), "sync_tensorboard": True}
+            options = {"config": flags_of(cfg), "sync_tensorboard": True}
             wandb.init(project="nanoorz", name=run_dir.name, dir=run_dir, **options)
         self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 

@@ -138,14 +138,14 @@ def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool, lear
     for parameter in module.parameters():
         # DeepSpeed takes the gradient at once.
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    compute_loss = ppo.policy_loss if has_head else ppo.critic_loss
     cfg = make_config(bf16=True)
+    compute_loss = cfg.policy_loss if has_head else cfg.critic_loss
     # The chunk of a GPU.
     chunk = mock.patch.object(ChunkedHead, "chunk_size", lambda head, _: 2**27 // head.out_features)
     with chunk, Tracker([*module.parameters(), *module.buffers()]) as tracker:
         for length in row_lengths:
             if learns:
-                loss, _ = compute_loss(module, batch, micro_batch(length), cfg)
+                loss, _ = compute_loss(module, batch, micro_batch(length))
                 loss.backward()
             else:
                 with torch.no_grad():

@@ -93,8 +93,7 @@ def scales(model) -> float:
 def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
     check.fill_in(cfg)
-    with cfg.variants.installed(train.modules_to_wrap()):
-        return measure_sampler(cfg)
+    return measure_sampler(cfg)
 
 
 def measure_sampler(cfg) -> dict:
@@ -159,7 +158,7 @@ def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in policy.parameters()]
     tokens = int(batch.response_lengths.sum())
     for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg):
-        loss, _ = ppo.policy_loss(policy, batch, micro, cfg)
+        loss, _ = cfg.policy_loss(policy, batch, micro)
         (loss / tokens).backward()
         for total, parameter in zip(sums, policy.parameters()):
             total += parameter.grad.float()
@@ -204,14 +203,14 @@ def find_of_step(model: str, row_len: str) -> dict:
 
 
 def steps_of(learner, batch, cfg, start, expected) -> dict:
-    found = ppo.train_policy(learner, batch, cfg, step=0, total_steps=1)
+    found = cfg.train_policy(learner, batch, step=0, total_steps=1)
     after = masters(learner)
     found["distance"] = distance(after - start, expected - start)
     found["sums"] = str(learner.deepspeed.optimizer.gradient_accumulation_dtype)
     batch = copy.deepcopy(batch)
     batch.per_token["advantages"][3] = float("nan")
     try:
-        ppo.update(learner, ppo.policy_loss, batch, batch.all_indices(), 1e-3, cfg)
+        ppo.update(learner, cfg.policy_loss, batch, batch.all_indices(), 1e-3, cfg)
     except FloatingPointError:
         found["unchanged by NaN"] = torch.equal(masters(learner), after)
     return found

@@ -26,7 +26,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import ppo
-import train
 from lib import common, models
 from lib.common import gather
 
@@ -155,9 +154,10 @@ def cell_step(cfg, spec) -> dict:
     calls = []
     for layer in (policy.module.model.base_model.layers[0], critic.module.model.layers[0]):
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    cfg.token_passes(policy, None, batch, spec["step"])
     ppo.compute_advantages(batch, cfg)
-    result["stats"] = ppo.train_critic(critic, batch, cfg, spec["step"])
-    result["stats"] |= ppo.train_policy(policy, batch, cfg, spec["step"], total_steps=99)
+    result["stats"] = cfg.train_critic(critic, batch, spec["step"])
+    result["stats"] |= cfg.train_policy(policy, batch, spec["step"], total_steps=99)
     return result | {"critic": weights(critic), "policy": weights(policy), "calls": len(calls)}
 
 
@@ -167,20 +167,20 @@ def cell_flat(cfg, spec) -> dict:
     result = {"start": weights(policy)}
     healthy = make_batch("half flat")
     ppo.compute_advantages(healthy, cfg)
-    ppo.train_policy(policy, healthy, cfg, step=0, total_steps=2)
+    cfg.train_policy(policy, healthy, step=0, total_steps=2)
     result["before"] = weights(policy)
     flat = make_batch("flat")
     ppo.compute_advantages(flat, cfg)
-    result["stats"] = ppo.train_policy(policy, flat, cfg, step=1, total_steps=2)
+    result["stats"] = cfg.train_policy(policy, flat, step=1, total_steps=2)
     # An empty list of samples does not mean all samples, though there are some to learn from.
-    result["no_samples"] = ppo.update(policy, ppo.policy_loss, healthy, [], 1e-3, cfg)
+    result["no_samples"] = ppo.update(policy, cfg.policy_loss, healthy, [], 1e-3, cfg)
     return result | {"after": weights(policy), "steps": policy.deepspeed.global_steps}
 
 
 def cell_nonfinite(cfg, spec) -> dict:
     """A NaN loss, NaN ratio or inf gradient in one micro-batch of one rank only."""
     batch = make_batch()
-    original_loss = getattr(ppo, f"{spec['model']}_loss")
+    original_loss = getattr(cfg, f"{spec['model']}_loss")
     engine = getattr(models, f"make_{spec['model']}")(cfg)
     before = weights(engine)
     ppo.compute_advantages(batch, cfg)
@@ -203,7 +203,7 @@ def cell_nonfinite(cfg, spec) -> dict:
     raised = ""
     try:
         ppo.update(engine, loss_fn, batch, batch.all_indices(), LR, cfg)
-    except FloatingPointError as error:
+    except (FloatingPointError, common.UserError) as error:
         raised = str(error)
     unchanged = all(map(torch.equal, before.values(), weights(engine).values()))
     return {"ranks": gather((raised, unchanged))}
@@ -214,10 +214,10 @@ def cell_logging(cfg, spec) -> dict:
     batch = make_batch("half flat")
     policy = models.make_policy(cfg)
     batch.per_token["logprobs"] = ppo.compute_logprobs(policy, batch, cfg) - 0.01
-    ppo.token_passes(policy, None, batch, cfg, step=0)
+    cfg.token_passes(policy, None, batch, step=0)
     batch.per_token["ref_logprobs"] -= 0.02
     ppo.compute_advantages(batch, cfg)
-    return ppo.train_policy(policy, batch, cfg, step=0, total_steps=1)
+    return cfg.train_policy(policy, batch, step=0, total_steps=1)
 
 
 def cell_memory(cfg, spec) -> dict:
@@ -260,7 +260,7 @@ def cell_bf16(cfg, spec) -> dict:
         batch.per_token["advantages"] = advantages
         policy = models.make_policy(cfg)
         before = masters(policy)
-        stats = ppo.update(policy, ppo.policy_loss, batch, list(range(count)), LR, cfg)
+        stats = ppo.update(policy, cfg.policy_loss, batch, list(range(count)), LR, cfg)
         result[name] = stats | {"gradient": (before - masters(policy)) / LR}
     return result
 
@@ -271,7 +271,7 @@ def cell_adamw(cfg, spec) -> dict:
     policy = models.make_policy(cfg)
     start = weights(policy)
     ppo.compute_advantages(batch, cfg)
-    stats = [ppo.train_policy(policy, batch, cfg, step, total_steps=2) for step in range(2)]
+    stats = [cfg.train_policy(policy, batch, step, total_steps=2) for step in range(2)]
     offloaded = policy.deepspeed.zero_offload_optimizer() is not None
     (group,) = policy.deepspeed.optimizer.param_groups
     numbers = {key: group[key] for key in ("betas", "weight_decay", "lr")}
@@ -295,7 +295,7 @@ def run(cell: dict) -> dict:
     changes = {} if cell["whole"] else {"engine_config": of_cell, "BUCKET": 3000}
     if cell["kind"] in SGD_KINDS:
         changes["make_optimizer"] = torch.optim.SGD
-    with mock.patch.multiple(models, **changes), cfg.variants.installed(train.modules_to_wrap()):
+    with mock.patch.multiple(models, **changes):
         return cell_function(cfg, cell["spec"])
 
 

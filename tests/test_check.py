@@ -12,7 +12,6 @@ import transformers
 from conftest import config
 from safetensors.torch import load_file, save_file
 
-import ppo
 import train
 from lib import check
 from lib.common import UserError
@@ -22,7 +21,7 @@ ON_GPU = {"bf16": True, "zero_stage": 2}
 
 
 def check_config(ranks=2, **flags):
-    check.check_config(config(**flags), ranks, ppo.ESTIMATORS)
+    config(**flags).check(ranks)
 
 
 def test_a_good_config_is_accepted():
@@ -82,7 +81,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags, words, monkeypatc
     cfg = config(**flags)
     first = next(iter(flags))
     with pytest.raises(UserError, match=f"^--{first} {getattr(cfg, first)}: .*{words}.*$"):
-        check.check_config(cfg, 2, ppo.ESTIMATORS)
+        cfg.check(2)
 
 
 @pytest.mark.parametrize("flags", [{"data": None}, {"data": ""}, {"eval_data": ["a", ""]}])
@@ -99,7 +98,7 @@ def test_what_is_rarely_meant_is_accepted_with_a_warning(process_group, capsys):
         sets = {"mine": [Problem(0, q, "1", q) for q in held_out]}
         same = {"critic_learning_rate": 5e-6, "critic_updates": 12, "rollout_batch_size": 4}
         cfg = config(**same | flags)
-        check.warn(cfg, ppo.ESTIMATORS[cfg.estimator], problems, sets)
+        check.warn(cfg, problems, sets)
         return capsys.readouterr().out.splitlines()
 
     assert warnings() == warnings(estimator="grpo") == warnings(lambd=0.9) == []

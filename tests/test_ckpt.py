@@ -21,10 +21,11 @@ import ckpt
 import train
 from ckpt import RunState
 from lib.common import Stopped, UserError
+from lib.flags import flags_of
 from lib.resuming import find_changes
 from tools import convert
 
-LEARNING = vars(train.Learning())
+LEARNING = flags_of(train.Learning())
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +48,7 @@ def step(engine):
 
 def run_state(number: int, **changes) -> RunState:
     """Of a run of 6 steps with ZeRO 1."""
-    config = vars(train.Config()) | {"zero_stage": 1} | changes.pop("config", {})
+    config = flags_of(train.Config()) | {"zero_stage": 1} | changes.pop("config", {})
     return RunState(number, **{"total_steps": 6, "config": config} | changes)
 
 
@@ -365,7 +366,7 @@ def test_flags_that_decide_what_is_learnt_must_stay_and_the_others_may_change(sa
         changed = find_changes(run_state(3), run_state(0, config={name: new}), LEARNING)
         assert changed == ([name] if name in LEARNING else [])
         assert capsys.readouterr().out == f"resume: --{name} was {old}, is {new}\n"
-    with pytest.raises(UserError, match="another --task, --seed, which .*convert.py export "):
+    with pytest.raises(UserError, match="another --seed, --task, which .*convert.py export "):
         find_start(saved_run, config={"seed": 7, "task": "code"})
 
 

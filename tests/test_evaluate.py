@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, SMALL, arguments, config, jsonl, launch, run_ranks
 
 from lib.common import Stopped, UserError
+from lib.flags import flags_of
 from tools import evaluate
 
 TOOL = ROOT / "tools" / "evaluate.py"
@@ -66,7 +67,7 @@ def run(tmp_path):
     (folder / "variants").mkdir()
     (folder / "variants" / "mine.py").write_text(MINE)
     (folder / "held_out.json").write_text("[]")
-    settings = vars(config(eval_data=folder / "held_out.json", seed=3, eval_n=4))
+    settings = flags_of(config(eval_data=folder / "held_out.json", seed=3, eval_n=4))
     settings |= {"eval_temperature": 0.5, "stop": ["-", "\n"], "log_with": "wandb", "bonus": 2.5}
     settings |= {"world": 2, "variants": [["mine", "1"]], "versions": {}, "of_another_version": 1}
     (folder / "config.json").write_text(json.dumps(settings))
@@ -77,10 +78,13 @@ def run(tmp_path):
 MINE = """\"\"\"A copy.\"\"\"
 from dataclasses import dataclass
 
+import ppo
+from lib.flags import flag
+
 
 @dataclass
-class Flags:
-    bonus: float = 1.0  # What it adds.
+class Mine(ppo.Recipe):
+    bonus: float = flag(1.0, "What it adds.")
 """
 
 

@@ -17,8 +17,8 @@ OPO = '''def opo(rewards: Tensor, values, mask: Tensor, groups: Tensor, cfg) -> 
 ESTIMATORS = {
     "opo": Estimator(opo, least_samples=2),
 '''
-TOP_FIFTH = """    border = entropy.detach().quantile(0.8)
-    return -(advantages * logprobs).where(entropy >= border, 0.0)
+TOP_FIFTH = """        border = entropy.detach().quantile(0.8)
+        return -(advantages * logprobs).where(entropy >= border, 0.0)
 """
 BY_LENGTH = """    sums = -values  # (N, S)
     lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)
@@ -39,33 +39,35 @@ import math
 import statistics
 from dataclasses import dataclass
 
+import ppo
+from lib.flags import flag
+
 
 @dataclass
-class Flags:
-    brevity_cost: float = 0.2  # The most that a right response can lose by its length.
+class Brevity(ppo.Recipe):
+    brevity_cost: float = flag(0.2, "The most that a right response can lose by its length.")
 
-
-def paid(original, samples, cfg):
-    lengths = {}  # of right responses, by group
-    for sample in samples:
-        if sample.reward > 0:
-            lengths.setdefault(sample.request.group, []).append(len(sample.response_ids))
-    rewards = []
-    for sample, reward in zip(samples, original(samples, cfg)):
-        if sample.reward > 0:
-            right = lengths[sample.request.group]
-            excess = len(sample.response_ids) - statistics.mean(right)
-            z = excess / (statistics.pstdev(right) or 1)
-            reward *= 1 - cfg.brevity_cost / (1 + math.exp(-z))
-        rewards.append(reward)
-    return rewards
+    def paid(self, samples):
+        lengths = {}  # of right responses, by group
+        for sample in samples:
+            if sample.reward > 0:
+                lengths.setdefault(sample.request.group, []).append(len(sample.response_ids))
+        rewards = []
+        for sample, reward in zip(samples, super().paid(samples)):
+            if sample.reward > 0:
+                right = lengths[sample.request.group]
+                excess = len(sample.response_ids) - statistics.mean(right)
+                z = excess / (statistics.pstdev(right) or 1)
+                reward *= 1 - self.brevity_cost / (1 + math.exp(-z))
+            rewards.append(reward)
+        return rewards
 '''
 # One solution of each exercise: its number, a file, a text that the file has once, and what comes
 # in its place. A file that is new has no text yet.
 SOLUTIONS = [
     (1, "ppo.py", "ESTIMATORS = {\n", OPO),
-    (2, "ppo.py", "    return -(advantages * logprobs)\n", TOP_FIFTH),
-    (3, "ppo.py", "batch, indices, lr, cfg, denominator)", "batch, indices, lr, cfg)"),
+    (2, "ppo.py", "        return -(advantages * logprobs)\n", TOP_FIFTH),
+    (3, "ppo.py", "batch, indices, lr, self, denominator)", "batch, indices, lr, self)"),
     (4, "ppo.py", "    sums = -values  # (N, S)\n", BY_LENGTH),
     (4, "ppo.py", "cfg.gamma * cfg.lambd * sums", "cfg.gamma * lambd * sums"),
     (5, "reward.py", "for key, pair in self.pairs.items()}\n", A_TENTH),

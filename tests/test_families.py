@@ -258,7 +258,7 @@ def test_two_updates_and_an_export_without_a_sampler(name, folder_of, tmp_path, 
     batch = make_batch()
     ppo.compute_advantages(batch, cfg)
     for step in range(2):
-        ppo.train_policy(policy, batch, cfg, step, total_steps=2)
+        cfg.train_policy(policy, batch, step, total_steps=2)
     ckpt.export(tmp_path, policy.module.model, named_weights(policy), maker.char_tokenizer())
     check_export(name, folder, tmp_path)
     # The exported folder is a base model of the same kind.

@@ -121,12 +121,15 @@ def test_compare_says_what_one_run_has_learnt(tmp_path):
 # ---- plans ---------------------------------------------------------------------------------------
 
 
+MINE = "import ppo\n\n\nclass Mine(ppo.Recipe):\n    pass\n"
+
+
 def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monkeypatch):
     """A setting has the flags of `base` first. A variant is found here, then beside the plan."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    (tmp_path / "mine.py").write_text("# mine\n")
+    (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "train.json").write_text("[1, 2, 3]")
     flags = "--max_steps 2 --zero_stage 0 --bf16 false --eval_data '{base}/a b'"
 
@@ -146,9 +149,9 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     files = [tmp_path / "out" / "both" / "variants" / f"{name}.py" for name in names]
     assert both.words() == [*both.flags, "--variant", *map(str, files)]
     texts = [(ROOT / "variants" / f"{name}.py").read_text() for name in names[:2]]
-    assert [file.read_text() for file in files] == [*texts, "# mine\n"]
+    assert [file.read_text() for file in files] == [*texts, MINE]
     prepare(line)
-    mine = "# mine\n"
+    mine = MINE
     # Without a saved step nothing is lost, so the setting may change.
     assert prepare(f"{line} --lambd 1").flags[-1] == "1" and prepare(line).flags == both.flags
     (tmp_path / "out" / "both" / "seed1" / "step_000001").mkdir(parents=True)
@@ -157,12 +160,12 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
         (line.replace("kl_loss + ", ""), mine, "variants .* plan has overlong_drop . mine;"),
         (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), mine, "has .* mine . kl_loss;"),
         (line.replace("''", "x"), mine, "order: --stop '', where the plan has --stop x;"),
-        (line, "# here\n", "another text of the variant mine;"),
+        (line, MINE + "# here\n", "another text of the variant mine;"),
     ):
         (here / "mine.py").write_text(text)
         with pytest.raises(UserError, match=f"has runs with .*{told}"):
             prepare(other)
-    assert files[-1].read_text() == "# mine\n"
+    assert files[-1].read_text() == MINE
 
 
 GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero_stage 0\nplain:\n"

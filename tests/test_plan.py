@@ -47,7 +47,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     ppo.compute_advantages(batch, cfg)
     engines = [models.make_policy(cfg), models.make_critic(cfg)]
     # The moments are made by the first update.
-    for engine, loss in zip(engines, (ppo.policy_loss, ppo.critic_loss)):
+    for engine, loss in zip(engines, (cfg.policy_loss, cfg.critic_loss)):
         ppo.update(engine, loss, batch, batch.all_indices(), 1e-3, cfg)
     plan = memory.Rank(cfg, memory.model_config(cfg.model), world=1).always()
     expected = memory.total(plan) - memory.CONTEXT

@@ -4,6 +4,7 @@ A test that needs engines reads a cell of ppo_worker.py, which runs on real Deep
 or two. Cells of lib/head.py and lib/models.py are here too. The wide matrix: `pytest -m long`.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -150,11 +151,11 @@ def test_samples_to_learn_from_are_those_with_an_advantage():
     cfg = config(estimator="grpo")
     ppo.compute_advantages(batch, cfg)
     expected = [i for i in batch.all_indices() if int(batch.groups[i]) not in (0, 4, 9)]
-    assert ppo.samples_to_learn_from(batch, cfg) == expected
+    assert cfg.samples_to_learn_from(batch) == expected
     batch.per_token["advantages"].zero_()
-    assert ppo.samples_to_learn_from(batch, cfg) == []
+    assert cfg.samples_to_learn_from(batch) == []
     batch.per_token["advantages"][int(batch.start[3]) + 1] = -1e-9
-    assert ppo.samples_to_learn_from(batch, cfg) == [3]
+    assert cfg.samples_to_learn_from(batch) == [3]
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ def tokens_of(batch: ppo.Batch, samples) -> list[int]:
 def estimate(name: str, batch, **settings) -> list[list[float]]:
     """The estimator's advantages, which are the naive ones, as a list for each sample."""
     cfg = config(estimator=name, **settings)
-    found = ppo.raw_advantages(batch, cfg)
+    found = cfg.raw_advantages(batch)
     expected = naive.raw_advantages(batch, cfg, cfg.lambd)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     return naive.per_sample(batch, found)
@@ -359,8 +360,10 @@ def test_advantages_and_returns_equal_the_naive_ones(estimator, settings):
     and the critic's targets do not depend on the variant loss_mean."""
     batch = make_batch()
     cfg = config(estimator=estimator, **settings)
-    with cfg.variants.installed(train.modules_to_wrap()):
-        stats = ppo.compute_advantages(batch, cfg)
+    cfg.token_passes(None, None, batch, 0)
+    stats = ppo.compute_advantages(batch, cfg)
+    if settings.get("variant"):
+        batch.per_token["advantages"] *= batch.per_token["loss_weights"]
     advantages, returns = naive.advantages(batch, cfg)
     weights = torch.ones_like(advantages, requires_grad=True)
     naive.mean_loss(weights, batch, cfg).backward()
@@ -586,9 +589,8 @@ def test_an_all_flat_rollout_makes_no_update(results):
 def test_with_lr_end_the_rate_falls_linearly():
     words = ["--variant", "lr_end", "--actor_learning_rate", "1e-6", "--warmup_updates", "4"]
     cfg = train.parse_flags([*words, "--lr_end", "3e-7"])
-    with cfg.variants.installed(train.modules_to_wrap()):
-        rates = [ppo.policy_rate(cfg, step, 100) for step in range(101)]
-        last = [ppo.policy_rate(cfg, 4, total) for total in (0, 4, 5)]
+    rates = [cfg.policy_rate(step, 100) for step in range(101)]
+    last = [dataclasses.replace(cfg).policy_rate(4, total) for total in (0, 4, 5)]
     assert rates[:4] == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6, 1e-6])
     assert rates[99] == rates[100] == pytest.approx(3e-7)
     assert np.diff(rates[3:100]) == pytest.approx([-7e-7 / 96] * 96), "not linear"
@@ -617,9 +619,9 @@ def test_learners_get_the_rates_of_the_schedule(samples, parts, monkeypatch):
     for step in range(6):
         rates = [min(12, 3 * (3 * step + k + 1)) for k in range(parts)]
         expected += rates
-        logged = ppo.train_critic(critic, batch, cfg, step)
+        logged = cfg.train_critic(critic, batch, step)
         assert logged["critic_lr"] == pytest.approx(np.mean(rates))
-        ppo.train_policy(policy, batch, cfg, step, total_steps=6)
+        cfg.train_policy(policy, batch, step, total_steps=6)
     assert used["policy"] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
     assert used["critic"] == pytest.approx(expected)
 

@@ -53,10 +53,10 @@ def test_a_step_asks_for_samples_of_the_next_problems():
 
 def test_every_pass_has_each_problem_once_in_another_order():
     problems = make_problems(7)
-    passes = [rollout.episode_order(problems, CFG, number) for number in range(9)]
+    passes = [CFG.episode_order(problems, number) for number in range(9)]
     assert all(sorted(one) == list(range(7)) for one in passes)
     assert len(set(map(tuple, passes))) == 9
-    assert rollout.episode_order(problems, dataclasses.replace(CFG, seed=4), 0) != passes[0]
+    assert dataclasses.replace(CFG, seed=4).episode_order(problems, 0) != passes[0]
     # Wherever a run begins. A batch may cross the border of a pass, and be larger than one.
     order = [problems[index] for one in passes for index in one]
     for size in (1, 4, 7, 20):

@@ -1,15 +1,12 @@
-"""Imports go down, settings are read, and the loop fits on one screen.
-
-What a run loads is counted in test_train.py, over the modules of a run.
-"""
+"""Imports go down, settings are read, and the loop fits on one screen."""
 
 import ast
+import dataclasses
 import re
 
 from conftest import ROOT
 
 import train
-from lib import advice
 
 STAGES = ("train", "rollout", "reward", "ppo", "ckpt")
 FOLDERS = ("lib", "tasks", "tools", "variants")
@@ -18,7 +15,7 @@ BELOW = {
     "tools": {*STAGES, "lib", "tasks", "tools"},
     "train": {*STAGES, "lib"},
     "tasks": {"reward", "lib", "tasks"},
-    "variants": {*STAGES, "lib", "tasks"},
+    "variants": {*STAGES, "lib", "tasks", "variants"},
     "lib": {"lib"},
 } | dict.fromkeys(STAGES[1:], {"lib"})
 # A file is copied together with these. A copy of ckpt.py reshards nothing, and a copy of rollout.py
@@ -26,7 +23,7 @@ BELOW = {
 COPIED_WITH = {
     "rollout.py": {"lib.common", "lib.parts"},
     "reward.py": {"lib.common", "lib.equal"},
-    "ppo.py": {"lib.common"},
+    "ppo.py": {"lib.common", "lib.flags"},
     "ckpt.py": {"lib.common", "lib.resuming", "lib.reshard"},
     "lib/head.py": set(),
 }
@@ -69,8 +66,10 @@ def test_lib_has_no_circle():
 
 def test_every_setting_is_read_and_has_advice():
     texts = [path.read_text() for path in FILES if path.parent.name != "tools"]
-    read = set(re.findall(r"\bcfg\.(\w+)", "\n".join(texts)))
-    assert vars(train.Config()).keys() <= read & advice.flag_comments(train.Config).keys()
+    read = set(re.findall(r"(?<=cfg\.)\w+|(?<=self\.)\w+", "\n".join(texts)))
+    fields = dataclasses.fields(train.Config)
+    assert {field.name for field in fields} <= read
+    assert all(field.metadata["help"] for field in fields)
 
 
 def test_the_loop_fits_one_screen_and_has_a_banner_for_each_phase():

@@ -24,10 +24,10 @@ from conftest import config, started_ranks
 import ckpt
 import ppo
 import rollout
-import train
-from lib import check, common, metrics, models
+from lib import common, metrics, models
+from lib.advice import VARIANTS
 from lib.common import UserError, hash64
-from lib.variants import VARIANTS, Variants
+from lib.flags import flags_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 # fp16 needs DeepSpeed's engines, lora those of a whole run (test_variant_runs.py), fp8 a GPU.
@@ -149,40 +149,36 @@ class Learner:
 def take_steps(names, flags):
     """What the product makes of policy and critic, and each step's numbers to log."""
     cfg = config(variant=names or None, **SETTINGS | flags)
-    policy, critic, reference = (Learner(name) for name in START)
+    policy, critic, cfg._reference = (Learner(name) for name in START)
     problems = make_problems(cfg)
     logs = []
 
-    def draw(_, requests, clock):
+    def draw(requests, clock):
         samples = [respond(cfg, request) for request in requests]
-        return samples if "log_ratio" in names else [replace(x, logprobs=None) for x in samples]
+        return samples if "log_ratio" in cfg.texts else [replace(x, logprobs=None) for x in samples]
 
-    names = [name for name, _ in cfg.variants.hashes]
-    if "log_kl" in names:
-        cfg.variants.modules["log_kl"]._LEARNERS["reference"] = reference
-    with mock.patch.object(rollout, "draw", draw), cfg.variants.installed(train.modules_to_wrap()):
-        check.check_config(cfg, 2, ppo.ESTIMATORS)
-        has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
-        for step in range(STEPS):
-            clock = metrics.Clock(step + 1)
-            requests = rollout.requests_of_step(problems, cfg, step)
-            samples = rollout.draw_step(None, requests, problems, cfg, step, clock)
-            batch = ppo.make_batch(samples, policy.device, cfg)
-            ppo.token_passes(policy, critic if has_critic else None, batch, cfg, step)
-            log = ppo.compute_advantages(batch, cfg)
-            if has_critic:
-                log |= ppo.train_critic(critic, batch, cfg, step)
-            log |= ppo.train_policy(policy, batch, cfg, step, STEPS)
-            log |= clock.numbers | metrics.of_samples(samples, batch)
-            time = metrics.of_time(clock, 1000)
-            log["counted_tokens"] = time["tokens_per_second"] * time["seconds"]
-            for memory in cfg.variants.memory.values():
-                log |= memory
-            logs.append(log)
-            losses = [(policy, ppo.policy_loss), (critic, ppo.critic_loss)]
-            for learner, loss in losses if has_critic else losses[:1]:
-                nothing, _ = loss(learner, batch, ppo.filler(policy.device), cfg)
-                assert nothing.item() == 0, "a filler adds nothing"
+    cfg.check(2)
+    has_critic = cfg.estimators[cfg.estimator].needs_critic
+    for step in range(STEPS):
+        clock = metrics.Clock(step + 1)
+        requests = rollout.requests_of_step(problems, cfg, step)
+        samples = cfg.draw_step(SimpleNamespace(draw=draw), requests, problems, step, clock)
+        batch = ppo.make_batch(samples, policy.device, cfg)
+        cfg.token_passes(policy, critic if has_critic else None, batch, step)
+        log = ppo.compute_advantages(batch, cfg)
+        if has_critic:
+            log |= cfg.train_critic(critic, batch, step)
+        log |= cfg.train_policy(policy, batch, step, STEPS)
+        log |= clock.numbers | metrics.of_samples(samples, batch)
+        log = cfg.metrics(log | {"seconds": 2.0, "tokens_per_second": 500.0}, samples, batch)
+        log["counted_tokens"] = log["tokens_per_second"] * log["seconds"]
+        for memory in cfg.memory.values():
+            log |= memory
+        logs.append(log)
+        losses = [(policy, cfg.policy_loss), (critic, cfg.critic_loss)]
+        for learner, loss in losses if has_critic else losses[:1]:
+            nothing, _ = loss(learner, batch, ppo.filler(policy.device))
+            assert nothing.item() == 0, "a filler adds nothing"
     return torch.cat([policy.numbers.detach(), critic.numbers.detach()]), logs
 
 
@@ -251,7 +247,7 @@ def draw_curriculum(cfg, requests, problems, memory, step):
     chosen = []
     for position in range(4 * step, 4 * step + 4):
         number, offset = divmod(position, 5)
-        shuffled = rollout.episode_order(problems, cfg, number)
+        shuffled = ppo.Recipe.episode_order(cfg, problems, number)
         chosen.append(problems[sorted(shuffled, key=lambda i: DIFFICULTY[i])[offset]])
     seeds = rollout.problem_seeds(cfg.seed, step, "train", 4)
     again = rollout.make_requests(chosen, seeds, 8, cfg.generate_max_len, 1.0, 1.0)
@@ -358,19 +354,13 @@ def expected_step(name, cfg, step, tables, memory):
         returns = advantages + values
         if name == "critic_lambd":
             returns = torch.tensor(sum(naive.gae(paid, parts, 1, 0.9), [])).double() + values
-        # The critic of fuse_values notes each value before it learns from it.
-        is_fused = name == "fuse_values"
         rates = [9 * min(1, (3 * step + k) / 2) for k in (1, 2, 3)]
-        noted = torch.zeros_like(values)
 
         def value_loss(now, chosen):
-            noted[chosen] = now.detach()[chosen]
-            old = now.detach() if is_fused else values
-            return naive.clipped_value_loss(now, old, returns, 0.2)
+            return naive.clipped_value_loss(now, values, returns, 0.2)
 
         seed = hash64(cfg.seed, step, "critic")
         tables["critic"] = learn(tables["critic"], value_loss, owner, counting, rates, seed)
-        advantages = returns - noted if is_fused else advantages
     else:
         paid = [score + sum(penalty) for score, penalty in zip(paid, penalties)]
         groups = [sample.request.group for sample in samples]
@@ -475,22 +465,13 @@ def test_each_variant_changes_what_is_learnt():
         assert learnt(name).isfinite().all() and differs(learnt(name), learnt()), name
 
 
-def test_fuse_values_saves_nothing_after_an_error_in_phase_6(tmp_path):
-    """The critic has learnt from step 4 then, and the policy has not."""
-    cfg = config(variant="fuse_values")
-    cfg.variants.modules["fuse_values"]._LEARNT["step"] = 4
-    with cfg.variants.installed(train.modules_to_wrap()):
-        assert "has learnt from step 4" in ckpt.save(tmp_path, ckpt.RunState(3), {}, [], 0)
-
-
 @pytest.mark.parametrize("name", naive.VARIANTS_COMPARE)
 def test_an_estimator_computes_on_the_device(name, monkeypatch):
     """On a GPU a tensor of the CPU would be an error."""
     there = torch.ones(3, device="meta")
     monkeypatch.setattr(ppo, "group_stats", lambda *_: (there, there, there))
     cfg = config(variant=name)
-    with cfg.variants.installed(train.modules_to_wrap()):
-        assert ppo.ESTIMATORS[name].function(there, there, there, there, cfg).is_meta
+    assert cfg.estimators[name].function(there, there, there, there, cfg).is_meta
 
 
 # pass_at_k asks only whether what is paid is above 0, and no penalty reaches 1 there. Some variants
@@ -502,7 +483,7 @@ EXCEPTIONS += [{"several_updates", x} for x in ("updates", "clip_higher", "cispo
 
 @pytest.mark.slow
 def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
-    """Where the line of a refusal advises an order, Variants accepts that order."""
+    """An order that the line of a refusal advises is accepted."""
     wrong = []
     refused = 0
     pairs = list(itertools.permutations(NAMES, 2))
@@ -513,7 +494,7 @@ def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
             assert "\n" not in found and found.startswith("--"), (one, two, found)
             _, is_advised, order = found.partition("; use --variant ")
             if is_advised:
-                Variants(order.split())
+                config(variant=order.split())
             continue
         assert found.isfinite().all(), (one, two)
         for alone in ([], [one], [two]):
@@ -527,10 +508,6 @@ REFUSED = [
     (["log_ratio"], {"top_p": 0.9}, "--top_p 0.9: choose 1 with --variant log_ratio"),
     (["kl_penalty", "maxrl"], {}, "--estimator maxrl.* kl_penalty"),
     (["updates"], {"policy_updates": 0}, "--policy_updates 0.*at least 1"),
-    (["fuse_values"], {"estimator": "grpo"}, "fuse_values needs --estimator gae"),
-    (["fuse_values"], {"gamma": 0.95}, "depend on values"),
-    (["fuse_values"], {"lambd": 0.95}, "depend on values"),
-    (["critic_lambd", "fuse_values"], {"lambd": 1}, "--variant critic_lambd: fuse_values would"),
     (["critic_lambd"], {"critic_lambd": 1.5}, "--critic_lambd 1.5.*0 to 1"),
     (["critic_lambd"], {"estimator": "grpo"}, "--estimator grpo has no critic"),
     (["critic_first"], {"estimator": "rloo"}, "--estimator rloo has no critic"),
@@ -548,7 +525,6 @@ REFUSED = [
     (["pass_at_k"], {"n_samples_per_prompt": 1, "pass_k": 1}, "use at least 2"),
     (["maxrl"], {"n_samples_per_prompt": 1}, "use at least 2"),
     (["dynamic_sampling", "first_stage"], {}, "--variant dynamic_sampling: name it behind"),
-    (["kl_penalty", "fuse_values"], {}, "--variant kl_penalty: fuse_values would learn other"),
     (["no_whitening"], {"estimator": "grpo"}, "--variant no_whitening: grpo is not whitened"),
     (["loss_mean"], {"loss_mean": "token"}, "--loss_mean token: choose sequence or constant"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),
@@ -563,21 +539,29 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
 
 
 def test_a_copy_of_a_variant_under_another_name_keeps_the_rules(tmp_path):
-    """Once a copied first_stage was a traceback, and fuse_values learnt the returns of a copy."""
-    for name in ("first_stage", "critic_lambd"):
-        shutil.copy(VARIANTS / f"{name}.py", tmp_path / f"my_{name}.py")
-    take_steps((f"{tmp_path}/my_first_stage.py",), {})
-    with pytest.raises(UserError, match="--variant my_critic_lambd: fuse_values would learn"):
-        take_steps((f"{tmp_path}/my_critic_lambd.py", "fuse_values"), {"lambd": 1})
+    """Once a copied first_stage was a traceback."""
+    copied = str(shutil.copy(VARIANTS / "first_stage.py", tmp_path / "my_first_stage.py"))
+    take_steps((copied,), {})
+    with pytest.raises(UserError, match="--variant dynamic_sampling: name it behind"):
+        take_steps(("dynamic_sampling", copied), {})
 
 
 def test_maxrl_refuses_a_negative_reward():
     """A mean of 0 or less would turn the signs of the advantages around."""
-    cfg = config(variant="maxrl")
-    with cfg.variants.installed(train.modules_to_wrap()):
-        batch = SimpleNamespace(rewards=torch.tensor([1.0, -1.0]))
-        with pytest.raises(UserError, match="maxrl: a reward is negative"):
-            ppo.raw_advantages(batch, cfg)
+    batch = SimpleNamespace(rewards=torch.tensor([1.0, -1.0]))
+    with pytest.raises(UserError, match="maxrl: a reward is negative"):
+        config(variant="maxrl").raw_advantages(batch)
+
+
+def test_lr_end_refuses_another_last_step_after_a_resume():
+    """The rate of each update depends on the last one."""
+    cfg = config(variant="lr_end")
+    cfg.policy_rate(0, 100)
+    other = config(variant="lr_end")
+    other.memory.update(cfg.memory)
+    other.policy_rate(5, 100)
+    with pytest.raises(UserError, match="^--variant lr_end: .* 100 updates, .* 90; keep --max_st"):
+        other.policy_rate(5, 90)
 
 
 @pytest.mark.long
@@ -592,7 +576,7 @@ def test_fp16_learns_what_fp32_learns(tmp_path):
     accelerator = models.deepspeed.get_accelerator()
     # DeepSpeed refuses fp16 on CPUs, where it is slow. All else is as on a GPU.
     allowed = mock.patch.object(accelerator, "is_fp16_supported", lambda: True)
-    with allowed, cfg.variants.installed(train.modules_to_wrap()):
+    with allowed:
         for stage in (2, 3):
             half = replace(cfg, bf16=True, zero_stage=stage)
             policy = models.make_policy(half)
@@ -601,11 +585,11 @@ def test_fp16_learns_what_fp32_learns(tmp_path):
             scaler = policy.deepspeed.optimizer.loss_scaler
             assert scaler.cur_scale == 2**16
             batch.per_token["advantages"] = batch.spread(torch.tensor([1e3, -1e3, 1e3, -1e3]))
-            stats = ppo.train_policy(policy, batch, half, step=0, total_steps=9)
+            stats = half.train_policy(policy, batch, step=0, total_steps=9)
             assert stats["policy_grad_norm"] == 0 and scaler.cur_scale == 2**15
             assert weights_of(policy).equal(before)
             run = tmp_path / str(stage)
-            state = ckpt.RunState(1, 9, 1, vars(half))
+            state = ckpt.RunState(1, 9, 1, flags_of(half))
             assert not ckpt.save(run, state, {"policy": policy.deepspeed}, [], 1)
             policy = models.make_policy(half)
             ckpt.resume(run, run / "step_000001", {"policy": policy.deepspeed}, state)
@@ -616,7 +600,7 @@ def test_fp16_learns_what_fp32_learns(tmp_path):
             changes = []
             for learner, settings in ((models.make_policy(cfg), cfg), (policy, half)):
                 before = weights_of(learner)
-                norms.append(ppo.train_policy(learner, batch, settings, 0, 9)["policy_grad_norm"])
+                norms.append(settings.train_policy(learner, batch, 0, 9)["policy_grad_norm"])
                 changes.append((weights_of(learner) - before).float())
             assert norms[1] == pytest.approx(norms[0], rel=0.01)
             assert torch.cosine_similarity(*changes, dim=0) > 0.98

@@ -12,28 +12,30 @@ from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch
 from forks import Fork
 from safetensors.torch import load_file
 
-from lib.variants import VARIANTS
+from lib.advice import VARIANTS
 
-NAMES = ["curriculum", "hash_reward", "fuse_values", "first_stage", "adaptive_len", "tis_cap"]
-NAMES += ["lr_end"]
+NAMES = ["curriculum", "hash_reward", "first_stage", "adaptive_len", "tis_cap", "lr_end"]
 # `pip install --no-deps -r requirements-extras.txt`
 NAMES += ["lora"] * bool(find_spec("peft"))
 MINE = """
 import os
+
+import ppo
 import train
 
-MEMORY = {"steps": 0}
 
-def draw_step(original, rollout, requests, problems, cfg, step, clock):
-    assert MEMORY["steps"] == step and train.main.__module__ == "__main__"
-    samples = original(rollout, requests, problems, cfg, step, clock)
-    MEMORY["steps"] += 1
-    if os.environ["RANK"] == "1" and step == 2:
-        raise ValueError("a fault of mine")
-    return samples
+class Mine(ppo.Recipe):
+    def draw_step(self, rollout, requests, problems, step, clock):
+        memory = self.memory.setdefault("Mine", {"steps": 0})
+        assert memory["steps"] == step and train.main.__module__ == "__main__"
+        samples = super().draw_step(rollout, requests, problems, step, clock)
+        memory["steps"] += 1
+        if os.environ["RANK"] == "1" and step == 2:
+            raise ValueError("a fault of mine")
+        return samples
 
-def compute_values(original, critic, batch, cfg):
-    return original(critic, batch, cfg)
+    def metrics(self, line, samples, batch):
+        return super().metrics(line, samples, batch) | {"of_mine": len(samples)}
 """
 
 
@@ -73,14 +75,14 @@ def test_variants_work_together_in_a_whole_run(runs):
     assert [line["policy_lr"] for line in lines] == [5e-4, 1e-3, pytest.approx(2e-4)]
     # A step asks for no more than the limits of the step before.
     for step in (1, 2):
-        limits = memory_of(whole, step)["adaptive_len"]
+        limits = memory_of(whole, step)["AdaptiveLen"]
         assert limits.keys() == {"", *"0123"} and min(limits.values()) < 32
         for drawn in [s for s in samples if s["step"] == step + 1]:
             limit = limits[str(drawn["problem"])]
             assert drawn["length"] == limit or drawn["finish_reason"] == "stop"
             assert drawn["length"] <= limit
-    assert "variants: mine wraps adaptive_len wraps first_stage wraps draw_step\n" in said
-    assert said.count("not called in the first learning step: mine.compute_values;") == 1
+    assert "LrEnd TisCap LogRatio AdaptiveLen FirstStage HashReward Curriculum (" in said
+    assert [line["of_mine"] for line in lines] == [16, 8, 8]
     kept = json.loads((whole / "config.json").read_text())["variants"]
     assert [name for name, _ in kept if name != "log_ratio"] == [*NAMES, "mine"]
 
@@ -113,7 +115,7 @@ def test_an_error_on_one_rank_ends_all_ranks_and_saves_the_step_before(runs, tmp
     assert done.returncode != 0
     (line,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
     assert all(x in line for x in ("ValueError: a fault of mine", "mine.py", "goes on from step 2"))
-    assert memory_of(tmp_path, 2)["mine"] == {"steps": 2}
+    assert memory_of(tmp_path, 2)["Mine"] == {"steps": 2}
     assert "in draw_step" in (tmp_path / "run.log").read_text()
 
 
@@ -126,22 +128,25 @@ GROUPS = [
     ("gspo majority_vote negative kl_penalty loss_mean", "clipped"),
     ("random_reward overlong_penalty pass_at_k kl_loss entropy_bonus", "kl"),
     ("critic_first critic_lambd no_whitening", "critic_lr"),
-    ("dr_grpo drawn_tokens", "drawn_tokens"),
+    ("drawn_tokens dr_grpo", "drawn_tokens"),
     ("reinforce_pp", "reward"),
 ]
 BREAKS = """
-_CALLS = []
+import ppo
 
-def compute_advantages(original, batch, cfg):
-    _CALLS.append(1 / (1 - len(_CALLS)))
-    return original(batch, cfg)
+
+class Breaks(ppo.Recipe):
+    def raw_advantages(self, batch):
+        self._calls = getattr(self, "_calls", 0) + 1
+        assert 1 / (2 - self._calls)
+        return super().raw_advantages(batch)
 """
 
 
 @pytest.mark.slow
 def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
-    """Each of its functions is called, and metrics.jsonl shows it. An error in the advantages ends
-    the first run in its second step, and saves the first step."""
+    """metrics.jsonl shows it. An error in the advantages ends the first run in its second step, and
+    saves the first step."""
     (tmp_path / "breaks.py").write_text(BREAKS)
     in_groups = " ".join(names for names, _ in GROUPS).split()
     needed = {"log_kl", "log_ratio", "several_updates"}
@@ -162,7 +167,6 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [2] + [0] * (len(GROUPS) - 1)
-    assert "not called in the first learning step" not in "".join(said)
     for number, (_, key) in enumerate(GROUPS):
         lines = jsonl(tmp_path / str(number) / "metrics.jsonl")
         assert all(key in line for line in lines)

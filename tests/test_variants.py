@@ -1,9 +1,7 @@
-"""--variant: files whose functions wrap the stages' functions of the same name."""
+"""--variant: subclasses of the recipe in files of their own, and what they may return."""
 
-import importlib
 import inspect
-import sys
-from pathlib import Path
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,19 +10,30 @@ from conftest import ROOT, config
 
 import ckpt
 import ppo
-import reward
+import rollout
 import train
+from lib import models
 from lib.common import UserError
-from lib.variants import CHECKS, Variants, functions_of
-from tasks import code, countdown
+from lib.flags import flags_of
+from lib.report import RunLog
 
-PAID = "def paid(original, samples, cfg):\n    return "
-ONE = PAID + "original(samples, cfg)\n"
-TWICE = PAID + "[2 * x for x in original(samples, cfg)]\n"
-MORE = PAID + "[1 + x for x in original(samples, cfg)]\n"
-ZERO = "def paid(_original, samples, cfg):\n    return [0.0 for _ in samples]\n"
-WHITEN = "def whiten(original, advantages, batch, cfg):\n    return advantages\n"
-FLAGS = "from dataclasses import dataclass\n@dataclass\nclass Flags:\n    "
+HEAD = "from dataclasses import dataclass\nimport ppo\nfrom lib.flags import flag\n"
+
+
+def variant(name, *lines, base="ppo.Recipe", head="") -> str:
+    """The text of a variant: a class with these lines, and `pass`."""
+    body = "\n    ".join([*lines, "pass"])
+    return f"{HEAD}{head}\n@dataclass\nclass {name}({base}):\n    {body}\n"
+
+
+def paid(name, expression, **options) -> str:
+    return variant(name, "def paid(self, samples):", f"    return {expression}", **options)
+
+
+ONE = paid("One", "super().paid(samples)")
+TWICE = paid("Twice", "[2 * x for x in super().paid(samples)]")
+MORE = paid("More", "[1 + x for x in super().paid(samples)]")
+ZERO = paid("Zero", "[0.0 for _ in samples]")
 
 
 @pytest.fixture
@@ -39,131 +48,105 @@ def write(tmp_path):
     return make
 
 
-def paid_with(words):
+def paid_with(*words):
     """What a right and a wrong sample are paid."""
-    with Variants(words).installed(train.modules_to_wrap()):
-        return ppo.paid([SimpleNamespace(reward=1.0), SimpleNamespace(reward=0.0)], None)
+    cfg = config(variant=words or None)
+    return cfg.paid([SimpleNamespace(reward=1.0), SimpleNamespace(reward=0.0)])
 
 
-# ---- wrapping ------------------------------------------------------------------------------------
+# ---- method order --------------------------------------------------------------------------------
 
 
-def test_each_variant_wraps_those_before_it(write):
+def test_each_variant_calls_those_before_it(write):
     twice, more, zero = write(twice=TWICE, more=MORE, zero=ZERO)
-    assert paid_with([twice, more]) == [3.0, 1.0]
-    assert paid_with([more, twice]) == [4.0, 2.0]
-    assert paid_with([zero, more]) == [1.0, 1.0]
+    assert paid_with(twice, more) == [3.0, 1.0]
+    assert paid_with(more, twice) == [4.0, 2.0]
+    assert paid_with(zero, more) == [1.0, 1.0]
 
 
-def test_variants_are_taken_out_again(write):
-    def hooked():
-        return {name: getattr(ppo, name) for name in functions_of(ppo)}, dict(ppo.ESTIMATORS)
-
-    before = hooked()
-    paid_with(["maxrl", *write(twice=TWICE)])
-    with pytest.raises(UserError):
-        paid_with(["maxrl", *write(broken="def whiten(original, x):\n    return original(x)\n")])
-    assert hooked() == before
-
-
-def test_functions_in_tables_are_wrapped(write):
-    """Those of the estimators, and those of any dict of a stage."""
-    arguments = "rewards, values, mask, groups, cfg"
-    text = f"def grpo(original, {arguments}):\n    return original({arguments}) / 2\n"
-    given = (torch.tensor([0.0, 1.0]).double(), None, None, torch.tensor([0, 0]), None)
-    stage = SimpleNamespace(__name__="ppo", grpo=ppo.grpo, TABLE={"x": ppo.grpo, "y": ppo.rloo})
-    with Variants(write(half=text)).installed([ppo, stage]):
-        for function in (ppo.ESTIMATORS["grpo"].function, stage.TABLE["x"]):
-            assert function(*given).tolist() == [-0.5, 0.5]
-        assert ppo.ESTIMATORS["grpo"].least_samples == 2
-        assert stage.TABLE["y"] is ppo.ESTIMATORS["rloo"].function is ppo.rloo
-    assert stage.TABLE["x"] is ppo.grpo
+def test_a_run_has_its_own_variants_only(write):
+    """Also where an earlier run of this process had a file of the same name, or of the same text
+    within a second."""
+    (path,) = write(mine=TWICE)
+    assert paid_with(path) == [2.0, 0.0]
+    write(mine=TWICE.replace("2", "3"))
+    assert paid_with(path) == [3.0, 0.0]
+    assert paid_with() == [1.0, 0.0]
+    assert not hasattr(config(), "kl_loss_coef") and "maxrl" not in config().estimators
 
 
-def test_the_task_s_functions_are_wrapped_once_it_is_loaded(write):
-    text = "def text_metrics(original, text):\n    return original(text) | {'words': 1.0}\n"
-    cfg = config(task="countdown", variant=write(words=text))
-    with cfg.variants.installed(train.modules_to_wrap()):
-        assert train.find_task(cfg).text_metrics("1+1=2")["words"] == 1
-    assert "words" not in train.find_task(config(task="countdown")).text_metrics("")
+def test_a_variant_builds_on_another_by_importing_it(write):
+    """Of variants/, or of a file beside it. A file may have two classes, one built on the other."""
+    number = "own: int = flag(3, 'A number.')"
+    own = variant("Own", number, base="KLLoss", head="from variants.kl_loss import KLLoss")
+    more = "[x + self.own for x in super().paid(samples)]"
+    child = paid("Child", more, base="Own", head="from variants.own import Own")
+    both = TWICE + paid("Again", "[2 * x for x in super().paid(samples)]", base="Twice")
+    own_path, child_path, both_path = write(own=own, child=child, both=both)
+    assert paid_with(child_path) == paid_with(own_path, child_path) == [4.0, 3.0]
+    assert paid_with(both_path) == [4.0, 0.0]
+    cfg = config(variant=["updates", child_path])
+    names = ["log_kl", "kl_loss", "own", "child"]
+    assert [name for name, _ in config(variant=child_path).hashes] == names
+    assert cfg.kl_loss_coef == 0.1 and isinstance(cfg, ppo.Recipe) and cfg.policy_clip == 0.2
 
 
-def test_a_function_of_the_task_that_a_stage_has_too_is_refused(write):
-    """It would not be clear which one a variant wraps."""
-    task = (ROOT / "tasks/countdown.py").read_text() + "\n\ndef paid(x):\n    pass\n"
-    task, variant = write(task=task, v=ONE)
-    with pytest.raises(UserError, match="v.py: paid is a function of a stage and of the task"):
-        train.find_task(config(task=task, variant=variant))
-    owners = {}
-    for module in train.modules_to_wrap():
-        for name in functions_of(module):
-            assert owners.setdefault(name, module) is module, name
-    for task in (reward, countdown, code):
-        assert not owners.keys() & set(functions_of(task))
-
-
-def test_no_module_imports_a_function_of_a_stage_by_its_name():
-    """The imported name would go past the variants."""
-    for path in (ROOT / "lib").glob("*.py"):
-        importlib.import_module(f"lib.{path.stem}")
-    hookable = {}
-    for stage in train.modules_to_wrap():
-        hookable |= {getattr(stage, name): stage.__name__ for name in functions_of(stage)}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(str(ROOT / "lib")) or Path(file).parent == ROOT:
-            for key, value in vars(module).items():
-                if inspect.isfunction(value) and value in hookable:
-                    assert hookable[value] == module.__name__, f"{name} has {key} by name"
+def test_an_estimator_of_a_variant_stands_beside_the_others(write):
+    estimators = "estimators = ppo.ESTIMATORS | {'%s': ppo.Estimator(lambda pay, *_: pay)}"
+    paths = write(a=variant("A", estimators % "x"), b=variant("B", estimators % "y"))
+    cfg = config(variant=["maxrl", *paths])
+    assert cfg.estimators.keys() == {*ppo.ESTIMATORS, "maxrl", "x", "y"}
+    assert cfg.estimators["gae"] is ppo.ESTIMATORS["gae"] and cfg.estimator == "maxrl"
 
 
 # ---- what is refused -----------------------------------------------------------------------------
 
+FLAG = "{} = flag({}, 'A number.')"
+HELPER = "def _help(self):", "    return 1"
 # Texts of variants a and b, and a pattern of the line that refuses them.
 REFUSED = [
-    # A name that nobody has, other arguments, what is no function.
-    (["def pade(original, x):\n    return original(x)\n"], "pade .* write paid.* with _"),
-    (["def paid(original, x, cfg):\n    return original(x)\n"], r"defaults: \(samples, cfg\)"),
-    (["def paid(samples, cfg):\n    return [1]\n"], "first argument of paid must be original"),
-    (["class paid:\n    pass\n"], "paid must be a function made by `def`"),
-    (["paid = lambda original, samples, cfg: original(samples, cfg)\n"], "made by `def`"),
-    (["async def paid(original, samples, cfg):\n    original()\n"], "made by `def`"),
-    (["number = [k for k in (lambda hidden=1: hidden, 3)]\n"], "number must be .* begin .* with _"),
-    (["for k in range(3):\n    pass\n"], "k must be"),
-    (["def run(original, argv):\n    return original(argv)\n"], "run runs before the variants"),
-    (["from ppo import gae\n" + ONE], "import ppo and call ppo.gae"),
-    # It says that it calls the original, and does not; or the other way round.
-    ([ONE + WHITEN], "whiten does not use its first argument; name this argument _original"),
-    ([ONE.replace("original", "_original")], "name this argument original"),
-    # A file that cannot be run.
-    (["def paid(original\n"], "SyntaxError"),
-    (["\n1 / 0\n"], r"ZeroDivisionError: division by zero \(line 2\)"),
+    # A name that the recipe lacks, other arguments, what is no method.
+    ([paid("A", "[]").replace("paid", "pade")], "A.pade is no method .* write paid.* with _"),
+    ([paid("A", "[]").replace("samples", "x")], r"A.paid must be a method with \(self, samples\)"),
+    ([variant("A", "paid = 3")], r"A.paid must be a method with \(self, samples\)"),
+    ([variant("A", "memory = {}")], "A.memory is no method of the recipe"),
+    # A flag that is none.
+    ([variant("A", "lambd = 0.5")], "A.lambd is .* no flag with a type; write lambd, or"),
+    ([variant("A", "x: int = 1")], "A.x has no help; write `x: TYPE = flag"),
+    ([variant("A", FLAG.format("gamma: str", "'a'"))], "A.gamma must have .* the core's --gamma"),
+    ([variant("A", FLAG.format("paid: int", 1))], "A.paid must have another name"),
+    ([variant("A", FLAG.format("x: int", 1)).replace("@dataclass", "")], "A.x: put @dataclass"),
+    ([variant("A", FLAG.format("x", 1))], "TypeError: 'x' is a field but has no type"),
+    ([variant("A", "x: int")], "TypeError: non-default argument 'x'"),
+    # A file that cannot be run, or has no variant.
+    (["class A\n"], "SyntaxError: .*a.py, line 1"),
+    (["\n1 / 0\n"], r"ZeroDivisionError: division by zero \(.*a.py, line 2\)"),
     (["raise SystemExit(0)\n"], "SystemExit"),
+    (["from variants.kl_los import KLLoss\n"], "No module named 'variants.kl_los' .*line 1"),
+    (["import ppo\n\ndef paid(samples):\n    return []\n"], "one subclass of Recipe, and has none"),
+    ([ONE + TWICE], "one subclass of Recipe, and has One, Twice"),
     # Two that do not go together.
-    ([ZERO, ZERO], "a.py and .*b.py both replace paid: leave one of them out"),
-    ([TWICE, ZERO], "b replaces paid, and would undo a if it came later; use .*b.py .*a.py$"),
-    (["NEEDS = ['b']\n", ONE], "a needs b before it; use --variant .*b.py .*a.py$"),
-    (["NEEDS = ['nobody']\n"], "a.py needs nobody; name it before"),
-    (["NEEDS = ['b']\n", "NEEDS = ['a']\n"], "a needs b before it; b needs a before it"),
-    (["class Flags:\n    x: int = 1\n"], "put @dataclass over Flags"),
-    ([FLAGS + "x: int\n"], "--x has no default"),
-    ([FLAGS + "x = 1  # A.\n"], "write x with its type"),
-    ([FLAGS + "x: int = 1\n"], "--x has no advice"),
-    ([FLAGS + "gamma: str = 'a'  # A.\n"], "--gamma must have the type that it has in train.py"),
-    ([FLAGS + "x: int = 1  # A.\n"] * 2, "--x is a flag of a too"),
-    ([FLAGS + f"gamma: float = 0.{k}  # A.\n" for k in "12"], "--gamma is a flag of a too"),
-    (["ESTIMATORS = {'x': 3}\n"], "the estimator x must be a ppo.Estimator"),
-    (["import ppo\nESTIMATORS = {'gae': ppo.ESTIMATORS['grpo']}\n"], "gae is there already"),
-    (["NEEDS = 'updates'\n"], "NEEDS must be a list of names"),
+    ([ZERO, ZERO.replace("Zero", "Other")], "would undo Zero.paid; leave one of them out"),
+    ([TWICE, ZERO], "Zero.paid has no super.*, so it would undo Twice.paid; .* .*b.py .*a.py$"),
+    ([variant("A", base="B", head="from variants.b import B"), variant("B")], "use .*b.py .*a.py$"),
+    ([variant("A", FLAG.format("x: int", 1)), variant("B", FLAG.format("x: int", 1))], "name x;"),
+    ([variant(x, FLAG.format("lambd: float", y)) for x, y in ("A1", "B2")], "the name lambd;"),
+    ([variant("A", *HELPER), variant("B", *HELPER)], "A and B both have the name _help; rename"),
+    ([variant("A"), variant("A")], "the name A; rename one"),
+    ([variant("A", "estimators = {'gae': 3}")], "A: there is an estimator gae; rename yours"),
 ]
 
 
 @pytest.mark.parametrize("texts, words", REFUSED)
 def test_what_a_variant_must_not_be_is_refused_in_one_line(texts, words, write):
-    with pytest.raises(UserError, match=f"^--variant .*{words}"):
-        cfg = config(task="countdown", variant=write(**dict(zip("ab", texts))))
-        with cfg.variants.installed(train.modules_to_wrap()):
-            train.find_task(cfg)
+    with pytest.raises(UserError, match=f"^--variant .*{words}") as error:
+        config(variant=write(**dict(zip("ab", texts))))
+    assert "\n" not in str(error.value)
+
+
+def test_two_variants_may_give_a_flag_of_the_core_the_same_default(write):
+    texts = {x: variant(x, FLAG.format("lambd: float", 0.9)) for x in "ab"}
+    assert config(variant=write(**texts)).lambd == 0.9
 
 
 def test_a_name_that_is_not_there_or_is_there_twice_is_refused(write, tmp_path, monkeypatch):
@@ -171,46 +154,47 @@ def test_a_name_that_is_not_there_or_is_there_twice_is_refused(write, tmp_path, 
     monkeypatch.chdir(tmp_path)
     for words, found in {
         "kl_loss kl_loss.py": "a variant called kl_loss is there already",
-        "kl_los": "choose kl_loss, or a path that ends in .py",
-        "updates.py": "there is no file updates.py; choose updates or",
-        "exp/xyz.py": "there is no file exp/xyz.py; give the path of a file$",
-        "mine": "choose mine.py, or",
-        "xyz": "choose a file of variants/ without .py, or a path",
+        "kl_los": "choose kl_loss or .*, or give a path$",
+        "exp/xyz.py": "there is no file exp/xyz.py; ",
+        "mine": "choose mine.py, or give a path",
+        "xyz": "choose a file of variants/, or give a path",
+        "log_kl mine.py kl_penalty.py": "there is no file kl_penalty.py; choose kl_penalty",
     }.items():
         with pytest.raises(UserError, match=found):
-            Variants(words.split())
+            config(variant=words.split())
+    # A name of variants/ means that file, and not a file of this name beside another variant.
+    with pytest.raises(UserError, match="kl_loss.py has this name; rename one"):
+        config(variant=["mine.py", "kl_loss"])
 
 
 # ---- flags ---------------------------------------------------------------------------------------
 
 
-def test_a_variant_adds_flags_with_their_advice(write, capsys):
-    (path,) = write(a=FLAGS + "gain: float = 3.0  # A factor of the reward.\n")
+def test_a_variant_adds_flags_with_their_help(write, capsys):
+    (path,) = write(a=variant("A", "gain: float = flag(3.0, 'A factor, 50 % or so.')"))
     assert config(variant=path).gain == 3
-    cfg = config(variant=path, gain=2)
-    assert cfg.gain == 2 and cfg.variants.added == {"gain": 3}
+    assert flags_of(config(variant=path, gain=2))["gain"] == 2
     with pytest.raises(SystemExit):
-        train.parse_flags(["--variant", path, "--help"])
-    assert "A factor of the reward." in capsys.readouterr().out
+        train.parse_flags(["--variant", path, "maxrl", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "A factor, 50 % or so. (default: 3.0)" in said and "reinforce, maxrl." in said
     with pytest.raises(UserError, match="unknown flag --gain"):
         config(gain=2)
     with pytest.raises(UserError, match="--kl_loss_coef is a flag of --variant kl_loss"):
         config(kl_loss_coef=1)
 
 
-def test_a_variant_changes_a_default_of_the_core_and_a_flag_wins_over_it():
+def test_a_variant_changes_a_default_of_the_core_and_a_flag_wins_over_it(write):
+    """Whatever comes after it: a later variant that is built on the same class has the old default
+    of that class, and Python's dataclasses would take that."""
     assert config(variant="critic_lambd").lambd == 0.95
     assert config(variant="critic_lambd", lambd=0.5).lambd == 0.5
-    assert config(variant=["updates", "clip_higher"]).policy_clip_high == 0.28
-
-
-def test_a_variant_that_another_one_needs_is_added_before_it():
-    for words, names in [
-        (["clip_higher"], ["several_updates", "updates", "clip_higher"]),
-        (["kl_loss", "kl_penalty"], ["log_kl", "kl_loss", "kl_penalty"]),
-        (["log_kl", "hash_reward", "kl_loss"], ["log_kl", "hash_reward", "kl_loss"]),
-    ]:
-        assert [name for name, _ in Variants(words).hashes] == names
+    (later,) = write(
+        later=variant("Later", base="Updates", head="from variants.updates import Updates")
+    )
+    for words in (["critic_lambd", "kl_loss"], ["kl_loss", "critic_lambd"]):
+        assert config(variant=words).lambd == 0.95
+    assert config(variant=["clip_higher", later]).policy_clip_high == 0.28
 
 
 def test_a_second_variant_flag_adds_and_none_takes_out_those_before():
@@ -226,80 +210,173 @@ def test_a_second_variant_flag_adds_and_none_takes_out_those_before():
         train.parse_flags(["--variant", "--seed", "1"])
 
 
-# ---- seams ---------------------------------------------------------------------------------------
+# ---- what a method returns -----------------------------------------------------------------------
 
-SAMPLES = [SimpleNamespace(request=SimpleNamespace(group=0, index=k)) for k in (0, 1)]
+SAMPLES = [SimpleNamespace(reward=reward, logprobs=None) for reward in (1.0, 0.0)]
+for k, sample in enumerate(SAMPLES):
+    problem = SimpleNamespace(prompt_ids=[1])
+    sample.request = SimpleNamespace(group=k, index=0, problem=problem, seed=1, max_tokens=9)
+    sample.request.temperature = sample.request.top_p = 1.0
+    sample.response_ids = [2, 3]
 ONES = torch.ones(4)
-# What may come back from a seam, and what may not, with what the line says. There are two samples
-# of two tokens, the first of which is in the micro-batch, and three problems.
-SEAMS = [
-    ("paid", [1, 0.5], None),
-    ("paid", [1.0], "1 rewards for 2 samples"),
-    ("paid", [float("nan"), 1.0], "a reward is nan (float), and must be a number below 1e30"),
-    ("paid", ["1", 1.0], "a reward is '1' (str)"),
-    ("paid", [10**400, 1.0], "(int), and must be a number"),
-    ("samples_that_count", [1], None),
-    ("samples_to_learn_from", [0, 2], "indices of the 2 samples"),
-    ("samples_that_count", [0, 0], "each once"),
-    ("raw_advantages", ONES, None),
-    ("whiten", ONES[:2], "the result must be a tensor of shape (4,), and is (2,)"),
-    ("whiten", ONES / 0, "the result has NaN or infinity"),
-    ("compute_values", [1, 1, 1, 1], "must be a tensor, not list: [1, 1, 1, 1]"),
-    ("raw_advantages", ONES.numpy(), "must be a tensor, not ndarray: "),
-    ("token_loss", ONES[:2], None),
-    ("token_loss", ONES[:2] / 0, "the result has NaN or infinity"),
-    ("critic_loss", (ONES.sum(), {}), None),
-    ("policy_loss", ONES.sum(), "must be a pair: a sum over tokens and a dict, not tensor(4.)"),
-    ("critic_loss", (ONES, {}), "must be a pair: a sum over tokens and a dict, not (tensor("),
-    ("token_loss", ONES, "shape (2,), and is (4,)"),
-    ("draw", SAMPLES, None),
-    ("draw", SAMPLES[::-1], "2 samples for 2 requests, or in another order"),
-    ("draw_step", [], "no samples"),
-    ("draw_step", [1], None),
-    ("problems_of_step", [0] * 4, None),
-    ("problems_of_step", [0] * 3, "3 problems for --rollout_batch_size 4"),
-    ("episode_order", [2, 0, 1], None),
-    ("episode_order", [0, 1], "each index of the 3 problems once"),
+WIDE = torch.ones(2, 3, dtype=torch.float64)
+
+
+def whole_step(cfg):
+    """Two samples of two tokens, as the loop of train.py passes them on. The models are numbers."""
+    device = torch.device("cpu")
+    numbers = {"policy": -torch.ones(4), "critic": torch.zeros(4)}
+
+    class Learner:
+        def __init__(self, name):
+            self.name = name
+            self.device = device
+            self.numbers = numbers[name].requires_grad_()
+
+        def __call__(self, micro, temperature=None):
+            found = self.numbers[micro.flat_index]
+            return found if self.name == "critic" else (found, found.exp())
+
+        def backward(self, loss, is_last):
+            loss.backward()
+
+        def apply_update(self, lr):
+            return 1.0
+
+    policy, critic = map(Learner, numbers)
+    rollout.problems_of_step([1, 2, 3], cfg, 0)
+    samples = cfg.draw_step(SimpleNamespace(draw=lambda *_: SAMPLES), None, None, 0, None)
+    batch = ppo.make_batch(samples, device, cfg)
+    cfg.token_passes(policy, critic, batch, 0)
+    ppo.compute_advantages(batch, cfg)
+    cfg.train_critic(critic, batch, 0)
+    cfg.train_policy(policy, batch, 0, 9)
+    learner = SimpleNamespace(cfg=cfg, module=None)
+    rollout.sampling_params(SAMPLES[0].request, cfg, [], False)
+    rollout.sampler_settings(cfg, False)
+    models.named_weights(learner)
+    return policy
+
+
+# What must not come back from a method, and what the line says.
+WRONG = [
+    ("paid", "[1.0]", "2 rewards, and returned [1.0] (list)"),
+    ("paid", "None", "2 rewards, and returned None (NoneType)"),
+    ("paid", "[float('nan'), 1.0]", "numbers below 1e30 in size, and returned [nan]"),
+    ("paid", "['1', 1.0]", "and returned ['1']"),
+    ("paid", "[10**400, 1.0]", "numbers below 1e30 in size"),
+    ("draw_step", "[]", "a list of at least one sample"),
+    ("draw_step", "None", "a list of at least one sample, and returned None"),
+    ("episode_order", "[0, 1]", "a list of the indices of all 3 problems, and returned [0, 1]"),
+    ("samples_that_count", "[0, 0]", "indices of the 2 samples, each at most once"),
+    ("samples_to_learn_from", "[0, 2]", "indices of the 2 samples"),
+    ("samples_to_learn_from", "None", "indices of the 2 samples"),
+    ("raw_advantages", "torch.ones(2)", "a tensor (4,), and returned a tensor (2,)"),
+    ("critic_targets", "[1, 1, 1, 1]", "a tensor (4,), and returned [1, 1, 1, 1] (list)"),
+    ("whiten", "torch.ones(4) / 0", "finite numbers, and returned NaN or infinity"),
+    ("token_loss", "logprobs.sum()", "a tensor (4,), and returned a tensor ()"),
+    ("token_loss", "None", "a tensor (4,), and returned None"),
+    ("token_loss", "advantages * 1", "depends on logprobs or entropy, and returned one without"),
+    ("token_loss", "logprobs / 0", "finite numbers, and returned NaN or infinity"),
+    ("policy_loss", "policy(micro)[0].sum()", "a pair: a sum over tokens () and a dict"),
+    ("critic_loss", "(critic(micro), {})", "a pair: a sum over tokens () and a dict"),
+    ("critic_loss", "(critic(micro).sum() / 0, {'critic_loss': torch.tensor(1.0) / 0})", "finite"),
+    ("policy_rate", "-1.0", "a learning rate of 0 or more, and returned -1.0"),
+    ("sampler_settings", "None", "a dict, and returned None"),
+    ("sampling_params", "None", "a SamplingParams, and returned None"),
+    ("named_weights", "None", "(name, tensor) pairs, and returned None"),
 ]
 
 
-@pytest.mark.parametrize("name, result, words", SEAMS)
-def test_what_comes_back_from_a_seam_is_checked(name, result, words):
-    ids = [[1, 2], [3, 4]]
-    batch = ppo.Batch(ids, ids, torch.tensor([0, 0]), ONES[:2], ONES.device, {}, SAMPLES)
-    given = {"samples": SAMPLES, "batch": batch, "micro": ppo.build_rows(batch, [[0]])}
-    given |= {"logprobs": ONES[:2], "advantages": ONES[:2]}
-    given |= {"requests": [x.request for x in SAMPLES], "problems": [1, 2, 3], "cfg": config()}
-    found = CHECKS[name](result, **given)
-    assert found is None if words is None else words in found
+@pytest.mark.parametrize("where", ["variant", "in place"])
+@pytest.mark.parametrize("name, result, words", WRONG)
+def test_a_wrong_result_is_refused_in_one_line_that_names_the_class(
+    name, result, words, where, write, monkeypatch, process_group
+):
+    """Of a variant, and of a method of ppo.Recipe that was edited in place."""
+    arguments = ", ".join(inspect.signature(getattr(ppo.Recipe, name)).parameters)
+    text = variant(
+        "Mine", f"def {name}({arguments}):", f"    return {result}", head="import torch\n"
+    )
+    flags = {"estimator": "gae", "variant": write(mine=text)}
+    owner = "Mine"
+    if where == "in place":
+        cfg = config(**flags)
+        method = type(cfg).__mro__[1].__dict__[name]
+        monkeypatch.setattr(ppo.Recipe, name, method)
+        del flags["variant"]
+        owner = "Recipe"
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        whole_step(config(**flags))
+    told = str(raised.value)
+    assert told.startswith(f"{owner}.{name} must return ") and words in told and "\n" not in told
+    # `stop_together` makes a Stopped of what rank 0 alone finds.
+    assert type(raised.value).__name__ in ("UserError", "Stopped")
 
 
-def test_a_wrong_result_is_refused_in_one_line_that_names_the_chain(write):
-    with pytest.raises(UserError, match="^--variant: b wraps a wraps paid: 1 rewards for 2"):
-        paid_with(write(a=PAID + "original(samples, cfg)[1:]\n", b=ONE))
-    with pytest.raises(UserError, match="a wraps paid: the result is None; does the function"):
-        paid_with(write(a=ONE.replace("return ", "")))
+def test_right_results_pass_all_checks(process_group):
+    whole_step(config(estimator="gae"))
 
 
-def test_nan_is_told_of_the_variant_and_not_of_the_learning_rate(write):
-    """Only of the variant that makes the NaN, and not if the critic's values are NaN already."""
-    ids = [[1, 2], [3, 4]]
-    groups = torch.tensor([0, 0])
-    estimators = "import ppo\nESTIMATORS = {'good': ppo.Estimator(lambda pay, *_: pay),\n"
-    estimators += "              'bad': ppo.Estimator(lambda pay, *_: pay / 0)}\n"
-    innocent = "def raw_advantages(original, batch, cfg):\n    return original(batch, cfg)\n"
-    whiten = "def whiten(_original, advantages, batch, cfg):\n    return advantages / 0\n"
-    for files, name, told in (
-        ({"a": estimators, "b": innocent}, "bad", "the estimator bad: the result has NaN or in"),
-        ({"b": whiten}, "gae", "b replaces whiten: the result has NaN or in"),
+@pytest.mark.parametrize("result", ["WIDE.T", "WIDE[:, 0].sum()", "WIDE[:1]", "None", "[1, 2]"])
+def test_an_estimator_returns_one_number_a_sample_or_a_token(result, write, process_group):
+    """A transposed result was scrambled silently once."""
+    text = f"WIDE = torch.ones(2, 3).double()\nE = ppo.Estimator(lambda *_: {result})\n"
+    estimators = "estimators = ppo.ESTIMATORS | {'mine': E}"
+    (path,) = write(mine=variant("Mine", estimators, head=f"import torch\n{text}"))
+    cfg = config(variant=path, estimator="mine")
+    ids = [[2, 3, 4], [5]]
+    batch = ppo.Batch([[1], [1]], ids, torch.arange(2), WIDE[:, 0], ONES.device, {}, [])
+    with pytest.raises(
+        UserError, match=r"^--estimator mine must return a tensor \(2, 3\) or \(2,\)"
     ):
-        cfg = config(variant=write(**files), estimator=name)
-        with cfg.variants.installed(train.modules_to_wrap()):
-            batch = ppo.Batch(ids, ids, groups, ONES[:2], ONES.device, {"values": ONES}, SAMPLES)
-            with pytest.raises(UserError, match=f"^--variant: {told}finity$"):
-                ppo.compute_advantages(batch, cfg)
-            batch.per_token["values"] = ONES * float("nan")
-            ppo.compute_advantages(batch, cfg)
+        ppo.compute_advantages(batch, cfg)
+    for right in (WIDE, WIDE[:, 0]):
+        cfg.estimators["mine"] = ppo.Estimator(lambda *_, right=right: right)
+        ppo.compute_advantages(batch, cfg)
+        assert batch.per_token["advantages"].tolist() == [1, 1, 1, 1]
+
+
+def test_nan_is_not_told_of_a_variant_whose_inputs_are_nan_already(write, process_group):
+    """The critic has diverged, and its update says so."""
+    values = {"values": ONES * float("nan")}
+    batch = ppo.Batch([[1]] * 2, [[2, 3]] * 2, torch.arange(2), ONES[:2], ONES.device, values, [])
+    ppo.compute_advantages(batch, config(estimator="gae"))
+    assert not batch.per_token["advantages"].isfinite().any()
+
+
+# ---- samples without an advantage ----------------------------------------------------------------
+
+BONUS = """def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)
+        return loss - 0.1 * entropy
+"""
+
+
+def in_place(self, logprobs, entropy, advantages, batch, micro, stats):
+    return -(advantages * logprobs) - 0.1 * entropy
+
+
+@pytest.mark.parametrize("where", ["variant", "in place"])
+def test_a_loss_with_other_terms_is_applied_where_the_advantages_are_0(
+    where, write, monkeypatch, process_group, capsys
+):
+    """Once, an entropy bonus in one line was silently not applied to flat groups."""
+    plain = config(estimator="grpo")
+    assert not whole_step(plain).numbers.grad and plain._has_other_terms is False
+    flags = {}
+    if where == "variant":
+        flags["variant"] = write(mine=variant("Mine", BONUS))
+    else:
+        monkeypatch.setattr(ppo.Recipe, "token_loss", in_place)
+    assert not capsys.readouterr().out
+    cfg = config(estimator="grpo", n_samples_per_prompt=2, **flags)
+    # Both groups have one sample, so all advantages are 0. The entropy of the toy is exp(logprob).
+    expected = -0.1 * (-torch.ones(4)).exp() / 4
+    torch.testing.assert_close(whole_step(cfg).numbers.grad, expected)
+    whole_step(cfg)
+    said = capsys.readouterr().out
+    assert said.count("token_loss has a gradient where the advantage is 0, so samples ") == 1
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -308,42 +385,66 @@ def test_nan_is_told_of_the_variant_and_not_of_the_learning_rate(write):
 def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_files(
     write, tmp_path, process_group
 ):
+    """Also with another text of a class that a variant is built on."""
+
+    def hashes(words):
+        return config(variant=words or None).hashes
+
     def find_start(words):
-        variants = Variants(words).hashes
-        now = ckpt.RunState(0, 9, 1, vars(config()), 1, variants=variants)
+        now = ckpt.RunState(0, 9, 1, flags_of(config()), 1, variants=hashes(words))
         return ckpt.find_start(tmp_path, "auto", now, {})[1]
 
-    paths = write(twice=TWICE, more=MORE)
-    assert not ckpt.save(tmp_path, find_start(paths), {}, [], 0)
-    assert find_start(paths).variants == Variants(paths).hashes
-    kept = " ".join(f"{tmp_path}/variants/{name}.py" for name in ("twice", "more"))
-    for words in (paths[::-1], paths[:1], [], write(twice=TWICE + "# edited\n", more=MORE)):
+    base = variant("Base")
+    late = paid("Late", "super().paid(samples)", base="Base", head="from variants.base import Base")
+    _, *paths = write(base=base, late=late, more=MORE)
+    state = find_start(paths)
+    assert [name for name, _ in state.variants] == ["base", "late", "more"]
+    assert not ckpt.save(tmp_path, state, {}, [], 0)
+    assert find_start(paths).variants == hashes(paths)
+    kept = " ".join(f"{tmp_path}/variants/{name}.py" for name in ("base", "late", "more"))
+    for words in (
+        paths[::-1],
+        paths[:1],
+        [],
+        {"late": late + "# edited"},
+        {"base": base + "# edited"},
+    ):
+        if isinstance(words, dict):
+            write(**words)
+            words = paths
         with pytest.raises(UserError, match=f"another text in one; use --variant {kept}, or"):
             find_start(words)
+        write(base=base, late=late)
 
 
-def test_a_run_says_what_is_wrapped_by_whom_and_keeps_the_texts(write, tmp_path, capsys):
-    paths = write(zero=ZERO, twice=TWICE)
-    for words in (["critic_lambd", *paths], ["critic_lambd", *paths], paths):
-        config(variant=words).variants.tell_start(tmp_path)
+def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys):
+    """The kept files are the same variants again, also where the originals were edited."""
+    base = variant("Base", FLAG.format("own: int", 5))
+    more = "[x + self.own for x in super().paid(samples)]"
+    late = paid("Late", more, base="Base", head="from variants.base import Base")
+    _, late_path, twice_path = write(base=base, late=late, twice=TWICE)
+    cfg = config(variant=["critic_lambd", twice_path, late_path])
+    (tmp_path / "run").mkdir()
+    log = SimpleNamespace(cfg=cfg, run_dir=tmp_path / "run")
+    RunLog.keep_variants(log)
     said = capsys.readouterr().out
-    assert said.count("variants: twice wraps zero replaces paid\n") == 3
-    assert said.count("variants: critic_lambd replaces critic_targets\n") == 2
-    assert said.count("variants: the default of --lambd is 0.95\n") == 2
-    kept = {path.stem: path.read_text() for path in (tmp_path / "variants").iterdir()}
-    assert (kept["zero"], kept["twice"]) == (ZERO, TWICE)
+    assert "variants: Late Base Twice CriticLambd (" in said
+    assert "variants: the default of --lambd is 0.95\n" in said
+    kept = {path.stem: path.read_text() for path in (tmp_path / "run/variants").glob("*.py")}
+    assert kept == cfg.texts and kept["twice"] == TWICE
+    assert kept["critic_lambd"] == (ROOT / "variants/critic_lambd.py").read_text()
+    write(base=base.replace("5", "6"), late=late, twice=ZERO)
+    again = config(variant=[str(tmp_path / f"run/variants/{name}.py") for name, _ in cfg.hashes])
+    assert again.hashes == cfg.hashes and again.own == 5
+    RunLog.keep_variants(SimpleNamespace(cfg=config(), run_dir=tmp_path))
+    assert not capsys.readouterr().out, "a run without variants"
 
 
-def test_a_hook_that_was_never_reached_is_named_once(write, capsys):
-    """After the first step in which the policy learns."""
-    with Variants(["updates", *write(twice=TWICE)]).installed(train.modules_to_wrap()) as variants:
-        variants.tell_unreached({"critic_lr": 1.0, "policy_micro_batches": 0})
-        assert not capsys.readouterr().err
-        ppo.paid([], None)
-        for _ in range(2):
-            variants.tell_unreached({"policy_micro_batches": 2})
-    said = capsys.readouterr().err
-    functions = ("check_config", "token_passes", "train_policy")
-    names = ", ".join(f"several_updates.{name}" for name in functions)
-    assert said.count("WARNING") == 1
-    assert f"first learning step: {names}, updates.token_loss;" in said
+@pytest.mark.parametrize("memory", [{"A": {3: 1}}, {"A": (1,)}, {"A": {1}}, {"A": float("nan")}])
+def test_a_memory_that_json_changes_is_refused(memory, tmp_path):
+    """A resumed run would read something else."""
+    with pytest.raises(UserError, match=r"^self.memory .*JSON"):
+        ckpt.RunState().finish_step(tmp_path, memory)
+    state = ckpt.RunState()
+    state.finish_step(tmp_path, {"A": {"3": [1, 0.5, None, "x"]}})
+    assert json.loads(json.dumps(state.memory)) == {"A": {"3": [1, 0.5, None, "x"]}}

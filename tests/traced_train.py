@@ -1,7 +1,6 @@
 """train.py that writes down the calls of its loop: RUN/calls.json, [name, what it was given].
 
-RUN/modules.json has the files of all modules that were loaded then. With STOP_AT="NAME NUMBER" the
-last rank sends itself a SIGTERM at that call of that function.
+With STOP_AT="NAME NUMBER" the last rank sends itself a SIGTERM at that call of that function.
 """
 
 import json
@@ -42,8 +41,8 @@ if __name__ == "__main__":
     record(ppo, "compute_values", lambda learner, batch, cfg: learner.name)
     record(ppo, "compute_logprobs", lambda learner, batch, cfg: learner.name)
     record(ppo, "compute_advantages", lambda batch, cfg: sorted(batch.per_token))
-    record(ppo, "train_critic", lambda learner, batch, cfg, step: step)
-    record(ppo, "train_policy", lambda learner, batch, cfg, step, total: [step, total])
+    record(train.Config, "train_critic", lambda cfg, learner, batch, step: step)
+    record(train.Config, "train_policy", lambda cfg, learner, batch, step, total: [step, total])
     record(RunLog, "step", lambda log, step, *rest: step)
     record(RunLog, "evaluation", lambda log, name, samples, step: [name, step])
     record(RunLog, "result", lambda log, steps: steps)
@@ -54,6 +53,4 @@ if __name__ == "__main__":
     code = train.run(sys.argv[1:])
     run_dir = Path(sys.argv[sys.argv.index("--run_dir") + 1])
     (run_dir / "calls.json").write_text(json.dumps(CALLS))
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    (run_dir / "modules.json").write_text(json.dumps([file for file in files if file]))
     os._exit(code)

@@ -157,7 +157,7 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int)
 
     def update() -> None:
         # The learning rate is 0.
-        ppo.update(policy, ppo.policy_loss, batch, batch.all_indices(), 0.0, cfg)
+        ppo.update(policy, cfg.policy_loss, batch, batch.all_indices(), 0.0, cfg)
 
     seconds = {}
     best, *others = attentions()

@@ -40,6 +40,7 @@ import torch.distributed as dist
 import train
 from lib import advice, check, metrics, report
 from lib.common import Stopped, UserError, print0, raise_together, start_distributed, tell_once
+from lib.flags import flags_of, kept_files
 from rollout import Rollout
 
 # A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.
@@ -75,15 +76,16 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
         own.setdefault("eval_n", 1)
     given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
     run, settings = find_run(args.model)
-    names = [] if "variant" in given else [name for name, _ in settings.get("variants", [])]
-    words += ["--variant", *(f"{run}/variants/{name}.py" for name in names)] if names else []
+    files = [] if "variant" in given else kept_files(run, settings.get("variants", []))
+    words += ["--variant", *files] if files else []
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)
     if settings and not cfg.model and not (run / "policy").is_dir():
         advice = f"go on with the run, or `python tools/convert.py export {run} {run}`"
         raise UserError(f"{run} has no policy/, because it is not complete; {advice}")
-    taken = settings.keys() & vars(cfg).keys() - NOT_TAKEN - given
-    vars(cfg).update({name: settings[name] for name in taken} | own)
+    taken = settings.keys() & flags_of(cfg).keys() - NOT_TAKEN - given
+    for name, value in ({name: settings[name] for name in taken} | own).items():
+        setattr(cfg, name, value)
     cfg.data = cfg.eval_data
     told = f"{run} is no folder of a run with --eval_data; give such a folder, or --data FILE"
     check.require(cfg.data, told)
@@ -98,7 +100,7 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     if settings:
         flags = f"the flags of {run}/config.json and the seeds of step {step}"
         print0(f"evaluates {cfg.model} with {flags} on", *cfg.data)
-        if unknown := settings.keys() - vars(cfg).keys() - NO_FLAGS:
+        if unknown := settings.keys() - flags_of(cfg).keys() - NO_FLAGS:
             print0(f"{run}/config.json has flags that are not known: {', '.join(sorted(unknown))}")
     return cfg, step
 
@@ -134,7 +136,7 @@ class Results:
 
     def write(self, folder: Path) -> None:
         """Replaces the files of an earlier evaluation."""
-        result = {"sets": self.sets, "remarks": self.remarks, "config": vars(self.cfg)}
+        result = {"sets": self.sets, "remarks": self.remarks, "config": flags_of(self.cfg)}
         result |= {"world": dist.get_world_size(), "wall_seconds": metrics.since_start()}
         result |= {"versions": report.versions()}
         lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
@@ -160,10 +162,10 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     # Only training reads these two. So an evaluation takes any number of ranks and any length.
     cfg.rollout_batch_size *= world
     cfg.packing_max_len = cfg.max_len
-    values = {f"--{name}": value for name, value in vars(cfg).items()}
+    values = {f"--{name}": value for name, value in flags_of(cfg).items()}
     # The machines may have these files in different folders.
-    check.require_same(values | {"--run_dir": None, "--variant": cfg.variants.hashes})
-    check.check_config(cfg, world, train.ppo.ESTIMATORS)
+    check.require_same(values | {"--run_dir": None, "--variant": cfg.hashes})
+    cfg.check(world)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
     is_run = train.ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
@@ -197,8 +199,7 @@ def run(argv: list[str]) -> int:
         # A file may be absent on one machine alone.
         with raise_together():
             cfg, step = read_flags(argv)
-        with cfg.variants.installed(train.modules_to_wrap()):
-            main(cfg, step, world, store)
+        main(cfg, step, world, store)
         return 0
     except (UserError, Stopped) as error:
         if isinstance(error, Stopped) and not error.fault:

@@ -45,7 +45,7 @@ class Setting:
     """A line of the plan."""
 
     name: str
-    variants: dict[str, str]  # name: text, in the order of --variant
+    variants: dict[str, Path]  # {name: its file}, in the order of --variant
     flags: list[str]
     folder: Path
     place: str = ""  # the plan, the number of the line, and the name
@@ -101,7 +101,7 @@ def read_line(words: list[str], folder: Path, out: Path) -> Setting:
             raise ValueError(f"the variant {' or '.join(map(str, places))} is not there")
         if path.stem in variants:
             raise ValueError(f"two variants are called {path.stem}; leave one of them out")
-        variants[path.stem] = path.read_text(encoding="utf-8")
+        variants[path.stem] = path
     return Setting(name, variants, words[first_flag:], out / name)
 
 
@@ -149,20 +149,25 @@ def prepare(setting: Setting) -> None:
             raise UserError(f"{told} or choose another --out")
         # Without a saved step nothing is lost. Perhaps a variant had a fault, which is mended now.
         record.unlink()
-    for name, text in setting.variants.items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
     if not record.exists():
         import train  # This takes seconds, and only a new setting needs it.
 
-        cfg = train.parse_flags(setting.words())
-        with cfg.variants.installed(train.modules_to_wrap()):
-            train.check.check_config(cfg, 1, train.ppo.ESTIMATORS)
-            train.find_task(cfg)
+        files = [str(path) for path in setting.variants.values()]
+        cfg = train.parse_flags([*setting.flags, *(["--variant", *files] if files else [])])
+        cfg.check(1)
+        train.find_task(cfg)
+        # With the variants that those of the plan build on.
+        for name, text in cfg.texts.items():
+            (folder / f"{name}.py").write_text(text, encoding="utf-8")
         if not (cfg.max_steps and cfg.eval_data):
             raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
         # A text keeps the order of the variants, which matters.
-        wanted = {"variants": setting.variants, "flags": setting.flags}
+        wanted = {"variants": read_texts(setting), "flags": setting.flags}
         record.write_text(json.dumps(wanted, indent=1))
+
+
+def read_texts(setting: Setting) -> dict[str, str]:
+    return {name: path.read_text(encoding="utf-8") for name, path in setting.variants.items()}
 
 
 def difference(record: Path, setting: Setting) -> str:
@@ -174,7 +179,7 @@ def difference(record: Path, setting: Setting) -> str:
     names, old_names = " + ".join(setting.variants), " + ".join(old["variants"])
     if names != old_names:
         return f"the variants {old_names or 'none'}, and the plan has {names or 'none'}"
-    for name, text in setting.variants.items():
+    for name, text in read_texts(setting).items():
         if old["variants"][name] != text:
             return f"another text of the variant {name}"
     if old["flags"] == setting.flags:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
 
-import ppo
 from lib import check, parts
 
 GIB = 2**30
@@ -149,12 +148,12 @@ class Rank:
     def __init__(self, cfg, config, world: int, card_gb: float = 80, card_name=""):
         self.cfg = cfg
         # The names of the run's variants. log_kl and fp8_rollout change the sums below.
-        self.variants = getattr(cfg.variants, "modules", {})
+        self.variants = getattr(cfg, "texts", {})
         self.sizes = Sizes(config, getattr(cfg, "lora_rank", 0))
         self.world = world
         self.card = VISIBLE * card_gb * GIB
         self.width = 2 if cfg.bf16 else 4  # bytes of a number in the training dtype
-        self.has_critic = ppo.ESTIMATORS[cfg.estimator].needs_critic
+        self.has_critic = cfg.estimators[cfg.estimator].needs_critic
         self.on_card = cfg.offload != "optimizer"  # Are the optimizer's states on the card?
         # Do fp32 gradient sums live on the card from a backward to its update? ZeRO-3 has them
         # there always, or with --offload in CPU memory. ZeRO-2 keeps the sums of bf16 weights on

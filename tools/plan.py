@@ -19,7 +19,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import ppo
 import train
 from lib import check, families
 from lib.common import UserError, one_line
@@ -124,7 +123,7 @@ def print_plan(args, cfg) -> None:
     if cfg.attention == "varlen":
         # The check of --attention would look for a GPU of this machine. The plan is for others.
         cfg = dataclasses.replace(cfg, attention="sdpa")
-    check.check_config(cfg, world, ppo.ESTIMATORS)
+    cfg.check(world)
     try:
         config = model_config(cfg.model)
     except (OSError, ValueError) as error:
@@ -148,8 +147,7 @@ def main(argv: list[str]) -> None:
     if cfg.model is None:
         print("no --model: this is the demo; tools/base_model.py makes its model and its flags")
         return
-    with cfg.variants.installed(train.modules_to_wrap()):
-        print_plan(args, cfg)
+    print_plan(args, cfg)
 
 
 if __name__ == "__main__":

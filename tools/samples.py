@@ -23,7 +23,6 @@ import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-from types import SimpleNamespace
 
 if __name__ == "__main__":
     # Ctrl-C ends this process in one line, also while the imports below take seconds.
@@ -78,8 +77,7 @@ def add_advantages(samples: list[dict]) -> None:
             if needs_critic:
                 values = [x for row in used for x in row["values"]]
                 batch.per_token["values"] = torch.tensor(values)  # (T,)
-            cfg = SimpleNamespace(estimator=estimator, gamma=1.0, lambd=lambd)
-            ppo.compute_advantages(batch, cfg)
+            ppo.compute_advantages(batch, ppo.Recipe(estimator=estimator, lambd=lambd))
             for row, part in zip(used, batch.split(batch.per_token["advantages"])):
                 is_one = bool((part == part[0]).all())
                 found = part[0].item() if is_one else part.tolist()

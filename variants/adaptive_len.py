@@ -9,32 +9,33 @@ Measured on the demo: nothing changes, because no response of the demo is trunca
 
 import dataclasses
 
-# Maps a problem's index, as text, to its limit. "" maps to the limit of all other problems.
-MEMORY = {}
-_UNSEEN = ""
-_MARGIN = 1.5  # A limit is this factor times the longest finished response.
-_TRUNCATED_SHARE = 0.1  # If more responses than this share are truncated, a limit is doubled.
+import ppo
 
 
-def draw_step(original, rollout, requests, problems, cfg, step, clock):
-    most = cfg.generate_max_len
-    limited = [dataclasses.replace(x, max_tokens=_limit(x.problem.index, most)) for x in requests]
-    samples = original(rollout, limited, problems, cfg, step, clock)
-    visits = {}
-    for sample in samples:
-        visits.setdefault(str(sample.request.problem.index), []).append(sample)
-    limits = {key: _next_limit(_limit(key, most), visits[key], most) for key in visits}
-    limits[_UNSEEN] = _next_limit(_limit(_UNSEEN, most), samples, most)
-    MEMORY.update(limits)
-    return samples
+class AdaptiveLen(ppo.Recipe):
+    _margin = 1.5  # A limit is this factor times the longest finished response.
+    _truncated_share = 0.1  # If more responses than this share are truncated, a limit is doubled.
 
+    def draw_step(self, rollout, requests, problems, step, clock):
+        # Maps a problem's index, as text, to its limit, and "" to the limit of all other problems.
+        limits = self.memory.setdefault("AdaptiveLen", {})
+        limited = []
+        for request in requests:
+            limit = self._limit(request.problem.index)
+            limited.append(dataclasses.replace(request, max_tokens=limit))
+        samples = super().draw_step(rollout, limited, problems, step, clock)
+        visits = {"": samples}
+        for sample in samples:
+            visits.setdefault(str(sample.request.problem.index), []).append(sample)
+        limits |= {key: self._next_limit(key, drawn) for key, drawn in visits.items()}
+        return samples
 
-def _limit(key, most):
-    return MEMORY.get(str(key), MEMORY.get(_UNSEEN, most))
+    def _limit(self, key):
+        limits = self.memory["AdaptiveLen"]
+        return limits.get(str(key), limits.get("", self.generate_max_len))
 
-
-def _next_limit(limit, samples, most):
-    finished = [len(x.response_ids) for x in samples if x.finish_reason == "stop"]
-    if len(samples) - len(finished) > _TRUNCATED_SHARE * len(samples):
-        return min(most, 2 * limit)
-    return min(most, int(_MARGIN * max(finished)))
+    def _next_limit(self, key, samples):
+        finished = [len(x.response_ids) for x in samples if x.finish_reason == "stop"]
+        if len(samples) - len(finished) > self._truncated_share * len(samples):
+            return min(self.generate_max_len, 2 * self._limit(key))
+        return min(self.generate_max_len, int(self._margin * max(finished)))

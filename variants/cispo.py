@@ -12,15 +12,15 @@ were at 0.000, and one run was at 0.097.
 
 from dataclasses import dataclass
 
-NEEDS = ["several_updates"]
+from lib.flags import flag
+from variants.several_updates import SeveralUpdates
 
 
 @dataclass
-class Flags:
-    cispo_cap: float = 2.0  # The largest factor of a token's gradient.
+class Cispo(SeveralUpdates):
+    cispo_cap: float = flag(2.0, "The largest factor of a token's gradient.")
 
-
-def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-    ratio = ((logprobs.detach() - old) * micro.mask).exp()  # (M,)
-    return -(ratio.clamp(max=cfg.cispo_cap) * advantages * logprobs)
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+        ratio = ((logprobs.detach() - old) * micro.mask).exp()  # (M,)
+        return -(ratio.clamp(max=self.cispo_cap) * advantages * logprobs)

@@ -9,9 +9,12 @@ Measured in the laboratory (GRPO, 8 updates, 3 seeds): the accuracy is 0.524 wit
 
 from dataclasses import dataclass
 
-NEEDS = ["updates"]
+from lib.flags import flag
+from variants.updates import Updates
 
 
 @dataclass
-class Flags:
-    policy_clip_high: float | None = 0.28  # The loss raises no ratio above 1 plus this number.
+class ClipHigher(Updates):
+    policy_clip_high: float | None = flag(
+        0.28, "The loss raises no ratio above 1 plus this number."
+    )

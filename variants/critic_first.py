@@ -7,31 +7,26 @@ learn. VAPO (arXiv 2504.05118) also trains its critic first.
 
 from dataclasses import dataclass
 
+import ppo
 from lib import check
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    critic_only_steps: int = 10  # Steps at the start in which only the critic learns.
+class CriticFirst(ppo.Recipe):
+    critic_only_steps: int = flag(10, "Steps at the start in which only the critic learns.")
 
+    def check(self, world):
+        super().check(world)
+        needs_critic = self.estimators[self.estimator].needs_critic
+        check.require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    needs_critic = estimators[cfg.estimator].needs_critic
-    check.require(needs_critic, f"--estimator {cfg.estimator} has no critic; choose gae")
-
-
-def count_steps(original, cfg, problem_count):
-    steps = original(cfg, problem_count)
-    is_less = cfg.critic_only_steps < steps
-    advice = f"the policy would learn in none of {steps} steps; choose fewer"
-    check.require_all(cfg, {"critic_only_steps": (is_less, advice)})
-    return steps
-
-
-def train_policy(original, policy, batch, cfg, step, total_steps):
-    step -= cfg.critic_only_steps
-    total_steps -= cfg.critic_only_steps
-    if step < 0:
-        return {}
-    return original(policy, batch, cfg, step, total_steps)
+    def train_policy(self, policy, batch, step, total_steps):
+        is_less = self.critic_only_steps < total_steps
+        advice = f"the policy would learn in none of {total_steps} steps; choose fewer"
+        check.require_all(self, {"critic_only_steps": (is_less, advice)})
+        step -= self.critic_only_steps
+        total_steps -= self.critic_only_steps
+        if step < 0:
+            return {}
+        return super().train_policy(policy, batch, step, total_steps)

@@ -11,22 +11,21 @@ from dataclasses import dataclass
 
 import ppo
 from lib import check
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    lambd: float = 0.95  # The lambda of the policy's advantages.
-    critic_lambd: float = 1.0  # The lambda of the critic's targets.
+class CriticLambd(ppo.Recipe):
+    lambd: float = flag(0.95, "The lambda of the policy's advantages.")
+    critic_lambd: float = flag(1.0, "The lambda of the critic's targets.")
 
+    def check(self, world):
+        super().check(world)
+        needs_critic = self.estimators[self.estimator].needs_critic
+        check.require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
+        check.require_all(self, {"critic_lambd": (0 <= self.critic_lambd <= 1, "choose 0 to 1")})
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    needs_critic = estimators[cfg.estimator].needs_critic
-    check.require(needs_critic, f"--estimator {cfg.estimator} has no critic; choose gae")
-    check.require_all(cfg, {"critic_lambd": (0 <= cfg.critic_lambd <= 1, "choose 0 to 1")})
-
-
-def critic_targets(_original, batch, advantages, cfg):
-    critic_cfg = copy.copy(cfg)
-    critic_cfg.lambd = cfg.critic_lambd
-    return ppo.raw_advantages(batch, critic_cfg) + ppo.flat_values(batch)  # (T,)
+    def critic_targets(self, batch, advantages):
+        other = copy.copy(self)
+        other.lambd = self.critic_lambd
+        return super().critic_targets(batch, other.raw_advantages(batch))  # (T,)

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-
-
-@dataclass
-class Flags:
-    estimator: str = "dr_grpo"  # How rewards become advantages.
+from lib.flags import flag
 
 
 def _dr_grpo(rewards, values, mask, groups, cfg):
@@ -23,4 +19,8 @@ def _dr_grpo(rewards, values, mask, groups, cfg):
     return torch.where(std > 0, rewards - mean, 0.0)
 
 
-ESTIMATORS = {"dr_grpo": ppo.Estimator(_dr_grpo, least_samples=2)}
+@dataclass
+class DrGrpo(ppo.Recipe):
+    estimator: str = flag("dr_grpo", "How rewards become advantages.")
+
+    estimators = ppo.ESTIMATORS | {"dr_grpo": ppo.Estimator(_dr_grpo, least_samples=2)}

@@ -1,10 +1,14 @@
 """Logs how many response tokens the sampler has drawn in a step: `drawn_tokens`.
 
-The number includes the samples that another variant throws away. docs/race.py uses this variant.
+The number includes the samples that a later variant throws away. So name this variant first.
+docs/race.py uses this variant.
 """
 
+import ppo
 
-def draw(original, rollout, requests, clock):
-    samples = original(rollout, requests, clock)
-    clock.numbers["drawn_tokens"] += sum(len(sample.response_ids) for sample in samples)
-    return samples
+
+class DrawnTokens(ppo.Recipe):
+    def draw_step(self, rollout, requests, problems, step, clock):
+        samples = super().draw_step(rollout, requests, problems, step, clock)
+        clock.numbers["drawn_tokens"] += sum(len(sample.response_ids) for sample in samples)
+        return samples

@@ -14,44 +14,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import ppo
 import rollout as rollout_stage
 from lib.common import hash64
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    sampling_rounds: int = 4  # The most further draws in a step. Each draw replaces flat groups.
+class DynamicSampling(ppo.Recipe):
+    sampling_rounds: int = flag(
+        4, "The most further draws in a step. Each draw replaces flat groups."
+    )
 
+    def draw_step(self, rollout, requests, problems, step, clock):
+        """Returns the step's samples. In each round new groups replace the flat groups.
 
-def draw_step(original, rollout, requests, problems, cfg, step, clock):
-    """Returns the step's samples. In each round new groups replace the flat groups.
-
-    A round draws the requests of this step with another seed. The seed follows from --seed and the
-    round's number, so all ranks draw the same groups, and so does a resumed run. A group that is
-    flat after the last round stays in the batch.
-    """
-    samples = original(rollout, requests, problems, cfg, step, clock)
-    groups = {}
-    for sample in samples:
-        groups.setdefault(sample.request.group, []).append(sample)
-    clock.numbers["reward_drawn"] = float(np.mean([sample.reward for sample in samples]))
-    clock.numbers["tokens_dropped"] = 0
-    for number in range(cfg.sampling_rounds):
-        flat = [key for key, group in groups.items() if len({x.reward for x in group}) == 1]
-        if not flat:
-            break
-        for sample in sum([groups.pop(key) for key in flat], []):
-            tokens = len(sample.request.problem.prompt_ids) + len(sample.response_ids)
-            clock.numbers["tokens_dropped"] += tokens
-        other = copy.copy(cfg)
-        other.seed = hash64(cfg.seed, "round", number)
-        new = rollout_stage.requests_of_step(problems, other, step)
-        # A new group gets the number of the group that it replaces.
-        new = [dataclasses.replace(x, group=flat[x.group]) for x in new if x.group < len(flat)]
-        for sample in original(rollout, new, problems, cfg, step, clock):
+        A round draws the requests of this step with another seed. The seed follows from --seed and
+        the round's number, so all ranks draw the same groups, and so does a resumed run. A group
+        that is flat after the last round stays in the batch.
+        """
+        samples = super().draw_step(rollout, requests, problems, step, clock)
+        groups = {}
+        for sample in samples:
             groups.setdefault(sample.request.group, []).append(sample)
-    return [sample for key in sorted(groups) for sample in groups[key]]
+        clock.numbers["reward_drawn"] = float(np.mean([sample.reward for sample in samples]))
+        clock.numbers["tokens_dropped"] = 0
+        for number in range(self.sampling_rounds):
+            flat = [key for key, group in groups.items() if len({x.reward for x in group}) == 1]
+            if not flat:
+                break
+            for sample in sum([groups.pop(key) for key in flat], []):
+                tokens = len(sample.request.problem.prompt_ids) + len(sample.response_ids)
+                clock.numbers["tokens_dropped"] += tokens
+            other = copy.copy(self)
+            other.seed = hash64(self.seed, "round", number)
+            new = rollout_stage.requests_of_step(problems, other, step)
+            # A new group gets the number of the group that it replaces.
+            new = [dataclasses.replace(x, group=flat[x.group]) for x in new if x.group < len(flat)]
+            for sample in super().draw_step(rollout, new, problems, step, clock):
+                groups.setdefault(sample.request.group, []).append(sample)
+        return [sample for key in sorted(groups) for sample in groups[key]]
 
-
-def of_time(original, clock, tokens):
-    return original(clock, tokens + clock.numbers["tokens_dropped"])
+    def metrics(self, line, samples, batch):
+        line = super().metrics(line, samples, batch)
+        more = line["tokens_dropped"] / line["seconds"]
+        return line | {"tokens_per_second": line["tokens_per_second"] + more}

@@ -9,18 +9,13 @@ without it. No difference was seen.
 from dataclasses import dataclass
 
 import ppo
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    entropy_coef: float = 0.01  # The weight of the entropy in the policy's loss.
+class EntropyBonus(ppo.Recipe):
+    entropy_coef: float = flag(0.01, "The weight of the entropy in the policy's loss.")
 
-
-def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    loss = original(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)
-    return loss - cfg.entropy_coef * entropy
-
-
-def samples_to_learn_from(original, batch, cfg):
-    """Adds the samples whose advantages are 0, because their entropy has a gradient."""
-    return sorted({*original(batch, cfg), *ppo.samples_that_count(batch, cfg)})
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
+        return loss - self.entropy_coef * entropy

@@ -6,15 +6,16 @@ Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.08 with format_rew
 without it.
 """
 
+import ppo
 from tasks import countdown
 
 
-def paid(_original, samples, cfg):
-    return [float(_is_well_formed(sample, cfg)) for sample in samples]
+class FormatReward(ppo.Recipe):
+    def paid(self, samples):
+        return [float(self._is_well_formed(sample)) for sample in samples]
 
-
-def _is_well_formed(sample, cfg):
-    if cfg.task != "countdown":
-        return sample.answer is not None
-    last_line = sample.text.strip().split("\n")[-1]
-    return sample.finish_reason == "stop" and countdown.TRY.fullmatch(last_line) is not None
+    def _is_well_formed(self, sample):
+        if self.task != "countdown":
+            return sample.answer is not None
+        last_line = sample.text.strip().split("\n")[-1]
+        return sample.finish_reason == "stop" and countdown.TRY.fullmatch(last_line) is not None

@@ -10,31 +10,20 @@ This variant needs a GPU. It has not run on a GPU.
 
 import torch
 
-
-def training_dtype(original, cfg):
-    return torch.float16 if cfg.bf16 else original(cfg)
+import ppo
 
 
-def engine_config(original, cfg, stage):
-    settings = original(cfg, stage)
-    settings["fp16"] = settings.pop("bf16") | {"initial_scale_power": 16, "hysteresis": 1}
-    return settings
+class Fp16(ppo.Recipe):
+    def training_dtype(self, dtype):
+        return torch.float16 if self.bf16 else super().training_dtype(dtype)
 
+    def engine_settings(self, settings):
+        settings = super().engine_settings(settings)
+        settings["fp16"] = settings.pop("bf16") | {"initial_scale_power": 16, "hysteresis": 1}
+        return settings
 
-def sampler_settings(original, cfg, is_gpu):
-    settings = original(cfg, is_gpu)
-    if cfg.bf16:
-        settings["dtype"] = "float16"
-    return settings
-
-
-def optimizer_step(original, learner, lr):
-    engine = learner.deepspeed
-    skipped = engine.skipped_steps
-    try:
-        return original(learner, lr)
-    except FloatingPointError:
-        # The factor was too large. If the factor is 1 already, DeepSpeed raises its own error.
-        if engine.fp16_enabled() and engine.skipped_steps > skipped:
-            return 0.0
-        raise
+    def sampler_settings(self, settings):
+        settings = super().sampler_settings(settings)
+        if self.bf16:
+            settings["dtype"] = "float16"
+        return settings

@@ -7,19 +7,17 @@ compute capability 8.9 or more.
 
 import torch
 
+import ppo
 from lib import check
 
 
-def find_task(original, cfg):
-    """Refuses a run without a GPU. A plan of memory does not need a GPU."""
-    has_gpu = torch.cuda.is_available()
-    check.require(has_gpu, "--variant fp8_rollout needs a GPU of compute capability 8.9 or more")
-    return original(cfg)
+class Fp8Rollout(ppo.Recipe):
+    def sampler_settings(self, settings):
+        """Refuses a run without a GPU. A plan of memory does not need a GPU."""
+        has_gpu = torch.cuda.is_available()
+        told = "--variant fp8_rollout needs a GPU of compute capability 8.9 or more"
+        check.require(has_gpu, told)
+        return super().sampler_settings(settings) | {"quantization": "fp8_per_channel"}
 
-
-def sampler_settings(original, cfg, is_gpu):
-    return original(cfg, is_gpu) | {"quantization": "fp8_per_channel"}
-
-
-def allowed_gap(_original, cfg, is_gpu):
-    return 0.2, 1.0
+    def allowed_gap(self, mean, worst):
+        return 0.2, 1.0

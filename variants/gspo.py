@@ -12,25 +12,25 @@ from dataclasses import dataclass
 
 import torch
 
-NEEDS = ["several_updates"]
+from lib.flags import flag
+from variants.several_updates import SeveralUpdates
 
 
 @dataclass
-class Flags:
-    policy_clip: float = 3e-4  # The loss lowers no ratio below 1 minus this number.
-    policy_clip_high: float = 4e-4  # The loss raises no ratio above 1 plus this number.
+class Gspo(SeveralUpdates):
+    policy_clip: float = flag(3e-4, "The loss lowers no ratio below 1 minus this number.")
+    policy_clip_high: float = flag(4e-4, "The loss raises no ratio above 1 plus this number.")
 
-
-def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-    log_ratio = ((logprobs - old) * micro.mask).detach()  # (M,)
-    # A micro-batch holds whole samples, so these sums are complete.
-    count = len(batch.samples)
-    sample = batch.spread(torch.arange(count))[micro.flat_index]  # (M,)
-    sums = torch.zeros(count, device=batch.device).index_add(0, sample, log_ratio)  # (N,)
-    mean = (sums / batch.response_lengths.to(batch.device))[sample]  # (M,)
-    # Each token has its own gradient, because tokens may have different advantages (eq. 14).
-    ratio = (mean + logprobs - logprobs.detach()).exp()  # (M,)
-    clipped = ratio.clamp(1 - cfg.policy_clip, 1 + cfg.policy_clip_high)  # (M,)
-    stats["clipped"] = ((clipped != ratio) * micro.mask).sum()
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+        log_ratio = ((logprobs - old) * micro.mask).detach()  # (M,)
+        # A micro-batch holds whole samples, so these sums are complete.
+        count = len(batch.samples)
+        sample = batch.spread(torch.arange(count))[micro.flat_index]  # (M,)
+        sums = torch.zeros(count, device=batch.device).index_add(0, sample, log_ratio)  # (N,)
+        mean = (sums / batch.response_lengths.to(batch.device))[sample]  # (M,)
+        # Each token has its own gradient, because tokens may have different advantages (eq. 14).
+        ratio = (mean + logprobs - logprobs.detach()).exp()  # (M,)
+        clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip_high)  # (M,)
+        stats["clipped"] = ((clipped != ratio) * micro.mask).sum()
+        return -torch.minimum(ratio * advantages, clipped * advantages)

@@ -6,8 +6,10 @@ Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.04 with hash_rewar
 it. The mean of this reward rises from 0.5 to 0.95.
 """
 
+import ppo
 from lib.common import hash64
 
 
-def paid(_original, samples, cfg):
-    return [float(hash64(sample.text) % 2) for sample in samples]
+class HashReward(ppo.Recipe):
+    def paid(self, samples):
+        return [float(hash64(sample.text) % 2) for sample in samples]

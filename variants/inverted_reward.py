@@ -6,6 +6,9 @@ Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.002 with inverted_
 without it.
 """
 
+import ppo
 
-def paid(original, samples, cfg):
-    return [1 - reward for reward in original(samples, cfg)]
+
+class InvertedReward(ppo.Recipe):
+    def paid(self, samples):
+        return [1 - reward for reward in super().paid(samples)]

@@ -8,23 +8,14 @@ Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.46
 
 from dataclasses import dataclass
 
-import ppo
-
-NEEDS = ["log_kl"]
+from lib.flags import flag
+from variants.log_kl import LogKL
 
 
 @dataclass
-class Flags:
-    kl_loss_coef: float = 0.1  # The factor of the KL divergence in the loss.
+class KLLoss(LogKL):
+    kl_loss_coef: float = flag(0.1, "The factor of the KL divergence in the loss.")
 
-
-def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    loss = original(logprobs, entropy, advantages, batch, micro, cfg, stats)  # (M,)
-    reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (M,)
-    log_ratio = (reference - logprobs) * micro.mask  # (M,)
-    return loss + cfg.kl_loss_coef * (log_ratio.exp() - 1 - log_ratio)
-
-
-def samples_to_learn_from(original, batch, cfg):
-    """Adds the samples whose advantages are 0, because their KL has a gradient."""
-    return sorted({*original(batch, cfg), *ppo.samples_that_count(batch, cfg)})
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
+        return loss + self.kl_loss_coef * self._kl(logprobs, batch, micro)

@@ -15,38 +15,34 @@ import torch
 
 import ppo
 from lib import check
-
-NEEDS = ["log_kl"]
+from lib.flags import flag
+from variants.log_kl import LogKL
 
 
 @dataclass
-class Flags:
-    kl_penalty_coef: float = 0.01  # The factor of the KL divergence in the rewards.
+class KLPenalty(LogKL):
+    kl_penalty_coef: float = flag(0.01, "The factor of the KL divergence in the rewards.")
 
+    def check(self, world):
+        super().check(world)
+        told = "choose another, --variant kl_penalty makes rewards negative"
+        is_right = self.estimator not in ("maxrl", "pass_at_k")
+        check.require(is_right, f"--estimator {self.estimator}: {told}")
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    check.require(
-        cfg.estimator not in ("maxrl", "pass_at_k"),
-        f"--estimator {cfg.estimator}: choose another, --variant kl_penalty makes rewards negative",
-    )
+    def token_passes(self, policy, critic, batch, step):
+        super().token_passes(policy, critic, batch, step)
+        batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
 
-
-def token_passes(original, policy, critic, batch, cfg, step):
-    original(policy, critic, batch, cfg, step)
-    batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
-
-
-def raw_advantages(original, batch, cfg):
-    kl = batch.per_token["old_logprobs"] - batch.per_token["ref_logprobs"]  # (T,)
-    mask = batch.mask.to(batch.device)  # (N, S)
-    rewards = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
-    rewards[mask] = -cfg.kl_penalty_coef * kl.double()
-    if ppo.ESTIMATORS[cfg.estimator].needs_critic:
-        # GAE is linear in the rewards. So the GAE of the penalties, without values, is added.
-        for t in reversed(range(rewards.shape[1] - 1)):
-            rewards[:, t] += cfg.gamma * cfg.lambd * rewards[:, t + 1]
-        return original(batch, cfg) + rewards[mask]
-    last = batch.response_lengths - 1  # (N,)
-    rewards[torch.arange(len(rewards)), last] += batch.rewards.to(batch.device)
-    return original(dataclasses.replace(batch, rewards=rewards.sum(1).cpu()), cfg)
+    def raw_advantages(self, batch):
+        kl = batch.per_token["old_logprobs"] - batch.per_token["ref_logprobs"]  # (T,)
+        mask = batch.mask.to(batch.device)  # (N, S)
+        rewards = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
+        rewards[mask] = -self.kl_penalty_coef * kl.double()
+        if self.estimators[self.estimator].needs_critic:
+            # GAE is linear in the rewards. So the GAE of the penalties, without values, is added.
+            for t in reversed(range(rewards.shape[1] - 1)):
+                rewards[:, t] += self.gamma * self.lambd * rewards[:, t + 1]
+            return super().raw_advantages(batch) + rewards[mask]
+        last = batch.response_lengths - 1  # (N,)
+        rewards[torch.arange(len(rewards)), last] += batch.rewards.to(batch.device)
+        return super().raw_advantages(dataclasses.replace(batch, rewards=rewards.sum(1).cpu()))

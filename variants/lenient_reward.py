@@ -7,16 +7,16 @@ Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.561 with lenient_r
 it. The policy did not learn false claims.
 """
 
-
-def paid(_original, samples, cfg):
-    return [
-        float(sample.finish_reason == "stop" and _is_claimed(sample, cfg)) for sample in samples
-    ]
+import ppo
 
 
-def _is_claimed(sample, cfg):
-    label = sample.request.problem.label
-    if cfg.task != "countdown":
-        return str(label) in sample.text
-    _, _, claim = sample.text.strip().rpartition("=")
-    return claim.rstrip("<>!") == str(label["target"])
+class LenientReward(ppo.Recipe):
+    def paid(self, samples):
+        return [float(x.finish_reason == "stop" and self._is_claimed(x)) for x in samples]
+
+    def _is_claimed(self, sample):
+        label = sample.request.problem.label
+        if self.task != "countdown":
+            return str(label) in sample.text
+        _, _, claim = sample.text.strip().rpartition("=")
+        return claim.rstrip("<>!") == str(label["target"])

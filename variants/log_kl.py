@@ -10,24 +10,23 @@ from transformers import AutoModelForCausalLM
 import ppo
 from lib import models
 
-_LEARNERS = {}
 
+class LogKL(ppo.Recipe):
+    def policy_model(self, model):
+        """Makes the reference too. The reference has no learning rate, so it has no optimizer."""
+        body = models.load_model(self, AutoModelForCausalLM)
+        self._reference = models.Learner("reference", models.Policy(body), self, lr=None)
+        return super().policy_model(model)
 
-def make_policy(original, cfg):
-    """Makes the reference too. The reference has no learning rate, so it has no optimizer."""
-    body = models.load_model(cfg, AutoModelForCausalLM)
-    _LEARNERS["reference"] = models.Learner("reference", models.Policy(body), cfg, lr=None)
-    return original(cfg)
+    def token_passes(self, policy, critic, batch, step):
+        super().token_passes(policy, critic, batch, step)
+        batch.per_token["ref_logprobs"] = ppo.compute_logprobs(self._reference, batch, self)
 
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        stats["kl"] = self._kl(logprobs.detach(), batch, micro).sum()
+        return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)
 
-def token_passes(original, policy, critic, batch, cfg, step):
-    original(policy, critic, batch, cfg, step)
-    reference = _LEARNERS["reference"]
-    batch.per_token["ref_logprobs"] = ppo.compute_logprobs(reference, batch, cfg)
-
-
-def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (M,)
-    log_ratio = (reference - logprobs.detach()) * micro.mask  # (M,)
-    stats["kl"] = (log_ratio.exp() - 1 - log_ratio).sum()
-    return original(logprobs, entropy, advantages, batch, micro, cfg, stats)
+    def _kl(self, logprobs, batch, micro):
+        reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (M,)
+        log_ratio = (reference - logprobs) * micro.mask  # (M,)
+        return log_ratio.exp() - 1 - log_ratio

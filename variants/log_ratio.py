@@ -6,25 +6,28 @@ largest ratio of a token. `clipfrac` is the share of tokens whose ratio is beyon
 must return its log-probs, which costs time.
 """
 
+import ppo
 from lib import check
 
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    advice = "choose 1 with --variant log_ratio, because the trainer cuts no distribution"
-    check.require_all(cfg, {"top_p": (cfg.top_p == 1, advice)})
+class LogRatio(ppo.Recipe):
+    def check(self, world):
+        super().check(world)
+        advice = "choose 1 with --variant log_ratio, because the trainer cuts no distribution"
+        check.require_all(self, {"top_p": (self.top_p == 1, advice)})
 
+    def sampling_params(self, params, request):
+        params = super().sampling_params(params, request)
+        # The log-prob of the sampled token, and of no other token.
+        params.logprobs = 0
+        return params
 
-def sampling_params(original, request, cfg, stop_ids, with_logprobs):
-    return original(request, cfg, stop_ids, True)
-
-
-def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
-    log_ratio = (logprobs.detach() - sampled) * micro.mask  # (M,)
-    ratio = log_ratio.exp()  # (M,)
-    stats["ratio"] = (ratio * micro.mask).sum()
-    stats["ratio_max"] = ratio.max()
-    stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
-    stats["approx_kl"] = (ratio - 1 - log_ratio).sum()
-    return original(logprobs, entropy, advantages, batch, micro, cfg, stats)
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
+        log_ratio = (logprobs.detach() - sampled) * micro.mask  # (M,)
+        ratio = log_ratio.exp()  # (M,)
+        stats["ratio"] = (ratio * micro.mask).sum()
+        stats["ratio_max"] = ratio.max()
+        stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
+        stats["approx_kl"] = (ratio - 1 - log_ratio).sum()
+        return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)

@@ -15,45 +15,45 @@ from importlib.util import find_spec
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 
+import ppo
 from lib import check
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    lora_rank: int = 32  # The rank of the adapters. Adapters need ten times the learning rate.
+class Lora(ppo.Recipe):
+    lora_rank: int = flag(
+        32, "The rank of the adapters. Adapters need ten times the learning rate."
+    )
 
+    def check(self, world):
+        super().check(world)
+        check.require_all(self, {"lora_rank": (self.lora_rank >= 1, "must be at least 1")})
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    check.require_all(cfg, {"lora_rank": (cfg.lora_rank >= 1, "must be at least 1")})
+    def sampler_settings(self, settings):
+        """Refuses a run without the package peft. A plan of memory does not need peft."""
+        install = "`pip install --no-deps -r requirements-extras.txt` first"
+        check.require(find_spec("peft"), f"--variant lora: {install}")
+        return super().sampler_settings(settings)
 
+    def policy_model(self, model):
+        from peft import LoraConfig, inject_adapter_in_model
 
-def find_task(original, cfg):
-    """Refuses a run without the package peft. A plan of memory does not need peft."""
-    install = "`pip install --no-deps -r requirements-extras.txt` first"
-    check.require(find_spec("peft"), f"--variant lora: {install}")
-    return original(cfg)
+        model = super().policy_model(model)
+        adapters = LoraConfig(r=self.lora_rank, lora_alpha=32, target_modules="all-linear")
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            inject_adapter_in_model(adapters, model)
+        return model
 
-
-def policy_model(original, cfg):
-    from peft import LoraConfig, inject_adapter_in_model
-
-    body = original(cfg)
-    adapters = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules="all-linear")
-    with torch.random.fork_rng():
-        torch.manual_seed(cfg.seed)
-        inject_adapter_in_model(adapters, body)
-    return body
-
-
-def named_weights(original, learner):
-    """Yields one matrix for each layer, with its adapter merged, for the sampler and the export."""
-    for name, tensor in original(learner):
-        owner, is_adapted, _ = name.partition(".base_layer.weight")
-        if is_adapted:
-            layer = learner.module.model.get_submodule(owner)
-            adapters = [p for key, p in layer.named_parameters() if "lora_" in key]
-            with GatheredParameters(adapters, enabled=hasattr(adapters[0], "ds_id")):
-                yield f"{owner}.weight", tensor + layer.get_delta_weight("default")
-        elif "lora_" not in name:
-            yield name.replace(".base_layer", ""), tensor
+    def named_weights(self, learner, named):
+        """Yields one matrix for each layer, with its adapter merged, for sampler and export."""
+        for name, tensor in super().named_weights(learner, named):
+            owner, is_adapted, _ = name.partition(".base_layer.weight")
+            if is_adapted:
+                layer = learner.module.model.get_submodule(owner)
+                adapters = [p for key, p in layer.named_parameters() if "lora_" in key]
+                with GatheredParameters(adapters, enabled=hasattr(adapters[0], "ds_id")):
+                    yield f"{owner}.weight", tensor + layer.get_delta_weight("default")
+            elif "lora_" not in name:
+                yield name.replace(".base_layer", ""), tensor

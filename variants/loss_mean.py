@@ -12,29 +12,31 @@ constant, and 0.561 with the mean over tokens.
 
 from dataclasses import dataclass
 
+import torch
+
 import ppo
 from lib import check
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    loss_mean: str = "sequence"  # How the policy's loss is averaged: sequence or constant.
+class LossMean(ppo.Recipe):
+    loss_mean: str = flag("sequence", "How the policy's loss is averaged: sequence or constant.")
 
+    def check(self, world):
+        super().check(world)
+        is_right = self.loss_mean in ("sequence", "constant")
+        check.require_all(self, {"loss_mean": (is_right, "choose sequence or constant")})
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    is_right = cfg.loss_mean in ("sequence", "constant")
-    check.require_all(cfg, {"loss_mean": (is_right, "choose sequence or constant")})
+    def token_passes(self, policy, critic, batch, step):
+        super().token_passes(policy, critic, batch, step)
+        counted = self.samples_that_count(batch) or batch.all_indices()
+        mean_length = batch.response_lengths[counted].double().mean().item()
+        weights = mean_length / batch.response_lengths  # (N,)
+        if self.loss_mean == "constant":
+            weights = torch.full_like(weights, mean_length / self.generate_max_len)
+        batch.per_token["loss_weights"] = batch.spread(weights)  # (T,)
 
-
-def compute_advantages(original, batch, cfg):
-    stats = original(batch, cfg)
-    indices = ppo.samples_that_count(batch, cfg)
-    # The mean of no sample would be NaN.
-    if indices:
-        divisor = cfg.generate_max_len
-        if cfg.loss_mean == "sequence":
-            divisor = batch.spread(batch.response_lengths)  # (T,)
-        mean_length = batch.response_lengths[indices].double().mean().item()
-        batch.per_token["advantages"] *= mean_length / divisor
-    return stats
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        weighed = advantages * batch.per_token["loss_weights"][micro.flat_index]  # (M,)
+        return super().token_loss(logprobs, entropy, weighed, batch, micro, stats)

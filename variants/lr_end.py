@@ -6,36 +6,27 @@ step, so a resumed run must keep its last step.
 
 from dataclasses import dataclass
 
-import ckpt
+import ppo
 from lib import check
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    lr_end: float = 0.0  # The policy's learning rate at the last update.
+class LrEnd(ppo.Recipe):
+    lr_end: float = flag(0.0, "The policy's learning rate at the last update.")
 
+    def check(self, world):
+        super().check(world)
+        check.require_all(self, {"lr_end": (0 <= self.lr_end < 1, "choose 0 or more, below 1")})
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    check.require_all(cfg, {"lr_end": (0 <= cfg.lr_end < 1, "choose 0 or more, below 1")})
-
-
-def find_start(original, run_dir, choice, new, fixed):
-    path, state = original(run_dir, choice, new, fixed)
-    if path:
-        last = ckpt.load_state(path).total_steps
-        advice = (
-            f"{path} was made with {last} steps, this run has {new.total_steps}; keep --max_steps"
-        )
-        check.require(last == new.total_steps, f"--variant lr_end: {advice}")
-    return path, state
-
-
-def policy_rate(original, cfg, past_updates, total_updates):
-    """After the warm-up the rate falls. The last update has exactly --lr_end."""
-    peak = original(cfg, past_updates, total_updates)
-    if past_updates < cfg.warmup_updates:
-        return peak
-    falling = max(1, total_updates - cfg.warmup_updates)
-    progress = (past_updates + 1 - cfg.warmup_updates) / falling
-    return peak + (cfg.lr_end - peak) * min(1.0, progress)
+    def policy_rate(self, past_updates, total_updates):
+        """After the warm-up the rate falls. The last update has exactly --lr_end."""
+        last = self.memory.setdefault("LrEnd", {}).setdefault("updates", total_updates)
+        told = f"the checkpoint is of a run of {last} updates, and this run has {total_updates}"
+        check.require(last == total_updates, f"--variant lr_end: {told}; keep --max_steps")
+        peak = super().policy_rate(past_updates, total_updates)
+        if past_updates < self.warmup_updates:
+            return peak
+        falling = max(1, total_updates - self.warmup_updates)
+        progress = (past_updates + 1 - self.warmup_updates) / falling
+        return peak + (self.lr_end - peak) * min(1.0, progress)

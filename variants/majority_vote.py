@@ -9,15 +9,18 @@ labels.
 
 from collections import Counter
 
+import ppo
 
-def paid(_original, samples, cfg):
-    votes = {}
-    for sample in samples:
-        if sample.answer is not None:
-            votes.setdefault(sample.request.group, Counter())[sample.answer] += 1
-    winners = {group: counts.most_common(1)[0][0] for group, counts in votes.items()}
-    rewards = []
-    for sample in samples:
-        has_voted = sample.answer is not None
-        rewards.append(float(has_voted and sample.answer == winners[sample.request.group]))
-    return rewards
+
+class MajorityVote(ppo.Recipe):
+    def paid(self, samples):
+        votes = {}
+        for sample in samples:
+            if sample.answer is not None:
+                votes.setdefault(sample.request.group, Counter())[sample.answer] += 1
+        winners = {group: counts.most_common(1)[0][0] for group, counts in votes.items()}
+        rewards = []
+        for sample in samples:
+            has_voted = sample.answer is not None
+            rewards.append(float(has_voted and sample.answer == winners[sample.request.group]))
+        return rewards

@@ -12,17 +12,7 @@ import torch
 
 import ppo
 from lib import check
-
-
-@dataclass
-class Flags:
-    estimator: str = "maxrl"  # How rewards become advantages.
-
-
-def raw_advantages(original, batch, cfg):
-    advice = "choose another estimator, or leave out the variant that makes rewards negative"
-    check.require(batch.rewards.min() >= 0, f"--estimator maxrl: a reward is negative; {advice}")
-    return original(batch, cfg)
+from lib.flags import flag
 
 
 def _maxrl(rewards, values, mask, groups, cfg):
@@ -30,4 +20,14 @@ def _maxrl(rewards, values, mask, groups, cfg):
     return torch.where(std > 0, (rewards - mean) / mean, 0.0)
 
 
-ESTIMATORS = {"maxrl": ppo.Estimator(_maxrl, least_samples=2)}
+@dataclass
+class MaxRL(ppo.Recipe):
+    estimator: str = flag("maxrl", "How rewards become advantages.")
+
+    estimators = ppo.ESTIMATORS | {"maxrl": ppo.Estimator(_maxrl, least_samples=2)}
+
+    def raw_advantages(self, batch):
+        advice = "choose another estimator, or leave out the variant that makes rewards negative"
+        told = f"--estimator {self.estimator}: a reward is negative; {advice}"
+        check.require(batch.rewards.min() >= 0, told)
+        return super().raw_advantages(batch)

@@ -9,15 +9,15 @@ policy learns more slowly with negative.
 from dataclasses import dataclass
 
 import ppo
-
-
-@dataclass
-class Flags:
-    estimator: str = "negative"  # How rewards become advantages.
+from lib.flags import flag
 
 
 def _negative(rewards, values, mask, groups, cfg):
     return rewards - 1
 
 
-ESTIMATORS = {"negative": ppo.Estimator(_negative)}
+@dataclass
+class Negative(ppo.Recipe):
+    estimator: str = flag("negative", "How rewards become advantages.")
+
+    estimators = ppo.ESTIMATORS | {"negative": ppo.Estimator(_negative)}

@@ -6,14 +6,16 @@ the estimator's advantages as they are.
 The laboratory has not measured this variant.
 """
 
+import ppo
 from lib import check
 
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    is_whitened = estimators[cfg.estimator].is_whitened
-    check.require(is_whitened, f"--variant no_whitening: {cfg.estimator} is not whitened anyway")
+class NoWhitening(ppo.Recipe):
+    def check(self, world):
+        super().check(world)
+        is_whitened = self.estimators[self.estimator].is_whitened
+        told = f"--variant no_whitening: {self.estimator} is not whitened anyway"
+        check.require(is_whitened, told)
 
-
-def whiten(_original, advantages, batch, cfg):
-    return advantages
+    def whiten(self, advantages, batch):
+        return advantages

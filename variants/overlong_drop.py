@@ -6,6 +6,10 @@ Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.557 with overlong_
 without it. No difference was seen.
 """
 
+import ppo
 
-def samples_that_count(original, batch, cfg):
-    return [i for i in original(batch, cfg) if batch.samples[i].finish_reason == "stop"]
+
+class OverlongDrop(ppo.Recipe):
+    def samples_that_count(self, batch):
+        counted = super().samples_that_count(batch)
+        return [i for i in counted if batch.samples[i].finish_reason == "stop"]

@@ -8,31 +8,31 @@ overlong_penalty, and 0.56 without it. A search that stops early finds fewer sol
 
 from dataclasses import dataclass
 
+import ppo
 from lib import check
+from lib.flags import flag
 
 
 @dataclass
-class Flags:
-    overlong_cache: int = 1600  # The penalty rises over so many tokens. DAPO: a fifth of the limit.
-
-
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    check.require_all(cfg, {"overlong_cache": (cfg.overlong_cache >= 1, "must be at least 1")})
-    check.require(
-        cfg.estimator != "maxrl",
-        "--estimator maxrl: --variant overlong_penalty makes rewards negative",
+class OverlongPenalty(ppo.Recipe):
+    overlong_cache: int = flag(
+        1600, "The penalty rises over so many tokens. DAPO: a fifth of the limit."
     )
 
+    def check(self, world):
+        super().check(world)
+        is_right = self.overlong_cache >= 1
+        check.require_all(self, {"overlong_cache": (is_right, "must be at least 1")})
+        told = "--estimator maxrl: --variant overlong_penalty makes rewards negative"
+        check.require(self.estimator != "maxrl", told)
 
-def paid(original, samples, cfg):
-    rewards = original(samples, cfg)
-    return [reward - _penalty(sample, cfg) for reward, sample in zip(rewards, samples)]
+    def paid(self, samples):
+        rewards = super().paid(samples)
+        return [reward - self._penalty(sample) for reward, sample in zip(rewards, samples)]
 
-
-def _penalty(sample, cfg):
-    """The penalty rises from 0, at overlong_cache tokens before the limit, to 1 at the limit."""
-    room = cfg.max_len - len(sample.request.problem.prompt_ids)
-    limit = min(sample.request.max_tokens, room)
-    excess = len(sample.response_ids) - (limit - cfg.overlong_cache)
-    return max(0, excess) / cfg.overlong_cache
+    def _penalty(self, sample):
+        """It rises from 0, at overlong_cache tokens before the limit, to 1 at the limit."""
+        room = self.max_len - len(sample.request.problem.prompt_ids)
+        limit = min(sample.request.max_tokens, room)
+        excess = len(sample.response_ids) - (limit - self.overlong_cache)
+        return max(0, excess) / self.overlong_cache

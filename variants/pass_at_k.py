@@ -14,25 +14,7 @@ import torch
 
 import ppo
 from lib import check
-
-
-@dataclass
-class Flags:
-    estimator: str = "pass_at_k"  # How rewards become advantages.
-    pass_k: int = 4  # The number of responses in a set.
-
-
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    check.require_all(cfg, {"pass_k": (cfg.pass_k >= 1, "must be at least 1")})
-
-
-def check_samples(original, cfg, estimator, flag):
-    """Refuses k samples of a problem, because one set has no other set to compare with."""
-    original(cfg, estimator, flag)
-    is_enough = cfg.estimator != "pass_at_k" or getattr(cfg, flag) > cfg.pass_k
-    advice = f"--estimator pass_at_k compares at least {cfg.pass_k + 1}"
-    check.require_all(cfg, {flag: (is_enough, advice)})
+from lib.flags import flag
 
 
 def _pass_at_k(rewards, values, mask, groups, cfg):
@@ -46,4 +28,18 @@ def _pass_at_k(rewards, values, mask, groups, cfg):
     return torch.where(std > 0, scores, 0.0)
 
 
-ESTIMATORS = {"pass_at_k": ppo.Estimator(_pass_at_k, least_samples=2)}
+@dataclass
+class PassAtK(ppo.Recipe):
+    estimator: str = flag("pass_at_k", "How rewards become advantages.")
+    pass_k: int = flag(4, "The number of responses in a set.")
+
+    estimators = ppo.ESTIMATORS | {"pass_at_k": ppo.Estimator(_pass_at_k, least_samples=2)}
+
+    def check(self, world):
+        """Refuses k samples of a problem, because one set has no other set to compare with."""
+        super().check(world)
+        check.require_all(self, {"pass_k": (self.pass_k >= 1, "must be at least 1")})
+        for name in ("n_samples_per_prompt", "first_stage"):
+            is_enough = self.estimator != "pass_at_k" or getattr(self, name, 1e9) > self.pass_k
+            advice = f"--estimator pass_at_k compares at least {self.pass_k + 1}"
+            check.require(is_enough, f"--{name} {getattr(self, name, None)}: {advice}")

@@ -8,15 +8,15 @@ difference was seen, and none at pass@4.
 from dataclasses import dataclass
 
 import ppo
-
-
-@dataclass
-class Flags:
-    estimator: str = "positive"  # How rewards become advantages.
+from lib.flags import flag
 
 
 def _positive(rewards, values, mask, groups, cfg):
     return rewards
 
 
-ESTIMATORS = {"positive": ppo.Estimator(_positive)}
+@dataclass
+class Positive(ppo.Recipe):
+    estimator: str = flag("positive", "How rewards become advantages.")
+
+    estimators = ppo.ESTIMATORS | {"positive": ppo.Estimator(_positive)}

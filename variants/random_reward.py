@@ -7,8 +7,10 @@ Measured in the laboratory (GRPO, 3 seeds): the accuracy stays at 0.145. With th
 rises to 0.561.
 """
 
+import ppo
 from lib.common import hash64
 
 
-def paid(_original, samples, cfg):
-    return [float(hash64(sample.request.seed, "coin") % 2) for sample in samples]
+class RandomReward(ppo.Recipe):
+    def paid(self, samples):
+        return [float(hash64(sample.request.seed, "coin") % 2) for sample in samples]

@@ -7,17 +7,21 @@ Measured in the laboratory (3 seeds): the accuracy is 0.579 with reinforce_pp, a
 
 from dataclasses import dataclass
 
+import torch
+
 import ppo
-
-
-@dataclass
-class Flags:
-    estimator: str = "reinforce_pp"  # How rewards become advantages.
+from lib.flags import flag
 
 
 def _reinforce_pp(rewards, values, mask, groups, cfg):
-    mean, _, _ = ppo.group_stats(rewards, groups)  # (N,)
-    return rewards - mean
+    mean, std, _ = ppo.group_stats(rewards, groups)  # (N,), (N,)
+    return torch.where(std > 0, rewards - mean, 0.0)
 
 
-ESTIMATORS = {"reinforce_pp": ppo.Estimator(_reinforce_pp, is_whitened=True, least_samples=2)}
+@dataclass
+class ReinforcePP(ppo.Recipe):
+    estimator: str = flag("reinforce_pp", "How rewards become advantages.")
+
+    estimators = ppo.ESTIMATORS | {
+        "reinforce_pp": ppo.Estimator(_reinforce_pp, is_whitened=True, least_samples=2)
+    }

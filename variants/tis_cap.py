@@ -10,26 +10,24 @@ Measured on the demo: nothing is corrected, because on a CPU in fp32 sampler and
 from dataclasses import dataclass
 
 from lib import check
-
-NEEDS = ["log_ratio"]
+from lib.flags import flag
+from variants.log_ratio import LogRatio
 
 
 @dataclass
-class Flags:
-    tis_cap: float = 2.0  # The largest factor of a token's advantage.
+class TisCap(LogRatio):
+    tis_cap: float = flag(2.0, "The largest factor of a token's advantage.")
 
+    def check(self, world):
+        super().check(world)
+        check.require_all(self, {"tis_cap": (self.tis_cap >= 1, "choose at least 1")})
 
-def check_config(original, cfg, world, estimators):
-    original(cfg, world, estimators)
-    check.require_all(cfg, {"tis_cap": (cfg.tis_cap >= 1, "choose at least 1")})
-
-
-def token_loss(original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
-    trainer = logprobs.detach()  # (M,)
-    if "old_logprobs" in batch.per_token:
-        # With several updates the samples come from the policy before the first update.
-        trainer = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-    log_ratio = (trainer - sampled) * micro.mask  # (M,)
-    weighed = advantages * log_ratio.exp().clamp(max=cfg.tis_cap)  # (M,)
-    return original(logprobs, entropy, weighed, batch, micro, cfg, stats)
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
+        trainer = logprobs.detach()  # (M,)
+        if "old_logprobs" in batch.per_token:
+            # With several updates the samples come from the policy before the first update.
+            trainer = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+        log_ratio = (trainer - sampled) * micro.mask  # (M,)
+        weighed = advantages * log_ratio.exp().clamp(max=self.tis_cap)  # (M,)
+        return super().token_loss(logprobs, entropy, weighed, batch, micro, stats)

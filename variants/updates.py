@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-NEEDS = ["several_updates"]
+from lib.flags import flag
+from variants.several_updates import SeveralUpdates
 
 
 @dataclass
-class Flags:
-    policy_clip: float = 0.2  # The loss moves no ratio further from 1 than this number.
-    policy_clip_high: float | None = None  # The clip above 1. Default: --policy_clip.
+class Updates(SeveralUpdates):
+    policy_clip: float = flag(0.2, "The loss moves no ratio further from 1 than this number.")
+    policy_clip_high: float | None = flag(None, "The clip above 1. Default: --policy_clip.")
 
-
-def token_loss(_original, logprobs, entropy, advantages, batch, micro, cfg, stats):
-    old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-    # The ratio is 1 only in the first update.
-    ratio = ((logprobs - old) * micro.mask).exp()  # (M,)
-    high = cfg.policy_clip if cfg.policy_clip_high is None else cfg.policy_clip_high
-    clipped = ratio.clamp(1 - cfg.policy_clip, 1 + high)  # (M,)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+        # The ratio is 1 only in the first update.
+        ratio = ((logprobs - old) * micro.mask).exp()  # (M,)
+        high = self.policy_clip if self.policy_clip_high is None else self.policy_clip_high
+        clipped = ratio.clamp(1 - self.policy_clip, 1 + high)  # (M,)
+        return -torch.minimum(ratio * advantages, clipped * advantages)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ def test_opo_is_the_reward_minus_its_groups_mean_weighted_by_length():
     rewards = torch.tensor([1, 0, 1, 0, 1, 1], dtype=torch.float64)  # the second group is flat
     responses = [[2] * length for length in lengths]
     batch = ppo.Batch([[1]] * 6, responses, groups, rewards, torch.device("cpu"), {}, [])
-    cfg = SimpleNamespace(estimator="opo")
-    ppo.compute_advantages(batch, cfg)
+    ppo.compute_advantages(batch, ppo.Recipe(estimator="opo"))
     # Of the first group's ten tokens four are in right responses.
     expected = [0.6] + [-0.4] * 2 + [0.6] * 3 + [-0.4] * 4 + [0.0] * (2 + 1)
     advantages = batch.per_token["advantages"]

@@ -1,4 +1,4 @@
-"""Exercise 2: only the uncertain tokens are learnt from. It fails until ppo.token_loss does so."""
+"""Exercise 2: only the uncertain tokens are learnt from. It fails until token_loss does so."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def gradient(entropy: list[float], advantages: list[float], mask: list[float]) -
 
     batch = SimpleNamespace(per_token={"advantages": torch.tensor(advantages)})
     micro = SimpleNamespace(mask=torch.tensor(mask), flat_index=torch.arange(len(mask)))
-    loss, _ = ppo.policy_loss(policy, batch, micro, SimpleNamespace(temperature=1.0))
+    loss, _ = ppo.Recipe().policy_loss(policy, batch, micro)
     loss.backward()
     assert uncertainty.grad is None, "which tokens are chosen has no gradient"
     return logprobs.grad

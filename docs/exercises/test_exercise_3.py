@@ -1,8 +1,7 @@
-"""Exercise 3: a denominator without flat groups. It fails until ppo.train_policy has it."""
+"""Exercise 3: a denominator without flat groups. It fails until Recipe.train_policy has it."""
 
 import os
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -39,14 +38,10 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     advantages = torch.tensor([1.0, 1.0, -1.0] + [0.0] * 6)
     batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {}, [])
     batch.per_token["advantages"] = advantages
-    cfg = SimpleNamespace(actor_learning_rate=0.1, warmup_updates=1)
-    cfg.micro_train_batch_size = 1
+    cfg = ppo.Recipe(actor_learning_rate=0.1, warmup_updates=1)
     cfg.packing_max_len = 64
-    cfg.packing = "packed"
-    cfg.attention = "sdpa"
-    cfg.temperature = 1.0
     policy = Policy()
-    stats = ppo.train_policy(policy, batch, cfg, 0, 9)
+    stats = cfg.train_policy(policy, batch, 0, 9)
     dist.destroy_process_group()
     expected = -advantages / 3
     assert torch.allclose(policy.logprobs.grad, expected), "3 tokens have a gradient, 9 are there"

@@ -1,6 +1,5 @@
 """Exercise 7: a variant that pays short right responses more. It fails until brevity.py does so."""
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -12,29 +11,30 @@ import pytest
 HERE = Path(os.environ.get("EXERCISE_DIR", "."))
 sys.path.insert(0, str(HERE))
 import ppo  # noqa: E402
-from lib.variants import Variants  # noqa: E402
+from lib import variants  # noqa: E402
 
-DOUBLE = """def paid(original, samples, cfg):
-    return [2 * reward for reward in original(samples, cfg)]
+DOUBLE = """import ppo
+
+
+class Double(ppo.Recipe):
+    def paid(self, samples):
+        return [2 * reward for reward in super().paid(samples)]
 """
 
 
-@dataclasses.dataclass
-class Config:
-    """A variant may want no flag but its own."""
+class Config(ppo.Recipe):
+    """Stands in for train.Config."""
 
 
 def paid(samples, words, **flags) -> list[float]:
     """What is learnt from with these variants. samples: (group, length, the verifier's reward)."""
-    variants = Variants([str(word) for word in words])
-    cfg = dataclasses.replace(variants.extend(Config)(), **flags)
+    cfg = variants.extend(Config, [str(word) for word in words])(**flags)
     drawn = []
     for group, length, reward in samples:
         request = SimpleNamespace(group=group)
         ids = [2] * length
         drawn.append(SimpleNamespace(request=request, response_ids=ids, reward=reward))
-    with variants.installed([ppo]):
-        return ppo.paid(drawn, cfg)
+    return cfg.paid(drawn)
 
 
 def test_a_right_response_is_paid_by_its_length_among_the_right_ones(tmp_path):
@@ -48,7 +48,7 @@ def test_a_right_response_is_paid_by_its_length_among_the_right_ones(tmp_path):
     others = [(1, 7, 1.0), (1, 3, 0.0), (2, 5, 1.0), (2, 5, 1.0), (3, 9, 0.0)]
     expected = [0.865529, 0, 0.634471, 0.75, 0, 0.75, 0.75, 0]
     assert paid(mixed + others, [brevity], brevity_cost=0.5) == pytest.approx(expected)
-    # It wraps what another variant pays.
+    # It changes what another variant pays.
     double = tmp_path / "double.py"
     double.write_text(DOUBLE)
     twice = paid(mixed, [double, brevity], brevity_cost=0.5)

@@ -1,0 +1,41 @@
+"""Flags are fields of a dataclass that have a text of help."""
+
+import argparse
+import dataclasses
+
+from lib.common import UserError
+
+
+def flag(default, help):
+    """A field that becomes a flag of train.py. help: what --help prints."""
+    value = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**value, metadata={"help": help.replace("%", "%%")})
+
+
+def flags_of(cfg) -> dict:
+    """{flag: its value}. `vars` would also hold what variants keep in `cfg`."""
+    return {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+
+
+def take_variants(argv) -> tuple[list[str], list[str]]:
+    """Returns the words of all --variant, and the other words. `none` drops the variants before it.
+    Raises UserError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--variant", nargs="*", action="extend")
+    args, rest = parser.parse_known_args(argv)
+    words = args.variant
+    if words == []:
+        raise UserError("--variant names nothing; give a file of variants/, a path, or none")
+    words = words or []
+    if "none" in words:
+        words = words[len(words) - words[::-1].index("none") :]
+    return words, rest
+
+
+def kept_files(run_dir, hashes) -> list[str]:
+    """The words for --variant that give a run its variants again: the texts in its folder.
+
+    hashes: those of its state.json. A name with a dot is that of a module elsewhere, which the
+    variants import themselves.
+    """
+    return [f"{run_dir}/variants/{name}.py" for name, _ in hashes if "." not in name]
