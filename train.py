@@ -81,21 +81,15 @@ class Learning(ppo.Recipe):
     variant: list[str] = flag([], "Files of variants/ without .py, or paths.")
     # ---- sampling
     rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
-    n_samples_per_prompt: int = flag(
-        64, "Responses to each problem. Raise it if all of them are wrong."
-    )
-    top_p: float = flag(
-        1.0, "Draw from the likeliest tokens whose probabilities add up to this number."
-    )
+    n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if all are wrong.")
+    top_p: float = flag(1.0, "Draw from the likeliest tokens whose probabilities add up to this.")
     stop: list[str] = flag(ORZ_STOP, 'Texts that end a response. "": none.')
     prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.")
     generate_max_len: int = flag(8000, "The limit of a response, in tokens. max_len may lower it.")
     max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
     # ---- learning
     critic: str | None = flag(None, "A folder with a critic. Default: --model with a new head.")
-    max_norm: float = flag(
-        1.0, "A gradient with a larger norm is scaled down to this norm. 0: never."
-    )
+    max_norm: float = flag(1.0, "A gradient of a larger norm is scaled down to this. 0: never.")
     bf16: bool = flag(True, "Train in bf16, with masters and gradient sums in fp32.")
 
 
@@ -116,9 +110,7 @@ class Config(Learning):
     save_interval: int = flag(50, "Steps between checkpoints. 0: save only the last step.")
     keep_last: int = flag(2, "The number of newest checkpoints to keep. 0: keep all.")
     eval_data: list[str] = flag([], "Files or data sets of held-out problems.")
-    eval_interval: int = flag(
-        10, "Steps between evaluations. 0: only before the run and at its end."
-    )
+    eval_interval: int = flag(10, "Steps between evaluations. 0: only at the start and the end.")
     eval_n: int = flag(1, "Samples of each problem in an evaluation. ORZ's paper has 16.")
     eval_temperature: float | None = flag(
         None, "In evaluations. Default: --temperature. 0: greedy."
@@ -127,16 +119,12 @@ class Config(Learning):
     # ---- what is written down
     log_with: str = flag("none", "Curves elsewhere: tensorboard, or wandb (log in to it before).")
     log_samples: int = flag(256, "Training samples of a step in samples.jsonl. 0: all.")
-    log_tokens: int = flag(
-        16, "Samples of a step that are written token by token, in whole groups."
-    )
+    log_tokens: int = flag(16, "Samples of a step to write token by token, in whole groups.")
     # ---- where and how fast
     zero_stage: int = flag(
         3, "What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing."
     )
-    offload: str = flag(
-        "none", "optimizer: its states stay in CPU memory. Updates are slower then."
-    )
+    offload: str = flag("none", "optimizer: its states stay in CPU memory. Updates are slower.")
     packing: str = flag(
         "auto", "packed: several samples a row. alone: one. auto: as the family allows."
     )

@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 import typing
+from inspect import get_annotations
 from itertools import combinations, islice, permutations
 from pathlib import Path
 from unittest import mock
@@ -29,15 +30,15 @@ def extend(config: type, words: list[str]) -> type:
     if fault:
         orders = islice(permutations(zip(words, variants)), 1000)
         right = [x for x in orders if not put_in_order([variant for _, variant in x], config)[1]]
-        told = f"use --variant {' '.join(word for word, _ in right[0])}" if right else ""
-        require(False, f"{' '.join(words)}: {fault}; {told or 'leave one of them out'}")
+        told = " ".join(["use --variant", *dict(right[0])]) if right else "leave one of them out"
+        require(False, f"{' '.join(words)}: {fault}; {told}")
     for one, two in combinations(classes, 2):
         check_pair(one, two, config)
     flags = {}
     members = {"texts": {}, "estimators": dict(config.estimators)}
     for variant in classes:
         # Python alone would prefer the default of a base to that of an earlier variant.
-        for name in own_flags(variant):
+        for name in get_annotations(variant):
             type_ = typing.get_type_hints(variant)[name]
             flags[name] = (name, type_, variant.__dataclass_fields__[name])
         name = variant.__module__.removeprefix("variants.")
@@ -61,7 +62,7 @@ def load(words: list[str], config: type) -> list[type]:
         require(path.stem not in paths, f"{word}: a variant called {path.stem} is there already")
         paths[path.stem] = path.resolve()
     # An earlier call may have imported other files of these names.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "variants"]:
+    for name in [x for x in sys.modules if x.startswith("variants.")]:
         del sys.modules[name]
     package = sys.modules["variants"] = types.ModuleType("variants")
     package.__path__ = [*dict.fromkeys(str(path.parent) for path in paths.values()), str(VARIANTS)]
@@ -82,8 +83,8 @@ def load_class(word, path, config) -> type:
     own = [x for _, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, recipe)]
     own = [x for x in own if x.__module__ == module.__name__]
     found = [x for x in own if sum(issubclass(y, x) for y in own) == 1]
-    told = f"{word} must have one subclass of {recipe.__name__}, and has"
-    require(len(found) == 1, f"{told} {', '.join(x.__name__ for x in found) or 'none'}")
+    names = ", ".join(x.__name__ for x in found) or "none"
+    require(len(found) == 1, f"{word} must have one subclass of {recipe.__name__}, and has {names}")
     for variant in set(found[0].__mro__) - set(config.__mro__):
         check_members(variant, config)
     return found[0]
@@ -105,10 +106,6 @@ def put_in_order(variants: list[type], config: type) -> tuple[list[type], str]:
     return classes, ""
 
 
-def own_flags(variant: type) -> list[str]:
-    return list(vars(variant).get("__annotations__", ()))
-
-
 def own_methods(variant: type) -> set[str]:
     return {name for name, x in vars(variant).items() if inspect.isfunction(x) and name[0] != "_"}
 
@@ -117,7 +114,7 @@ def check_members(variant: type, config: type):
     """Refuses a flag or a method that the run would not use."""
     core = typing.get_type_hints(config)
     methods = own_methods(config.__mro__[-2])
-    for name in own_flags(variant):
+    for name in get_annotations(variant):
         flag = f"{variant.__name__}.{name}"
         require("__dataclass_fields__" in vars(variant), f"{flag}: put @dataclass over the class")
         has_help = variant.__dataclass_fields__[name].metadata.get("help")
@@ -125,27 +122,27 @@ def check_members(variant: type, config: type):
         is_like = typing.get_type_hints(variant)[name] == core.get(name)
         told = f"{flag} must have another name, or the type of the core's --{name}"
         require(is_like or not hasattr(config, name), told)
-    for name in {x for x in vars(variant) if x[0] != "_"} - {*own_flags(variant), "estimators"}:
+    flags = {*get_annotations(variant), "estimators"}
+    for name in [x for x in vars(variant) if x[0] != "_" and x not in flags]:
         near = " or ".join(difflib.get_close_matches(name, [*methods, *core])) or "its method"
         told = f"{variant.__name__}.{name} is no method of the recipe, and no flag with a type"
         require(name in methods, f"{told}; write {near}, or begin the name of a helper with _")
-        wanted = ", ".join(inspect.signature(getattr(config, name)).parameters)
-        is_method = name in own_methods(variant)
-        found = is_method and ", ".join(inspect.signature(vars(variant)[name]).parameters)
-        require(found == wanted, f"{variant.__name__}.{name} must be a method with ({wanted})")
+        wanted = list(inspect.signature(getattr(config, name)).parameters)
+        found = name in own_methods(variant) and inspect.signature(vars(variant)[name]).parameters
+        told = f"{variant.__name__}.{name} must be a method with ({', '.join(wanted)})"
+        require(found and list(found) == wanted, told)
 
 
 def check_pair(one: type, two: type, config: type):
     """Refuses two variants, neither built on the other, of which one hides a part of the other."""
-    told = f"{one.__name__} and {two.__name__} both have the name %s; rename one, or leave one out"
-    if issubclass(two, one):
-        return
-    require(one.__name__ != two.__name__, told % one.__name__)
-    for name in vars(one).keys() & vars(two).keys():
+    shared = {one.__name__} & {two.__name__}
+    shared |= {x for x in vars(one).keys() & vars(two).keys() if x[0] == "_" and x[:2] != "__"}
+    for name in get_annotations(one).keys() & get_annotations(two).keys():
         # Both may give a flag of the core the same new default.
-        is_same = vars(one)[name] == vars(two)[name] and hasattr(config, name)
-        is_helper = name[0] == "_" and name[:2] != "__"
-        require(not is_helper and (is_same or name not in own_flags(one)), told % name)
+        if getattr(one, name, one) != getattr(two, name, two) or not hasattr(config, name):
+            shared.add(name)
+    names = f"{one.__name__} and {two.__name__} both have the name {', '.join(sorted(shared))}"
+    require(issubclass(two, one) or not shared, f"{names}; rename one, or leave one out")
 
 
 def require(holds, message):

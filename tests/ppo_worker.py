@@ -166,10 +166,12 @@ def cell_flat(cfg, spec) -> dict:
     policy = models.make_policy(cfg)
     result = {"start": weights(policy)}
     healthy = make_batch("half flat")
+    cfg.token_passes(policy, None, healthy, 0)
     ppo.compute_advantages(healthy, cfg)
     cfg.train_policy(policy, healthy, step=0, total_steps=2)
-    result["before"] = weights(policy)
+    result |= {"before": weights(policy), "healthy_steps": policy.deepspeed.global_steps}
     flat = make_batch("flat")
+    cfg.token_passes(policy, None, flat, 1)
     ppo.compute_advantages(flat, cfg)
     result["stats"] = cfg.train_policy(policy, flat, step=1, total_steps=2)
     # An empty list of samples does not mean all samples, though there are some to learn from.

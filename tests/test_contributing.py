@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,14 @@ def test_the_page_s_estimator_has_its_advantages(monkeypatch):
     batch = ppo.Batch([[1]] * 3, responses, torch.arange(3), rewards, torch.device("cpu"), {}, [])
     ppo.compute_advantages(batch, config(estimator="w_reinforce"))
     assert batch.per_token["advantages"].tolist() == pytest.approx([0.1, -1, -1, 0.1])
+
+
+def test_the_page_s_variant_pays_long_responses_less(tmp_path):
+    path = tmp_path / "my_idea.py"
+    path.write_text(EXAMPLES["variant"])
+    cfg = config(variant=path, generate_max_len=8, length_cost=0.5)
+    samples = [SimpleNamespace(reward=1.0, response_ids=[2] * n) for n in (8, 4)]
+    assert cfg.paid(samples) == [0.5, 0.75]
 
 
 def test_the_page_s_task_grades_by_length(tmp_path):

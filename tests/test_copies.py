@@ -37,15 +37,15 @@ for prompt, response in zip(prompts, responses):
     with torch.no_grad():
         log_p = policy.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     alone += log_p[range(len(response)), response].tolist()
-packed = ppo.compute_logprobs(policy, batch, cfg)
+packed = ppo.compute_logprobs(policy, batch, recipe)
 assert (packed - torch.tensor(alone)).abs().max() < 1e-4
-assert len([*ppo.micro_batches(batch, batch.all_indices(), cfg)]) == 1
+assert len([*ppo.micro_batches(batch, batch.all_indices(), recipe)]) == 1
 """
 
 
 def test_the_page_s_loop_around_ppo_learns_from_samples_that_do_not_see_each_other(tmp_path):
     (tmp_path / "lib").mkdir()
-    for name in ("ppo.py", "lib/common.py"):
+    for name in ("ppo.py", "lib/common.py", "lib/flags.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     make_model(tmp_path / "out" / "run" / "policy")
     done = run_python("-c", EXAMPLES["copy"] + COMPARE, cwd=tmp_path, env={"PYTHONPATH": ""})

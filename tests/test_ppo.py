@@ -86,8 +86,13 @@ ADAMW = []
 for precision, offload in itertools.product(PRECISIONS, ("none", "optimizer")):
     settings = PRECISIONS[precision] | {"actor_learning_rate": 4e-3, "warmup_updates": 4}
     ADAMW.append(cell(f"{precision} {offload}", "adamw", max_norm=1.0, offload=offload, **settings))
+FLAT = [
+    {"estimator": "grpo", "actor_learning_rate": 1e-3},
+    {"estimator": "rloo", "actor_learning_rate": 1e-3, "variant": "updates"},
+    {"estimator": "reinforce", "actor_learning_rate": 1e-3, "variant": "no_whitening"},
+]
 OTHERS = [
-    cell("flat", "flat", estimator="grpo", actor_learning_rate=1e-3, zero_stage=2),
+    *(cell(f"flat {x['estimator']}", "flat", zero_stage=2, **x) for x in FLAT),
     cell("logging", "logging", estimator="grpo", zero_stage=3, variant=["log_kl", "log_ratio"]),
 ]
 
@@ -348,6 +353,21 @@ def test_a_flat_group_is_exactly_zero(estimator, reward):
         assert not batch.per_token["advantages"][: 2 * size].any()
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.35, 1 / 3])
+@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_pp"])
+def test_equal_rewards_of_a_batch_are_exactly_zero(estimator, reward):
+    """Rounding alone would be a direction of an update."""
+    for count in range(1, 60):
+        groups = [k // 7 for k in range(count)]
+        ids = [[1] * (1 + k % 5) for k in range(count)]
+        batch = batch_of_lists([[1]] * count, ids, groups, [reward] * count)
+        variant = None if estimator == "reinforce" else estimator
+        cfg = config(variant=variant, estimator=estimator)
+        assert not cfg.raw_advantages(batch).any()
+        ppo.compute_advantages(batch, cfg)
+        assert not batch.per_token["advantages"].any()
+
+
 ESTIMATORS = ["gae", *naive.COMPARES]
 SETTINGS = [{}, SEQUENCE, CONSTANT]
 CASES = list(itertools.product(ESTIMATORS, SETTINGS))
@@ -574,14 +594,16 @@ def test_critic_updates_use_each_token_once(updates, results, models):
 # ---- train_policy --------------------------------------------------------------------------------
 
 
-def test_an_all_flat_rollout_makes_no_update(results):
-    """An update with zero gradients would move the weights by Adam's old moments. An empty list of
-    samples does not mean all samples."""
-    result = results(2, "flat")
+@pytest.mark.parametrize("settings", FLAT, ids=itemgetter("estimator"))
+def test_an_all_flat_rollout_makes_no_update(settings, results):
+    """An update with zero gradients would move the weights by Adam's old moments, as would one of
+    several updates, or the rounding of equal rewards. An empty list of samples does not mean all
+    samples."""
+    result = results(2, f"flat {settings['estimator']}")
     for stats in (result["stats"], result["no_samples"]):
         names = ("policy_micro_batches", "policy_grad_norm", "policy_tokens")
         assert [stats[name] for name in names] == [0, 0, 0]
-    assert result["steps"] == 1
+    assert result["steps"] == result["healthy_steps"] > 0
     assert not norm_of(subtract(result["before"], result["after"]))
     assert norm_of(subtract(result["before"], result["start"])), "the healthy step did nothing"
 

@@ -1,7 +1,7 @@
 """Whole runs with variants: interrupted, on two ranks, and each variant in at least one."""
 
 import json
-import shutil
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +19,7 @@ NAMES = ["curriculum", "hash_reward", "first_stage", "adaptive_len", "tis_cap", 
 NAMES += ["lora"] * bool(find_spec("peft"))
 MINE = """
 import os
+import signal
 
 import ppo
 import train
@@ -30,6 +31,8 @@ class Mine(ppo.Recipe):
         assert memory["steps"] == step and train.main.__module__ == "__main__"
         samples = super().draw_step(rollout, requests, problems, step, clock)
         memory["steps"] += 1
+        if os.environ.get("KILLED") and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         if os.environ["RANK"] == "1" and step == 2:
             raise ValueError("a fault of mine")
         return samples
@@ -41,7 +44,7 @@ class Mine(ppo.Recipe):
 
 @pytest.fixture(scope="module")
 def runs(tiny, tmp_path_factory):
-    """A run on four problems that a random model never solves, and the same one interrupted."""
+    """A run on four problems that a random model never solves, and one that is killed in step 3."""
     folder = tmp_path_factory.mktemp("variants")
     problems = json.loads(Path(tiny["data"]).read_text())
     (folder / "few.json").write_text(json.dumps(problems[:4]))
@@ -52,10 +55,7 @@ def runs(tiny, tmp_path_factory):
     flags |= {"eval_interval": 1, "stop": list("0123456789abcdef")}
     flags |= {"lora_rank": 4} if "lora" in NAMES else {}
     whole = launch(folder / "whole", **flags)
-    # As a power cut in step 3 leaves it.
-    shutil.copytree(folder / "whole", folder / "parts")
-    shutil.rmtree(folder / "parts" / "step_000003")
-    (folder / "parts" / "result.json").unlink()
+    launch(folder / "parts", code=-signal.SIGKILL, env={"KILLED": "1"}, **flags)
     assert "from step 2," in launch(folder / "parts", **flags).stdout
     return folder, flags, whole.stdout + whole.stderr
 
