@@ -23,7 +23,7 @@ from lib.common import Stopped, UserError, start_distributed, stop_together
 from lib.head import ChunkedHead
 from lib.metrics import Clock
 from lib.signals import Signals
-from rollout import Rollout, Sampler, draw, make_requests, problem_seeds
+from rollout import Rollout, Sampler, make_requests, problem_seeds
 
 # After rollout.py, whose settings vLLM reads.
 from vllm.usage.usage_lib import is_usage_stats_enabled  # isort: skip
@@ -165,7 +165,7 @@ def stop(rollout, requests, reason) -> list:
             mock.patch.object(rollout.task, "text_metrics", lambda text: found),
             stop_together(),
         ):
-            draw(rollout, requests, clock)
+            rollout.draw(requests, clock)
     except Stopped as error:
         return [error.fault, list(clock.seconds)]
     finally:
@@ -201,7 +201,7 @@ def find_all(rollout, policy, problems) -> dict:
     found["form"] = rollout.grader.find_answer.__name__
     requests = mixed_requests(problems[:4], longest=16)
     clock = Clock(0)
-    samples = draw(rollout, requests, clock)
+    samples = rollout.draw(requests, clock)
     found["in order"] = [sample.request for sample in samples] == requests
     found["sampled"] = [sample.response_ids for sample in samples]
     found["text metrics"] = list(samples[0].text_metrics)

@@ -101,6 +101,8 @@ start_distributed()
 cfg = SimpleNamespace(model=sys.argv[1], bf16=False, max_len=256, stop=[], enforce_eager=True)
 cfg.micro_rollout_batch_size, cfg.gpu_memory_utilization = 4, 0.5
 cfg.kv_cache_gb, cfg.tensor_parallel, cfg.packing = None, 1, "packed"
+cfg.sampler_settings = lambda settings: settings
+cfg.sampling_params = lambda params, request: params
 sampler = rollout.Sampler(cfg)
 problem = SimpleNamespace(prompt_ids=sampler.tokenizer.encode("12+34"))
 requests = rollout.make_requests([problem], [0], 4, max_tokens=16, temperature=1.0, top_p=1.0)

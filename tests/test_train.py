@@ -647,6 +647,9 @@ def test_real_problems_train_with_the_orz_template(tmp_path):
     assert all(abs(line["ratio"] - 1) < 1e-3 for line in jsonl(run / "metrics.jsonl"))
 
 
+MINE = "import ppo\n\n\nclass Mine(ppo.Recipe):\n    pass\n"
+
+
 @pytest.mark.engine
 def test_all_ranks_refuse_what_one_of_them_finds_with_exit_code_2_and_one_line(tiny, tmp_path):
     """They would wait for each other, or train on samples behind each other's prompts."""
@@ -657,8 +660,8 @@ def test_all_ranks_refuse_what_one_of_them_finds_with_exit_code_2_and_one_line(t
         (folder / "other.json").write_text(json.dumps(problems[rank:]))
         (folder / "empty.json").write_text(json.dumps(problems if rank == 0 else []))
         (folder / "bad.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"question": ""}')
-        (folder / "mine.py").write_text(f"# of rank {rank}\n")
-    (tmp_path / "0" / "absent.py").write_text("")
+        (folder / "mine.py").write_text(f"{MINE}# of rank {rank}\n")
+    (tmp_path / "0" / "absent.py").write_text(MINE)
     cases = [
         ({"run_dir": "run"}, {}, r"machine .*, rank \d, .*/run: not shared: the file of rank"),
         ({}, {"seed": 7}, "rank 1: --seed is 7, but on rank 0 it is 42; give all ranks the same"),
