@@ -57,7 +57,8 @@ class RunState:
     def finish_step(self, run_dir, memory):
         """Counts a step. Call it when the lines of that step are in the logs.
 
-        memory: cfg.memory. Raises UserError if JSON does not give it back as it is.
+        memory: cfg.memory. Raises UserError if it holds another thing than dicts, or if JSON does
+        not give it back as it is.
         """
         self.step += 1
         self.log_sizes = measure_logs(run_dir)
@@ -67,8 +68,9 @@ class RunState:
             self.memory = json.loads(json.dumps(memory))
         except (TypeError, ValueError) as error:
             raise UserError(f"self.memory cannot be saved as JSON: {one_line(error)}") from error
-        if self.memory != memory:
-            told = "use dicts with text keys, lists, texts and finite numbers"
+        are_dicts = all(isinstance(part, dict) for part in memory.values())
+        if self.memory != memory or not are_dicts:
+            told = "give each class a dict with text keys, of lists, texts and finite numbers"
             raise UserError(f"self.memory changes when it is saved as JSON; {told}")
 
     def check_types(self):

@@ -2,9 +2,12 @@
 
 The class Recipe has the decisions of a run as methods. The functions around it do the work that
 no variant changes. This file never reads text. It needs torch, numpy, lib/common.py and
-lib/flags.py. An update is one optimizer step. A learner is the policy or the critic: it is called
-like a model, and has `name`, `device`, `backward(loss, is_last)` and `apply_update(lr)`, which
-returns the gradient's norm. lib/models.py has the class.
+lib/flags.py. Call `start_distributed` of lib/common.py first. An update is one optimizer step.
+
+A learner is the policy or the critic. `policy(micro, temperature)` returns log-probs (M,) and
+entropies (M,), and `critic(micro)` returns values (M,). A learner has `name`, `device`,
+`backward(loss, is_last)`, and `apply_update(lr)`, which returns the gradient's norm.
+lib/models.py has the class.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - There is one denominator. A loss is a sum over response tokens divided by the *global* number of
@@ -16,7 +19,7 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
   not divide.
 
 Shapes: N samples, S tokens of the longest response, T response tokens of the batch, M response
-tokens of a micro-batch, R packed rows, L row length.
+tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples.
 """
 
 from bisect import bisect_left, insort
@@ -62,7 +65,7 @@ class Batch:
         )  # (N, S)
 
     def all_indices(self) -> list[int]:
-        """The indices of all samples. In this file `indices` are always indices of samples."""
+        """The indices of all samples."""
         return list(range(len(self.sample_lengths)))
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
@@ -150,8 +153,11 @@ def checked_rewards(samples, cfg) -> list[float]:
 # ---- estimators ------------------------------------------------------------------------------
 
 
-# An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to
-# advantages (N, S), or to scores (N,), which all tokens of a sample get. All are float64.
+# An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to advantages (N, S),
+# or to scores (N,), which all tokens of a sample get. All are float64. A sample without an
+# advantage has exact zeros.
+
+
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16)."""
@@ -262,28 +268,32 @@ class Recipe:
     warmup_updates: int = flag(50, "Updates in which each learning rate rises. 1: no rise.")
     value_clip: float = flag(0.2, "The critic's loss clips a value's change to this. 1e9: no clip.")
 
-    # These are no fields, because a resumed run may change them. train.Config has flags of these
-    # names.
+    # The next three are no flags here, because a resumed run may change them. train.Config has
+    # flags of these names.
     packing = "packed"  # alone: each row has one sample, which some models need (docs/models.md)
     packing_max_len = 16384
     micro_train_batch_size = 1
 
     estimators = ESTIMATORS  # The values of --estimator. A variant writes `ppo.ESTIMATORS | {...}`.
 
-    _has_other_terms = None  # the answer of has_other_terms, after it was asked
+    _has_told = False  # has samples_to_learn_from printed its line?
 
     @cached_property
     def memory(self) -> dict:
-        """{name of a class: what this class must know after a resume}.
+        """{name of a class: a dict of what this class must know after a resume}.
 
-        JSON must give the content back as it is: dicts with text keys, lists, numbers and texts.
-        The copy at the last finished step is saved in each checkpoint.
+        The dicts have texts as keys, and hold what JSON can hold. A checkpoint has their content at
+        the end of its step. After a resume they are filled before the first step.
         """
         return {}
 
     def check(self, world):
-        """Raises UserError for flags that cannot work. world: the number of ranks. Call super()
-        first."""
+        """Raises UserError for flags that cannot work. world: the number of ranks. A variant calls
+        super() first. train.check_flags has checked the flags of the core before."""
+
+    def check_run(self, total_steps):
+        """Raises UserError for a run that cannot start here, such as without a package. It is
+        called before the models are made, and `memory` is filled. A plan does not call it."""
 
     # ---- the models
 
@@ -292,14 +302,14 @@ class Recipe:
         return settings
 
     def sampling_params(self, params, request):
-        """vLLM's SamplingParams for a request of rollout.py. With `params.logprobs = 0` the samples
-        have the sampler's log-probs, and batch.per_token["logprobs"] holds them."""
+        """vLLM's SamplingParams for a request of rollout.py. `params.logprobs = 0` asks for the
+        log-prob of each sampled token. Then batch.per_token["logprobs"] holds them, (T,)."""
         return params
 
-    def allowed_gap(self, mean: float, worst: float) -> tuple[float, float]:
-        """How far the log-probs of sampler and trainer may differ at the start: the mean over all
-        tokens, and the mean over the tokens of the worst sample."""
-        return mean, worst
+    def allowed_gap(self, of_mean: float, of_worst: float) -> tuple[float, float]:
+        """How far the log-probs of sampler and trainer may differ at the start. The limits are of
+        the mean over all tokens, and of the mean over the tokens of the worst sample."""
+        return of_mean, of_worst
 
     def training_dtype(self, dtype):
         """The dtype of weights and passes: torch.bfloat16 or, without --bf16, torch.float32."""
@@ -333,8 +343,8 @@ class Recipe:
     # ---- 4. batch
 
     def paid(self, samples) -> list[float]:
-        """The reward of each sample to learn from: the grader's. Only rank 0 calls this method. The
-        logs show the grader's rewards too (sample.reward)."""
+        """One reward for each sample, from which the policy learns. By default it is the grader's,
+        sample.reward, which the logs show too. Only rank 0 calls this method."""
         return [sample.reward for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:
@@ -345,8 +355,8 @@ class Recipe:
     # ---- 5. values
 
     def token_passes(self, policy, critic, batch: Batch, step):
-        """Adds the critic's values, (T,), to batch.per_token. Other passes may add other tensors
-        (T,). All of them come before the first update."""
+        """Adds the critic's values, (T,), to batch.per_token. A variant may add other tensors (T,)
+        under names of its own. All passes come before the first update. step: finished steps."""
         if critic:
             batch.per_token["values"] = compute_values(critic, batch, self)
 
@@ -360,9 +370,12 @@ class Recipe:
         values[mask] = flat_values(batch)
         inputs = (batch.rewards.to(batch.device), values, mask, batch.groups.to(batch.device), self)
         scores = self.estimators[self.estimator].function(*inputs)  # (N,) or (N, S)
+        name = f"--estimator {self.estimator}"
         is_right = has_shape(scores, mask.shape) or has_shape(scores, mask.shape[:1])
         wanted = f"a tensor {tuple(mask.shape)} or {tuple(mask.shape[:1])}"
-        check_result(self, f"--estimator {self.estimator}", is_right, wanted, scores)
+        check_result(self, name, is_right, wanted, scores)
+        is_finite = scores.isfinite().all() or not values.isfinite().all()
+        check_result(self, name, is_finite, "finite numbers", "NaN or infinity")
         # (N,) becomes (N, 1), and each token gets the score of its sample.
         return scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
 
@@ -376,8 +389,9 @@ class Recipe:
         It is called only if the estimator is whitened.
         """
         parts = batch.split(advantages)
+        counted = indices_of(self.samples_that_count, batch)
         # If no sample counts, use all of them. The mean of nothing would be NaN.
-        used = torch.cat([parts[i] for i in indices_of(self, "samples_that_count", batch)] or parts)
+        used = torch.cat([parts[i] for i in counted] or parts)
         std = used.var(correction=0).sqrt().clamp(min=1e-8)
         return (advantages - used.mean()) / std
 
@@ -386,16 +400,19 @@ class Recipe:
     def train_critic(self, critic, batch: Batch, step) -> dict[str, float]:
         """Makes critic_updates updates. Each learns from its part of the samples. Returns the
         numbers to log."""
-        indices = indices_of(self, "samples_that_count", batch)
+        indices = indices_of(self.samples_that_count, batch)
         past = step * self.critic_updates
-        rates = []
-        for k in range(self.critic_updates):
-            rates.append(learning_rate(self.critic_learning_rate, self.warmup_updates, past + k))
+        rates = [self.critic_rate(past + k) for k in range(self.critic_updates)]
         return update_in_parts(critic, self.critic_loss, batch, indices, rates, self, step)
 
+    def critic_rate(self, past_updates) -> float:
+        """The critic's learning rate after `past_updates` updates."""
+        return learning_rate(self.critic_learning_rate, self.warmup_updates, past_updates)
+
     def critic_loss(self, critic, batch: Batch, micro: MicroBatch) -> tuple[Tensor, dict]:
-        """The sum of 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2)
-        (ORZ's ValueLoss). Returns it and the numbers to log. A rank has its own micro-batches."""
+        """The sum of 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2) over the
+        micro-batch (ORZ's ValueLoss). `update` divides by the tokens of the update. Returns the sum
+        and the numbers to log. Each rank has its own micro-batches."""
         values = critic(micro)  # (M,)
         old = batch.per_token["values"][micro.flat_index]  # (M,)
         returns = batch.per_token["returns"][micro.flat_index]  # (M,)
@@ -407,46 +424,59 @@ class Recipe:
         return loss, stats
 
     def train_policy(self, policy, batch: Batch, step, total_steps) -> dict[str, float]:
-        """Makes one update over all samples. So PPO's ratio is 1, and its clip would do nothing.
-        Returns the numbers to log."""
+        """Makes one update. So PPO's ratio is 1, and its clip would do nothing. Returns the numbers
+        to log."""
         lr = self.policy_rate(step, total_steps)
-        # A sample without a gradient does not pass through the model. Its tokens still count.
-        counted = indices_of(self, "samples_that_count", batch)
+        counted = indices_of(self.samples_that_count, batch)
         denominator = int(batch.response_lengths[counted].sum())
-        indices = indices_of(self, "samples_to_learn_from", batch)
+        # A sample without a gradient does not pass through the model. Its tokens still count.
+        indices = indices_of(self.samples_to_learn_from, batch)
         return update(policy, self.policy_loss, batch, indices, lr, self, denominator)
 
     def policy_rate(self, past_updates, total_updates) -> float:
-        """The policy's learning rate after `past_updates` updates. Variants use `total_updates`."""
+        """The policy's learning rate after `past_updates` updates. A step has one update. Variants
+        use `total_updates`."""
         return learning_rate(self.actor_learning_rate, self.warmup_updates, past_updates)
 
     def samples_to_learn_from(self, batch: Batch) -> list[int]:
         """The indices of the samples that pass through the policy: those with an advantage other
-        than 0. If `token_loss` has other terms than the advantage, all samples that count."""
+        than 0. If the loss has other terms (has_other_terms), these are all samples that count."""
         counted = self.samples_that_count(batch)
         parts = batch.split(batch.per_token["advantages"].cpu())
         useful = [i for i in counted if parts[i].any()]
-        if len(useful) < len(counted) and self._has_other_terms is None:
-            self._has_other_terms = has_other_terms(self, batch, counted)
-            if self._has_other_terms:
-                told = "token_loss has a gradient where the advantage is 0"
-                print0(f"{told}, so samples without an advantage are not skipped")
-        return counted if self._has_other_terms else useful
+        skipped = sorted(set(counted) - set(useful))
+        if not (skipped and has_other_terms(self, batch, skipped)):
+            return useful
+        if not self._has_told:
+            told = "the policy's loss has a gradient where the advantage is 0"
+            print0(f"{told}, so samples without an advantage are not skipped")
+            self._has_told = True
+        return counted
 
     def policy_loss(self, policy, batch: Batch, micro: MicroBatch) -> tuple[Tensor, dict]:
-        """The sum of `token_loss`, and the numbers to log as sums over tokens. A rank has its own
-        micro-batches."""
+        """The sum of `token_loss` over the micro-batch, and the numbers to log as sums over tokens.
+        Each rank has its own micro-batches. has_other_terms calls this method with a function in
+        place of the policy."""
         logprobs, entropy = policy(micro, self.temperature)  # (M,), (M,)
         advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
         stats = {"entropy": (entropy.detach() * micro.mask).sum()}
-        loss = sum_token_loss(self, logprobs, entropy, advantages, batch, micro, stats)
+        losses = self.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
+        shape = tuple(micro.mask.shape)
+        check_result(self, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
+        has_gradient = losses.requires_grad or not logprobs.requires_grad
+        wanted = "a tensor that depends on logprobs or entropy"
+        check_result(self, "token_loss", has_gradient, wanted, "one without a gradient")
+        loss = (losses * micro.mask).sum()
         stats["policy_loss"] = loss.detach()
         return loss, stats
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats) -> Tensor:
         """-A_t log p(a_t), (M,). At ratio 1 its gradient is that of PPO's clipped objective
-        (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (M,). To log a number, put
-        its sum over the tokens into `stats`."""
+        (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (M,).
+
+        To log the mean of x, (M,), write `stats["x"] = (x.detach() * micro.mask).sum()`, in every
+        call. reduce_stats says which names are not means over tokens.
+        """
         return -(advantages * logprobs)
 
     # ---- 9. report
@@ -460,41 +490,32 @@ def has_shape(found, shape) -> bool:
     return isinstance(found, Tensor) and found.shape == tuple(shape)
 
 
-def indices_of(cfg, method, batch: Batch) -> list[int]:
-    """What this method returns. Raises UserError if it is no list of indices of samples."""
-    indices = getattr(cfg, method)(batch)
+def indices_of(method, batch: Batch) -> list[int]:
+    """What a method of the recipe returns. Raises UserError if it is no list of indices."""
+    indices = method(batch)
     is_right = isinstance(indices, list) and set(indices) <= set(batch.all_indices())
     is_right = is_right and len(set(indices)) == len(indices)
     wanted = f"a list of indices of the {len(batch.sample_lengths)} samples, each at most once"
-    check_result(cfg, method, is_right, wanted, indices)
+    check_result(method.__self__, method.__name__, is_right, wanted, indices)
     return indices
 
 
-def sum_token_loss(cfg, logprobs, entropy, advantages, batch: Batch, micro: MicroBatch, stats):
-    """The sum of cfg.token_loss over the response tokens of a micro-batch, ()."""
-    losses = cfg.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
-    shape = tuple(logprobs.shape)
-    check_result(cfg, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
-    has_gradient = losses.requires_grad or not logprobs.requires_grad
-    wanted = "a tensor that depends on logprobs or entropy"
-    check_result(cfg, "token_loss", has_gradient, wanted, "one without a gradient")
-    return (losses * micro.mask).sum()
-
-
 def has_other_terms(cfg, batch: Batch, indices: list[int]) -> bool:
-    """Has cfg.token_loss a gradient in these samples if all advantages are 0? A collective.
+    """Has cfg.policy_loss a gradient in these samples if all advantages are 0? A collective.
 
-    An entropy bonus or a KL has one. The model is not asked: any log-probs and entropies show it.
+    An entropy bonus or a KL has one. Made-up log-probs and entropies stand in for the policy's. A
+    term that has no gradient at any of them is not found.
     """
     zeros = torch.zeros_like(batch.per_token["advantages"])  # (T,)
     batch = replace(batch, per_token=batch.per_token | {"advantages": zeros})
     found = torch.zeros((), device=batch.device)
     for micro, _ in micro_batches(batch, indices, cfg):
-        logprobs = torch.linspace(-9, -1, len(micro.mask), device=batch.device)  # (M,)
-        entropy = torch.linspace(3, 0.1, len(micro.mask), device=batch.device)  # (M,)
-        inputs = [logprobs.requires_grad_(), entropy.requires_grad_()]
-        loss = sum_token_loss(cfg, *inputs, zeros[micro.flat_index], batch, micro, {})
-        for gradient in torch.autograd.grad(loss, inputs, allow_unused=True):
+        count = len(micro.mask)
+        logprobs = torch.linspace(-9, -1, count, device=batch.device, requires_grad=True)  # (M,)
+        entropy = torch.linspace(3, 0.1, count, device=batch.device, requires_grad=True)  # (M,)
+        outputs = logprobs, entropy
+        loss, _ = cfg.policy_loss(lambda *_, outputs=outputs: outputs, batch, micro)
+        for gradient in torch.autograd.grad(loss, outputs, allow_unused=True):
             if gradient is not None:
                 found += (gradient != 0).any()
     dist.all_reduce(found)
@@ -668,29 +689,33 @@ def forward_pass(batch: Batch, cfg, forward) -> Tensor:
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
     """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log. Raises
-    UserError for a wrong result of the methods that it calls."""
-    check_per_token(cfg, "token_passes", batch, *batch.per_token.values())
+    UserError for a wrong result of cfg.token_passes or of the methods below."""
+    for tensor in batch.per_token.values():
+        check_shape(cfg, "token_passes", batch, tensor)
     advantages = cfg.raw_advantages(batch)  # (T,)
-    check_per_token(cfg, "raw_advantages", batch, advantages)
+    check_numbers(cfg, "raw_advantages", batch, advantages)
     returns = cfg.critic_targets(batch, advantages)  # (T,)
-    check_per_token(cfg, "critic_targets", batch, returns)
+    check_numbers(cfg, "critic_targets", batch, returns)
     if cfg.estimators[cfg.estimator].is_whitened:
         advantages = cfg.whiten(advantages, batch)
-        check_per_token(cfg, "whiten", batch, advantages)
+        check_numbers(cfg, "whiten", batch, advantages)
     stats = advantage_stats(batch, advantages, returns)
     batch.per_token["advantages"] = advantages.float()
     batch.per_token["returns"] = returns.float()
     return stats
 
 
-def check_per_token(cfg, method, batch: Batch, *tensors):
-    """Raises UserError if a tensor is not (T,), or not finite although the model's numbers are."""
+def check_shape(cfg, method, batch: Batch, tensor):
     shape = (int(batch.response_lengths.sum()),)
-    for tensor in tensors:
-        check_result(cfg, method, has_shape(tensor, shape), f"a tensor {shape}", tensor)
-    # If the critic has diverged, the critic's update says so.
-    is_sound = all(x.isfinite().all() for x in batch.per_token.values())
-    is_finite = not is_sound or all(x.isfinite().all() for x in tensors)
+    check_result(cfg, method, has_shape(tensor, shape), f"a tensor {shape}", tensor)
+
+
+def check_numbers(cfg, method, batch: Batch, tensor):
+    """Raises UserError if the tensor is not (T,), or has NaN or infinity."""
+    check_shape(cfg, method, batch, tensor)
+    # If the critic has diverged, its values are NaN, and its update says so.
+    has_diverged = not all(x.isfinite().all() for x in batch.per_token.values())
+    is_finite = has_diverged or tensor.isfinite().all()
     check_result(cfg, method, is_finite, "finite numbers", "NaN or infinity")
 
 
@@ -719,8 +744,8 @@ def update_in_parts(learner, loss_fn, batch: Batch, indices, rates, cfg, step, n
     """Shuffles the samples, cuts them into one part for each rate, and makes an update per part.
 
     With fewer samples than rates there is one sample in each part. A part without any of the
-    samples `needed` makes no update, because Adam's momentum would still move the weights. Returns
-    {name: mean over the updates}, to log.
+    samples `needed` is left out: its gradient is 0, but Adam's momentum would move the weights.
+    Returns {name: mean over the updates}, to log.
     """
     shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
     parts = np.array_split(shuffled, max(1, min(len(rates), len(indices))))
@@ -729,6 +754,7 @@ def update_in_parts(learner, loss_fn, batch: Batch, indices, rates, cfg, step, n
         if needed is None or not set(needed).isdisjoint(part.tolist()):
             history.append(update(learner, loss_fn, batch, part.tolist(), lr, cfg))
     if not history:
+        # This makes no update, and returns the numbers to log.
         return update(learner, loss_fn, batch, [], rates[0], cfg)
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
@@ -757,9 +783,10 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     history = []
     for micro, is_last in micro_batches(batch, indices, cfg):
         result = loss_fn(learner, batch, micro)
+        name = f"{learner.name}_loss"
         is_pair = isinstance(result, tuple) and len(result) == 2 and has_shape(result[0], ())
-        wanted = "a pair: a sum over tokens () and a dict"
-        check_result(cfg, f"{learner.name}_loss", is_pair, wanted, result)
+        wanted = f"a pair: a sum over tokens (), and a dict with {name}"
+        check_result(cfg, name, is_pair and name in result[1], wanted, result)
         loss, stats = result
         # The learner takes the mean of the ranks' gradients. We need their sum.
         scaled = loss * (dist.get_world_size() / denominator)
@@ -769,12 +796,13 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     grad_norm = 0.0
     if history:
         stats = reduce_stats(history, denominator, tokens_in_passes)
-        # If the numbers of the model are finite and the loss is not, the loss function is to blame.
-        outputs = [stats.get(name, 0.0) for name in ("entropy", "critic_values")]
-        is_finite = np.isfinite(stats.get(f"{learner.name}_loss", 0.0))
-        is_sound = is_finite or not np.isfinite(outputs).all()
-        method = "token_loss" if learner.name == "policy" else "critic_loss"
-        check_result(cfg, method, is_sound, "finite numbers", "NaN or infinity")
+        # If the model's own outputs are finite and the loss is not, look at the loss function.
+        outputs = [stats.get("entropy", 0.0), stats.get("critic_values", 0.0)]
+        is_blamed = np.isfinite(outputs).all() and not np.isfinite(stats[name])
+        is_token_loss = getattr(type(cfg), name) is Recipe.policy_loss
+        method = "token_loss" if is_token_loss else name
+        told = "NaN or infinity; if the method is right, a learning rate may be too high"
+        check_result(cfg, method, not is_blamed, "finite numbers", told)
         if not np.isfinite(list(stats.values())).all():
             raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
         grad_norm = learner.apply_update(lr)

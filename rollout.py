@@ -139,7 +139,7 @@ class Sampler:
             # Without this vLLM compiles two small functions, which takes 18 s on a CPU.
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
-        settings = sampler_settings(cfg, self.gpu)
+        settings = make_settings(cfg, self.gpu)
         config = AutoConfig.from_pretrained(cfg.model)
         has_more_than_text = config.get_text_config() is not config
         if has_more_than_text:
@@ -179,7 +179,7 @@ class Sampler:
         try:
             for position, request in enumerate(requests):
                 prompt = tokens_input(request.problem.prompt_ids)
-                params = sampling_params(request, self.cfg, self.stop_ids, with_logprobs)
+                params = make_params(request, self.cfg, self.stop_ids, with_logprobs)
                 llm_engine.add_request(str(position), prompt, params)
             for output in finished_outputs(llm_engine, stopped):
                 waiting.remove(output.request_id)
@@ -192,7 +192,7 @@ class Sampler:
         ids = list(completion.token_ids)
         text = completion.text
         if not self.cfg.stop:
-            # Without stop strings vLLM makes no text (sampling_params).
+            # Without stop strings vLLM makes no text (make_params).
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
         logprobs = None
         if completion.logprobs:
@@ -217,7 +217,7 @@ class Sampler:
             self.llm.sleep(level=2)
 
 
-def sampling_params(request, cfg, stop_ids, with_logprobs):
+def make_params(request, cfg, stop_ids, with_logprobs):
     """vLLM's parameters for a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -236,15 +236,13 @@ def sampling_params(request, cfg, stop_ids, with_logprobs):
     # vLLM needs the text only to find stop strings. Without the text small models are faster.
     params.detokenize = bool(params.stop)
     params = cfg.sampling_params(params, request)
-    is_right = isinstance(params, SamplingParams)
-    check_result(cfg, "sampling_params", is_right, "a SamplingParams", params)
     if with_logprobs:
         # 0 means the log-prob of the sampled token, and of no other token.
         params.logprobs = 0
     return params
 
 
-def sampler_settings(cfg, is_gpu) -> dict:
+def make_settings(cfg, is_gpu) -> dict:
     """The arguments of vLLM's LLM."""
     settings = {
         "model": cfg.model,
@@ -280,9 +278,7 @@ def sampler_settings(cfg, is_gpu) -> dict:
         kv_cache_gb = cfg.kv_cache_gb or 1
     if kv_cache_gb:
         settings["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
-    settings = cfg.sampler_settings(settings)
-    check_result(cfg, "sampler_settings", isinstance(settings, dict), "a dict", settings)
-    return settings
+    return cfg.sampler_settings(settings)
 
 
 def finished_outputs(llm_engine, stopped):
@@ -355,7 +351,9 @@ class Rollout:
             # The number of checks without a verdict, of all ranks, in this call.
             lost = sum(gather(grader.lost - lost_before))
             clock.numbers["reward_lost"] += lost
-            return exchange(requests, mine)
+            samples = exchange(requests, mine)
+        clock.numbers["drawn_tokens"] += sum(len(sample.response_ids) for sample in samples)
+        return samples
 
 
 def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:

@@ -148,17 +148,12 @@ class Config(Learning):
     )
     enforce_eager: bool = flag(False, "Run the sampler without CUDA graphs: slower, less memory.")
 
-    texts = {}  # {name of a variant: its text}. lib/variants.py sets it.
+    variant_texts = {}  # {name of a variant: its text}. lib/variants.py sets it.
 
     @property
-    def hashes(self) -> list:
+    def variant_hashes(self) -> list:
         """[name, hash of its text] of each variant, in the order of --variant."""
-        return [[name, f"{hash64(text):016x}"] for name, text in self.texts.items()]
-
-    def check(self, world):
-        # A variant checks the flags that it adds.
-        check.check_config(self, world, [field.name for field in dataclasses.fields(Config)])
-        super().check(world)
+        return [[name, f"{hash64(text):016x}"] for name, text in self.variant_texts.items()]
 
 
 def parse_flags(argv):
@@ -205,6 +200,13 @@ def wants_help(argv):
 
 def refuse_flag(message):
     raise UserError(f"{message}; `python train.py --help` explains each flag")
+
+
+def check_flags(cfg, world):
+    """Raises UserError for the first wrong flag, of the core and then of the variants."""
+    # A variant checks the flags that it adds.
+    check.check_config(cfg, world, [field.name for field in dataclasses.fields(Config)])
+    cfg.check(world)
 
 
 def find_inputs(cfg):
@@ -373,7 +375,7 @@ def check_sampler(sampler, policy, problems, cfg):
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
-    limits = cfg.allowed_gap(*allowed_gap(cfg, sampler.gpu))
+    limits = cfg.allowed_gap(*gap_limits(cfg, sampler.gpu))
 
     def find_gap(policy, cfg):
         """The two means. Are both small enough?"""
@@ -395,7 +397,7 @@ def check_sampler(sampler, policy, problems, cfg):
     return found
 
 
-def allowed_gap(cfg, is_gpu):
+def gap_limits(cfg, is_gpu):
     """Two limits: of the mean over all tokens, and of the mean over the worst sample's tokens."""
     if cfg.bf16:
         # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters.
@@ -473,17 +475,21 @@ def main(cfg, world, device, store):
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     new = ckpt.RunState(0, total_steps, world, flags_of(cfg), problems_hash(problems))
-    new.variants = cfg.hashes
-    # The flags that a resumed run must keep. A checkpoint that is older than a flag was made with
-    # that flag's default.
-    fixed = flags_of(type(cfg)()) | flags_of(Learning())
-    fixed = {name: x for name, x in fixed.items() if name not in Config.__annotations__}
+    new.variants = cfg.variant_hashes
+    # {name: default} of the flags that a resumed run must keep: all but those of Config itself. A
+    # checkpoint that is older than a flag was made with that flag's default.
+    fixed = flags_of(type(cfg)())
     # ckpt.py compares the variants' texts instead of their paths, because a file may move.
-    del fixed["variant"]
+    for name in ["variant", *Config.__annotations__]:
+        del fixed[name]
     source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed)
     if state.step >= total_steps and (run_dir / "result.json").exists():
         print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
         return
+
+    cfg.memory.update(state.memory)
+    with raise_together():
+        cfg.check_run(total_steps)
 
     # ---- models: the sampler first, while the GPU is empty
     print0(f"{len(problems)} problems, {total_steps} steps; the sampler and the learners start")
@@ -499,7 +505,6 @@ def main(cfg, world, device, store):
     hf = [tokenizer, policy.module.model.config]
     ckpt.resume(run_dir, source, engines, state)
     rollout.sampler.sync(models.named_weights(policy))
-    cfg.memory.update(state.memory)
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer)
     log.start(state, gap)
@@ -584,8 +589,8 @@ def run(argv):
         # The ranks' flags must be the same. --run_dir may differ, because two machines may mount
         # the folder at two places. Variants are compared by their texts and not by their paths.
         values = {f"--{name}": value for name, value in flags_of(cfg).items()}
-        check.require_same(values | {"--run_dir": None, "--variant": cfg.hashes})
-        cfg.check(world)
+        check.require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
+        check_flags(cfg, world)
         main(cfg, world, device, store)
     except UserError as error:
         tell_once(store, f"error: {error}")

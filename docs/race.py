@@ -73,11 +73,10 @@ def write_plan(setting: lab.Setting) -> Path:
     """Writes the entry as a plan of its own, with the flags of the race."""
     folder = OUT / "plans"
     folder.mkdir(parents=True, exist_ok=True)
-    variants = "".join(f" + {shlex.quote(str(path))}" for path in setting.variants.values())
+    variants = " +".join(f" {shlex.quote(str(path))}" for path in setting.variants.values())
     flags = shlex.join(["--max_steps", str(MOST_STEPS), *setting.flags, *shlex.split(FIXED)])
     plan = folder / f"{setting.name}.txt"
-    # drawn_tokens must come first, because later variants may throw samples away.
-    plan.write_text(f"{setting.name}: drawn_tokens{variants} + {flags}\n")
+    plan.write_text(f"{setting.name}:{variants} {flags}\n")
     return plan
 
 

@@ -125,12 +125,14 @@ def agree(is_asked, fault=None):
 def check_result(cfg, method, holds, wanted, found):
     """Raises UserError if a method of the recipe has returned what the run cannot use.
 
-    cfg: a ppo.Recipe. method: the name. holds: is the result right? wanted, found: what the method
-    should return, and its result or a description. The error names the class of the method.
+    cfg: a ppo.Recipe. method: the name. holds: is the result right? wanted: what the method should
+    return. found: its result, or a description of it. The error names all classes that have the
+    method, the nearest first.
     """
     if holds:
         return
-    owner = next((x.__name__ + "." for x in type(cfg).__mro__ if method in vars(x)), "")
+    owners = [x.__name__ for x in type(cfg).__mro__ if method in vars(x)]
+    owner = f"{' over '.join(owners)}: " if owners else ""
     if isinstance(found, torch.Tensor):
         found = f"a tensor {tuple(found.shape)}"
     elif not isinstance(found, str):

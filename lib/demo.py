@@ -39,11 +39,11 @@ def refuse_other_run(cfg, folder):
     except (OSError, ValueError, KeyError, TypeError):
         return
     if is_other:
-        command = shlex.join(["python", "train.py", *flags_of(old, cfg)])
+        command = shlex.join(["python", "train.py", *command_words(old, cfg)])
         raise UserError(f"{cfg.run_dir} has a run; to resume it, add your flags to: {command}")
 
 
-def flags_of(old: dict, cfg) -> list[str]:
+def command_words(old: dict, cfg) -> list[str]:
     """The words of a command line. old: config.json of a run."""
     defaults = {}
     for field in dataclasses.fields(cfg):

@@ -32,10 +32,18 @@ def take_variants(argv) -> tuple[list[str], list[str]]:
     return words, rest
 
 
-def kept_files(run_dir, hashes) -> list[str]:
-    """The words for --variant that give a run its variants again: the texts in its folder.
+def write_variants(cfg, folder):
+    """Writes the texts of the variants into a folder. kept_files finds them there."""
+    folder.mkdir(exist_ok=True)
+    for name, text in cfg.variant_texts.items():
+        file = name.removeprefix("variants.")
+        (folder / f"{file}.py").write_text(text, encoding="utf-8")
 
-    hashes: those of its state.json. A name with a dot is that of a module elsewhere, which the
-    variants import themselves.
+
+def kept_files(run_dir, hashes) -> list[str]:
+    """The words of --variant that give a run its variants again: the texts in its folder.
+
+    hashes: cfg.variant_hashes of that run. A name with a dot is no variant, but a module that one
+    of the variants imports.
     """
     return [f"{run_dir}/variants/{name}.py" for name, _ in hashes if "." not in name]

@@ -10,7 +10,6 @@ Rank 0 writes these files:
 """
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -23,8 +22,7 @@ import torch.distributed as dist
 import transformers
 
 from lib import metrics
-from lib.common import check_result
-from lib.flags import flags_of
+from lib.flags import flags_of, write_variants
 
 
 def redirect_libraries(path):
@@ -96,20 +94,17 @@ class RunLog:
     def keep_variants(self):
         """Copies the texts of the variants, which a resume compares. Prints their method order and
         the new defaults."""
-        if not self.cfg.texts:
+        if not self.cfg.variant_texts:
             return
-        folder = self.run_dir / "variants"
-        folder.mkdir(exist_ok=True)
-        for name, text in self.cfg.texts.items():
-            (folder / f"{name}.py").write_text(text, encoding="utf-8")
-        core = type(self.cfg).__bases__[-1]
-        order = type(self.cfg).__mro__
-        names = [variant.__name__ for variant in order[1 : order.index(core)]]
+        write_variants(self.cfg, self.run_dir / "variants")
+        own = type(self.cfg)
+        core = own.__bases__[-1]
+        names = [variant.__name__ for variant in own.__mro__[1 : own.__mro__.index(core)]]
         print("variants:", *names, "(a call of super() goes from left to right)")
-        for field in dataclasses.fields(core):
-            value = type(self.cfg).__dataclass_fields__[field.name].default
-            if value != field.default:
-                print(f"variants: the default of --{field.name} is {value}")
+        defaults = flags_of(own())
+        for name, value in flags_of(core()).items():
+            if defaults[name] != value:
+                print(f"variants: the default of --{name} is {defaults[name]}")
 
     def write(self, name, value):
         """Writes a whole JSON file, or nothing: a part of result.json would look like the whole."""
@@ -138,12 +133,11 @@ class RunLog:
             return
         line = {"step": step} | metrics.of_samples(samples, batch)
         line |= learned | clock.numbers | metrics.of_time(clock, sum(batch.sample_lengths))
-        line = self.cfg.metrics(line, samples, batch)
-        check_result(self.cfg, "metrics", isinstance(line, dict), "a dict", line)
-        self.append("metrics.jsonl", [line])
+        logged = self.cfg.metrics(line.copy(), samples, batch)
+        self.append("metrics.jsonl", [logged])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         if self.tracker:
-            self.tracker.add(line, step)
+            self.tracker.add(logged, step)
         if step == 1 and not (line["answered"] or line["reward"]):
             from lib.advice import no_answers
 

@@ -21,7 +21,7 @@ ON_GPU = {"bf16": True, "zero_stage": 2}
 
 
 def check_config(ranks=2, **flags):
-    config(**flags).check(ranks)
+    train.check_flags(config(**flags), ranks)
 
 
 def test_a_good_config_is_accepted():
@@ -81,7 +81,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags, words, monkeypatc
     cfg = config(**flags)
     first = next(iter(flags))
     with pytest.raises(UserError, match=f"^--{first} {getattr(cfg, first)}: .*{words}.*$"):
-        cfg.check(2)
+        train.check_flags(cfg, 2)
 
 
 @pytest.mark.parametrize("flags", [{"data": None}, {"data": ""}, {"eval_data": ["a", ""]}])

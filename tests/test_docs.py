@@ -61,7 +61,7 @@ def check_command(words: list[str]):
             argv = [*DEMO, *argv]
         cfg = train.parse_flags(argv)
         world = re.findall(r"--num_processes (\d+)", " ".join(words)) or [1]
-        cfg.check(int(world[0]))
+        train.check_flags(cfg, int(world[0]))
         train.find_task(cfg)
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words

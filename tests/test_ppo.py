@@ -656,7 +656,9 @@ def test_nan_or_inf_stops_all_ranks_with_unchanged_weights(job, results):
     """ZeRO 0 would apply a NaN, ZeRO 1 to 3 skip the update silently, and a rank that goes on alone
     hangs the others. The fault is in one micro-batch of one rank."""
     ranks = results(2, job["name"])["ranks"]
-    told = "Recipe.token_loss must return finite" if job["name"].startswith("nan") else "not finite"
+    told = (
+        "Recipe: token_loss must return finite" if job["name"].startswith("nan") else "not finite"
+    )
     assert [told in raised and unchanged for raised, unchanged in ranks] == [True, True]
 
 

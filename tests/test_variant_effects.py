@@ -24,6 +24,7 @@ from conftest import config, started_ranks
 import ckpt
 import ppo
 import rollout
+import train
 from lib import common, metrics, models
 from lib.advice import VARIANTS
 from lib.common import UserError, hash64
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 # fp16 needs DeepSpeed's engines, lora those of a whole run (test_variant_runs.py), fp8 a GPU.
 NAMES = sorted({path.stem for path in VARIANTS.glob("*.py")} - {"fp16", "fp8_rollout", "lora"})
 # These only log.
-LOGGERS = ("drawn_tokens", "log_kl", "log_ratio")
+LOGGERS = ("log_kl", "log_ratio")
 NAMES = [name for name in NAMES if name not in LOGGERS]
 STEPS = 3
 SETTINGS = {"task": "countdown", "seed": 8, "n_samples_per_prompt": 8, "generate_max_len": 12}
@@ -155,9 +156,14 @@ def take_steps(names, flags):
 
     def draw(requests, clock):
         samples = [respond(cfg, request) for request in requests]
-        return samples if "log_ratio" in cfg.texts else [replace(x, logprobs=None) for x in samples]
+        return (
+            samples
+            if "log_ratio" in cfg.variant_texts
+            else [replace(x, logprobs=None) for x in samples]
+        )
 
-    cfg.check(2)
+    train.check_flags(cfg, 2)
+    cfg.check_run(STEPS)
     has_critic = cfg.estimators[cfg.estimator].needs_critic
     for step in range(STEPS):
         clock = metrics.Clock(step + 1)
@@ -505,6 +511,7 @@ def test_every_ordered_pair_is_refused_or_does_what_neither_does_alone():
 
 
 REFUSED = [
+    (["critic_first"], {"critic_only_steps": 3}, "--critic_only_steps 3: .* in none of 3 steps"),
     (["log_ratio"], {"top_p": 0.9}, "--top_p 0.9: choose 1 with --variant log_ratio"),
     (["kl_penalty", "maxrl"], {}, "--estimator maxrl.* kl_penalty"),
     (["updates"], {"policy_updates": 0}, "--policy_updates 0.*at least 1"),
@@ -556,12 +563,23 @@ def test_maxrl_refuses_a_negative_reward():
 def test_lr_end_refuses_another_last_step_after_a_resume():
     """The rate of each update depends on the last one."""
     cfg = config(variant="lr_end")
-    cfg.policy_rate(0, 100)
+    cfg.check_run(100)
     other = config(variant="lr_end")
     other.memory.update(cfg.memory)
-    other.policy_rate(5, 100)
-    with pytest.raises(UserError, match="^--variant lr_end: .* 100 updates, .* 90; keep --max_st"):
-        other.policy_rate(5, 90)
+    other.check_run(100)
+    with pytest.raises(UserError, match="^--variant lr_end: .* 100 steps, .* 90; keep --max_steps"):
+        other.check_run(90)
+
+
+def test_what_a_machine_lacks_is_refused_before_the_models_are_made(monkeypatch):
+    """A plan of memory does not ask."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, words in (("lora", "requirements-extras.txt"), ("fp8_rollout", "needs a GPU")):
+        cfg = config(variant=name)
+        train.check_flags(cfg, 2)
+        with pytest.raises(UserError, match=f"^--variant {name}.*{words}"):
+            cfg.check_run(9)
 
 
 @pytest.mark.long
@@ -604,8 +622,8 @@ def test_fp16_learns_what_fp32_learns(tmp_path):
                 changes.append((weights_of(learner) - before).float())
             assert norms[1] == pytest.approx(norms[0], rel=0.01)
             assert torch.cosine_similarity(*changes, dim=0) > 0.98
-        assert rollout.sampler_settings(half, True)["dtype"] == "float16"
-        assert rollout.sampler_settings(cfg, True)["dtype"] == "float32"
+        assert rollout.make_settings(half, True)["dtype"] == "float16"
+        assert rollout.make_settings(cfg, True)["dtype"] == "float32"
 
 
 def weights_of(learner) -> torch.Tensor:

@@ -128,7 +128,7 @@ GROUPS = [
     ("gspo majority_vote negative kl_penalty loss_mean", "clipped"),
     ("random_reward overlong_penalty pass_at_k kl_loss entropy_bonus", "kl"),
     ("critic_first critic_lambd no_whitening", "critic_lr"),
-    ("drawn_tokens dr_grpo", "drawn_tokens"),
+    ("dr_grpo", "drawn_tokens"),
     ("reinforce_pp", "reward"),
 ]
 BREAKS = """

@@ -12,7 +12,6 @@ import ckpt
 import ppo
 import rollout
 import train
-from lib import models
 from lib.common import UserError
 from lib.flags import flags_of
 from lib.report import RunLog
@@ -87,7 +86,7 @@ def test_a_variant_builds_on_another_by_importing_it(write):
     assert paid_with(both_path) == [4.0, 0.0]
     cfg = config(variant=["updates", child_path])
     names = ["log_kl", "kl_loss", "own", "child"]
-    assert [name for name, _ in config(variant=child_path).hashes] == names
+    assert [name for name, _ in config(variant=child_path).variant_hashes] == names
     assert cfg.kl_loss_coef == 0.1 and isinstance(cfg, ppo.Recipe) and cfg.policy_clip == 0.2
 
 
@@ -111,11 +110,14 @@ REFUSED = [
     ([variant("A", "paid = 3")], r"A.paid must be a method with \(self, samples\)"),
     ([variant("A", "memory = {}")], "A.memory is no method of the recipe"),
     # A flag that is none.
-    ([variant("A", "lambd = 0.5")], "A.lambd is .* no flag with a type; write lambd, or"),
-    ([variant("A", "x: int = 1")], "A.x has no help; write `x: TYPE = flag"),
+    ([variant("A", "lambd = 0.5")], "A.lambd is no method .* no flag with a type; write lambd, or"),
+    ([variant("A", "x: int = 1")], "A.x is no flag yet: write `x: TYPE = flag"),
     ([variant("A", FLAG.format("gamma: str", "'a'"))], "A.gamma must have .* the core's --gamma"),
     ([variant("A", FLAG.format("paid: int", 1))], "A.paid must have another name"),
-    ([variant("A", FLAG.format("x: int", 1)).replace("@dataclass", "")], "A.x: put @dataclass"),
+    (
+        [variant("A", FLAG.format("x: int", 1)).replace("@dataclass", "")],
+        "A.x is no flag yet: write .* and @dataclass over the class",
+    ),
     ([variant("A", FLAG.format("x", 1))], "TypeError: 'x' is a field but has no type"),
     ([variant("A", "x: int")], "TypeError: non-default argument 'x'"),
     # A file that cannot be run, or has no variant.
@@ -123,17 +125,27 @@ REFUSED = [
     (["\n1 / 0\n"], r"ZeroDivisionError: division by zero \(.*a.py, line 2\)"),
     (["raise SystemExit(0)\n"], "SystemExit"),
     (["from variants.kl_los import KLLoss\n"], "No module named 'variants.kl_los' .*line 1"),
-    (["import ppo\n\ndef paid(samples):\n    return []\n"], "one subclass of Recipe, and has none"),
-    ([ONE + TWICE], "one subclass of Recipe, and has One, Twice"),
+    (
+        ["import ppo\n\ndef paid(samples):\n    return []\n"],
+        r"one subclass of Recipe, and has \[\]",
+    ),
+    ([ONE + TWICE], "one subclass of Recipe, and has .'One', 'Twice'."),
     # Two that do not go together.
-    ([ZERO, ZERO.replace("Zero", "Other")], "would undo Zero.paid; leave one of them out"),
-    ([TWICE, ZERO], "Zero.paid has no super.*, so it would undo Twice.paid; .* .*b.py .*a.py$"),
+    (
+        [ZERO, ZERO.replace("Zero", "Other")],
+        "Zero.paid is lost: Other.paid has no super.*; leave one of them out",
+    ),
+    ([TWICE, ZERO], "Twice.paid is lost: Zero.paid has no super.*; use --variant .*b.py .*a.py$"),
     ([variant("A", base="B", head="from variants.b import B"), variant("B")], "use .*b.py .*a.py$"),
-    ([variant("A", FLAG.format("x: int", 1)), variant("B", FLAG.format("x: int", 1))], "name x;"),
-    ([variant(x, FLAG.format("lambd: float", y)) for x, y in ("A1", "B2")], "the name lambd;"),
-    ([variant("A", *HELPER), variant("B", *HELPER)], "A and B both have the name _help; rename"),
-    ([variant("A"), variant("A")], "the name A; rename one"),
-    ([variant("A", "estimators = {'gae': 3}")], "A: there is an estimator gae; rename yours"),
+    (
+        [variant("A", FLAG.format("x: int", 1)), variant("B", FLAG.format("x: int", 1))],
+        "A and B both have .'x'.; rename",
+    ),
+    ([variant(x, FLAG.format("lambd: float", y)) for x, y in ("A1", "B2")], "both have .'lambd'.;"),
+    ([variant("A", *HELPER), variant("B", *HELPER)], "A and B both have .'_help'.; rename"),
+    ([variant("A"), variant("A")], "A and A both have .'A'.; rename one"),
+    ([variant("A", "estimators = {'x': 3}")], "x is no new ppo.Estimator"),
+    ([variant("A", "estimators = {'gae': ppo.ESTIMATORS['grpo']}")], "gae is no new ppo.Estimator"),
 ]
 
 
@@ -251,10 +263,6 @@ def whole_step(cfg):
     ppo.compute_advantages(batch, cfg)
     cfg.train_critic(critic, batch, 0)
     cfg.train_policy(policy, batch, 0, 9)
-    learner = SimpleNamespace(cfg=cfg, module=None)
-    rollout.sampling_params(SAMPLES[0].request, cfg, [], False)
-    rollout.sampler_settings(cfg, False)
-    models.named_weights(learner)
     return policy
 
 
@@ -278,13 +286,11 @@ WRONG = [
     ("token_loss", "None", "a tensor (4,), and returned None"),
     ("token_loss", "advantages * 1", "depends on logprobs or entropy, and returned one without"),
     ("token_loss", "logprobs / 0", "finite numbers, and returned NaN or infinity"),
-    ("policy_loss", "policy(micro)[0].sum()", "a pair: a sum over tokens () and a dict"),
-    ("critic_loss", "(critic(micro), {})", "a pair: a sum over tokens () and a dict"),
+    ("policy_loss", "policy(micro)[0].sum()", "a pair: a sum over tokens (), and a dict with"),
+    ("critic_loss", "(critic(micro), {})", "a pair: a sum over tokens (), and a dict with"),
     ("critic_loss", "(critic(micro).sum() / 0, {'critic_loss': torch.tensor(1.0) / 0})", "finite"),
     ("policy_rate", "-1.0", "a learning rate of 0 or more, and returned -1.0"),
-    ("sampler_settings", "None", "a dict, and returned None"),
-    ("sampling_params", "None", "a SamplingParams, and returned None"),
-    ("named_weights", "None", "(name, tensor) pairs, and returned None"),
+    ("critic_rate", "None", "a learning rate of 0 or more, and returned None"),
 ]
 
 
@@ -299,7 +305,7 @@ def test_a_wrong_result_is_refused_in_one_line_that_names_the_class(
         "Mine", f"def {name}({arguments}):", f"    return {result}", head="import torch\n"
     )
     flags = {"estimator": "gae", "variant": write(mine=text)}
-    owner = "Mine"
+    owner = "Mine over Recipe"
     if where == "in place":
         cfg = config(**flags)
         method = type(cfg).__mro__[1].__dict__[name]
@@ -309,7 +315,7 @@ def test_a_wrong_result_is_refused_in_one_line_that_names_the_class(
     with pytest.raises(Exception) as raised:  # noqa: PT011
         whole_step(config(**flags))
     told = str(raised.value)
-    assert told.startswith(f"{owner}.{name} must return ") and words in told and "\n" not in told
+    assert told.startswith(f"{owner}: {name} must return ") and words in told and "\n" not in told
     # `stop_together` makes a Stopped of what rank 0 alone finds.
     assert type(raised.value).__name__ in ("UserError", "Stopped")
 
@@ -347,6 +353,11 @@ def test_nan_is_not_told_of_a_variant_whose_inputs_are_nan_already(write, proces
 
 # ---- samples without an advantage ----------------------------------------------------------------
 
+IN_LOSS = """def policy_loss(self, policy, batch, micro):
+        loss, stats = super().policy_loss(policy, batch, micro)
+        entropy = policy(micro, self.temperature)[1]
+        return loss - 0.1 * (entropy * micro.mask).sum(), stats
+"""
 BONUS = """def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)
         return loss - 0.1 * entropy
@@ -357,16 +368,15 @@ def in_place(self, logprobs, entropy, advantages, batch, micro, stats):
     return -(advantages * logprobs) - 0.1 * entropy
 
 
-@pytest.mark.parametrize("where", ["variant", "in place"])
+@pytest.mark.parametrize("where", [BONUS, IN_LOSS, "in place"])
 def test_a_loss_with_other_terms_is_applied_where_the_advantages_are_0(
     where, write, monkeypatch, process_group, capsys
 ):
     """Once, an entropy bonus in one line was silently not applied to flat groups."""
-    plain = config(estimator="grpo")
-    assert not whole_step(plain).numbers.grad and plain._has_other_terms is False
+    assert not whole_step(config(estimator="grpo")).numbers.grad
     flags = {}
-    if where == "variant":
-        flags["variant"] = write(mine=variant("Mine", BONUS))
+    if where != "in place":
+        flags["variant"] = write(mine=variant("Mine", where))
     else:
         monkeypatch.setattr(ppo.Recipe, "token_loss", in_place)
     assert not capsys.readouterr().out
@@ -374,9 +384,10 @@ def test_a_loss_with_other_terms_is_applied_where_the_advantages_are_0(
     # Both groups have one sample, so all advantages are 0. The entropy of the toy is exp(logprob).
     expected = -0.1 * (-torch.ones(4)).exp() / 4
     torch.testing.assert_close(whole_step(cfg).numbers.grad, expected)
+    # Told once.
     whole_step(cfg)
     said = capsys.readouterr().out
-    assert said.count("token_loss has a gradient where the advantage is 0, so samples ") == 1
+    assert said.count("loss has a gradient where the advantage is 0, so samples without ") == 1
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -388,7 +399,7 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
     """Also with another text of a class that a variant is built on."""
 
     def hashes(words):
-        return config(variant=words or None).hashes
+        return config(variant=words or None).variant_hashes
 
     def find_start(words):
         now = ckpt.RunState(0, 9, 1, flags_of(config()), 1, variants=hashes(words))
@@ -431,16 +442,21 @@ def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys
     assert "variants: Late Base Twice CriticLambd (" in said
     assert "variants: the default of --lambd is 0.95\n" in said
     kept = {path.stem: path.read_text() for path in (tmp_path / "run/variants").glob("*.py")}
-    assert kept == cfg.texts and kept["twice"] == TWICE
+    assert kept == cfg.variant_texts and kept["twice"] == TWICE
     assert kept["critic_lambd"] == (ROOT / "variants/critic_lambd.py").read_text()
     write(base=base.replace("5", "6"), late=late, twice=ZERO)
-    again = config(variant=[str(tmp_path / f"run/variants/{name}.py") for name, _ in cfg.hashes])
-    assert again.hashes == cfg.hashes and again.own == 5
+    again = config(
+        variant=[str(tmp_path / f"run/variants/{name}.py") for name, _ in cfg.variant_hashes]
+    )
+    assert again.variant_hashes == cfg.variant_hashes and again.own == 5
     RunLog.keep_variants(SimpleNamespace(cfg=config(), run_dir=tmp_path))
     assert not capsys.readouterr().out, "a run without variants"
 
 
-@pytest.mark.parametrize("memory", [{"A": {3: 1}}, {"A": (1,)}, {"A": {1}}, {"A": float("nan")}])
+@pytest.mark.parametrize(
+    "memory",
+    [{"A": {3: 1}}, {"A": {"x": (1,)}}, {"A": {"x": {1}}}, {"A": {"x": float("nan")}}, {"A": 1}],
+)
 def test_a_memory_that_json_changes_is_refused(memory, tmp_path):
     """A resumed run would read something else."""
     with pytest.raises(UserError, match=r"^self.memory .*JSON"):

@@ -164,8 +164,8 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     cfg.packing_max_len = cfg.max_len
     values = {f"--{name}": value for name, value in flags_of(cfg).items()}
     # The machines may have these files in different folders.
-    check.require_same(values | {"--run_dir": None, "--variant": cfg.hashes})
-    cfg.check(world)
+    check.require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
+    train.check_flags(cfg, world)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
     is_run = train.ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()

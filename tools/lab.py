@@ -31,6 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from lib.common import UserError, one_line  # noqa: E402
+from lib.flags import write_variants  # noqa: E402
 from tools import compare  # noqa: E402
 from tools.runs import describe  # noqa: E402
 
@@ -154,13 +155,13 @@ def prepare(setting: Setting) -> None:
 
         files = [str(path) for path in setting.variants.values()]
         cfg = train.parse_flags([*setting.flags, *(["--variant", *files] if files else [])])
-        cfg.check(1)
+        train.check_flags(cfg, 1)
         train.find_task(cfg)
-        # With the variants that those of the plan build on.
-        for name, text in cfg.texts.items():
-            (folder / f"{name}.py").write_text(text, encoding="utf-8")
+        # With the files that the variants of the plan import.
+        write_variants(cfg, folder)
         if not (cfg.max_steps and cfg.eval_data):
             raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
+        cfg.check_run(cfg.max_steps)
         # A text keeps the order of the variants, which matters.
         wanted = {"variants": read_texts(setting), "flags": setting.flags}
         record.write_text(json.dumps(wanted, indent=1))

@@ -148,7 +148,7 @@ class Rank:
     def __init__(self, cfg, config, world: int, card_gb: float = 80, card_name=""):
         self.cfg = cfg
         # The names of the run's variants. log_kl and fp8_rollout change the sums below.
-        self.variants = getattr(cfg, "texts", {})
+        self.variants = getattr(cfg, "variant_texts", {})
         self.sizes = Sizes(config, getattr(cfg, "lora_rank", 0))
         self.world = world
         self.card = VISIBLE * card_gb * GIB

@@ -123,7 +123,7 @@ def print_plan(args, cfg) -> None:
     if cfg.attention == "varlen":
         # The check of --attention would look for a GPU of this machine. The plan is for others.
         cfg = dataclasses.replace(cfg, attention="sdpa")
-    cfg.check(world)
+    train.check_flags(cfg, world)
     try:
         config = model_config(cfg.model)
     except (OSError, ValueError) as error:

@@ -26,6 +26,7 @@ class CriticLambd(ppo.Recipe):
         check.require_all(self, {"critic_lambd": (0 <= self.critic_lambd <= 1, "choose 0 to 1")})
 
     def critic_targets(self, batch, advantages):
+        # The config of the run with another lambda.
         other = copy.copy(self)
         other.lambd = self.critic_lambd
         return super().critic_targets(batch, other.raw_advantages(batch))  # (T,)

@@ -25,10 +25,11 @@ class FirstStage(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        # An earlier variant stands behind a later one.
-        order = [variant.__name__ for variant in type(self).__mro__]
-        is_first = "DynamicSampling" not in order[order.index("FirstStage") :]
-        check.require(is_first, "--variant dynamic_sampling: name it behind first_stage")
+        # Earlier variants stand behind this class.
+        order = type(self).__mro__
+        earlier = [variant.__name__ for variant in order[order.index(__class__) :]]
+        told = "--variant dynamic_sampling: name it behind first_stage"
+        check.require("DynamicSampling" not in earlier, told)
         check.check_samples(self, "first_stage")
         samples = self.n_samples_per_prompt
         advice = f"choose 1 or more, and less than --n_samples_per_prompt {samples}"
@@ -63,9 +64,11 @@ class FirstStage(ppo.Recipe):
 
     def _can_teach(self, tried):
         rewards = {sample.reward for sample in tried}
-        # In the task code a problem gets no more samples if no program passed a test.
-        if len(rewards) > 1 or max(rewards) > 0 or self.task == "code":
-            return len(rewards) > 1
+        if len(rewards) > 1:
+            return True
+        # With --task code a problem gets no more samples if no program passed a test.
+        if max(rewards) > 0 or self.task == "code":
+            return False
         return self.memory["FirstStage"].get(_problem(tried[0]), True)
 
 

@@ -19,6 +19,7 @@ class Fp16(ppo.Recipe):
 
     def engine_settings(self, settings):
         settings = super().engine_settings(settings)
+        # "enabled" is the same.
         settings["fp16"] = settings.pop("bf16") | {"initial_scale_power": 16, "hysteresis": 1}
         return settings
 

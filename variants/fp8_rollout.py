@@ -12,12 +12,14 @@ from lib import check
 
 
 class Fp8Rollout(ppo.Recipe):
-    def sampler_settings(self, settings):
-        """Refuses a run without a GPU. A plan of memory does not need a GPU."""
+    def check_run(self, total_steps):
+        super().check_run(total_steps)
         has_gpu = torch.cuda.is_available()
         told = "--variant fp8_rollout needs a GPU of compute capability 8.9 or more"
         check.require(has_gpu, told)
+
+    def sampler_settings(self, settings):
         return super().sampler_settings(settings) | {"quantization": "fp8_per_channel"}
 
-    def allowed_gap(self, mean, worst):
+    def allowed_gap(self, of_mean, of_worst):
         return 0.2, 1.0

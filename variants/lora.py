@@ -30,11 +30,10 @@ class Lora(ppo.Recipe):
         super().check(world)
         check.require_all(self, {"lora_rank": (self.lora_rank >= 1, "must be at least 1")})
 
-    def sampler_settings(self, settings):
-        """Refuses a run without the package peft. A plan of memory does not need peft."""
+    def check_run(self, total_steps):
+        super().check_run(total_steps)
         install = "`pip install --no-deps -r requirements-extras.txt` first"
         check.require(find_spec("peft"), f"--variant lora: {install}")
-        return super().sampler_settings(settings)
 
     def policy_model(self, model):
         from peft import LoraConfig, inject_adapter_in_model

@@ -39,6 +39,7 @@ class PassAtK(ppo.Recipe):
         """Refuses k samples of a problem, because one set has no other set to compare with."""
         super().check(world)
         check.require_all(self, {"pass_k": (self.pass_k >= 1, "must be at least 1")})
+        # The variant first_stage adds the second flag.
         for name in ("n_samples_per_prompt", "first_stage"):
             is_enough = self.estimator != "pass_at_k" or getattr(self, name, 1e9) > self.pass_k
             advice = f"--estimator pass_at_k compares at least {self.pass_k + 1}"

@@ -31,7 +31,7 @@ class SeveralUpdates(ppo.Recipe):
         past = step * self.policy_updates
         total = total_steps * self.policy_updates
         rates = [self.policy_rate(past + k, total) for k in range(self.policy_updates)]
-        samples = ppo.indices_of(self, "samples_that_count", batch)
-        needed = ppo.indices_of(self, "samples_to_learn_from", batch)
+        samples = ppo.indices_of(self.samples_that_count, batch)
+        needed = ppo.indices_of(self.samples_to_learn_from, batch)
         loss = self.policy_loss
         return ppo.update_in_parts(policy, loss, batch, samples, rates, self, step, needed)
