@@ -121,7 +121,7 @@ def test_compare_says_what_one_run_has_learnt(tmp_path):
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-MINE = "import ppo\n\n\nclass Mine(ppo.Recipe):\n    pass\n"
+MINE = "from variants.beside import Beside\n\n\nclass Mine(Beside):\n    pass\n"
 
 
 def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monkeypatch):
@@ -130,6 +130,8 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     here.mkdir()
     monkeypatch.chdir(here)
     (tmp_path / "mine.py").write_text(MINE)
+    for folder in (tmp_path, here):
+        (folder / "beside.py").write_text("import ppo\n\n\nclass Beside(ppo.Recipe):\n    pass\n")
     (tmp_path / "train.json").write_text("[1, 2, 3]")
     flags = "--max_steps 2 --zero_stage 0 --bf16 false --eval_data '{base}/a b'"
 

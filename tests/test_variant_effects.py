@@ -8,7 +8,6 @@ variants' docstrings in loops and float64, says what the steps must make of thes
 
 import functools
 import itertools
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -547,7 +546,11 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
 
 def test_a_copy_of_a_variant_under_another_name_keeps_the_rules(tmp_path):
     """Once a copied first_stage was a traceback."""
-    copied = str(shutil.copy(VARIANTS / "first_stage.py", tmp_path / "my_first_stage.py"))
+    path = tmp_path / "my_first_stage.py"
+    path.write_text(
+        (VARIANTS / "first_stage.py").read_text().replace("class FirstStage", "class My")
+    )
+    copied = str(path)
     take_steps((copied,), {})
     with pytest.raises(UserError, match="--variant dynamic_sampling: name it behind"):
         take_steps(("dynamic_sampling", copied), {})

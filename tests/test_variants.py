@@ -13,7 +13,7 @@ import ppo
 import rollout
 import train
 from lib.common import UserError
-from lib.flags import flags_of
+from lib.flags import flags_of, kept_files
 from lib.report import RunLog
 
 HEAD = "from dataclasses import dataclass\nimport ppo\nfrom lib.flags import flag\n"
@@ -429,26 +429,30 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
 
 
 def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys):
-    """The kept files are the same variants again, also where the originals were edited."""
-    base = variant("Base", FLAG.format("own: int", 5))
+    """The kept files are the same variants again, also where the originals were edited. A file that
+    a variant imports is kept too, although it has no variant."""
+    base = variant(
+        "Base", "own: int = flag(FIVE, 'A number.')", head="from variants.five import FIVE"
+    )
     more = "[x + self.own for x in super().paid(samples)]"
     late = paid("Late", more, base="Base", head="from variants.base import Base")
-    _, late_path, twice_path = write(base=base, late=late, twice=TWICE)
+    _, _, late_path, twice_path = write(five="FIVE = 5\n", base=base, late=late, twice=TWICE)
     cfg = config(variant=["critic_lambd", twice_path, late_path])
-    (tmp_path / "run").mkdir()
-    log = SimpleNamespace(cfg=cfg, run_dir=tmp_path / "run")
-    RunLog.keep_variants(log)
+    names = ["critic_lambd", "twice", "base", "late", "variants.five"]
+    assert [name for name, _ in cfg.variant_hashes] == names
+    run = tmp_path / "run"
+    run.mkdir()
+    RunLog.keep_variants(SimpleNamespace(cfg=cfg, run_dir=run))
     said = capsys.readouterr().out
     assert "variants: Late Base Twice CriticLambd (" in said
     assert "variants: the default of --lambd is 0.95\n" in said
-    kept = {path.stem: path.read_text() for path in (tmp_path / "run/variants").glob("*.py")}
-    assert kept == cfg.variant_texts and kept["twice"] == TWICE
+    kept = {path.stem: path.read_text() for path in (run / "variants").glob("*.py")}
+    assert (kept["five"], kept["twice"]) == ("FIVE = 5\n", TWICE)
     assert kept["critic_lambd"] == (ROOT / "variants/critic_lambd.py").read_text()
-    write(base=base.replace("5", "6"), late=late, twice=ZERO)
-    again = config(
-        variant=[str(tmp_path / f"run/variants/{name}.py") for name, _ in cfg.variant_hashes]
-    )
+    write(five="FIVE = 6\n", twice=ZERO)
+    again = config(variant=kept_files(run, cfg.variant_hashes))
     assert again.variant_hashes == cfg.variant_hashes and again.own == 5
+    assert config(variant=late_path).own == 6
     RunLog.keep_variants(SimpleNamespace(cfg=config(), run_dir=tmp_path))
     assert not capsys.readouterr().out, "a run without variants"
 
