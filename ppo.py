@@ -142,8 +142,8 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
 
 def checked_rewards(samples, cfg) -> list[float]:
     rewards = cfg.paid(samples)
-    is_right = hasattr(rewards, "__len__") and len(rewards) == len(samples)
-    check_result(cfg, "paid", is_right, f"{len(samples)} rewards", rewards)
+    is_right = isinstance(rewards, (list, tuple, np.ndarray)) and len(rewards) == len(samples)
+    check_result(cfg, "paid", is_right, f"a list of {len(samples)} rewards", rewards)
     # Much larger numbers do not fit into float32.
     wrong = [x for x in rewards if not (isinstance(x, Real) and abs(x) < 1e30)]
     check_result(cfg, "paid", not wrong, "numbers below 1e30 in size", wrong[:1])
@@ -803,8 +803,9 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
         method = "token_loss" if is_token_loss else name
         told = "NaN or infinity; if the method is right, a learning rate may be too high"
         check_result(cfg, method, not is_blamed, "finite numbers", told)
-        if not np.isfinite(list(stats.values())).all():
-            raise FloatingPointError(f"{learner.name}: the loss is not finite: {stats}")
+        wrong = {key: number for key, number in stats.items() if not np.isfinite(number)}
+        if wrong:
+            raise FloatingPointError(f"{learner.name}: numbers are not finite: {wrong}")
         grad_norm = learner.apply_update(lr)
     own_stats = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(history)}
     # This count includes the prompts.

@@ -87,11 +87,11 @@ def load_class(word, path, config) -> type:
         raise UserError(f"--variant {word}: {name_error(error)}") from error
     require(Path(module.__file__) == path, f"{word}: {module.__file__} has this name; rename one")
     recipe = config.__mro__[-2]  # Behind it is only `object`.
-    own = [x for _, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, recipe)]
-    own = [x for x in own if x.__module__ == module.__name__]
+    own = {x for _, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, recipe)}
+    own = {x for x in own if x.__module__ == module.__name__}
     found = [x for x in own if not any(issubclass(y, x) for y in own if y is not x)]
     fault = f"{word} must have one subclass of {recipe.__name__}"
-    require(len(found) == 1, f"{fault}, and has {[x.__name__ for x in found]}")
+    require(len(found) == 1, f"{fault}, and has {sorted(x.__name__ for x in found)}")
     for variant in set(found[0].__mro__) - set(config.__mro__):
         check_members(variant, config)
     return found[0]
@@ -123,7 +123,9 @@ def check_members(variant: type, config: type):
     for name in flags:
         where = f"{variant.__name__}.{name}"
         field = vars(variant).get("__dataclass_fields__", {}).get(name)
-        advice = f'write `{name}: TYPE = flag(DEFAULT, "HELP")`, and @dataclass over the class'
+        advice = (
+            f'write @dataclass and `{name}: TYPE = flag(DEFAULT, "HELP")`; helpers have no type'
+        )
         require(field and field.metadata.get("help"), f"{where} is no flag yet: {advice}")
         is_like = typing.get_type_hints(variant)[name] == core.get(name)
         fault = f"{where} must have another name, or the type of the core's --{name}"

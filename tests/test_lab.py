@@ -159,12 +159,26 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     (tmp_path / "out" / "both" / "seed1" / "step_000001").mkdir(parents=True)
     for other, text, told in (
         (f"{line} --lambd 1", mine, "order: no other flag, where the plan has --lambd 1;"),
-        (line.replace("kl_loss + ", ""), mine, "variants .* plan has overlong_drop . mine;"),
-        (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), mine, "has .* mine . kl_loss;"),
+        (
+            line.replace("kl_loss + ", ""),
+            mine,
+            "variants .* plan has overlong_drop . beside . mine;",
+        ),
+        (
+            line.replace("kl_loss + mine.py", "mine.py + kl_loss"),
+            mine,
+            "has .* mine . log_kl . kl_loss;",
+        ),
         (line.replace("''", "x"), mine, "order: --stop '', where the plan has --stop x;"),
         (line, MINE + "# here\n", "another text of the variant mine;"),
+        (line, None, "another text of the variant beside;"),
     ):
-        (here / "mine.py").write_text(text)
+        if text is None:
+            # An edit of what a variant is built on.
+            (here / "mine.py").write_text(MINE)
+            (here / "beside.py").write_text((here / "beside.py").read_text() + "# here\n")
+        else:
+            (here / "mine.py").write_text(text)
         with pytest.raises(UserError, match=f"has runs with .*{told}"):
             prepare(other)
     assert files[-1].read_text() == MINE

@@ -80,7 +80,11 @@ def test_a_variant_builds_on_another_by_importing_it(write):
     own = variant("Own", number, base="KLLoss", head="from variants.kl_loss import KLLoss")
     more = "[x + self.own for x in super().paid(samples)]"
     child = paid("Child", more, base="Own", head="from variants.own import Own")
-    both = TWICE + paid("Again", "[2 * x for x in super().paid(samples)]", base="Twice")
+    both = (
+        TWICE
+        + "Alias = Twice\n"
+        + paid("Again", "[2 * x for x in super().paid(samples)]", base="Twice")
+    )
     own_path, child_path, both_path = write(own=own, child=child, both=both)
     assert paid_with(child_path) == paid_with(own_path, child_path) == [4.0, 3.0]
     assert paid_with(both_path) == [4.0, 0.0]
@@ -111,12 +115,12 @@ REFUSED = [
     ([variant("A", "memory = {}")], "A.memory is no method of the recipe"),
     # A flag that is none.
     ([variant("A", "lambd = 0.5")], "A.lambd is no method .* no flag with a type; write lambd, or"),
-    ([variant("A", "x: int = 1")], "A.x is no flag yet: write `x: TYPE = flag"),
+    ([variant("A", "x: int = 1")], "A.x is no flag yet: write @dataclass and `x: TYPE = flag"),
     ([variant("A", FLAG.format("gamma: str", "'a'"))], "A.gamma must have .* the core's --gamma"),
     ([variant("A", FLAG.format("paid: int", 1))], "A.paid must have another name"),
     (
         [variant("A", FLAG.format("x: int", 1)).replace("@dataclass", "")],
-        "A.x is no flag yet: write .* and @dataclass over the class",
+        "A.x is no flag yet: write @dataclass and .*; helpers have no type",
     ),
     ([variant("A", FLAG.format("x", 1))], "TypeError: 'x' is a field but has no type"),
     ([variant("A", "x: int")], "TypeError: non-default argument 'x'"),
@@ -269,6 +273,7 @@ def whole_step(cfg):
 # What must not come back from a method, and what the line says.
 WRONG = [
     ("paid", "[1.0]", "2 rewards, and returned [1.0] (list)"),
+    ("paid", "{0: 1.0, 1: 1.0}", "a list of 2 rewards, and returned {0: 1.0, 1: 1.0} (dict)"),
     ("paid", "None", "2 rewards, and returned None (NoneType)"),
     ("paid", "[float('nan'), 1.0]", "numbers below 1e30 in size, and returned [nan]"),
     ("paid", "['1', 1.0]", "and returned ['1']"),

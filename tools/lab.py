@@ -139,11 +139,15 @@ def lab_flags(base: Path) -> list[str]:
 
 def prepare(setting: Setting) -> None:
     """Makes a setting's folder. Raises UserError if the folder or train.py refuses the setting."""
+    import train  # This takes seconds. A plan that cannot be read does not wait for it.
+
     record = setting.folder / "setting.json"
     folder = setting.folder / "variants"
     setting.flags = [cut_data(word, setting.folder) for word in setting.flags]
     folder.mkdir(parents=True, exist_ok=True)
-    if record.exists() and (found := difference(record, setting)):
+    files = [str(path) for path in setting.variants.values()]
+    cfg = train.parse_flags([*setting.flags, *(["--variant", *files] if files else [])])
+    if record.exists() and (found := difference(record, setting, cfg.variant_texts)):
         saved = [*setting.folder.glob("seed*/step_*"), *setting.folder.glob("seed*/result.json")]
         if saved:
             told = f"{setting.folder} has runs with {found}; rename the setting, remove the folder,"
@@ -151,10 +155,6 @@ def prepare(setting: Setting) -> None:
         # Without a saved step nothing is lost. Perhaps a variant had a fault, which is mended now.
         record.unlink()
     if not record.exists():
-        import train  # This takes seconds, and only a new setting needs it.
-
-        files = [str(path) for path in setting.variants.values()]
-        cfg = train.parse_flags([*setting.flags, *(["--variant", *files] if files else [])])
         train.check_flags(cfg, 1)
         train.find_task(cfg)
         # With the files that the variants of the plan import.
@@ -163,24 +163,23 @@ def prepare(setting: Setting) -> None:
             raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
         cfg.check_run(cfg.max_steps)
         # A text keeps the order of the variants, which matters.
-        wanted = {"variants": read_texts(setting), "flags": setting.flags}
+        wanted = {"variants": cfg.variant_texts, "flags": setting.flags}
         record.write_text(json.dumps(wanted, indent=1))
 
 
-def read_texts(setting: Setting) -> dict[str, str]:
-    return {name: path.read_text(encoding="utf-8") for name, path in setting.variants.items()}
+def difference(record: Path, setting: Setting, texts: dict[str, str]) -> str:
+    """How the setting that a folder was made for differs from this setting, or "".
 
-
-def difference(record: Path, setting: Setting) -> str:
-    """How the setting that a folder was made for differs from this setting, or ""."""
+    texts: of the variants and of the files that they import.
+    """
     try:
         old = json.loads(record.read_text())
     except ValueError:
         return "a damaged setting.json"
-    names, old_names = " + ".join(setting.variants), " + ".join(old["variants"])
+    names, old_names = " + ".join(texts), " + ".join(old["variants"])
     if names != old_names:
         return f"the variants {old_names or 'none'}, and the plan has {names or 'none'}"
-    for name, text in read_texts(setting).items():
+    for name, text in texts.items():
         if old["variants"][name] != text:
             return f"another text of the variant {name}"
     if old["flags"] == setting.flags:
