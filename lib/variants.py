@@ -123,9 +123,7 @@ def check_members(variant: type, config: type):
     for name in flags:
         where = f"{variant.__name__}.{name}"
         field = vars(variant).get("__dataclass_fields__", {}).get(name)
-        advice = (
-            f'write @dataclass and `{name}: TYPE = flag(DEFAULT, "HELP")`; helpers have no type'
-        )
+        advice = f'write @dataclass, `{name}: TYPE = flag(DEFAULT, "HELP")`; helpers have no type'
         require(field and field.metadata.get("help"), f"{where} is no flag yet: {advice}")
         is_like = typing.get_type_hints(variant)[name] == core.get(name)
         fault = f"{where} must have another name, or the type of the core's --{name}"

@@ -115,12 +115,12 @@ REFUSED = [
     ([variant("A", "memory = {}")], "A.memory is no method of the recipe"),
     # A flag that is none.
     ([variant("A", "lambd = 0.5")], "A.lambd is no method .* no flag with a type; write lambd, or"),
-    ([variant("A", "x: int = 1")], "A.x is no flag yet: write @dataclass and `x: TYPE = flag"),
+    ([variant("A", "x: int = 1")], "A.x is no flag yet: write @dataclass, `x: TYPE = flag"),
     ([variant("A", FLAG.format("gamma: str", "'a'"))], "A.gamma must have .* the core's --gamma"),
     ([variant("A", FLAG.format("paid: int", 1))], "A.paid must have another name"),
     (
         [variant("A", FLAG.format("x: int", 1)).replace("@dataclass", "")],
-        "A.x is no flag yet: write @dataclass and .*; helpers have no type",
+        "A.x is no flag yet: write @dataclass, .*; helpers have no type",
     ),
     ([variant("A", FLAG.format("x", 1))], "TypeError: 'x' is a field but has no type"),
     ([variant("A", "x: int")], "TypeError: non-default argument 'x'"),
