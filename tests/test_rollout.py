@@ -252,7 +252,8 @@ def test_a_rollout_answers_in_the_order_of_its_requests(cpu_found):
     together = [cpu_found["together"][str(k)]["response_ids"] for k in range(20)]
     assert cpu_found["sampled"] == together, "what the sampler alone gives"
     assert cpu_found["phases"] == ["submit", "rollout", "reward", "gather", "results"]
-    assert cpu_found["numbers"] == {"reward_lost": 0}
+    tokens = sum(map(len, cpu_found["sampled"]))
+    assert cpu_found["numbers"] == {"reward_lost": 0, "drawn_tokens": tokens}
     assert "repetition" in cpu_found["text metrics"]
 
 
