@@ -247,8 +247,8 @@ class Recipe:
     train.Config inherits this class, so in a method `self` is the config of the run. A variant is a
     subclass in a file of its own, and calls `super()`. `Recipe()` alone is enough to use this file
     in a loop of your own. All ranks call a method, with the same arguments, and it must return the
-    same on all ranks, except where its docstring says otherwise. What a method returns is checked
-    where it is used.
+    same on all ranks, except where its docstring says otherwise. Samples, orders, rewards, indices,
+    advantages, losses and rates are checked where they are used.
     """
 
     seed: int = flag(42, "Each random choice depends on a hash of this seed and of its purpose.")
@@ -785,8 +785,9 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
         result = loss_fn(learner, batch, micro)
         name = f"{learner.name}_loss"
         is_pair = isinstance(result, tuple) and len(result) == 2 and has_shape(result[0], ())
+        is_right = is_pair and isinstance(result[1], dict) and name in result[1]
         wanted = f"a pair: a sum over tokens (), and a dict with {name}"
-        check_result(cfg, name, is_pair and name in result[1], wanted, result)
+        check_result(cfg, name, is_right, wanted, result)
         loss, stats = result
         # The learner takes the mean of the ranks' gradients. We need their sum.
         scaled = loss * (dist.get_world_size() / denominator)

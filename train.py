@@ -53,8 +53,9 @@ from lib.common import (
     stop_together,
     tell_once,
 )
-from lib.flags import flag, flags_of, take_variants
+from lib.flags import flag, flags_of
 from lib.report import RunLog, redirect_libraries
+from lib.variant_files import take_variants
 
 # Without stop strings a base model answers and then invents the user's next question.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lib.common import UserError, gather, print0, raise_together
-from lib.flags import kept_files
+from lib.variant_files import kept_files
 
 TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 

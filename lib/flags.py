@@ -1,9 +1,6 @@
 """Flags are fields of a dataclass that have a text of help."""
 
-import argparse
 import dataclasses
-
-from lib.common import UserError
 
 
 def flag(default, help):
@@ -15,35 +12,3 @@ def flag(default, help):
 def flags_of(cfg) -> dict:
     """{flag: its value}. `vars` would also hold what variants keep in `cfg`."""
     return {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-
-
-def take_variants(argv) -> tuple[list[str], list[str]]:
-    """Returns the words of all --variant, and the other words. `none` drops the variants before it.
-    Raises UserError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--variant", nargs="*", action="extend")
-    args, rest = parser.parse_known_args(argv)
-    words = args.variant
-    if words == []:
-        raise UserError("--variant names nothing; give a file of variants/, a path, or none")
-    words = words or []
-    if "none" in words:
-        words = words[len(words) - words[::-1].index("none") :]
-    return words, rest
-
-
-def write_variants(cfg, folder):
-    """Writes the texts of the variants into a folder. kept_files finds them there."""
-    folder.mkdir(exist_ok=True)
-    for name, text in cfg.variant_texts.items():
-        file = name.removeprefix("variants.")
-        (folder / f"{file}.py").write_text(text, encoding="utf-8")
-
-
-def kept_files(run_dir, hashes) -> list[str]:
-    """The words of --variant that give a run its variants again: the texts in its folder.
-
-    hashes: cfg.variant_hashes of that run. A name with a dot is no variant, but a module that one
-    of the variants imports.
-    """
-    return [f"{run_dir}/variants/{name}.py" for name, _ in hashes if "." not in name]

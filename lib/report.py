@@ -22,7 +22,8 @@ import torch.distributed as dist
 import transformers
 
 from lib import metrics
-from lib.flags import flags_of, write_variants
+from lib.flags import flags_of
+from lib.variant_files import write_variants
 
 
 def redirect_libraries(path):

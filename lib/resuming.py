@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from lib.common import print0
-from lib.flags import kept_files
+from lib.variant_files import kept_files
 
 
 def find_misfit(path, run_dir, saved, new, fixed, needs_reshard):

@@ -585,7 +585,7 @@ def test_what_a_machine_lacks_is_refused_before_the_models_are_made(monkeypatch)
             cfg.check_run(9)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fp16_learns_what_fp32_learns(tmp_path):
     """The loss is multiplied by a factor, and the gradient divided by it. On overflow no update is
     made, and the factor is halved. A checkpoint keeps the factor."""

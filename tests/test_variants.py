@@ -12,9 +12,11 @@ import ckpt
 import ppo
 import rollout
 import train
+from lib.advice import VARIANTS
 from lib.common import UserError
-from lib.flags import flags_of, kept_files
+from lib.flags import flags_of
 from lib.report import RunLog
+from lib.variant_files import kept_files
 
 HEAD = "from dataclasses import dataclass\nimport ppo\nfrom lib.flags import flag\n"
 
@@ -29,6 +31,7 @@ def paid(name, expression, **options) -> str:
     return variant(name, "def paid(self, samples):", f"    return {expression}", **options)
 
 
+PROBLEMS = [SimpleNamespace(question="1+1") for _ in range(3)]
 ONE = paid("One", "super().paid(samples)")
 TWICE = paid("Twice", "[2 * x for x in super().paid(samples)]")
 MORE = paid("More", "[1 + x for x in super().paid(samples)]")
@@ -100,6 +103,17 @@ def test_an_estimator_of_a_variant_stands_beside_the_others(write):
     cfg = config(variant=["maxrl", *paths])
     assert cfg.estimators.keys() == {*ppo.ESTIMATORS, "maxrl", "x", "y"}
     assert cfg.estimators["gae"] is ppo.ESTIMATORS["gae"] and cfg.estimator == "maxrl"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in VARIANTS.glob("*.py")))
+def test_each_shipped_variant_makes_a_config_and_its_settings(name):
+    """Once fp16 was refused at the start, and no gate had tried it."""
+    cfg = config(variant=name, zero_stage=2, bf16=True, n_samples_per_prompt=8)
+    train.check_flags(cfg, 2)
+    settings = rollout.make_settings(cfg, is_gpu=True)
+    assert settings["dtype"] == ("float16" if name == "fp16" else "bfloat16")
+    assert ("fp16" in cfg.engine_settings({"bf16": {"enabled": True}})) == (name == "fp16")
+    assert cfg.policy_rate(0, 9) > 0 and cfg.episode_order(PROBLEMS, 0)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -294,6 +308,7 @@ WRONG = [
     ("policy_loss", "policy(micro)[0].sum()", "a pair: a sum over tokens (), and a dict with"),
     ("critic_loss", "(critic(micro), {})", "a pair: a sum over tokens (), and a dict with"),
     ("critic_loss", "(critic(micro).sum() / 0, {'critic_loss': torch.tensor(1.0) / 0})", "finite"),
+    ("policy_loss", "(policy(micro)[0].sum(), None)", "a pair: a sum over tokens (), and a dict"),
     ("policy_rate", "-1.0", "a learning rate of 0 or more, and returned -1.0"),
     ("critic_rate", "None", "a learning rate of 0 or more, and returned None"),
 ]

@@ -40,7 +40,8 @@ import torch.distributed as dist
 import train
 from lib import advice, check, metrics, report
 from lib.common import Stopped, UserError, print0, raise_together, start_distributed, tell_once
-from lib.flags import flags_of, kept_files
+from lib.flags import flags_of
+from lib.variant_files import kept_files
 from rollout import Rollout
 
 # A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.

@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from lib.common import UserError, one_line  # noqa: E402
-from lib.flags import write_variants  # noqa: E402
+from lib.variant_files import write_variants  # noqa: E402
 from tools import compare  # noqa: E402
 from tools.runs import describe  # noqa: E402
 
