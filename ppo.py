@@ -5,9 +5,9 @@ no variant changes. This file never reads text. It needs torch, numpy, lib/commo
 lib/flags.py. Call `start_distributed` of lib/common.py first. An update is one optimizer step.
 
 A learner is the policy or the critic. `policy(micro, temperature)` returns log-probs (M,) and
-entropies (M,), and `critic(micro)` returns values (M,). A learner has `name`, `device`,
-`backward(loss, is_last)`, and `apply_update(lr)`, which returns the gradient's norm.
-lib/models.py has the class.
+entropies (M,), and `critic(micro)` returns values (M,). The temperature is a number, or (M,). A
+learner has `name`, `device`, `backward(loss, is_last)`, and `apply_update(lr)`, which returns the
+gradient's norm. lib/models.py has the class.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - There is one denominator. A loss is a sum over response tokens divided by the *global* number of
@@ -50,7 +50,8 @@ class Batch:
     groups: Tensor  # (N,) index of the sample's problem among the problems of the step
     rewards: Tensor  # (N,) float64, what each sample is paid: the result of cfg.paid
     device: torch.device  # of the flat tensors
-    # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them)
+    # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them), and
+    # temperatures (if a request has another one than cfg.temperature)
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py
 
@@ -137,6 +138,13 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     if samples[0].logprobs:
         logprobs = [x for sample in samples for x in sample.logprobs]
         batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
+    temperatures = torch.tensor([sample.request.temperature for sample in samples])  # (N,)
+    if (temperatures != cfg.temperature).any():
+        # The log-probs of these samples are those at their own temperature.
+        is_right = bool((temperatures > 0).all())
+        wanted = "samples with temperatures above 0"
+        check_result(cfg, "draw_step", is_right, wanted, temperatures.min().item())
+        batch.per_token["temperatures"] = batch.spread(temperatures)  # (T,)
     return batch
 
 
@@ -400,10 +408,9 @@ class Recipe:
     def train_critic(self, critic, batch: Batch, step) -> dict[str, float]:
         """Makes critic_updates updates. Each learns from its part of the samples. Returns the
         numbers to log."""
-        indices = indices_of(self.samples_that_count, batch)
         past = step * self.critic_updates
         rates = [self.critic_rate(past + k) for k in range(self.critic_updates)]
-        return update_in_parts(critic, self.critic_loss, batch, indices, rates, self, step)
+        return update_in_parts(critic, self.critic_loss, batch, rates, self, step)
 
     def critic_rate(self, past_updates) -> float:
         """The critic's learning rate after `past_updates` updates."""
@@ -457,7 +464,7 @@ class Recipe:
         """The sum of `token_loss` over the micro-batch, and the numbers to log as sums over tokens.
         Each rank has its own micro-batches. has_other_terms calls this method with a function in
         place of the policy."""
-        logprobs, entropy = policy(micro, self.temperature)  # (M,), (M,)
+        logprobs, entropy = policy(micro, temperature_of(batch, micro, self))  # (M,), (M,)
         advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
         stats = {"entropy": (entropy.detach() * micro.mask).sum()}
         losses = self.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
@@ -668,9 +675,16 @@ def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
     """log p of every response token, (T,), the same on every rank. A collective."""
 
     def forward(micro):
-        return policy(micro, cfg.temperature)[0]  # (M,)
+        return policy(micro, temperature_of(batch, micro, cfg))[0]  # (M,)
 
     return forward_pass(batch, cfg, forward)
+
+
+def temperature_of(batch: Batch, micro: MicroBatch, cfg):
+    """At which temperature the tokens were drawn: a number, or (M,) if requests differ in it."""
+    if "temperatures" in batch.per_token:
+        return batch.per_token["temperatures"][micro.flat_index]
+    return cfg.temperature
 
 
 @torch.no_grad()
@@ -740,13 +754,15 @@ def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[s
 # ---- updates ---------------------------------------------------------------------------------
 
 
-def update_in_parts(learner, loss_fn, batch: Batch, indices, rates, cfg, step, needed=None):
-    """Shuffles the samples, cuts them into one part for each rate, and makes an update per part.
+def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=None):
+    """Shuffles the samples that count, cuts them into a part for each rate, and makes an update per
+    part.
 
     With fewer samples than rates there is one sample in each part. A part without any of the
     samples `needed` is left out: its gradient is 0, but Adam's momentum would move the weights.
     Returns {name: mean over the updates}, to log.
     """
+    indices = indices_of(cfg.samples_that_count, batch)
     shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
     parts = np.array_split(shuffled, max(1, min(len(rates), len(indices))))
     history = []

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lib import parts
 from lib.common import UserError
-from lib.head import ChunkedHead
+from lib.head import ChunkedHead, cut
 
 # The samples of a packed row do not see each other in these families. tests/test_families.py proves
 # it for each of them. In other families samples may see each other without an error: recurrent and
@@ -196,8 +196,9 @@ class CappedHead(ChunkedHead):
         # The gradient of the weight is a sum over chunks, so the sum is in fp32.
         weight = self.weight.float()
         outputs = []
-        for states, ids in zip(hidden.split(size), token_ids.split(size)):
-            inputs = (states, weight, ids, temperature)
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            inputs = (hidden[part], weight, token_ids[part], cut(temperature, part))
             outputs.append(checkpoint(self.of_chunk, *inputs, use_reentrant=False))
         logprobs, entropy = (torch.cat(column) for column in zip(*outputs))
         return logprobs, entropy if torch.is_grad_enabled() else None

@@ -25,7 +25,7 @@ class ChunkedLogprob(torch.autograd.Function):
         ctx.kept = []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            log_p = chunk_log_softmax(hidden[part], weight, temperature)  # (chunk, V)
+            log_p = chunk_log_softmax(hidden[part], weight, cut(temperature, part))  # (chunk, V)
             logprobs[part] = log_p.gather(1, token_ids[part, None])[:, 0]
             if wants_entropy:
                 # An einsum would be shorter. In fp32 its sums over V are ten times less exact.
@@ -61,14 +61,15 @@ class ChunkedLogprob(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
+            temperature = cut(ctx.temperature, part)
             if ctx.kept:
                 log_p = ctx.kept.pop(0)  # (chunk, V)
             else:
-                log_p = chunk_log_softmax(hidden[part], weight, ctx.temperature)  # (chunk, V)
-            on_token = grad_logprobs[part, None] / ctx.temperature  # (chunk, 1)
+                log_p = chunk_log_softmax(hidden[part], weight, temperature)  # (chunk, V)
+            on_token = grad_logprobs[part, None] / temperature  # (chunk, 1)
             on_all = on_token
             if grad_entropy is not None:
-                on_entropy = grad_entropy[part, None] / ctx.temperature  # (chunk, 1)
+                on_entropy = grad_entropy[part, None] / temperature  # (chunk, 1)
                 on_all = on_token + on_entropy * (log_p + entropy[part, None])  # (chunk, V)
             grad_logits = log_p.exp_().mul_(-on_all)  # (chunk, V)
             grad_logits.scatter_add_(1, token_ids[part, None], on_token)
@@ -79,9 +80,14 @@ class ChunkedLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
+def cut(temperature, part: slice):
+    """The temperatures of a chunk: (M,) becomes (chunk, 1), and a number stays."""
+    return temperature[part, None] if isinstance(temperature, Tensor) else temperature
+
+
 def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
     logits = nn.functional.linear(hidden, weight).float()  # (chunk, V)
-    if temperature != 1:
+    if isinstance(temperature, Tensor) or temperature != 1:
         logits /= temperature
     # log_softmax is one kernel. A logsumexp is slower, and its entropy is less exact.
     return logits.log_softmax(-1)
@@ -114,8 +120,8 @@ class ChunkedHead(nn.Linear):
     """An LM head that returns log-probs and entropies instead of logits.
 
     Call it once for each micro-batch. Under ZeRO-3 a call gathers the weight, so all ranks must
-    make the same number of calls. Under torch.no_grad() the entropies are None: only updates log
-    them.
+    make the same number of calls. temperature: a number, or (M,). Under torch.no_grad() the
+    entropies are None: only updates log them.
     """
 
     scale = 1.0  # The logits are multiplied by this number.

@@ -45,9 +45,10 @@ class Policy(nn.Module):
             head.__class__ = ChunkedHead
 
     def forward(self, micro, temperature):
-        """Log-probs and entropies of the response tokens, (M,) and (M,), at this temperature.
+        """Log-probs and entropies of the response tokens, (M,) and (M,).
 
-        Under torch.no_grad() the entropies are None.
+        temperature: of all tokens, or of each token, (M,). Under torch.no_grad() the entropies are
+        None.
         """
         hidden = last_hidden_state(self.model.base_model, micro)  # (M, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)

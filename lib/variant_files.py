@@ -1,8 +1,13 @@
 """The words of --variant, and the texts of variants in a run folder. It loads no variant."""
 
 import argparse
+import re
+from pathlib import Path
 
 from lib.common import UserError
+
+# Up to this commit a variant was a file of functions. Since then it is a class.
+LAST_OF_FUNCTIONS = "229d200"
 
 
 def take_variants(argv) -> tuple[list[str], list[str]]:
@@ -35,3 +40,10 @@ def kept_files(run_dir, hashes) -> list[str]:
     of the variants imports.
     """
     return [f"{run_dir}/variants/{name}.py" for name, _ in hashes if "." not in name]
+
+
+def has_functions(run_dir, hashes) -> bool:
+    """Was a variant of this run a file of functions? run_dir, hashes: see kept_files."""
+    files = [Path(file) for file in kept_files(run_dir, hashes)]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.exists()]
+    return not all(re.search(r"^class \w+\(", text, re.MULTILINE) for text in texts)

@@ -18,6 +18,7 @@ from unittest import mock
 
 from lib.advice import VARIANTS
 from lib.common import UserError, name_error
+from lib.variant_files import LAST_OF_FUNCTIONS
 
 
 def extend(config: type, words: list[str]) -> type:
@@ -91,6 +92,8 @@ def load_class(word, path, config) -> type:
     own = {x for x in own if x.__module__ == module.__name__}
     found = [x for x in own if not any(issubclass(y, x) for y in own if y is not x)]
     fault = f"{word} must have one subclass of {recipe.__name__}"
+    told = f"{fault} (files of functions were variants up to commit {LAST_OF_FUNCTIONS})"
+    require(found, told)
     require(len(found) == 1, f"{fault}, and has {sorted(x.__name__ for x in found)}")
     for variant in set(found[0].__mro__) - set(config.__mro__):
         check_members(variant, config)

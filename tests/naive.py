@@ -117,11 +117,12 @@ def load(folder, auto_class=AutoModelForCausalLM):
     return auto_class.from_pretrained(folder, dtype=torch.float64)
 
 
-def logprobs(model, batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies, (T,) each, from full logits."""
+def logprobs(model, batch, temperature) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, (T,) each, from full logits. temperature: a number, or (N,)."""
     of_tokens = []
     entropies = []
-    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+    of_samples = torch.as_tensor(temperature).expand(len(batch.prompt_ids)).tolist()
+    for prompt, response, temperature in zip(batch.prompt_ids, batch.response_ids, of_samples):
         logits = model(torch.tensor([prompt + response])).logits[0]  # (L, V)
         # Position t predicts token t + 1.
         log_p = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)  # (S, V)

@@ -107,6 +107,17 @@ def test_a_run_gives_flags_variants_problems_and_step(run, name, alone, capsys):
     assert (cfg.data, cfg.model, step) == (["hub/x"], "other", 7) and not hasattr(cfg, "bonus")
 
 
+def test_variants_of_an_older_version_are_left_out(run, alone, capsys):
+    (run / "variants" / "mine.py").write_text("def paid(old, samples):\n    return old(samples)\n")
+    cfg, step = evaluate.read_flags([str(run)])
+    assert (step, cfg.model, cfg.eval_n, cfg.variant) == (7, f"{run}/policy", 4, [])
+    left_out, _, unknown = capsys.readouterr().out.splitlines()
+    assert (
+        left_out == f"{run}: its variants are files of functions, which are not read any more: mine"
+    )
+    assert unknown.endswith("not known: bonus, of_another_version")
+
+
 def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, alone, capsys):
     (run / "held_out.json").unlink()
     (run / "policy" / "config.json").unlink()

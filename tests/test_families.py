@@ -77,11 +77,13 @@ def gradient_of(parameters):
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_rows_equal_single_samples(name, folder_of, process_group):
     """Log-probs, entropies and gradients are those of full logits, a sample at a time, in float64.
-    With gradient checkpointing they are the same."""
+    With gradient checkpointing they are the same. Each sample has its own temperature."""
     folder = folder_of(name)
     batch = make_batch()
+    temperatures = torch.linspace(0.5, 1.5, len(batch.prompt_ids))  # (N,)
+    batch.per_token["temperatures"] = batch.spread(temperatures)
     slow = naive_model(name, folder)
-    logprobs, entropy = naive.logprobs(slow, batch, config().temperature)
+    logprobs, entropy = naive.logprobs(slow, batch, temperatures)
     weights = torch.linspace(-1, 1, len(logprobs), dtype=torch.float64)  # (T,)
     ((weights * logprobs).sum() + 0.1 * entropy.sum()).backward()
     # The text part's weights are the only ones with a gradient.
@@ -95,7 +97,7 @@ def test_rows_equal_single_samples(name, folder_of, process_group):
         micros = [micro for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg)]
         assert len(micros) < len(batch.sample_lengths)
         for micro in micros:
-            ours, entropies = policy(micro, cfg.temperature)
+            ours, entropies = policy(micro, ppo.temperature_of(batch, micro, cfg))
             ((weights[micro.flat_index] * ours).sum() + 0.1 * entropies.sum()).backward()
         named = dict(policy.model.named_parameters())
         found = gradient_of(named[text] for text in text_names(slow) if text in named)

@@ -39,7 +39,7 @@ def models(tmp_path_factory) -> dict:
 
 
 def full_logprobs(hidden, weight, token_ids, temperature):
-    """Log-probs and entropies, (T,) each, from full logits."""
+    """Log-probs and entropies, (T,) each, from full logits. temperature: (T, 1)."""
     log_p = (hidden @ weight.T / temperature).log_softmax(-1)  # (T, V)
     return log_p[range(len(token_ids)), token_ids], -(log_p.exp() * log_p).sum(-1)
 
@@ -62,18 +62,20 @@ def draw(tokens, hidden, vocabulary):
     return states, weight, torch.randint(vocabulary, (tokens,), generator=rng)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, torch.linspace(0.5, 1.5, 50)])
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 @pytest.mark.parametrize("through", [(0,), (1,), (0, 1)])  # the log-probs, the entropy, both
 def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
-    """Outputs and gradients of hidden states and head, for chunks that do and do not divide T."""
+    """Outputs and gradients of hidden states and head, for chunks that do and do not divide T. Each
+    token may have a temperature of its own."""
     hidden, weight, ids = draw(50, 24, 97)
     hidden, weight = hidden / 24**0.25, weight / 24**0.25
     rng = torch.Generator().manual_seed(3)
     upstream = {number: torch.randn(50, generator=rng) for number in through}
     inputs = (hidden, weight, ids, temperature, chunk)
     got = differentiate(ChunkedLogprob.apply, *inputs, upstream=upstream)
-    inputs = (hidden.double(), weight.double(), ids, temperature)
+    of_tokens = torch.as_tensor(temperature).double().reshape(-1, 1)  # (1, 1) or (T, 1)
+    inputs = (hidden.double(), weight.double(), ids, of_tokens)
     want = differentiate(full_logprobs, *inputs, upstream=upstream)
     for x, y in zip(got, want, strict=True):
         assert (x.double() - y).norm() < 1e-5 * y.norm()

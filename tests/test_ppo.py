@@ -22,6 +22,7 @@ from transformers import AutoModel
 
 import ppo
 import train
+from lib import common
 from lib.common import hash64
 
 
@@ -49,6 +50,8 @@ ONE = [  # ranks: 1
     step("grpo, sequence", **FLAT_GROUPS, **SEQUENCE, **SHORT_ROWS),
     step("constant", **CONSTANT, **LONG_ROWS),
 ]
+TEXTBOOK = {"variant": "textbook_ppo", "policy_updates": 3, "actor_learning_rate": 3.0}
+TEXTBOOK = step("textbook", zero_stage=1, **TEXTBOOK, **SHORT_ROWS)
 TWO = [  # ranks: 2
     step("zero0", warmup_updates=2),
     step("zero1, short rows, varlen", zero_stage=1, tied=False, attention="varlen", **SHORT_ROWS),
@@ -88,7 +91,7 @@ for precision, offload in itertools.product(PRECISIONS, ("none", "optimizer")):
     ADAMW.append(cell(f"{precision} {offload}", "adamw", max_norm=1.0, offload=offload, **settings))
 FLAT = [
     {"estimator": "grpo", "actor_learning_rate": 1e-3},
-    {"estimator": "rloo", "actor_learning_rate": 1e-3, "variant": "updates"},
+    {"estimator": "rloo", "actor_learning_rate": 1e-3, "variant": "textbook_ppo"},
     {"estimator": "reinforce", "actor_learning_rate": 1e-3, "variant": "no_whitening"},
 ]
 OTHERS = [
@@ -115,8 +118,8 @@ def models(tmp_path_factory) -> dict:
 def results(models, tmp_path_factory, process_group):
     """results(ranks, name): what a cell has found."""
     # The first cell of a process can measure its peak memory.
-    two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS]
-    return reader([*ONE, *BF16], two, tmp_path_factory.mktemp("cells"), models)
+    two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS, TEXTBOOK]
+    return reader([*ONE, *BF16, TEXTBOOK], two, tmp_path_factory.mktemp("cells"), models)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,7 @@ def test_a_batch_holds_what_the_sampler_drew(process_group):
         ([7], 0, [0], 1.0, [-4.0]),
     ):
         request = SimpleNamespace(problem=SimpleNamespace(prompt_ids=prompt), group=group)
+        request.temperature = config().temperature
         drawn = {"response_ids": response, "reward": reward, "logprobs": logprobs}
         samples.append(SimpleNamespace(request=request, **drawn))
     batch = ppo.make_batch(samples, CPU, config())
@@ -148,6 +152,31 @@ def test_a_batch_holds_what_the_sampler_drew(process_group):
     assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 0.5, 2.0]
     samples[0].logprobs = None
     assert ppo.make_batch(samples, CPU, config()).per_token == {}
+
+
+def test_each_sample_is_learnt_from_at_the_temperature_at_which_it_was_drawn(process_group):
+    """Also if cfg.draw_step gives the requests other temperatures than --temperature."""
+    cfg = config(temperature=2.0)
+    samples = []
+    for temperature in (2.0, 0.5):
+        request = SimpleNamespace(problem=SimpleNamespace(prompt_ids=[5]), group=0)
+        request.temperature = temperature
+        drawn = {"response_ids": [1, 2], "reward": 1.0, "logprobs": None}
+        samples.append(SimpleNamespace(request=request, **drawn))
+    batch = ppo.make_batch(samples, CPU, cfg)
+    batch.per_token["advantages"] = torch.ones(4)
+    losses = []
+
+    def policy(micro, temperature):
+        losses.append(-(8.0 * micro.mask / temperature).sum().item())
+        return 8.0 * micro.mask / temperature, micro.mask
+
+    assert ppo.compute_logprobs(policy, batch, cfg).tolist() == [4, 4, 16, 16]
+    micro = ppo.build_rows(batch, [[0, 1]])
+    assert cfg.policy_loss(policy, batch, micro)[0].item() == losses[0] == -40
+    samples[1].request.temperature = 0.0
+    with pytest.raises(common.UserError, match="samples with temperatures above 0"):
+        ppo.make_batch(samples, CPU, cfg)
 
 
 def test_samples_to_learn_from_are_those_with_an_advantage():
@@ -519,6 +548,30 @@ def test_step_on_two_ranks(job, results, models):
     """The numbers are the same, also when one rank has no sample, and when flat groups are skipped
     but counted in the denominator."""
     check_step(results(2, job["name"]), job, models)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_textbook_ppo_makes_the_updates_of_naive_clipped_ppo(ranks, results, models):
+    """At ratios unlike 1: in the last update more than a fifth of the tokens is beyond a clip."""
+    result = results(ranks, "textbook")
+    cfg = config(**TEXTBOOK["settings"])
+    model = naive.load(models[True])
+    batch = make_batch()
+    advantages, _ = naive.advantages(batch, cfg)
+    old = naive.logprobs(model, batch, cfg.temperature)[0].detach()  # (T,)
+    owner = batch.spread(torch.arange(16))  # (T,)
+    shuffled = np.random.default_rng(hash64(cfg.seed, 0, "policy")).permutation(16)
+    sgd = torch.optim.SGD(model.parameters(), lr=3.0)
+    for part in np.array_split(shuffled, 3):
+        mine = torch.isin(owner, torch.tensor(part))
+        current, _ = naive.logprobs(model, batch, cfg.temperature)
+        sgd.zero_grad()
+        naive.clipped_ppo(current, old, advantages)[mine].mean().backward()
+        sgd.step()
+        ratio = (current - old).exp()[mine]
+    assert (ratio < 0.8).double().mean() > 0.2 and (ratio > 1.2).double().mean() > 0.2
+    change = subtract(model.state_dict(), result["policy_start"])
+    assert norm_of(subtract(model.state_dict(), result["policy"])) < 1e-4 * norm_of(change)
 
 
 @pytest.mark.long

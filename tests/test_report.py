@@ -30,7 +30,8 @@ def sample(group=0, index=0, reward=0.0, length=3, reason="stop", **text_metrics
 
 def batch_of(samples: list) -> ppo.Batch:
     rewards = [sample.reward for sample in samples]
-    return ppo.make_batch(samples, torch.device("cpu"), None, rewards)
+    cfg = SimpleNamespace(temperature=1.0)
+    return ppo.make_batch(samples, torch.device("cpu"), cfg, rewards)
 
 
 # ---- lib/metrics.py ------------------------------------------------------------------------------

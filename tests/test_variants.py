@@ -2,11 +2,14 @@
 
 import inspect
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, config
+from ppo_worker import batch_of_lists
+from toy import take_steps
 
 import ckpt
 import ppo
@@ -31,7 +34,6 @@ def paid(name, expression, **options) -> str:
     return variant(name, "def paid(self, samples):", f"    return {expression}", **options)
 
 
-PROBLEMS = [SimpleNamespace(question="1+1") for _ in range(3)]
 ONE = paid("One", "super().paid(samples)")
 TWICE = paid("Twice", "[2 * x for x in super().paid(samples)]")
 MORE = paid("More", "[1 + x for x in super().paid(samples)]")
@@ -91,7 +93,7 @@ def test_a_variant_builds_on_another_by_importing_it(write):
     own_path, child_path, both_path = write(own=own, child=child, both=both)
     assert paid_with(child_path) == paid_with(own_path, child_path) == [4.0, 3.0]
     assert paid_with(both_path) == [4.0, 0.0]
-    cfg = config(variant=["updates", child_path])
+    cfg = config(variant=["textbook_ppo", child_path])
     names = ["log_kl", "kl_loss", "own", "child"]
     assert [name for name, _ in config(variant=child_path).variant_hashes] == names
     assert cfg.kl_loss_coef == 0.1 and isinstance(cfg, ppo.Recipe) and cfg.policy_clip == 0.2
@@ -105,15 +107,44 @@ def test_an_estimator_of_a_variant_stands_beside_the_others(write):
     assert cfg.estimators["gae"] is ppo.ESTIMATORS["gae"] and cfg.estimator == "maxrl"
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in VARIANTS.glob("*.py")))
+# ---- what is shipped -----------------------------------------------------------------------------
+
+SHIPPED = sorted(path.stem for path in VARIANTS.glob("*.py"))
+
+
+def shipped(*names):
+    """The config of these variants, with flags that suit each of them."""
+    cfg = config(variant=names, zero_stage=2, bf16=True, n_samples_per_prompt=8)
+    train.check_flags(cfg, 2)
+    return cfg
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_each_shipped_variant_makes_a_config_and_its_settings(name):
     """Once fp16 was refused at the start, and no gate had tried it."""
-    cfg = config(variant=name, zero_stage=2, bf16=True, n_samples_per_prompt=8)
-    train.check_flags(cfg, 2)
+    cfg = shipped(name)
     settings = rollout.make_settings(cfg, is_gpu=True)
     assert settings["dtype"] == ("float16" if name == "fp16" else "bfloat16")
     assert ("fp16" in cfg.engine_settings({"bf16": {"enabled": True}})) == (name == "fp16")
-    assert cfg.policy_rate(0, 9) > 0 and cfg.episode_order(PROBLEMS, 0)
+    assert cfg.policy_rate(0, 9) > 0 and cfg.episode_order([SimpleNamespace(question="1+1")], 0)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_two_shipped_variants_go_together_or_a_line_names_the_order_in_which_they_do(name):
+    """Or it says why they do not go together in any order."""
+    for other in SHIPPED[SHIPPED.index(name) + 1 :]:
+        refused = {}
+        for order in ((name, other), (other, name)):
+            try:
+                shipped(*order)
+            except UserError as error:
+                refused[order] = str(error)
+        lines = "".join(refused.values())
+        assert "\n" not in lines
+        if len(refused) == 1:
+            assert re.search("; use --variant |: name it behind ", lines), lines
+        for order in re.findall("; use --variant (.*)", lines):
+            shipped(*order.split())
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -145,7 +176,7 @@ REFUSED = [
     (["from variants.kl_los import KLLoss\n"], "No module named 'variants.kl_los' .*line 1"),
     (
         ["import ppo\n\ndef paid(samples):\n    return []\n"],
-        r"one subclass of Recipe, and has \[\]",
+        r"one subclass of Recipe \(files of functions were variants up to commit 229d200\)",
     ),
     ([ONE + TWICE], "one subclass of Recipe, and has .'One', 'Twice'."),
     # Two that do not go together.
@@ -219,20 +250,19 @@ def test_a_variant_changes_a_default_of_the_core_and_a_flag_wins_over_it(write):
     of that class, and Python's dataclasses would take that."""
     assert config(variant="critic_lambd").lambd == 0.95
     assert config(variant="critic_lambd", lambd=0.5).lambd == 0.5
-    (later,) = write(
-        later=variant("Later", base="Updates", head="from variants.updates import Updates")
-    )
+    head = "from variants.textbook_ppo import TextbookPPO"
+    (later,) = write(later=variant("Later", base="TextbookPPO", head=head))
     for words in (["critic_lambd", "kl_loss"], ["kl_loss", "critic_lambd"]):
         assert config(variant=words).lambd == 0.95
-    assert config(variant=["clip_higher", later]).policy_clip_high == 0.28
+    assert config(variant=["cispo", later]).policy_clip == 1
 
 
 def test_a_second_variant_flag_adds_and_none_takes_out_those_before():
     for text, words in [
-        ("--variant updates --seed 1 --variant kl_loss", ["updates", "kl_loss"]),
-        ("--variant updates --variant none --variant kl_loss --seed=1", ["kl_loss"]),
-        ("--seed 1 --variant updates kl_loss none", []),
-        ("--variant=updates --seed 1", ["updates"]),
+        ("--variant textbook_ppo --seed 1 --variant kl_loss", ["textbook_ppo", "kl_loss"]),
+        ("--variant textbook_ppo --variant none --variant kl_loss --seed=1", ["kl_loss"]),
+        ("--seed 1 --variant textbook_ppo kl_loss none", []),
+        ("--variant=textbook_ppo --seed 1", ["textbook_ppo"]),
     ]:
         cfg = train.parse_flags(text.split())
         assert (cfg.variant, cfg.seed) == (words, 1)
@@ -242,67 +272,25 @@ def test_a_second_variant_flag_adds_and_none_takes_out_those_before():
 
 # ---- what a method returns -----------------------------------------------------------------------
 
-SAMPLES = [SimpleNamespace(reward=reward, logprobs=None) for reward in (1.0, 0.0)]
-for k, sample in enumerate(SAMPLES):
-    problem = SimpleNamespace(prompt_ids=[1])
-    sample.request = SimpleNamespace(group=k, index=0, problem=problem, seed=1, max_tokens=9)
-    sample.request.temperature = sample.request.top_p = 1.0
-    sample.response_ids = [2, 3]
-ONES = torch.ones(4)
-WIDE = torch.ones(2, 3, dtype=torch.float64)
-
-
-def whole_step(cfg):
-    """Two samples of two tokens, as the loop of train.py passes them on. The models are numbers."""
-    device = torch.device("cpu")
-    numbers = {"policy": -torch.ones(4), "critic": torch.zeros(4)}
-
-    class Learner:
-        def __init__(self, name):
-            self.name = name
-            self.device = device
-            self.numbers = numbers[name].requires_grad_()
-
-        def __call__(self, micro, temperature=None):
-            found = self.numbers[micro.flat_index]
-            return found if self.name == "critic" else (found, found.exp())
-
-        def backward(self, loss, is_last):
-            loss.backward()
-
-        def apply_update(self, lr):
-            return 1.0
-
-    policy, critic = map(Learner, numbers)
-    rollout.problems_of_step([1, 2, 3], cfg, 0)
-    samples = cfg.draw_step(SimpleNamespace(draw=lambda *_: SAMPLES), None, None, 0, None)
-    batch = ppo.make_batch(samples, device, cfg)
-    cfg.token_passes(policy, critic, batch, 0)
-    ppo.compute_advantages(batch, cfg)
-    cfg.train_critic(critic, batch, 0)
-    cfg.train_policy(policy, batch, 0, 9)
-    return policy
-
-
 # What must not come back from a method, and what the line says.
 WRONG = [
-    ("paid", "[1.0]", "2 rewards, and returned [1.0] (list)"),
-    ("paid", "{0: 1.0, 1: 1.0}", "a list of 2 rewards, and returned {0: 1.0, 1: 1.0} (dict)"),
-    ("paid", "None", "2 rewards, and returned None (NoneType)"),
-    ("paid", "[float('nan'), 1.0]", "numbers below 1e30 in size, and returned [nan]"),
-    ("paid", "['1', 1.0]", "and returned ['1']"),
-    ("paid", "[10**400, 1.0]", "numbers below 1e30 in size"),
+    ("paid", "[1.0]", "32 rewards, and returned [1.0] (list)"),
+    ("paid", "dict(enumerate(samples))", "a list of 32 rewards, and returned {0: Sample("),
+    ("paid", "None", "32 rewards, and returned None (NoneType)"),
+    ("paid", "[float('nan')] * 32", "numbers below 1e30 in size, and returned [nan]"),
+    ("paid", "['1'] * 32", "and returned ['1']"),
+    ("paid", "[10**400] * 32", "numbers below 1e30 in size"),
     ("draw_step", "[]", "a list of at least one sample"),
     ("draw_step", "None", "a list of at least one sample, and returned None"),
-    ("episode_order", "[0, 1]", "a list of the indices of all 3 problems, and returned [0, 1]"),
-    ("samples_that_count", "[0, 0]", "indices of the 2 samples, each at most once"),
-    ("samples_to_learn_from", "[0, 2]", "indices of the 2 samples"),
-    ("samples_to_learn_from", "None", "indices of the 2 samples"),
-    ("raw_advantages", "torch.ones(2)", "a tensor (4,), and returned a tensor (2,)"),
-    ("critic_targets", "[1, 1, 1, 1]", "a tensor (4,), and returned [1, 1, 1, 1] (list)"),
-    ("whiten", "torch.ones(4) / 0", "finite numbers, and returned NaN or infinity"),
-    ("token_loss", "logprobs.sum()", "a tensor (4,), and returned a tensor ()"),
-    ("token_loss", "None", "a tensor (4,), and returned None"),
+    ("episode_order", "[0, 1]", "a list of the indices of all 5 problems, and returned [0, 1]"),
+    ("samples_that_count", "[0, 0]", "indices of the 32 samples, each at most once"),
+    ("samples_to_learn_from", "[0, 32]", "indices of the 32 samples"),
+    ("samples_to_learn_from", "None", "indices of the 32 samples"),
+    ("raw_advantages", "torch.ones(2)", "a tensor (147,), and returned a tensor (2,)"),
+    ("critic_targets", "[1, 1, 1, 1]", "a tensor (147,), and returned [1, 1, 1, 1] (list)"),
+    ("whiten", "advantages / 0", "finite numbers, and returned NaN or infinity"),
+    ("token_loss", "logprobs.sum()", "and returned a tensor ()"),
+    ("token_loss", "None", "and returned None"),
     ("token_loss", "advantages * 1", "depends on logprobs or entropy, and returned one without"),
     ("token_loss", "logprobs / 0", "finite numbers, and returned NaN or infinity"),
     ("policy_loss", "policy(micro)[0].sum()", "a pair: a sum over tokens (), and a dict with"),
@@ -324,24 +312,19 @@ def test_a_wrong_result_is_refused_in_one_line_that_names_the_class(
     text = variant(
         "Mine", f"def {name}({arguments}):", f"    return {result}", head="import torch\n"
     )
-    flags = {"estimator": "gae", "variant": write(mine=text)}
+    variants = write(mine=text)
     owner = "Mine over Recipe"
     if where == "in place":
-        cfg = config(**flags)
-        method = type(cfg).__mro__[1].__dict__[name]
+        method = type(config(variant=variants)).__mro__[1].__dict__[name]
         monkeypatch.setattr(ppo.Recipe, name, method)
-        del flags["variant"]
+        variants = []
         owner = "Recipe"
     with pytest.raises(Exception) as raised:  # noqa: PT011
-        whole_step(config(**flags))
+        take_steps(variants, {})
     told = str(raised.value)
     assert told.startswith(f"{owner}: {name} must return ") and words in told and "\n" not in told
     # `stop_together` makes a Stopped of what rank 0 alone finds.
     assert type(raised.value).__name__ in ("UserError", "Stopped")
-
-
-def test_right_results_pass_all_checks(process_group):
-    whole_step(config(estimator="gae"))
 
 
 @pytest.mark.parametrize("result", ["WIDE.T", "WIDE[:, 0].sum()", "WIDE[:1]", "None", "[1, 2]"])
@@ -351,13 +334,13 @@ def test_an_estimator_returns_one_number_a_sample_or_a_token(result, write, proc
     estimators = "estimators = ppo.ESTIMATORS | {'mine': E}"
     (path,) = write(mine=variant("Mine", estimators, head=f"import torch\n{text}"))
     cfg = config(variant=path, estimator="mine")
-    ids = [[2, 3, 4], [5]]
-    batch = ppo.Batch([[1], [1]], ids, torch.arange(2), WIDE[:, 0], ONES.device, {}, [])
+    wide = torch.ones(2, 3).double()
+    batch = batch_of_lists([[1], [1]], [[2, 3, 4], [5]], [0, 1], [1, 1])
     with pytest.raises(
         UserError, match=r"^--estimator mine must return a tensor \(2, 3\) or \(2,\)"
     ):
         ppo.compute_advantages(batch, cfg)
-    for right in (WIDE, WIDE[:, 0]):
+    for right in (wide, wide[:, 0]):
         cfg.estimators["mine"] = ppo.Estimator(lambda *_, right=right: right)
         ppo.compute_advantages(batch, cfg)
         assert batch.per_token["advantages"].tolist() == [1, 1, 1, 1]
@@ -365,8 +348,8 @@ def test_an_estimator_returns_one_number_a_sample_or_a_token(result, write, proc
 
 def test_nan_is_not_told_of_a_variant_whose_inputs_are_nan_already(write, process_group):
     """The critic has diverged, and its update says so."""
-    values = {"values": ONES * float("nan")}
-    batch = ppo.Batch([[1]] * 2, [[2, 3]] * 2, torch.arange(2), ONES[:2], ONES.device, values, [])
+    values = {"values": torch.full((4,), float("nan"))}
+    batch = batch_of_lists([[1]] * 2, [[2, 3]] * 2, [0, 1], [1, 1], values)
     ppo.compute_advantages(batch, config(estimator="gae"))
     assert not batch.per_token["advantages"].isfinite().any()
 
@@ -376,38 +359,29 @@ def test_nan_is_not_told_of_a_variant_whose_inputs_are_nan_already(write, proces
 IN_LOSS = """def policy_loss(self, policy, batch, micro):
         loss, stats = super().policy_loss(policy, batch, micro)
         entropy = policy(micro, self.temperature)[1]
-        return loss - 0.1 * (entropy * micro.mask).sum(), stats
-"""
-BONUS = """def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
-        loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)
-        return loss - 0.1 * entropy
+        return loss - 0.01 * (entropy * micro.mask).sum(), stats
 """
 
 
 def in_place(self, logprobs, entropy, advantages, batch, micro, stats):
-    return -(advantages * logprobs) - 0.1 * entropy
+    return -(advantages * logprobs) - 0.01 * entropy
 
 
-@pytest.mark.parametrize("where", [BONUS, IN_LOSS, "in place"])
 def test_a_loss_with_other_terms_is_applied_where_the_advantages_are_0(
-    where, write, monkeypatch, process_group, capsys
+    write, monkeypatch, process_group, capsys
 ):
-    """Once, an entropy bonus in one line was silently not applied to flat groups."""
-    assert not whole_step(config(estimator="grpo")).numbers.grad
-    flags = {}
-    if where != "in place":
-        flags["variant"] = write(mine=variant("Mine", where))
-    else:
-        monkeypatch.setattr(ppo.Recipe, "token_loss", in_place)
-    assert not capsys.readouterr().out
-    cfg = config(estimator="grpo", n_samples_per_prompt=2, **flags)
-    # Both groups have one sample, so all advantages are 0. The entropy of the toy is exp(logprob).
-    expected = -0.1 * (-torch.ones(4)).exp() / 4
-    torch.testing.assert_close(whole_step(cfg).numbers.grad, expected)
-    # Told once.
-    whole_step(cfg)
-    said = capsys.readouterr().out
-    assert said.count("loss has a gradient where the advantage is 0, so samples without ") == 1
+    """Once, an entropy bonus in one line was silently not applied to flat groups. How large the
+    changes are says test_variant_effects.py."""
+    flat = {"estimator": "grpo", "generate_max_len": 1}  # All responses are cut, so none is right.
+    told = "loss has a gradient where the advantage is 0, so samples without an advantage are not"
+    unchanged, _ = take_steps([], flat)
+    assert told not in capsys.readouterr().out
+    expected, _ = take_steps(["entropy_bonus"], flat)
+    assert capsys.readouterr().out.count(told) == 1, "once in all steps"
+    assert not torch.equal(unchanged, expected)
+    assert torch.equal(take_steps(write(mine=variant("Mine", IN_LOSS)), flat)[0], expected)
+    monkeypatch.setattr(ppo.Recipe, "token_loss", in_place)
+    assert torch.equal(take_steps([], flat)[0], expected)
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -446,6 +420,13 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
         with pytest.raises(UserError, match=f"another text in one; use --variant {kept}, or"):
             find_start(words)
         write(base=base, late=late)
+    # A run of an older version, in which a variant was a file of functions.
+    (tmp_path / "variants").mkdir()
+    (tmp_path / "variants" / "late.py").write_text("class Flags:\n    x: int = 1\n\ndef paid(old):")
+    with pytest.raises(
+        UserError, match="functions, .* the last commit .* is 229d200, or use --resu"
+    ):
+        find_start(paths)
 
 
 def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys):

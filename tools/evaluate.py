@@ -41,7 +41,7 @@ import train
 from lib import advice, check, metrics, report
 from lib.common import Stopped, UserError, print0, raise_together, start_distributed, tell_once
 from lib.flags import flags_of
-from lib.variant_files import kept_files
+from lib.variant_files import has_functions, kept_files
 from rollout import Rollout
 
 # A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.
@@ -77,7 +77,12 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
         own.setdefault("eval_n", 1)
     given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
     run, settings = find_run(args.model)
-    files = [] if "variant" in given else kept_files(run, settings.get("variants", []))
+    hashes = [] if "variant" in given else settings.get("variants", [])
+    if has_functions(run, hashes):
+        names = " ".join(name for name, _ in hashes)
+        print0(f"{run}: its variants are files of functions, which are not read any more: {names}")
+        hashes = []
+    files = kept_files(run, hashes)
     words += ["--variant", *files] if files else []
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)

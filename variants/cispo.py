@@ -13,14 +13,14 @@ were at 0.000, and one run was at 0.097.
 from dataclasses import dataclass
 
 from lib.flags import flag
-from variants.several_updates import SeveralUpdates
+from variants.textbook_ppo import TextbookPPO
 
 
 @dataclass
-class Cispo(SeveralUpdates):
-    cispo_cap: float = flag(2.0, "The largest factor of a token's gradient.")
+class Cispo(TextbookPPO):
+    policy_clip: float = flag(1.0, "A token's gradient has at most the factor 1 plus this number.")
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
         ratio = ((logprobs.detach() - old) * micro.mask).exp()  # (M,)
-        return -(ratio.clamp(max=self.cispo_cap) * advantages * logprobs)
+        return -(ratio.clamp(max=1 + self.policy_clip) * advantages * logprobs)

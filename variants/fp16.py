@@ -5,15 +5,21 @@ that the sampler's log-probs are then nearer to the trainer's log-probs. In fp16
 6e-8 becomes 0, and a gradient above 65,504 becomes infinite. So the loss is multiplied by a factor,
 at first 2^16, and the fp32 sums of the gradients are divided by this factor. If the sums overflow,
 no update is made, `policy_grad_norm` is 0, and the factor is halved.
-This variant needs a GPU. It has not run on a GPU.
+This variant has not run on a GPU.
 """
 
 import torch
 
 import ppo
+from lib import check
 
 
 class Fp16(ppo.Recipe):
+    def check_run(self, total_steps):
+        super().check_run(total_steps)
+        told = "--variant fp16 needs a GPU, because DeepSpeed has no fp16 for CPUs"
+        check.require(torch.cuda.is_available(), told)
+
     def training_dtype(self, dtype):
         return torch.float16 if self.bf16 else super().training_dtype(dtype)
 

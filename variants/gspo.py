@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from lib.flags import flag
-from variants.several_updates import SeveralUpdates
+from variants.textbook_ppo import TextbookPPO
 
 
 @dataclass
-class Gspo(SeveralUpdates):
+class Gspo(TextbookPPO):
     policy_clip: float = flag(3e-4, "The loss lowers no ratio below 1 minus this number.")
     policy_clip_high: float = flag(4e-4, "The loss raises no ratio above 1 plus this number.")
 

@@ -1,0 +1,40 @@
+"""Textbook PPO: several updates of the policy in a step, with ratio and clip (arXiv 1707.06347).
+
+Open-Reasoner-Zero makes one update in a step. Then each ratio is 1, and the clip does nothing, so
+ORZ's gradient is that of PPO without the lines of this file (docs/stripped.md has the proof).
+Measured in the laboratory (PPO, 3 seeds): the accuracy is 0.551, and 0.570 with one update.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import ppo
+from lib import check
+from lib.flags import flag
+
+
+@dataclass
+class TextbookPPO(ppo.Recipe):
+    policy_updates: int = flag(8, "Updates in a step. Each takes its part of the samples.")
+    policy_clip: float = flag(0.2, "The loss moves no ratio further from 1 than this number.")
+
+    def check(self, world):
+        super().check(world)
+        check.require_all(self, {"policy_updates": (self.policy_updates >= 1, "choose 1 or more")})
+
+    def token_passes(self, policy, critic, batch, step):
+        super().token_passes(policy, critic, batch, step)
+        batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)  # ORZ: none
+
+    def train_policy(self, policy, batch, step, total_steps):
+        count = self.policy_updates  # ORZ: 1
+        rates = [self.policy_rate(step * count + k, total_steps * count) for k in range(count)]
+        useful = ppo.indices_of(self.samples_to_learn_from, batch)
+        return ppo.update_in_parts(policy, self.policy_loss, batch, rates, self, step, useful)
+
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
+        ratio = ((logprobs - old) * micro.mask).exp()  # (M,), ORZ: always 1
+        clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip)  # (M,), ORZ: no clip
+        return -torch.minimum(ratio * advantages, clipped * advantages)  # eq. 7
