@@ -64,9 +64,10 @@ def load(words: list[str], config: type) -> list[type]:
     paths = {}
     for word in words:
         path = Path(word) if word.endswith(".py") else VARIANTS / f"{word}.py"
-        known = [*(x.stem for x in VARIANTS.glob("*.py")), *map(str, Path().glob("*.py"))]
-        near = " or ".join(difflib.get_close_matches(word, known)) or "a file of variants/"
-        require(path.is_file(), f"{word}: there is no file {path}; choose {near}, or give a path")
+        if not path.is_file():
+            known = [*(x.stem for x in VARIANTS.glob("*.py")), *map(str, Path().glob("*.py"))]
+            advice = f"choose {near(word, known) or 'a file of variants/'}, or give a path"
+            require(False, f"{word}: there is no file {path}; {advice}")
         require(path.stem not in paths, f"{word}: a variant called {path.stem} is there already")
         paths[path.stem] = path.resolve()
     for name in [x for x in sys.modules if x.startswith("variants.")]:
@@ -92,8 +93,7 @@ def load_class(word, path, config) -> type:
     own = {x for x in own if x.__module__ == module.__name__}
     found = [x for x in own if not any(issubclass(y, x) for y in own if y is not x)]
     fault = f"{word} must have one subclass of {recipe.__name__}"
-    told = f"{fault} (files of functions were variants up to commit {LAST_OF_FUNCTIONS})"
-    require(found, told)
+    require(found, f"{fault}; up to commit {LAST_OF_FUNCTIONS} variants were files of functions")
     require(len(found) == 1, f"{fault}, and has {sorted(x.__name__ for x in found)}")
     for variant in set(found[0].__mro__) - set(config.__mro__):
         check_members(variant, config)
@@ -134,9 +134,10 @@ def check_members(variant: type, config: type):
     methods = dict(inspect.getmembers(config, inspect.isfunction))
     for name in [x for x in vars(variant) if x[0] != "_" and x not in (*flags, "estimators")]:
         where = f"{variant.__name__}.{name}"
-        near = " or ".join(difflib.get_close_matches(name, [*methods, *core])) or "its method"
-        fault = f"{where} is no method of the recipe, and no flag with a type; write {near}, or"
-        require(name in methods, f"{fault} begin the name of a helper with _")
+        if name not in methods:
+            advice = f"write {near(name, [*methods, *core]) or 'its method'}, or begin the name of"
+            fault = "is no method of the recipe, and no flag with a type"
+            require(False, f"{where} {fault}; {advice} a helper with _")
         wanted = list(inspect.signature(methods[name]).parameters)
         fault = f"{where} must be a method with ({', '.join(wanted)})"
         found = name in own_methods(variant) and inspect.signature(vars(variant)[name]).parameters
@@ -146,6 +147,10 @@ def check_members(variant: type, config: type):
 def own_names(variant: type) -> set[str]:
     helpers = [name for name in vars(variant) if name[0] == "_" and name[:2] != "__"]
     return {variant.__name__, *get_annotations(variant), *helpers}
+
+
+def near(word, known) -> str:
+    return " or ".join(difflib.get_close_matches(word, known))
 
 
 def require(holds, message):

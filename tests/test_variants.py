@@ -176,7 +176,7 @@ REFUSED = [
     (["from variants.kl_los import KLLoss\n"], "No module named 'variants.kl_los' .*line 1"),
     (
         ["import ppo\n\ndef paid(samples):\n    return []\n"],
-        r"one subclass of Recipe \(files of functions were variants up to commit 229d200\)",
+        r"one subclass of Recipe; up to commit 229d200 variants were files of functions",
     ),
     ([ONE + TWICE], "one subclass of Recipe, and has .'One', 'Twice'."),
     # Two that do not go together.
