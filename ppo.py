@@ -50,8 +50,9 @@ class Batch:
     groups: Tensor  # (N,) index of the sample's problem among the problems of the step
     rewards: Tensor  # (N,) float64, what each sample is paid: the result of cfg.paid
     device: torch.device  # of the flat tensors
-    # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them), and
-    # temperatures (if a request has another one than cfg.temperature)
+    # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them),
+    # temperatures (if a request has another one than cfg.temperature), and policy_weights and
+    # critic_weights (if they are not all 1)
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py
 
@@ -99,6 +100,10 @@ class MicroBatch:
     # end to end. The last number is R * L. Rows of one sample have no borders.
     borders: Tensor | None  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
+
+    def __post_init__(self):
+        # (M,) how much each token counts in the loss. `update` multiplies by cfg.token_weights.
+        self.weights = self.mask
 
     def model_inputs(self) -> dict:
         """The arguments of a model of transformers."""
@@ -178,9 +183,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
     sums = -values  # (N, S)
     sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
     sums.scatter_add_(1, last, rewards[:, None])
-    for t in reversed(range(values.shape[1] - 1)):
-        sums[:, t] += cfg.gamma * cfg.lambd * sums[:, t + 1]
-    return sums
+    return add_later_(sums, cfg.gamma * cfg.lambd)
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -211,7 +214,7 @@ class Estimator:
 
     function: Callable
     needs_critic: bool = False
-    is_whitened: bool = False  # Does `whiten` get the result?
+    is_whitened: bool = False  # Does `whiten` change the result?
     least_samples: int = 1  # of a problem; 2 where the function compares samples
 
 
@@ -223,6 +226,13 @@ ESTIMATORS = {
     "rloo": Estimator(rloo, least_samples=2),
     "reinforce": Estimator(reinforce, is_whitened=True),
 }
+
+
+def add_later_(numbers: Tensor, decay) -> Tensor:
+    """Adds to each number the later ones of its row: sum_k decay^k x_{t+k}. In place, (N, S)."""
+    for t in reversed(range(numbers.shape[1] - 1)):
+        numbers[:, t] += decay * numbers[:, t + 1]
+    return numbers
 
 
 def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -311,7 +321,8 @@ class Recipe:
 
     def sampling_params(self, params, request):
         """vLLM's SamplingParams for a request of rollout.py. `params.logprobs = 0` asks for the
-        log-prob of each sampled token. Then batch.per_token["logprobs"] holds them, (T,)."""
+        log-prob of each sampled token. Then batch.per_token["logprobs"] holds them, (T,). The
+        temperature must stay the request's, which draw_step may change."""
         return params
 
     def allowed_gap(self, of_mean: float, of_worst: float) -> tuple[float, float]:
@@ -345,7 +356,11 @@ class Recipe:
 
     def draw_step(self, rollout, requests, problems, step, clock) -> list:
         """The graded samples of a step. `rollout.draw(requests, clock)` draws samples, and
-        `clock.numbers[name]` takes a number to log. step: finished steps."""
+        `clock.numbers[name]` takes a number to log. step: finished steps.
+
+        A variant may change the requests before, by `dataclasses.replace`. Each sample is learnt
+        from at the temperature of its own request.
+        """
         return rollout.draw(requests, clock)
 
     # ---- 4. batch
@@ -370,14 +385,30 @@ class Recipe:
 
     # ---- 6. advantages
 
+    def token_rewards(self, batch: Batch) -> Tensor:
+        """Rewards of single tokens beside those of `paid`, (T,) in float64. By default they are 0.
+
+        With a critic a token's advantage gets those of the later tokens too, by --gamma and
+        --lambd. Without one their sum over a sample is added to the sample's reward.
+        """
+        return torch.zeros_like(flat_values(batch))
+
     def raw_advantages(self, batch: Batch) -> Tensor:
         """The estimator's advantages before whitening, (T,) in float64."""
         # The tensors (N, S) are large. The sampler sleeps, so the GPU has room for them.
         mask = batch.mask.to(batch.device)  # (N, S)
         values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
         values[mask] = flat_values(batch)
-        inputs = (batch.rewards.to(batch.device), values, mask, batch.groups.to(batch.device), self)
-        scores = self.estimators[self.estimator].function(*inputs)  # (N,) or (N, S)
+        token_rewards = self.token_rewards(batch)  # (T,)
+        check_numbers(self, "token_rewards", batch, token_rewards)
+        has_any = bool(token_rewards.any())
+        estimator = self.estimators[self.estimator]
+        rewards = batch.rewards.to(batch.device)  # (N,)
+        if has_any and not estimator.needs_critic:
+            owner = batch.spread(torch.arange(len(rewards)))  # (T,)
+            rewards = rewards.index_add(0, owner, token_rewards.double())
+        inputs = (rewards, values, mask, batch.groups.to(batch.device), self)
+        scores = estimator.function(*inputs)  # (N,) or (N, S)
         name = f"--estimator {self.estimator}"
         is_right = has_shape(scores, mask.shape) or has_shape(scores, mask.shape[:1])
         wanted = f"a tensor {tuple(mask.shape)} or {tuple(mask.shape[:1])}"
@@ -385,17 +416,23 @@ class Recipe:
         is_finite = scores.isfinite().all() or not values.isfinite().all()
         check_result(self, name, is_finite, "finite numbers", "NaN or infinity")
         # (N,) becomes (N, 1), and each token gets the score of its sample.
-        return scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
+        advantages = scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
+        if has_any and estimator.needs_critic:
+            # GAE is linear in the rewards. So the GAE of these alone, without values, is added.
+            later = torch.zeros_like(values)  # (N, S)
+            later[mask] = token_rewards.double()
+            advantages = advantages + add_later_(later, self.gamma * self.lambd)[mask]
+        return advantages
 
     def critic_targets(self, batch: Batch, advantages: Tensor) -> Tensor:
         """What the critic learns: raw advantages + values, (T,)."""
         return advantages + flat_values(batch)
 
     def whiten(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Mean 0 and population std 1 over the response tokens of all samples that count, (T,).
-
-        It is called only if the estimator is whitened.
-        """
+        """The final advantages, (T,). If the estimator is whitened, they have mean 0 and population
+        std 1 over the response tokens of all samples that count. Else they are the raw ones."""
+        if not self.estimators[self.estimator].is_whitened:
+            return advantages
         parts = batch.split(advantages)
         counted = indices_of(self.samples_that_count, batch)
         # If no sample counts, use all of them. The mean of nothing would be NaN.
@@ -404,6 +441,11 @@ class Recipe:
         return (advantages - used.mean()) / std
 
     # ---- 7. learn
+
+    def token_weights(self, batch: Batch, learner: str) -> Tensor:
+        """How much each token counts in a loss, (T,): 0 or more, or a bool. By default it is 1. The
+        loss is a mean with these weights. learner: policy or critic."""
+        return torch.ones(int(batch.response_lengths.sum()), device=batch.device)
 
     def train_critic(self, critic, batch: Batch, step) -> dict[str, float]:
         """Makes critic_updates updates. Each learns from its part of the samples. Returns the
@@ -425,7 +467,7 @@ class Recipe:
         returns = batch.per_token["returns"][micro.flat_index]  # (M,)
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)  # (M,)
         worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (M,)
-        loss = 0.5 * (worse * micro.mask).sum()
+        loss = 0.5 * (worse * micro.weights).sum()
         stats = {"critic_loss": loss.detach()}
         stats["critic_values"] = (values.detach() * micro.mask).sum()
         return loss, stats
@@ -435,7 +477,7 @@ class Recipe:
         to log."""
         lr = self.policy_rate(step, total_steps)
         counted = indices_of(self.samples_that_count, batch)
-        denominator = int(batch.response_lengths[counted].sum())
+        denominator = weight_of(batch, policy.name, counted)
         # A sample without a gradient does not pass through the model. Its tokens still count.
         indices = indices_of(self.samples_to_learn_from, batch)
         return update(policy, self.policy_loss, batch, indices, lr, self, denominator)
@@ -473,7 +515,7 @@ class Recipe:
         has_gradient = losses.requires_grad or not logprobs.requires_grad
         wanted = "a tensor that depends on logprobs or entropy"
         check_result(self, "token_loss", has_gradient, wanted, "one without a gradient")
-        loss = (losses * micro.mask).sum()
+        loss = (losses * micro.weights).sum()
         stats["policy_loss"] = loss.detach()
         return loss, stats
 
@@ -710,13 +752,25 @@ def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
     check_numbers(cfg, "raw_advantages", batch, advantages)
     returns = cfg.critic_targets(batch, advantages)  # (T,)
     check_numbers(cfg, "critic_targets", batch, returns)
-    if cfg.estimators[cfg.estimator].is_whitened:
-        advantages = cfg.whiten(advantages, batch)
-        check_numbers(cfg, "whiten", batch, advantages)
+    advantages = cfg.whiten(advantages, batch)
+    check_numbers(cfg, "whiten", batch, advantages)
+    add_weights(batch, cfg)
     stats = advantage_stats(batch, advantages, returns)
     batch.per_token["advantages"] = advantages.float()
     batch.per_token["returns"] = returns.float()
     return stats
+
+
+def add_weights(batch: Batch, cfg):
+    """Adds `policy_weights` and `critic_weights`, (T,), to the batch where they are not all 1."""
+    for learner in ("policy", "critic"):
+        weights = cfg.token_weights(batch, learner)  # (T,)
+        check_shape(cfg, "token_weights", batch, weights)
+        weights = weights.float()
+        is_right = bool(((weights >= 0) & weights.isfinite()).all())
+        check_result(cfg, "token_weights", is_right, "finite numbers of 0 or more", "others")
+        if (weights != 1).any():
+            batch.per_token[f"{learner}_weights"] = weights
 
 
 def check_shape(cfg, method, batch: Batch, tensor):
@@ -775,6 +829,15 @@ def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=Non
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
+def weight_of(batch: Batch, learner: str, indices: list[int]):
+    """The sum of the weights of these samples' tokens. By default it is the number of tokens."""
+    weights = batch.per_token.get(f"{learner}_weights")  # (T,)
+    if weights is None:
+        return int(batch.response_lengths[indices].sum())
+    parts = batch.split(weights.double().cpu())
+    return float(sum(parts[i].sum() for i in indices))
+
+
 def learning_rate(peak, warmup, past_updates):
     """The rate of the next update. It rises linearly from peak / warmup to peak, and stays."""
     if past_updates < warmup:
@@ -786,18 +849,23 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     """Makes one update over these samples, dealt to all ranks. Returns global means to log.
 
     The loss is a sum over response tokens divided by `denominator`. By default this is the number
-    of response tokens of these samples, on all ranks together. It is known before the first pass,
-    so packing, micro-batches and ranks do not change the gradient. Without indices there is no
-    update. If a number is not finite, no weight is changed, and all ranks raise FloatingPointError,
-    or a UserError if the loss function is the cause.
+    of response tokens of these samples, on all ranks together, or the sum of their weights. It is
+    known before the first pass, so packing, micro-batches and ranks do not change the gradient.
+    Without indices, or if all weights are 0, there is no update. If a number is not finite, the
+    model stays as it is, and all ranks raise FloatingPointError, or a UserError if the loss
+    function is the cause.
     """
     is_rate = isinstance(lr, Real) and 0 <= lr < float("inf")
     check_result(cfg, f"{learner.name}_rate", is_rate, "a learning rate of 0 or more", lr)
     tokens_in_passes = int(batch.response_lengths[indices].sum())
     if denominator is None:
-        denominator = tokens_in_passes
+        denominator = weight_of(batch, learner.name, indices)
+    weights = batch.per_token.get(f"{learner.name}_weights")  # (T,)
     history = []
-    for micro, is_last in micro_batches(batch, indices, cfg):
+    # Without a weight there is no gradient. An update would move the weights by Adam's momentum.
+    for micro, is_last in micro_batches(batch, indices if denominator else [], cfg):
+        if weights is not None:
+            micro.weights = micro.mask * weights[micro.flat_index]
         result = loss_fn(learner, batch, micro)
         name = f"{learner.name}_loss"
         is_pair = isinstance(result, tuple) and len(result) == 2 and has_shape(result[0], ())

@@ -127,7 +127,15 @@ def of_sampler(sampler, policy, requests, problems) -> dict:
     for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):
         sampler.sync(weights(policy))
         found[name] = said(train.check_sampler, sampler, policy, problems, cfg)
+    cfg.sampling_params = hotter
+    found["hotter"] = said(generated, sampler, requests)
+    del cfg.sampling_params
     return found
+
+
+def hotter(params, request):
+    params.temperature += 0.5
+    return params
 
 
 # Where a signal comes, or what the task of this rank does wrong.

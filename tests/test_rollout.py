@@ -357,6 +357,15 @@ def test_wrong_weights_are_refused_with_both_numbers(found):
     assert line.startswith("--model ") and "\n" not in line
 
 
+def test_parameters_of_another_temperature_than_the_requests_are_refused_in_one_line(found):
+    """The trainer's log-probs would be those at another temperature, and nothing would say so."""
+    line = found["hotter"]["refused"]
+    told = (
+        "sampling_params must return the request's temperature 1.0 (draw_step may change requests)"
+    )
+    assert line.startswith(f"Recipe: {told}, and returned 1.5") and "\n" not in line
+
+
 CAUSES = {
     "one step behind": "sampler: vLLM computes other logits than transformers",
     "another head": "head: lib/head.py computes other logits than transformers",

@@ -18,6 +18,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+import weighted
 from conftest import config, started_ranks
 from toy import (
     DIFFICULTY,
@@ -190,6 +191,7 @@ LONG = {"generate_max_len": 40, "max_len": 50, "packing_max_len": 60, "n_samples
 # Every sample is cut and has reward 0.
 CUT = {"generate_max_len": 1, "estimator": "grpo"}
 CASES += [("adaptive_len", LONG), ("overlong_drop", CUT), ("entropy_bonus", CUT)]
+CASES += [(weighted.__file__, {}), (weighted.__file__, {"estimator": "grpo"})]
 
 
 def expected(name, flags):
@@ -219,6 +221,9 @@ def expected_step(name, cfg, step, tables, memory):
     owner = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))  # (T,)
     others = {key: table[torch.arange(len(owner)) % 23] for key, table in tables.items()}
     others["sampler"] = torch.tensor(sum([x.logprobs for x in samples], [])).double()
+    of_tokens = (
+        weighted.weights(len(owner)) if name == weighted.__file__ else torch.ones(len(owner))
+    )
     values = others["critic"]
     counting = [i for i, x in enumerate(samples) if x.finish_reason == "stop"]
     counting = counting if name == "overlong_drop" else list(range(len(samples)))
@@ -243,7 +248,8 @@ def expected_step(name, cfg, step, tables, memory):
             return naive.clipped_value_loss(now, values, returns, 0.2)
 
         seed = hash64(cfg.seed, step, "critic")
-        tables["critic"] = learn(tables["critic"], value_loss, owner, counting, rates, seed)
+        shared = (owner, counting, rates, seed, of_tokens)
+        tables["critic"] = learn(tables["critic"], value_loss, *shared)
     else:
         paid = [score + sum(penalty) for score, penalty in zip(paid, penalties)]
         groups = [sample.request.group for sample in samples]
@@ -283,18 +289,20 @@ def expected_step(name, cfg, step, tables, memory):
     if not rates:
         return log
     seed = hash64(cfg.seed, step, "policy")
-    tables["policy"] = learn(tables["policy"], policy_loss, owner, counting, rates, seed)
+    shared = (owner, counting, rates, seed, of_tokens)
+    tables["policy"] = learn(tables["policy"], policy_loss, *shared)
     return log
 
 
-def learn(table, loss, owner, counting, rates, seed):
-    """The table after an update at each rate, each over its part of one shuffle."""
+def learn(table, loss, owner, counting, rates, seed, of_tokens):
+    """The table after an update at each rate, each over its part of one shuffle. of_tokens: the
+    weights of the mean, (T,)."""
     shuffle = np.random.default_rng(seed).permutation(counting)
     for part, rate in zip(np.array_split(shuffle, min(len(rates), len(shuffle))), rates):
         table = table.detach().requires_grad_()
         now = table[torch.arange(len(owner)) % 23]
         chosen = torch.isin(owner, torch.tensor(part))
-        mean = loss(now, chosen)[chosen].sum() / chosen.sum()
+        mean = (of_tokens * loss(now, chosen))[chosen].sum() / of_tokens[chosen].sum()
         table = table - rate * torch.autograd.grad(mean, table)[0]
     return table.detach()
 
@@ -392,7 +400,11 @@ REFUSED = [
     (["pass_at_k", "first_stage"], {}, "--first_stage 4.* at least 5"),
     (["pass_at_k"], {"n_samples_per_prompt": 1, "pass_k": 1}, "use at least 2"),
     (["maxrl"], {"n_samples_per_prompt": 1}, "use at least 2"),
-    (["dynamic_sampling", "first_stage"], {}, "--variant dynamic_sampling: name it behind"),
+    (
+        ["dynamic_sampling", "first_stage"],
+        {},
+        "--variant dynamic_sampling: name it behind FirstStage",
+    ),
     (["no_whitening"], {"estimator": "grpo"}, "--variant no_whitening: grpo is not whitened"),
     (["loss_mean"], {"loss_mean": "token"}, "--loss_mean token: choose sequence or constant"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),
@@ -414,7 +426,7 @@ def test_a_copy_of_a_variant_under_another_name_keeps_the_rules(tmp_path):
     )
     copied = str(path)
     take_steps((copied,), {})
-    with pytest.raises(UserError, match="--variant dynamic_sampling: name it behind"):
+    with pytest.raises(UserError, match="--variant dynamic_sampling: name it behind My"):
         take_steps(("dynamic_sampling", copied), {})
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 import ppo
 import rollout as rollout_stage
+from lib import check
 from lib.common import hash64
 from lib.flags import flag
 
@@ -25,6 +26,15 @@ class DynamicSampling(ppo.Recipe):
     sampling_rounds: int = flag(
         4, "The most further draws in a step. Each draw replaces flat groups."
     )
+
+    def check(self, world):
+        super().check(world)
+        # Later variants stand before this class, and super() below would not reach them.
+        order = type(self).__mro__
+        later = [x for x in order[: order.index(__class__)] if not issubclass(x, __class__)]
+        missed = " ".join(variant.__name__ for variant in later if "draw_step" in vars(variant))
+        told = "its further draws would not call that draw_step"
+        check.require(not missed, f"--variant dynamic_sampling: name it behind {missed}; {told}")
 
     def draw_step(self, rollout, requests, problems, step, clock):
         """Returns the step's samples. In each round new groups replace the flat groups.

@@ -25,11 +25,6 @@ class FirstStage(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        # Earlier variants stand behind this class.
-        order = type(self).__mro__
-        earlier = [variant.__name__ for variant in order[order.index(__class__) :]]
-        told = "--variant dynamic_sampling: name it behind first_stage"
-        check.require("DynamicSampling" not in earlier, told)
         check.check_samples(self, "first_stage")
         samples = self.n_samples_per_prompt
         advice = f"choose 1 or more, and less than --n_samples_per_prompt {samples}"

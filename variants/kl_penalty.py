@@ -8,10 +8,7 @@ Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.41
 and 0.57 without it.
 """
 
-import dataclasses
 from dataclasses import dataclass
-
-import torch
 
 import ppo
 from lib import check
@@ -33,16 +30,6 @@ class KLPenalty(LogKL):
         super().token_passes(policy, critic, batch, step)
         batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
 
-    def raw_advantages(self, batch):
+    def token_rewards(self, batch):
         kl = batch.per_token["old_logprobs"] - batch.per_token["ref_logprobs"]  # (T,)
-        mask = batch.mask.to(batch.device)  # (N, S)
-        rewards = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
-        rewards[mask] = -self.kl_penalty_coef * kl.double()
-        if self.estimators[self.estimator].needs_critic:
-            # GAE is linear in the rewards. So the GAE of the penalties, without values, is added.
-            for t in reversed(range(rewards.shape[1] - 1)):
-                rewards[:, t] += self.gamma * self.lambd * rewards[:, t + 1]
-            return super().raw_advantages(batch) + rewards[mask]
-        last = batch.response_lengths - 1  # (N,)
-        rewards[torch.arange(len(rewards)), last] += batch.rewards.to(batch.device)
-        return super().raw_advantages(dataclasses.replace(batch, rewards=rewards.sum(1).cpu()))
+        return super().token_rewards(batch) - self.kl_penalty_coef * kl.double()
