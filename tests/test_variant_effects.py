@@ -37,7 +37,6 @@ import ppo
 import rollout
 import train
 from lib import common, models
-from lib.advice import VARIANTS
 from lib.common import UserError, hash64
 from lib.flags import flags_of
 
@@ -416,18 +415,6 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
     with pytest.raises(UserError, match=words) as error:
         take_steps(names, flags)
     assert "\n" not in str(error.value)
-
-
-def test_a_copy_of_a_variant_under_another_name_keeps_the_rules(tmp_path):
-    """Once a copied first_stage was a traceback."""
-    path = tmp_path / "my_first_stage.py"
-    path.write_text(
-        (VARIANTS / "first_stage.py").read_text().replace("class FirstStage", "class My")
-    )
-    copied = str(path)
-    take_steps((copied,), {})
-    with pytest.raises(UserError, match="--variant dynamic_sampling: name it behind My"):
-        take_steps(("dynamic_sampling", copied), {})
 
 
 def test_maxrl_refuses_a_negative_reward():
