@@ -145,9 +145,9 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
         batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
     temperatures = torch.tensor([sample.request.temperature for sample in samples])  # (N,)
     if (temperatures != cfg.temperature).any():
-        # The log-probs of these samples are those at their own temperature.
-        is_right = bool((temperatures > 0).all())
-        wanted = "samples with temperatures above 0"
+        # The log-probs of these samples are those at their own temperature. vLLM's least is 0.01.
+        is_right = bool((temperatures >= 0.01).all())
+        wanted = "samples with temperatures of 0.01 or more"
         check_result(cfg, "draw_step", is_right, wanted, temperatures.min().item())
         batch.per_token["temperatures"] = batch.spread(temperatures)  # (T,)
     return batch
@@ -401,11 +401,10 @@ class Recipe:
         values[mask] = flat_values(batch)
         token_rewards = self.token_rewards(batch)  # (T,)
         check_numbers(self, "token_rewards", batch, token_rewards)
-        has_any = bool(token_rewards.any())
         estimator = self.estimators[self.estimator]
         rewards = batch.rewards.to(batch.device)  # (N,)
-        if has_any and not estimator.needs_critic:
-            owner = batch.spread(torch.arange(len(rewards)))  # (T,)
+        if not estimator.needs_critic:
+            owner = batch.spread(torch.arange(len(rewards)))  # (T,) index of each token's sample
             rewards = rewards.index_add(0, owner, token_rewards.double())
         inputs = (rewards, values, mask, batch.groups.to(batch.device), self)
         scores = estimator.function(*inputs)  # (N,) or (N, S)
@@ -417,7 +416,7 @@ class Recipe:
         check_result(self, name, is_finite, "finite numbers", "NaN or infinity")
         # (N,) becomes (N, 1), and each token gets the score of its sample.
         advantages = scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
-        if has_any and estimator.needs_critic:
+        if estimator.needs_critic and token_rewards.any():
             # GAE is linear in the rewards. So the GAE of these alone, without values, is added.
             later = torch.zeros_like(values)  # (N, S)
             later[mask] = token_rewards.double()
@@ -442,9 +441,9 @@ class Recipe:
 
     # ---- 7. learn
 
-    def token_weights(self, batch: Batch, learner: str) -> Tensor:
-        """How much each token counts in a loss, (T,): 0 or more, or a bool. By default it is 1. The
-        loss is a mean with these weights. learner: policy or critic."""
+    def token_weights(self, batch: Batch, name: str) -> Tensor:
+        """How much each token counts in a loss, (T,): numbers of 0 or more, or bools. By default
+        all are 1. The loss is a mean with these weights. name: policy or critic."""
         return torch.ones(int(batch.response_lengths.sum()), device=batch.device)
 
     def train_critic(self, critic, batch: Batch, step) -> dict[str, float]:
@@ -491,7 +490,10 @@ class Recipe:
         """The indices of the samples that pass through the policy: those with an advantage other
         than 0. If the loss has other terms (has_other_terms), these are all samples that count."""
         counted = self.samples_that_count(batch)
-        parts = batch.split(batch.per_token["advantages"].cpu())
+        advantages = batch.per_token["advantages"]  # (T,)
+        if "policy_weights" in batch.per_token:
+            advantages = advantages * batch.per_token["policy_weights"]
+        parts = batch.split(advantages.cpu())
         useful = [i for i in counted if parts[i].any()]
         skipped = sorted(set(counted) - set(useful))
         if not (skipped and has_other_terms(self, batch, skipped)):
@@ -763,14 +765,14 @@ def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
 
 def add_weights(batch: Batch, cfg):
     """Adds `policy_weights` and `critic_weights`, (T,), to the batch where they are not all 1."""
-    for learner in ("policy", "critic"):
-        weights = cfg.token_weights(batch, learner)  # (T,)
+    for name in ("policy", "critic"):
+        weights = cfg.token_weights(batch, name)  # (T,)
         check_shape(cfg, "token_weights", batch, weights)
         weights = weights.float()
         is_right = bool(((weights >= 0) & weights.isfinite()).all())
         check_result(cfg, "token_weights", is_right, "finite numbers of 0 or more", "others")
         if (weights != 1).any():
-            batch.per_token[f"{learner}_weights"] = weights
+            batch.per_token[f"{name}_weights"] = weights
 
 
 def check_shape(cfg, method, batch: Batch, tensor):
@@ -812,26 +814,28 @@ def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=Non
     """Shuffles the samples that count, cuts them into a part for each rate, and makes an update per
     part.
 
-    With fewer samples than rates there is one sample in each part. A part without any of the
-    samples `needed` is left out: its gradient is 0, but Adam's momentum would move the weights.
-    Returns {name: mean over the updates}, to log.
+    With fewer samples than rates there is one sample in each part. A part is left out if it has
+    none of the samples `needed`, or if all its token weights are 0: its gradient is 0, but Adam's
+    momentum would move the model. Returns {name: mean over the updates}, to log.
     """
     indices = indices_of(cfg.samples_that_count, batch)
     shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
     parts = np.array_split(shuffled, max(1, min(len(rates), len(indices))))
     history = []
     for part, lr in zip(parts, rates):
-        if needed is None or not set(needed).isdisjoint(part.tolist()):
-            history.append(update(learner, loss_fn, batch, part.tolist(), lr, cfg))
+        part = part.tolist()
+        is_needed = needed is None or not set(needed).isdisjoint(part)
+        if is_needed and weight_of(batch, learner.name, part) > 0:
+            history.append(update(learner, loss_fn, batch, part, lr, cfg))
     if not history:
         # This makes no update, and returns the numbers to log.
         return update(learner, loss_fn, batch, [], rates[0], cfg)
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
-def weight_of(batch: Batch, learner: str, indices: list[int]):
-    """The sum of the weights of these samples' tokens. By default it is the number of tokens."""
-    weights = batch.per_token.get(f"{learner}_weights")  # (T,)
+def weight_of(batch: Batch, name: str, indices: list[int]):
+    """The sum of cfg.token_weights over these samples. By default it is the number of tokens."""
+    weights = batch.per_token.get(f"{name}_weights")  # (T,)
     if weights is None:
         return int(batch.response_lengths[indices].sum())
     parts = batch.split(weights.double().cpu())
@@ -862,7 +866,7 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
         denominator = weight_of(batch, learner.name, indices)
     weights = batch.per_token.get(f"{learner.name}_weights")  # (T,)
     history = []
-    # Without a weight there is no gradient. An update would move the weights by Adam's momentum.
+    # If no token counts, there is no gradient. Adam's momentum would move the model.
     for micro, is_last in micro_batches(batch, indices if denominator else [], cfg):
         if weights is not None:
             micro.weights = micro.mask * weights[micro.flat_index]

@@ -235,9 +235,10 @@ def make_params(request, cfg, stop_ids, with_logprobs):
     )
     # vLLM needs the text only to find stop strings. Without the text small models are faster.
     params.detokenize = bool(params.stop)
+    temperature = params.temperature
     params = cfg.sampling_params(params, request)
     # The trainer takes the log-probs at the temperature of the request.
-    is_same = params.temperature == request.temperature
+    is_same = params.temperature == temperature
     wanted = f"the request's temperature {request.temperature} (draw_step may change requests)"
     check_result(cfg, "sampling_params", is_same, wanted, f"{params.temperature}")
     if with_logprobs:

@@ -67,7 +67,7 @@ def load(words: list[str], config: type) -> list[type]:
         if not path.is_file():
             known = [*(x.stem for x in VARIANTS.glob("*.py")), *map(str, Path().glob("*.py"))]
             advice = f"choose {near(word, known) or 'a file of variants/'}, or give a path"
-            require(False, f"{word}: there is no file {path}; {advice}")
+            raise UserError(f"--variant {word}: there is no file {path}; {advice}")
         require(path.stem not in paths, f"{word}: a variant called {path.stem} is there already")
         paths[path.stem] = path.resolve()
     for name in [x for x in sys.modules if x.startswith("variants.")]:
@@ -137,7 +137,7 @@ def check_members(variant: type, config: type):
         if name not in methods:
             advice = f"write {near(name, [*methods, *core]) or 'its method'}, or begin the name of"
             fault = "is no method of the recipe, and no flag with a type"
-            require(False, f"{where} {fault}; {advice} a helper with _")
+            raise UserError(f"--variant {where} {fault}; {advice} a helper with _")
         wanted = list(inspect.signature(methods[name]).parameters)
         fault = f"{where} must be a method with ({', '.join(wanted)})"
         found = name in own_methods(variant) and inspect.signature(vars(variant)[name]).parameters

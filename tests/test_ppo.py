@@ -175,7 +175,7 @@ def test_each_sample_is_learnt_from_at_the_temperature_at_which_it_was_drawn(pro
     micro = ppo.build_rows(batch, [[0, 1]])
     assert cfg.policy_loss(policy, batch, micro)[0].item() == losses[0] == -40
     samples[1].request.temperature = 0.0
-    with pytest.raises(common.UserError, match="samples with temperatures above 0"):
+    with pytest.raises(common.UserError, match="samples with temperatures of 0.01 or more"):
         ppo.make_batch(samples, CPU, cfg)
 
 

@@ -18,7 +18,7 @@ from variants.textbook_ppo import TextbookPPO
 
 @dataclass
 class Cispo(TextbookPPO):
-    policy_clip: float = flag(1.0, "A token's gradient has at most the factor 1 plus this number.")
+    policy_clip: float = flag(1.0, "The ratio counts as at most 1 plus this number.")
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)

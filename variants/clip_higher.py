@@ -17,6 +17,7 @@ from variants.textbook_ppo import TextbookPPO
 
 @dataclass
 class ClipHigher(TextbookPPO):
+    policy_clip: float = flag(0.2, "The loss lowers no ratio below 1 minus this number.")
     policy_clip_high: float = flag(0.28, "The loss raises no ratio above 1 plus this number.")
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):

@@ -32,9 +32,11 @@ class DynamicSampling(ppo.Recipe):
         # Later variants stand before this class, and super() below would not reach them.
         order = type(self).__mro__
         later = [x for x in order[: order.index(__class__)] if not issubclass(x, __class__)]
-        missed = " ".join(variant.__name__ for variant in later if "draw_step" in vars(variant))
+        missed = [x.__module__.split(".")[-1] for x in later if "draw_step" in vars(x)]
         told = "its further draws would not call that draw_step"
-        check.require(not missed, f"--variant dynamic_sampling: name it behind {missed}; {told}")
+        check.require(
+            not missed, f"--variant dynamic_sampling: name it behind {' '.join(missed)}; {told}"
+        )
 
     def draw_step(self, rollout, requests, problems, step, clock):
         """Returns the step's samples. In each round new groups replace the flat groups.

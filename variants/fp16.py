@@ -17,8 +17,8 @@ from lib import check
 class Fp16(ppo.Recipe):
     def check_run(self, total_steps):
         super().check_run(total_steps)
-        told = "--variant fp16 needs a GPU, because DeepSpeed has no fp16 for CPUs"
-        check.require(torch.cuda.is_available(), told)
+        can_run = torch.cuda.is_available() or not self.bf16
+        check.require(can_run, "--variant fp16 with --bf16 true needs a GPU")
 
     def training_dtype(self, dtype):
         return torch.float16 if self.bf16 else super().training_dtype(dtype)

@@ -1,13 +1,13 @@
-"""Textbook PPO: several updates of the policy in a step, with ratio and clip (arXiv 1707.06347).
+"""Textbook PPO (arXiv 1707.06347): several updates of the policy in a step, with ratio and clip.
 
-Open-Reasoner-Zero makes one update in a step. Then each ratio is 1, and the clip does nothing, so
-ORZ's gradient is that of PPO without the lines of this file (docs/stripped.md has the proof).
-Measured in the laboratory (PPO, 3 seeds): the accuracy is 0.551, and 0.570 with one update.
+Open-Reasoner-Zero makes one update in a step. In this update each ratio is 1, so the clip does
+nothing. ORZ needs none of this file, and has the same gradient (docs/stripped.md). The paper takes
+each sample in several updates. Here each sample is in one update.
+Measured in the laboratory (PPO, 3 seeds): the accuracy is 0.551 with eight updates, and 0.570 with
+one update. The standard error of the difference is 0.025.
 """
 
 from dataclasses import dataclass
-
-import torch
 
 import ppo
 from lib import check
@@ -25,16 +25,16 @@ class TextbookPPO(ppo.Recipe):
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
-        batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)  # ORZ: none
+        batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)  # not in ORZ
 
     def train_policy(self, policy, batch, step, total_steps):
-        count = self.policy_updates  # ORZ: 1
+        count = self.policy_updates  # in ORZ 1
         rates = [self.policy_rate(step * count + k, total_steps * count) for k in range(count)]
         useful = ppo.indices_of(self.samples_to_learn_from, batch)
         return ppo.update_in_parts(policy, self.policy_loss, batch, rates, self, step, useful)
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-        ratio = ((logprobs - old) * micro.mask).exp()  # (M,), ORZ: always 1
-        clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip)  # (M,), ORZ: no clip
-        return -torch.minimum(ratio * advantages, clipped * advantages)  # eq. 7
+        ratio = ((logprobs - old) * micro.mask).exp()  # (M,), in ORZ always 1
+        clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip)  # (M,), not in ORZ
+        return -(ratio * advantages).minimum(clipped * advantages)  # eq. 7
