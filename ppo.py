@@ -783,6 +783,8 @@ def check_shape(cfg, method, batch: Batch, tensor):
 def check_numbers(cfg, method, batch: Batch, tensor):
     """Raises UserError if the tensor is not (T,), or has NaN or infinity."""
     check_shape(cfg, method, batch, tensor)
+    wanted = f"a tensor of floats, and not of {tensor.dtype}"
+    check_result(cfg, method, tensor.is_floating_point(), wanted, tensor)
     # If the critic has diverged, its values are NaN, and its update says so.
     has_diverged = not all(x.isfinite().all() for x in batch.per_token.values())
     is_finite = has_diverged or tensor.isfinite().all()

@@ -238,9 +238,9 @@ def make_params(request, cfg, stop_ids, with_logprobs):
     temperature = params.temperature
     params = cfg.sampling_params(params, request)
     # The trainer takes the log-probs at the temperature of the request.
-    is_same = params.temperature == temperature
-    wanted = f"the request's temperature {request.temperature} (draw_step may change requests)"
-    check_result(cfg, "sampling_params", is_same, wanted, f"{params.temperature}")
+    is_right = isinstance(params, SamplingParams) and params.temperature == temperature
+    wanted = f"SamplingParams with the request's temperature, {temperature} (see draw_step)"
+    check_result(cfg, "sampling_params", is_right, wanted, params)
     if with_logprobs:
         # 0 means the log-prob of the sampled token, and of no other token.
         params.logprobs = 0
@@ -283,7 +283,9 @@ def make_settings(cfg, is_gpu) -> dict:
         kv_cache_gb = cfg.kv_cache_gb or 1
     if kv_cache_gb:
         settings["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
-    return cfg.sampler_settings(settings)
+    settings = cfg.sampler_settings(settings)
+    check_result(cfg, "sampler_settings", isinstance(settings, dict), "a dict", settings)
+    return settings
 
 
 def finished_outputs(llm_engine, stopped):

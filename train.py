@@ -11,6 +11,7 @@ Trainer and sampler take turns on the GPU. docs/walkthrough.md has a glossary.
 
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -205,6 +206,9 @@ def refuse_flag(message):
 
 def check_flags(cfg, world):
     """Raises UserError for the first wrong flag, of the core and then of the variants."""
+    for name, value in flags_of(cfg).items():
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        check.require(is_finite, f"--{name} {value}: give a finite number")
     # A variant checks the flags that it adds.
     check.check_config(cfg, world, [field.name for field in dataclasses.fields(Config)])
     cfg.check(world)

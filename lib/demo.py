@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lib.common import UserError, gather, print0, raise_together
-from lib.variant_files import kept_files
+from lib.variant_files import OLD_RUN, has_functions, kept_files
 
 TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 
@@ -39,6 +39,8 @@ def refuse_other_run(cfg, folder):
     except (OSError, ValueError, KeyError, TypeError):
         return
     if is_other:
+        if has_functions(cfg.run_dir, old.get("variants", [])):
+            raise UserError(f"{cfg.run_dir} {OLD_RUN}")
         command = shlex.join(["python", "train.py", *command_words(old, cfg)])
         raise UserError(f"{cfg.run_dir} has a run; to resume it, add your flags to: {command}")
 

@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import sys
+from collections.abc import Iterable
 
 # DeepSpeed compiles its CPU op at the first start, with ninja. Each virtual environment compiles
 # the op with its own ninja (so PATH), into a folder of its own. If environments shared the folder,
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from lib import check
-from lib.common import UserError
+from lib.common import UserError, check_result
 from lib.head import ChunkedHead
 
 BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
@@ -118,7 +119,9 @@ def engine_config(cfg, stage, largest=0):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    return cfg.engine_settings(settings)
+    settings = cfg.engine_settings(settings)
+    check_result(cfg, "engine_settings", isinstance(settings, dict), "a dict", settings)
+    return settings
 
 
 def load_model(cfg, auto_class, folder=None):
@@ -238,6 +241,7 @@ def optimizer_step(learner, lr):
 
 def make_policy(cfg) -> Learner:
     model = cfg.policy_model(load_model(cfg, AutoModelForCausalLM))
+    check_result(cfg, "policy_model", isinstance(model, nn.Module), "a model", model)
     return Learner("policy", Policy(model), cfg, cfg.actor_learning_rate)
 
 
@@ -257,7 +261,10 @@ def named_weights(learner):
     Copy a tensor to keep it. A tied head is yielded too: without it vLLM on a CPU keeps the old
     head.
     """
-    return learner.cfg.named_weights(learner, gather_weights(learner))
+    named = learner.cfg.named_weights(learner, gather_weights(learner))
+    wanted = "an iterator of (name, tensor)"
+    check_result(learner.cfg, "named_weights", isinstance(named, Iterable), wanted, named)
+    return named
 
 
 def gather_weights(learner):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transformers
 
 from lib import metrics
+from lib.common import check_result
 from lib.flags import flags_of
 from lib.variant_files import write_variants
 
@@ -135,6 +136,7 @@ class RunLog:
         line = {"step": step} | metrics.of_samples(samples, batch)
         line |= learned | clock.numbers | metrics.of_time(clock, sum(batch.sample_lengths))
         logged = self.cfg.metrics(line.copy(), samples, batch)
+        check_result(self.cfg, "metrics", isinstance(logged, dict), "a dict", logged)
         self.append("metrics.jsonl", [logged])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         if self.tracker:

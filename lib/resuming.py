@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from lib.common import print0
-from lib.variant_files import LAST_OF_FUNCTIONS, has_functions, kept_files
+from lib.variant_files import OLD_RUN, has_functions, kept_files
 
 
 def find_misfit(path, run_dir, saved, new, fixed, needs_reshard):
@@ -17,8 +17,7 @@ def find_misfit(path, run_dir, saved, new, fixed, needs_reshard):
     saved, new: the RunState of the checkpoint, and of this run. fixed: see find_changes.
     """
     if has_functions(path.parent, saved.variants):
-        told = "has a variant that is a file of functions, and variants are classes now"
-        return f"{told}; the last commit that can go on with it is {LAST_OF_FUNCTIONS}"
+        return OLD_RUN
     changed = find_changes(saved, new, fixed)
     if not path.parent.samefile(run_dir):
         return f"is not in {run_dir}; copy the folder of that run"

@@ -8,6 +8,11 @@ from lib.common import UserError
 
 # Up to this commit a variant was a file of functions. Since then it is a class.
 LAST_OF_FUNCTIONS = "229d200"
+OLD_RUN = (
+    "has a variant that is a file of functions, and variants are classes now; the last commit that "
+    f"can go on with it is {LAST_OF_FUNCTIONS}; begin another run with its model, which `python "
+    "tools/convert.py export` writes"
+)
 
 
 def take_variants(argv) -> tuple[list[str], list[str]]:

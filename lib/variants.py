@@ -135,9 +135,10 @@ def check_members(variant: type, config: type):
     for name in [x for x in vars(variant) if x[0] != "_" and x not in (*flags, "estimators")]:
         where = f"{variant.__name__}.{name}"
         if name not in methods:
-            advice = f"write {near(name, [*methods, *core]) or 'its method'}, or begin the name of"
+            flag = f"`{name}: TYPE = flag(DEFAULT, 'HELP')`" if name in core else ""
+            advice = f"write {flag or near(name, [*methods, *core]) or 'its method'}, or begin the"
             fault = "is no method of the recipe, and no flag with a type"
-            raise UserError(f"--variant {where} {fault}; {advice} a helper with _")
+            raise UserError(f"--variant {where} {fault}; {advice} name of a helper with _")
         wanted = list(inspect.signature(methods[name]).parameters)
         fault = f"{where} must be a method with ({', '.join(wanted)})"
         found = name in own_methods(variant) and inspect.signature(vars(variant)[name]).parameters

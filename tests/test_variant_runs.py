@@ -167,14 +167,25 @@ class Breaks(ppo.Recipe):
 """
 
 
+# The rewards of a group differ, so the policy always has something to learn.
+PAYS = """
+import ppo
+
+
+class Pays(ppo.Recipe):
+    def paid(self, samples):
+        return [reward + k % 2 for k, reward in enumerate(super().paid(samples))]
+"""
+
+
 @pytest.mark.slow
 def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
     """An error in the advantages ends one more run in its second step; the first step is saved."""
-    breaks = tmp_path / "breaks.py"
-    breaks.write_text(BREAKS)
-    names = [[breaks], *groups()]
+    for name, text in (("breaks", BREAKS), ("pays", PAYS)):
+        (tmp_path / f"{name}.py").write_text(text)
+    names = [[tmp_path / "breaks.py"], *([*group, tmp_path / "pays.py"] for group in groups())]
     # The first needs a GPU, and the second needs peft.
-    rest = {path.stem for path in VARIANTS.glob("*.py")} - {*sum(names, [])}
+    rest = {path.stem for path in VARIANTS.glob("*.py")} - {*sum(groups(), [])}
     assert rest <= {"fp8_rollout", "lora"} and len(names) < 10
     processes = []
     for number, group in enumerate(names):

@@ -158,7 +158,10 @@ REFUSED = [
     ([variant("A", "paid = 3")], r"A.paid must be a method with \(self, samples\)"),
     ([variant("A", "memory = {}")], "A.memory is no method of the recipe"),
     # A flag that is none.
-    ([variant("A", "lambd = 0.5")], "A.lambd is no method .* no flag with a type; write lambd, or"),
+    (
+        [variant("A", "lambd = 0.5")],
+        "A.lambd is no method .*; write `lambd: TYPE = flag.DEFAULT",
+    ),
     ([variant("A", "x: int = 1")], "A.x is no flag yet: write @dataclass, `x: TYPE = flag"),
     ([variant("A", FLAG.format("gamma: str", "'a'"))], "A.gamma must have .* the core's --gamma"),
     ([variant("A", FLAG.format("paid: int", 1))], "A.paid must have another name"),
@@ -426,7 +429,7 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
     (tmp_path / "variants").mkdir()
     (tmp_path / "variants" / "late.py").write_text("class Flags:\n    x: int = 1\n\ndef paid(old):")
     with pytest.raises(
-        UserError, match="functions, .* the last commit .* is 229d200, or use --resu"
+        UserError, match="functions, .* the last commit .* is 229d200; begin another run"
     ):
         find_start(paths)
 

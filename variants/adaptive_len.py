@@ -21,7 +21,7 @@ class AdaptiveLen(ppo.Recipe):
         limits = self.memory.setdefault("AdaptiveLen", {})
         limited = []
         for request in requests:
-            limit = self._limit(request.problem.index)
+            limit = min(request.max_tokens, self._limit(request.problem.index))
             limited.append(dataclasses.replace(request, max_tokens=limit))
         samples = super().draw_step(rollout, limited, problems, step, clock)
         visits = {"": samples}
