@@ -229,7 +229,8 @@ ESTIMATORS = {
 
 
 def add_later_(numbers: Tensor, decay) -> Tensor:
-    """Adds to each number the later ones of its row: sum_k decay^k x_{t+k}. In place, (N, S)."""
+    """Adds to each number (N, S) the later ones of its row: sum_k decay^k x_{t+k}. In place. decay:
+    a number, or (N,)."""
     for t in reversed(range(numbers.shape[1] - 1)):
         numbers[:, t] += decay * numbers[:, t + 1]
     return numbers

@@ -240,7 +240,8 @@ def make_params(request, cfg, stop_ids, with_logprobs):
     # The trainer takes the log-probs at the temperature of the request.
     is_right = isinstance(params, SamplingParams) and params.temperature == temperature
     wanted = f"SamplingParams with the request's temperature, {temperature} (see draw_step)"
-    check_result(cfg, "sampling_params", is_right, wanted, params)
+    found = getattr(params, "temperature", params)
+    check_result(cfg, "sampling_params", is_right, wanted, found)
     if with_logprobs:
         # 0 means the log-prob of the sampled token, and of no other token.
         params.logprobs = 0

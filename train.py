@@ -206,11 +206,11 @@ def refuse_flag(message):
 
 def check_flags(cfg, world):
     """Raises UserError for the first wrong flag, of the core and then of the variants."""
+    # A variant checks the flags that it adds.
+    check.check_config(cfg, world, [field.name for field in dataclasses.fields(Config)])
     for name, value in flags_of(cfg).items():
         is_finite = not isinstance(value, float) or math.isfinite(value)
         check.require(is_finite, f"--{name} {value}: give a finite number")
-    # A variant checks the flags that it adds.
-    check.check_config(cfg, world, [field.name for field in dataclasses.fields(Config)])
     cfg.check(world)
 
 

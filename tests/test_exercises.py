@@ -69,7 +69,7 @@ SOLUTIONS = [
     (2, "ppo.py", "        return -(advantages * logprobs)\n", TOP_FIFTH),
     (3, "ppo.py", "batch, indices, lr, self, denominator)", "batch, indices, lr, self)"),
     (4, "ppo.py", "    sums = -values  # (N, S)\n", BY_LENGTH),
-    (4, "ppo.py", "cfg.gamma * cfg.lambd * sums", "cfg.gamma * lambd * sums"),
+    (4, "ppo.py", "(sums, cfg.gamma * cfg.lambd)", "(sums, cfg.gamma * lambd)"),
     (5, "reward.py", "for key, pair in self.pairs.items()}\n", A_TENTH),
     (5, "reward.py", 'bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
     (6, "reward.py", "    return last_box(block)\n", ANY_ANSWER),

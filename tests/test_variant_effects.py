@@ -394,6 +394,7 @@ REFUSED = [
     (["overlong_penalty"], {"overlong_cache": 0}, "--overlong_cache 0.*at least 1"),
     (["maxrl", "overlong_penalty"], {}, "--estimator maxrl.* negative"),
     (["tis_cap"], {"tis_cap": 0.5}, "--tis_cap 0.5.*at least 1"),
+    (["kl_loss"], {"kl_loss_coef": "nan"}, "--kl_loss_coef nan: give a finite number"),
     (["first_stage"], {"first_stage": 0}, "--first_stage 0.*at least 1"),
     (["first_stage"], {"first_stage": 8}, "--first_stage 8.*--n_samples_per_prompt 8"),
     (["first_stage"], {"first_stage": 1, "estimator": "grpo"}, "--first_stage 1.* at least 2"),
