@@ -36,7 +36,7 @@ lab: $(INSTALLED) ## train the model of the laboratory on Countdown problems (3 
 	$(BIN)/python tools/compare.py out/lab/run
 
 # Run `make check` after an edit. It runs ruff and all tests without the mark `engine`.
-check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 1 minute)
+check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 90 seconds)
 	$(CPU_VENV)/bin/ruff check .
 	$(CPU_VENV)/bin/ruff format --check .
 	$(CPU_VENV)/bin/python -m pytest -m "not engine and not slow and not long and not gpu"
