@@ -76,7 +76,7 @@ install: $(INSTALLED) ## install the packages into .venv
 # end. So the folder torch_extensions is removed first. COMPILE compiles DeepSpeed's op, which only the CPU stack needs. So
 # the CUDA stack can be installed on a machine without a GPU. COMPILE ends by os._exit, because gloo's threads can abort an
 # interpreter that exits normally.
-COMPILE = $(@D)/bin/python -c "import os; from lib import common, models; common.start_distributed(); \
+COMPILE = $(@D)/bin/python -c "import os; from nanoorz import models, ranks; ranks.start_distributed(); \
 	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
 # On a GPU Triton compiles C files. These files include Python.h.
 CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} not found; Triton compiles with it (Debian: \

@@ -15,11 +15,12 @@ Deviations from Open-Reasoner-Zero (ORZ):
 - A run checks its folder before it loads a model. The folder must be shared by all machines,
   writable and large enough (ORZ's issue 22).
 
-In this file an engine is a DeepSpeed engine. `engines` is a dict of engines by name.
+In this file an engine is a DeepSpeed engine. `engines` is {name: engine}, of policy and critic.
 """
 
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import hashlib
 import json
@@ -31,13 +32,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import save_file
 
-from lib.common import UserError, gather, here, one_line, print0
+from nanoorz import reshard
+from nanoorz.ranks import UserError, gather, here, one_line, print0
+from nanoorz.variants import explain_old_run, kept_files
 
-# A resume shortens these files and no other files of the run folder.
+# The logs of a run. A resume cuts them to the size that they had at the checkpoint.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
-# What else a run writes, besides its checkpoints. A new run sets all of it aside.
+# What else a run writes, besides its checkpoints.
 OTHERS = ("config.json", "result.json", "variants", "policy", "critic", "tensorboard")
 
 
@@ -57,13 +63,13 @@ class RunState:
     def finish_step(self, run_dir, memory):
         """Counts a step. Call it when the lines of that step are in the logs.
 
-        memory: cfg.memory. Raises UserError if it holds another thing than dicts, or if JSON does
-        not give it back as it is.
+        memory: cfg.memory. Raises UserError if it holds anything but dicts, or if JSON does not
+        give it back as it is.
         """
         self.step += 1
         self.log_sizes = measure_logs(run_dir)
         # The state needs a copy, because an interrupted step may change `memory`. JSON makes the
-        # copy, because a resumed run reads its memory from JSON too.
+        # copy, because a resumed run reads its memory from JSON, too.
         try:
             self.memory = json.loads(json.dumps(memory))
         except (TypeError, ValueError) as error:
@@ -74,14 +80,15 @@ class RunState:
             raise UserError(f"self.memory changes when it is saved as JSON; {told}")
 
     def check_types(self):
-        """Raises TypeError or ValueError if the file had another type somewhere."""
-        for name, default in vars(RunState()).items():
-            if type(getattr(self, name)) is not type(default):
-                raise TypeError(f"{name} is {getattr(self, name)!r:.99}")
-        # Another type inside of these raises a TypeError or ValueError too.
-        sum([*self.log_sizes.values(), self.config.get("zero_stage")])
-        for part in (self.variants, *self.memory.values()):
-            dict(part)
+        """Raises TypeError if a value has another type than this version writes."""
+        defaults = vars(RunState())
+        wrong = [name for name, x in vars(self).items() if type(x) is not type(defaults[name])]
+        sizes = [*self.log_sizes.values(), self.config.get("zero_stage")]
+        are_sizes = all(isinstance(size, int) for size in sizes)
+        are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in self.variants)
+        are_dicts = all(isinstance(part, dict) for part in self.memory.values())
+        if wrong or not (are_sizes and are_pairs and are_dicts):
+            raise TypeError(f"wrong type of {wrong or 'log_sizes, config, variants or memory'}")
 
     @property
     def layout(self):
@@ -116,8 +123,8 @@ def on_rank0(action, *arguments):
     return gather(error)[0]
 
 
-def fsync(path):
-    """Flushes a file or a folder to the disk. The folder keeps the names of its files."""
+def flush(path):
+    """Writes a file or a folder through to the disk. A folder holds the names of its files."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -165,14 +172,16 @@ def claim(run_dir, needed_bytes):
         fault = "another run is using this folder; wait for that run, or choose another --run_dir"
     except OSError as error:
         fault = f"not writable, or not lockable ({error.strerror}); choose another --run_dir"
+    # From here on the file of rank 0 exists.
     dist.barrier()
     if not fault and not (claims / f"{name}.0").exists():
         fault = "not shared: the file of rank 0 is absent; mount one folder on all machines"
+    # After this `gather` each rank has looked for the file of rank 0, so it may be deleted.
     for place, text in gather((here(), fault)):
         if text:
             raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
-        # All ranks have found the claims. The other folders were left by a run that was killed.
+        # The other folders were left by a run that was killed.
         for leftover in [claims, *run_dir.glob(".saving_*"), *run_dir.glob(".deleting_*")]:
             remove(leftover)
     return lock
@@ -187,15 +196,32 @@ def checkpoints(run_dir):
     return sorted(run_dir.glob("step_" + "[0-9]" * 6), reverse=True)
 
 
+def needed_bytes(run_dir, keep_last, resume, parameters):
+    """The bytes that the coming checkpoints need on the disk.
+
+    keep_last, resume: the flags. parameters: those of policy and critic together. A checkpoint
+    takes at most 16 bytes for each parameter: 4 each for weight, fp32 master and two moments.
+    """
+    # A new checkpoint takes the room of an old one. With --resume none the old ones stay, because
+    # the run sets them aside.
+    saved = 0 if resume == "none" else len(checkpoints(run_dir))
+    count = 1
+    # While a checkpoint is written, keep_last older ones are on the disk. With --keep_last 0 all
+    # are kept, and only the next one is counted.
+    if keep_last > 0:
+        count = max(1, keep_last + 1 - saved)
+    return count * 16 * parameters
+
+
 def measure_logs(run_dir):
     """{name: bytes} of the logs that exist."""
     return {name: (run_dir / name).stat().st_size for name in LOGS if (run_dir / name).exists()}
 
 
-def manifest(path):
-    """{file: {"size", "sha256"}} of a checkpoint, or {} if a file is missing or has another size.
+def read_manifest(path):
+    """{file: {"size", "sha256"}} of a checkpoint whose files all have their size, else {}.
 
-    It does not compare hashes.
+    {} means that the checkpoint is not complete. Hashes are not compared here (find_damage).
     """
     # A damaged manifest can hold JSON of any shape, so the lines below can raise any error.
     with contextlib.suppress(Exception):
@@ -220,7 +246,8 @@ class DurableWriter(TorchCheckpointEngine):
     def __init__(self):
         self.error = None
         self.entries = {}
-        # A third of torch.save's time is a CRC. manifest.json has the SHA-256 instead.
+        # torch.save would compute a CRC, which takes a third of its time. manifest.json has the
+        # SHA-256 instead.
         torch.serialization.set_crc32_options(False)
 
     def save(self, state_dict, path):
@@ -230,25 +257,26 @@ class DurableWriter(TorchCheckpointEngine):
     def write(self, state_dict, path):
         with open(path, "wb") as file:
             torch.save(state_dict, file)
-        fsync(path)
+        flush(path)
         self.entries[path] = size_and_hash(path)
 
     def load(self, path, map_location=None):
-        from lib.resuming import load
-
-        return load(path, map_location)
+        """Reads tensors, plain containers and four classes of DeepSpeed; no arbitrary pickles."""
+        classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        with torch.serialization.safe_globals(classes):
+            return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def save(run_dir, state: RunState, engines, hf, keep_last):
     """Writes the checkpoint RUN/step_NNNNNN. All ranks return None, or the text of an error.
 
-    hf: objects with `save_pretrained`. keep_last: see prune. A save that fails leaves the older
-    checkpoints complete.
+    hf: objects with `save_pretrained`. keep_last: see prune. If a save fails, the older checkpoints
+    stay complete. A collective.
     """
     final = run_dir / f"step_{state.step:06d}"
     temporary = run_dir / f".saving_{state.step:06d}"
     # A run that is stopped between two steps may have saved this step already.
-    if gather(manifest(final))[0]:
+    if gather(read_manifest(final))[0]:
         return None
     error = on_rank0(make_folders, temporary, final, engines)
     if not error:
@@ -303,16 +331,16 @@ def publish(temporary, final, files, state, hf):
     for path in [temporary / "state.json", *(temporary / "hf").iterdir()]:
         files[str(path.relative_to(temporary))] = size_and_hash(path)
     (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
-    if not manifest(temporary):
+    if not read_manifest(temporary):
         raise OSError("a file does not have the size that its rank wrote")
     run_dir = final.parent
     # A resume also needs the first bytes of each log, as many as state.log_sizes says.
     logs = [run_dir / name for name in state.log_sizes]
     for path in [temporary, *temporary.rglob("*"), *logs]:
-        fsync(path)
+        flush(path)
     os.rename(temporary, final)
     try:
-        fsync(run_dir)
+        flush(run_dir)
     except OSError as error:
         print(f"WARNING: {final} is saved, but a loss of power could lose it: {error}", flush=True)
 
@@ -321,13 +349,30 @@ def prune(run_dir, keep_last):
     """Deletes all complete checkpoints except the newest `keep_last`. 0 keeps all."""
     if keep_last == 0:
         return
-    complete = [path for path in checkpoints(run_dir) if manifest(path)]
+    complete = [path for path in checkpoints(run_dir) if read_manifest(path)]
     for path in complete[keep_last:]:
-        # A kill during rmtree must not leave a part of a checkpoint under the name step_NNNNNN.
+        # A kill during the deletion must not leave a part of a checkpoint under its name.
         remove(path.rename(path.with_name(f".deleting_{path.name}")))
 
 
-# ---- resume ----------------------------------------------------------------------------------
+# ---- resume: which checkpoint, and does it fit? ----------------------------------------------
+
+
+def find_start(run_dir, choice, new: RunState, fixed_defaults):
+    """Returns the checkpoint to resume from, or None, and the state that the run begins with.
+
+    choice: --resume. new: the state of a new run. fixed_defaults: {name: default} of the flags that
+    decide what is learnt. Raises UserError if the checkpoint does not fit this run. A collective.
+    """
+    path = pick_checkpoint(run_dir, choice)
+    if path is None:
+        return None, new
+    saved = load_state(path)
+    why = find_misfit(path, run_dir, saved, new, fixed_defaults)
+    if why:
+        raise UserError(f"{path} {why}, or use --resume none")
+    values = {"step": saved.step, "memory": saved.memory, "log_sizes": saved.log_sizes}
+    return path, dataclasses.replace(new, **values)
 
 
 def pick_checkpoint(run_dir, choice):
@@ -336,7 +381,8 @@ def pick_checkpoint(run_dir, choice):
     choice: a path; `none`; or `auto`, the newest undamaged checkpoint of the folder. Raises
     UserError if all candidates are damaged.
     """
-    # Machines may mount the folder under different paths, so rank 0 decides about the names only.
+    # Two machines may mount the folder under two paths. So the ranks take only the names of the
+    # checkpoints from rank 0.
     candidates = [run_dir / path.name for path in gather(checkpoints(run_dir))[0]]
     if choice == "none" or (choice == "auto" and not candidates):
         return None
@@ -361,9 +407,10 @@ def pick_checkpoint(run_dir, choice):
 def find_damage(path):
     """What is wrong with the files of a checkpoint, or None. A collective."""
     # All ranks use the manifest that rank 0 has read, so that all ranks return the same.
-    entries = sorted(gather(manifest(path))[0].items())
+    entries = sorted(gather(read_manifest(path))[0].items())
     if not entries:
         return "files are missing or cut short"
+    # The hash of a file takes time, so each rank computes those of its part of the files.
     mine = entries[dist.get_rank() :: dist.get_world_size()]
     wrong = [name for name, entry in mine if size_and_hash(path / name) != entry]
     wrong = sum(gather(wrong), [])
@@ -377,97 +424,156 @@ def load_state(path):
         state = RunState(**json.loads((path / "state.json").read_text()))
         state.check_types()
         return state
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path}/state.json is not of this version ({one_line(error)}); resume it with the "
             f"commit that {path.parent}/config.json names, or use --resume none"
         ) from error
 
 
-def find_start(run_dir, choice, new: RunState, fixed):
-    """Returns the checkpoint to resume from, or None, and the state that the run begins with.
+def find_misfit(path, run_dir, saved: RunState, new: RunState, fixed_defaults):
+    """Why this run cannot go on from a checkpoint, and what to do, or None. A collective.
 
-    new: the state of a new run. fixed: {name: default} of the flags that decide what is learnt.
-    Raises UserError if the checkpoint does not fit this run.
+    saved: the state of the checkpoint. new, fixed_defaults: see find_start.
     """
-    path = pick_checkpoint(run_dir, choice)
-    if path is None:
-        return None, new
-    from lib.resuming import find_misfit
-
-    saved = load_state(path)
-    # `tools/convert.py reshard` writes files for any layout into the folder universal/.
-    needs_reshard = saved.layout != new.layout and find_damage(path / "universal")
-    why = find_misfit(path, run_dir, saved, new, fixed, needs_reshard)
+    # A collective, so all ranks call it, whatever else is wrong.
+    lacks_universal = saved.layout != new.layout and find_damage(path / "universal") is not None
+    why = explain_old_run(path.parent, saved.variants)
     if why:
-        raise UserError(f"{path} {why}, or use --resume none")
-    values = {"step": saved.step, "memory": saved.memory, "log_sizes": saved.log_sizes}
-    return path, dataclasses.replace(new, **values)
+        return why
+    changed = find_changes(saved, new, fixed_defaults)
+    if not path.parent.samefile(run_dir):
+        return f"is not in {run_dir}; copy the folder of that run"
+    if saved.step > new.total_steps:
+        return f"is past the {new.total_steps} steps of this run; raise --max_steps"
+    if changed:
+        names = ", --".join(changed)
+        return (
+            f"was made with another --{names}, which changes what is learnt; use the old value, or "
+            f"begin another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
+            "--model NEW/policy (and --critic NEW/critic, with a critic)"
+        )
+    if saved.variants != new.variants:
+        texts = kept_files(path.parent, saved.variants)
+        return (
+            "was made with other variants, in another order, or with another text in one; use "
+            f"--variant {' '.join(texts) or 'none'}"
+        )
+    if lacks_universal:
+        return (
+            f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has {new.layout}; "
+            f"run `python tools/convert.py reshard {path}`"
+        )
+
+
+def find_changes(saved: RunState, new: RunState, fixed_defaults):
+    """Prints every changed flag. Returns the names of those that must not change."""
+    # A checkpoint that is older than a flag was made with the default of that flag.
+    old = fixed_defaults | saved.config
+    changed = []
+    for name, value in new.config.items():
+        if name in old and old[name] != value:
+            print0(f"resume: --{name} was {old[name]}, is {value}")
+            if name in fixed_defaults:
+                changed.append(name)
+    # The hash of the problems also changes with --template, which is in the list then.
+    if saved.problems_hash != new.problems_hash and not changed:
+        changed.append("data")
+    return changed
+
+
+# ---- resume: fill the engines, and bring the folder to the checkpoint ------------------------
 
 
 def resume(run_dir, source, engines, state: RunState):
     """Brings the engines and the run folder to `state`. All ranks call it.
 
-    source: the checkpoint that find_start has chosen. A new run has None.
-    1. Fills the engines from the checkpoint. In a new run the engines stay as they are.
-    2. Shortens the logs to their sizes in `state`.
-    3. Sets the checkpoints of later steps aside, because the run makes these steps again. A new
-       run sets aside everything that another run has left. The user may delete the new folder.
+    source: the checkpoint that find_start has chosen. A new run has None, and its engines stay as
+    they are.
     """
     if source and load_state(source).layout == state.layout:
         for name, engine in engines.items():
             engine.checkpoint_engine = DurableWriter()
             engine.load_checkpoint(str(source / name), tag="state")
     elif source:
-        # find_start has checked the files that `tools/convert.py reshard` has written there.
-        from lib import reshard
-
+        # `tools/convert.py reshard` has made this folder, and find_start has checked it.
         reshard.load(source / "universal", engines)
-    if dist.get_rank() > 0:
-        return
+    if dist.get_rank() == 0:
+        rewind_folder(run_dir, source, state)
+
+
+def rewind_folder(run_dir, source, state: RunState):
+    """Cuts the logs to the sizes that they had at state.step, and sets aside what comes later.
+
+    1. The checkpoints of later steps go into a folder RUN/dropped_TIME, because the run makes these
+       steps again. In a new run all that an earlier run has left goes there.
+    2. If something goes there, the ends of the logs go there, too. If not, they are lost: they tell
+       of a step that was not saved, and the run makes that step again.
+
+    The user may delete RUN/dropped_TIME.
+    """
     dropped = [path for path in checkpoints(run_dir) if not source or step_of(path) > state.step]
     if not source:
         found = [name for name in (*LOGS, *OTHERS) if (run_dir / name).exists()]
         # A run that was stopped before its first evaluation leaves only these two.
         if set(found) - {"config.json", "variants"}:
             dropped += [run_dir / name for name in found]
-    kept = {name: min(x, state.log_sizes.get(name, 0)) for name, x in measure_logs(run_dir).items()}
+    kept_sizes = {}  # {name of a log: bytes that the run keeps}
+    for name, size in measure_logs(run_dir).items():
+        # A user may have shortened a log by hand.
+        kept_sizes[name] = min(size, state.log_sizes.get(name, 0))
     if dropped:
-        from lib.resuming import set_aside
-
-        set_aside(run_dir, state.step, dropped, kept)
+        # The paths of `dropped` may include logs, which are then no longer in the folder.
+        set_aside(run_dir, state.step, dropped, kept_sizes)
     for name in measure_logs(run_dir):
-        os.truncate(run_dir / name, kept[name])
+        os.truncate(run_dir / name, kept_sizes[name])
+
+
+def set_aside(run_dir, step, dropped, kept_sizes):
+    """Moves the paths `dropped` and the ends of the logs into a new folder.
+
+    step: the run starts there. kept_sizes: {name of a log: bytes at its start that stay}.
+    """
+    # The time makes the name of the folder unique.
+    folder = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
+    folder.mkdir()
+    names = ", ".join(path.name for path in dropped)
+    print0(f"the run starts at step {step}, so these are moved to {folder}: {names}")
+    for path in dropped:
+        path.rename(folder / path.name)
+    for name, size in kept_sizes.items():
+        if (run_dir / name).exists():
+            with open(run_dir / name, "rb") as log:
+                log.seek(size)
+                (folder / name).write_bytes(log.read())
 
 
 # ---- export ----------------------------------------------------------------------------------
 
 
-def export(out, model, weights, tokenizer):
+def export(out, save_model, weights, tokenizer):
     """Writes a folder that transformers and vLLM load. All ranks call it. Raises UserError.
 
-    weights: an iterator of (name, full tensor). The critic's value head goes to the file
-    value_head.safetensors of that folder.
+    save_model(folder, weights): writes the model. weights: an iterator of (name, full tensor). The
+    critic's value head goes to the file value_head.safetensors of the folder.
     """
     # All ranks must take all tensors, because ZeRO 3 gathers each tensor from all ranks.
     kept = {}
     for name, tensor in weights:
         if dist.get_rank() == 0:
             kept[name] = tensor.detach().to("cpu", copy=True)
-    error = on_rank0(write_export, out, model, kept, tokenizer)
+    error = on_rank0(write_export, out, save_model, kept, tokenizer)
     if error:
         raise UserError(f"{out} is NOT written: {error}")
 
 
-def write_export(out, model, weights, tokenizer):
+def write_export(out, save_model, weights, tokenizer):
+    """Writes the folder. weights: {name: tensor}."""
     head = {}
     for name in list(weights):
         if name.startswith("value_head."):
             head[name] = weights.pop(name)
-    # transformers stores a tied output head once, under the name of the embedding.
-    if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    model.save_pretrained(out, state_dict=weights)
+    save_model(out, weights)
     tokenizer.save_pretrained(out)
     if head:
         save_file(head, out / "value_head.safetensors")

@@ -1,13 +1,13 @@
-"""PPO without its redundant parts: batch, estimators, recipe, packing, passes, updates.
+"""PPO without its ratio and its clip: batch, estimators, recipe, packing, passes, updates.
 
 The class Recipe has the decisions of a run as methods. The functions around it do the work that
-no variant changes. This file never reads text. It needs torch, numpy, lib/common.py and
-lib/flags.py. Call `start_distributed` of lib/common.py first. An update is one optimizer step.
+no variant changes. This file never reads text. An update is one optimizer step. A pass is one way
+of all samples through a model.
 
 A learner is the policy or the critic. `policy(micro, temperature)` returns log-probs (M,) and
 entropies (M,), and `critic(micro)` returns values (M,). The temperature is a number, or (M,). A
 learner has `name`, `device`, `backward(loss, is_last)`, and `apply_update(lr)`, which returns the
-gradient's norm. lib/models.py has the class.
+gradient's norm. The class Learner of nanoorz/models.py is one.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - There is one denominator. A loss is a sum over response tokens divided by the *global* number of
@@ -20,6 +20,9 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 
 Shapes: N samples, S tokens of the longest response, T response tokens of the batch, M response
 tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples.
+
+To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/flags.py, too. Call
+`start_distributed` of ranks.py first.
 """
 
 from bisect import bisect_left, insort
@@ -33,26 +36,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.common import check_result, gather, hash64, print0, stop_together
-from lib.flags import flag
+from nanoorz.flags import flag
+from nanoorz.ranks import check_result, gather, hash64, print0, stop_together
+
+# ---- batch -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Batch:
     """All samples of a step, the same on every rank.
 
-    A flat tensor (T,) holds the response tokens of all samples one after the other. Those of sample
-    i are start[i] to start[i] + response_lengths[i].
+    A flat tensor (T,) has a number for each response token of all samples, one sample after the
+    other. The numbers of sample i begin at start[i]. There are response_lengths[i] of them.
     """
 
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
-    groups: Tensor  # (N,) index of the sample's problem among the problems of the step
-    rewards: Tensor  # (N,) float64, what each sample is paid: the result of cfg.paid
-    device: torch.device  # of the flat tensors
-    # (T,) each: values, advantages, returns, logprobs (the sampler's, if it returned them),
-    # temperatures (if a request has another one than cfg.temperature), and policy_weights and
-    # critic_weights (if they are not all 1)
+    groups: Tensor  # (N,) the same number for all samples of a problem
+    rewards: Tensor  # (N,) float64, from which the policy learns: the result of cfg.paid
+    device: torch.device  # of the flat tensors. The other tensors are on the CPU.
+    # The flat tensors: values, advantages and returns; logprobs, if the sampler returned them;
+    # temperatures, if a request has another one than cfg.temperature; policy_weights and
+    # critic_weights, if they are not all 1.
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py
 
@@ -61,7 +66,7 @@ class Batch:
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
         # N numbers: tokens of prompt and response together
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
-        # The mask comes from the lengths alone, because a response may contain the padding id.
+        # Is there a response token? It comes from the lengths, because a response may have any id.
         self.mask = (
             torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
         )  # (N, S)
@@ -74,36 +79,36 @@ class Batch:
         """Cuts (T,) into one tensor for each sample."""
         return numbers.split(self.response_lengths.tolist())
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Repeats the value of a sample for each of its response tokens: (N,) becomes (T,)."""
-        return values.repeat_interleave(self.response_lengths).to(self.device)
+    def spread(self, numbers: Tensor) -> Tensor:
+        """Repeats the number of a sample for each of its response tokens: (N,) becomes (T,)."""
+        return numbers.repeat_interleave(self.response_lengths).to(self.device)
 
 
 @dataclass
 class MicroBatch:
     """R rows of packed samples. A model computes them in one forward pass.
 
-    Call a model of transformers as `model(**micro.model_inputs())`. Without these arguments the
-    samples of a row see each other, and there is no error. The M response tokens of these rows are
-    predicted, each from the position before it: `output[micro.predict]`.
+    Call a model of transformers as `model(**micro.model_inputs())`. With fewer arguments the
+    samples of a row would see each other, and no error would tell. `output[micro.predict]` has the
+    M outputs that predict the response tokens: each is at the position before its token.
     """
 
     input_ids: Tensor  # (R, L)
     # In each sample the positions restart at 0. transformers finds the samples by these zeros, and
-    # masks what crosses a border.
+    # lets no token see another sample.
     position_ids: Tensor  # (R, L)
     predict: Tensor  # (R, L) bool: is the next token a response token?
     token_ids: Tensor  # (M,) the response tokens
-    flat_index: Tensor  # (M,) their places in the batch's flat tensors
-    mask: Tensor  # (M,) 1.0, or 0.0 for a filler
-    # FlashAttention's cu_seqlens: where each sample and each padding starts if all rows are laid
-    # end to end. The last number is R * L. Rows of one sample have no borders.
+    flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
+    real: Tensor  # (M,) 1.0, or 0.0 for the token of a filler (`filler`)
+    # FlashAttention's cu_seqlens: where each sample and each padding starts if all rows stand one
+    # after the other. The last number is R * L. None with --packing alone.
     borders: Tensor | None  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
 
     def __post_init__(self):
         # (M,) how much each token counts in the loss. `update` multiplies by cfg.token_weights.
-        self.weights = self.mask
+        self.weights = self.real
 
     def model_inputs(self) -> dict:
         """The arguments of a model of transformers."""
@@ -112,8 +117,8 @@ class MicroBatch:
             "position_ids": self.position_ids,
             # With a cache transformers does not separate the samples of a row.
             "use_cache": False,
-            # varlen and FlashAttention need the samples' borders. sdpa and eager derive the borders
-            # from the positions and ignore these arguments.
+            # varlen and FlashAttention need the borders of the samples. sdpa and eager find the
+            # borders in the positions and ignore these arguments.
             "cu_seq_lens_q": self.borders,
             "cu_seq_lens_k": self.borders,
             "max_length_q": self.longest,
@@ -130,8 +135,8 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     is_right = isinstance(samples, list) and len(samples) > 0
     check_result(cfg, "draw_step", is_right, "a list of at least one sample", samples)
     if rewards is None:
-        # `paid` may be random. So rank 0 decides for all ranks. This `stop_together` is inside the
-        # one of train.py, which lets Stopped pass.
+        # `paid` may be random. So rank 0 decides for all ranks. An error in it must not leave the
+        # other ranks alone in the `gather` below, so they meet at the end of this `stop_together`.
         with stop_together():
             rewards = checked_rewards(samples, cfg) if dist.get_rank() == 0 else None
         rewards = gather(rewards)[0]
@@ -145,7 +150,8 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
         batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
     temperatures = torch.tensor([sample.request.temperature for sample in samples])  # (N,)
     if (temperatures != cfg.temperature).any():
-        # The log-probs of these samples are those at their own temperature. vLLM's least is 0.01.
+        # The trainer takes the log-probs of a sample at its own temperature. The range of vLLM
+        # begins at 0.01.
         is_right = bool((temperatures >= 0.01).all())
         wanted = "samples with temperatures of 0.01 or more"
         check_result(cfg, "draw_step", is_right, wanted, temperatures.min().item())
@@ -167,30 +173,30 @@ def checked_rewards(samples, cfg) -> list[float]:
 
 
 # An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to advantages (N, S),
-# or to scores (N,), which all tokens of a sample get. All are float64. A sample without an
-# advantage has exact zeros.
+# or to scores (N,): then each token of a sample gets the score of the sample. All are float64. If a
+# sample teaches nothing, its advantages must be exactly 0: samples_to_learn_from looks for that.
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16)."""
     if cfg.gamma == cfg.lambd == 1:
-        # Then the sum is the reward minus V_t.
+        # In the sum each V but the first stands twice, with + and with -.
         return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
-    # First `sums` holds the delta_t. Values are 0 after the response, so all delta are 0 there. The
-    # last token has the reward.
-    sums = -values  # (N, S)
-    sums[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
-    sums.scatter_add_(1, last, rewards[:, None])
-    return add_later_(sums, cfg.gamma * cfg.lambd)
+    # Values are 0 after the response, so the deltas are 0 there. The last token has the reward.
+    deltas = -values  # (N, S)
+    deltas[:, :-1].add_(values[:, 1:], alpha=cfg.gamma)
+    deltas.scatter_add_(1, last, rewards[:, None])
+    return add_later_(deltas, cfg.gamma * cfg.lambd)
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """(r - group mean) / group population std (arXiv 2402.03300). In a group with equal
     rewards it is exactly 0."""
     mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
-    # Rounding could leave 1e-17 instead of 0. `samples_to_learn_from` looks for exact zeros.
+    # group_stats makes a std of rounding errors 0. Without `where` a group of equal rewards could
+    # have 1e-17 instead of 0.
     return torch.where(std > 0, (rewards - mean) / std, 0.0)
 
 
@@ -215,11 +221,11 @@ class Estimator:
     function: Callable
     needs_critic: bool = False
     is_whitened: bool = False  # Does `whiten` change the result?
-    least_samples: int = 1  # of a problem; 2 where the function compares samples
+    least_samples: int = 1  # samples of a problem; 2 if the function compares them
 
 
-# HACK HERE: the keys are the values of --estimator. Other code asks for the fields of an entry and
-# not for a name.
+# CHANGE HERE: the keys are the values of --estimator. Other code asks for the fields of an entry,
+# and never for a name.
 ESTIMATORS = {
     "gae": Estimator(gae, needs_critic=True, is_whitened=True),
     "grpo": Estimator(grpo, least_samples=2),
@@ -229,8 +235,10 @@ ESTIMATORS = {
 
 
 def add_later_(numbers: Tensor, decay) -> Tensor:
-    """Adds to each number (N, S) the later ones of its row: sum_k decay^k x_{t+k}. In place. decay:
-    a number, or (N,)."""
+    """Adds to each number x_t of a row the later ones: sum_k decay^k x_{t+k}. In place.
+
+    numbers: (N, S). decay: a number, or (N,).
+    """
     for t in reversed(range(numbers.shape[1] - 1)):
         numbers[:, t] += decay * numbers[:, t + 1]
     return numbers
@@ -241,7 +249,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     In a group with equal rewards the std is exactly 0.
     """
-    # These tensors are small. On a GPU each round of the loop would wait for the GPU.
+    # These tensors are small, so the CPU is faster: on a GPU each round of the loop would wait.
     on_cpu = rewards.cpu()
     groups = groups.cpu()
     mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
@@ -258,16 +266,18 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 # ---- the recipe ------------------------------------------------------------------------------
 
 
-# HACK HERE: the decisions of a run. Edit a method, or write a variant (CONTRIBUTING.md).
+# CHANGE HERE: the decisions of a run. Edit a method, or write a variant (CONTRIBUTING.md).
 @dataclass
 class Recipe:
     """The decisions of a run. The fields are flags, and the methods come in the order of a run.
 
     train.Config inherits this class, so in a method `self` is the config of the run. A variant is a
     subclass in a file of its own, and calls `super()`. `Recipe()` alone is enough to use this file
-    in a loop of your own. All ranks call a method, with the same arguments, and it must return the
-    same on all ranks, except where its docstring says otherwise. Samples, orders, rewards, indices,
-    advantages, losses and rates are checked where they are used.
+    in a loop of your own.
+
+    All ranks call a method, with the same arguments, and it must return the same on all ranks. Some
+    docstrings name an exception. The results of the methods are checked where they are used. A
+    wrong one raises a UserError, which names the method.
     """
 
     seed: int = flag(42, "Each random choice depends on a hash of this seed and of its purpose.")
@@ -287,19 +297,19 @@ class Recipe:
     warmup_updates: int = flag(50, "Updates in which each learning rate rises. 1: no rise.")
     value_clip: float = flag(0.2, "The critic's loss clips a value's change to this. 1e9: no clip.")
 
-    # The next three are no flags here, because a resumed run may change them. train.Config has
-    # flags of these names.
-    packing = "packed"  # alone: each row has one sample, which some models need (docs/models.md)
+    # The next three decide how fast a run is, and not what is learnt. In train.Config they are
+    # flags, which a resumed run may change.
+    packing = "packed"  # alone: each row has one sample, which some families of models need
     packing_max_len = 16384
     micro_train_batch_size = 1
 
     estimators = ESTIMATORS  # The values of --estimator. A variant writes `ppo.ESTIMATORS | {...}`.
 
-    _has_told = False  # has samples_to_learn_from printed its line?
+    _has_told = False  # Has samples_to_learn_from printed its line?
 
     @cached_property
     def memory(self) -> dict:
-        """{name of a class: a dict of what this class must know after a resume}.
+        """{name of a variant's class: a dict of what this variant must know after a resume}.
 
         The dicts have texts as keys, and hold what JSON can hold. A checkpoint has their content at
         the end of its step. After a resume they are filled before the first step.
@@ -307,28 +317,38 @@ class Recipe:
         return {}
 
     def check(self, world):
-        """Raises UserError for flags that cannot work. world: the number of ranks. A variant calls
-        super() first. train.check_flags has checked the flags of the core before."""
+        """Raises UserError for flags that cannot work. world: the number of ranks.
+
+        A variant calls super() first. Before that train.check_flags checks the flags of the core.
+        """
 
     def check_run(self, total_steps):
-        """Raises UserError for a run that cannot start here, such as without a package. It is
-        called before the models are made, and `memory` is filled. A plan does not call it."""
+        """Raises UserError for a run that cannot start on this machine: a package may be absent.
 
-    # ---- the models
+        It is called before the models are made. `memory` is filled. tools/plan.py does not call it.
+        """
+
+    # ---- the models: the methods below get a thing and return it, changed or not
 
     def sampler_settings(self, settings: dict) -> dict:
         """The arguments of vLLM's LLM."""
         return settings
 
     def sampling_params(self, params, request):
-        """vLLM's SamplingParams for a request of rollout.py. `params.logprobs = 0` asks for the
-        log-prob of each sampled token. Then batch.per_token["logprobs"] holds them, (T,). The
-        temperature must stay the request's, which draw_step may change."""
+        """vLLM's SamplingParams for a request of rollout.py.
+
+        `params.logprobs = 0` asks for the log-prob of each sampled token. Then
+        batch.per_token["logprobs"] holds them, (T,). The temperature must stay that of the request.
+        To change it, change the request in draw_step.
+        """
         return params
 
     def allowed_gap(self, of_mean: float, of_worst: float) -> tuple[float, float]:
-        """How far the log-probs of sampler and trainer may differ at the start. The limits are of
-        the mean over all tokens, and of the mean over the tokens of the worst sample."""
+        """How far the log-probs of sampler and trainer may differ at the start.
+
+        Two limits: of the mean over all tokens, and of the mean over the tokens of the worst
+        sample.
+        """
         return of_mean, of_worst
 
     def training_dtype(self, dtype):
@@ -344,8 +364,10 @@ class Recipe:
         return model
 
     def named_weights(self, learner, named):
-        """The (name, full tensor) pairs of a learner, for the sampler and the export. All ranks
-        must take all pairs, because ZeRO-3 gathers each tensor from all ranks."""
+        """The (name, full tensor) pairs of a learner, for the sampler and the export.
+
+        All ranks must take all pairs, because ZeRO-3 gathers each tensor from all ranks.
+        """
         return named
 
     # ---- 1. prompts, 2. rollout, 3. reward
@@ -356,41 +378,46 @@ class Recipe:
         return rng.permutation(len(problems)).tolist()
 
     def draw_step(self, rollout, requests, problems, step, clock) -> list:
-        """The graded samples of a step. `rollout.draw(requests, clock)` draws samples, and
-        `clock.numbers[name]` takes a number to log. step: finished steps.
+        """The graded samples of a step. step: the number of finished steps.
 
-        A variant may change the requests before, by `dataclasses.replace`. Each sample is learnt
-        from at the temperature of its own request.
+        `rollout.draw(requests, clock)` draws samples, and `clock.numbers[name]` takes a number to
+        log. A variant may first change the requests by `dataclasses.replace`. If it changes the
+        temperature, the losses use that temperature for these samples.
         """
         return rollout.draw(requests, clock)
 
     # ---- 4. batch
 
     def paid(self, samples) -> list[float]:
-        """One reward for each sample, from which the policy learns. By default it is the grader's,
-        sample.reward, which the logs show too. Only rank 0 calls this method."""
+        """One reward for each sample, from which the policy learns. By default it is the reward of
+        the grader, sample.reward. The logs have both. Only rank 0 calls this method."""
         return [sample.reward for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:
-        """The indices of the samples that the losses and the whitening use. The mean of a group
-        always uses all samples of the group."""
+        """The indices of the samples that the losses and the whitening use.
+
+        The mean of a group uses all samples of the group, so an estimator stays unbiased.
+        """
         return batch.all_indices()
 
-    # ---- 5. values
+    # ---- 5. passes before the first update
 
     def token_passes(self, policy, critic, batch: Batch, step):
-        """Adds the critic's values, (T,), to batch.per_token. A variant may add other tensors (T,)
-        under names of its own. All passes come before the first update. step: finished steps."""
+        """Adds flat tensors to batch.per_token: the critic's values.
+
+        A variant may add others under names of its own, such as the log-probs of a reference model.
+        step: the number of finished steps.
+        """
         if critic:
             batch.per_token["values"] = compute_values(critic, batch, self)
 
     # ---- 6. advantages
 
     def token_rewards(self, batch: Batch) -> Tensor:
-        """Rewards of single tokens beside those of `paid`, (T,) in float64. By default they are 0.
+        """Rewards of single tokens, beside those of `paid`, (T,) in float64. By default all are 0.
 
-        With a critic a token's advantage gets those of the later tokens too, by --gamma and
-        --lambd. Without one their sum over a sample is added to the sample's reward.
+        With a critic they are rewards of GAE: they change the advantages of their token and of
+        earlier tokens. Without a critic their sum over a sample is added to its reward.
         """
         return torch.zeros_like(flat_values(batch))
 
@@ -415,41 +442,50 @@ class Recipe:
         check_result(self, name, is_right, wanted, scores)
         is_finite = scores.isfinite().all() or not values.isfinite().all()
         check_result(self, name, is_finite, "finite numbers", "NaN or infinity")
-        # (N,) becomes (N, 1), and each token gets the score of its sample.
-        advantages = scores.reshape(len(mask), -1).expand_as(values)[mask]  # (T,)
+        if scores.dim() == 1:
+            # Each token gets the score of its sample.
+            scores = scores[:, None].expand_as(values)  # (N, S)
+        advantages = scores[mask]  # (T,)
         if estimator.needs_critic and token_rewards.any():
-            # GAE is linear in the rewards. So the GAE of these alone, without values, is added.
+            # GAE is linear in rewards and values. So the GAE of the token rewards, with values of
+            # 0, can be added.
             later = torch.zeros_like(values)  # (N, S)
             later[mask] = token_rewards.double()
             advantages = advantages + add_later_(later, self.gamma * self.lambd)[mask]
         return advantages
 
     def critic_targets(self, batch: Batch, advantages: Tensor) -> Tensor:
-        """What the critic learns: raw advantages + values, (T,)."""
+        """What the critic learns to predict, (T,): raw advantages + values. The logs call it
+        returns."""
         return advantages + flat_values(batch)
 
     def whiten(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """The final advantages, (T,). If the estimator is whitened, they have mean 0 and population
-        std 1 over the response tokens of all samples that count. Else they are the raw ones."""
+        """The final advantages, (T,).
+
+        If the estimator is whitened, they have mean 0 and population std 1 over the response tokens
+        of all samples that count. If not, they are the raw ones.
+        """
         if not self.estimators[self.estimator].is_whitened:
             return advantages
-        parts = batch.split(advantages)
-        counted = indices_of(self.samples_that_count, batch)
         # If no sample counts, use all of them. The mean of nothing would be NaN.
-        used = torch.cat([parts[i] for i in counted] or parts)
+        counted = indices_of(self.samples_that_count, batch) or batch.all_indices()
+        parts = batch.split(advantages)
+        used = torch.cat([parts[i] for i in counted])
         std = used.var(correction=0).sqrt().clamp(min=1e-8)
         return (advantages - used.mean()) / std
 
     # ---- 7. learn
 
     def token_weights(self, batch: Batch, name: str) -> Tensor:
-        """How much each token counts in a loss, (T,): numbers of 0 or more, or bools. By default
-        all are 1. The loss is a mean with these weights. name: policy or critic."""
+        """How much each token counts in a loss, (T,): numbers of 0 or more, or bools.
+
+        By default all are 1. The loss is a mean with these weights. name: policy or critic.
+        """
         return torch.ones(int(batch.response_lengths.sum()), device=batch.device)
 
     def train_critic(self, critic, batch: Batch, step) -> dict[str, float]:
-        """Makes critic_updates updates. Each learns from its part of the samples. Returns the
-        numbers to log."""
+        """Makes critic_updates updates, each with its own part of the samples. Returns the numbers
+        to log. step: the number of finished steps."""
         past = step * self.critic_updates
         rates = [self.critic_rate(past + k) for k in range(self.critic_updates)]
         return update_in_parts(critic, self.critic_loss, batch, rates, self, step)
@@ -458,23 +494,28 @@ class Recipe:
         """The critic's learning rate after `past_updates` updates."""
         return learning_rate(self.critic_learning_rate, self.warmup_updates, past_updates)
 
-    def critic_loss(self, critic, batch: Batch, micro: MicroBatch) -> tuple[Tensor, dict]:
-        """The sum of 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2) over the
-        micro-batch (ORZ's ValueLoss). `update` divides by the tokens of the update. Returns the sum
-        and the numbers to log. Each rank has its own micro-batches."""
+    def critic_loss(self, critic, batch: Batch, micro: MicroBatch) -> tuple[Tensor, "Stats"]:
+        """Returns the sum of the loss over a micro-batch, and the numbers to log.
+
+        The loss of a token is 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2)
+        (ORZ's ValueLoss). `update` divides the sum by the number of tokens of the update. Each rank
+        has its own micro-batches.
+        """
         values = critic(micro)  # (M,)
         old = batch.per_token["values"][micro.flat_index]  # (M,)
         returns = batch.per_token["returns"][micro.flat_index]  # (M,)
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)  # (M,)
         worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (M,)
         loss = 0.5 * (worse * micro.weights).sum()
-        stats = {"critic_loss": loss.detach()}
-        stats["critic_values"] = (values.detach() * micro.mask).sum()
+        stats = Stats(micro)
+        stats.loss("critic_loss", loss)
+        stats.mean("critic_values", values)
         return loss, stats
 
     def train_policy(self, policy, batch: Batch, step, total_steps) -> dict[str, float]:
         """Makes one update. So PPO's ratio is 1, and its clip would do nothing. Returns the numbers
-        to log."""
+        to log. step: the number of finished steps."""
+        # Each finished step has made one update.
         lr = self.policy_rate(step, total_steps)
         counted = indices_of(self.samples_that_count, batch)
         denominator = weight_of(batch, policy.name, counted)
@@ -483,13 +524,18 @@ class Recipe:
         return update(policy, self.policy_loss, batch, indices, lr, self, denominator)
 
     def policy_rate(self, past_updates, total_updates) -> float:
-        """The policy's learning rate after `past_updates` updates. A step has one update. Variants
-        use `total_updates`."""
+        """The policy's learning rate after `past_updates` updates.
+
+        total_updates: those of the whole run, for a variant whose rate falls towards its end.
+        """
         return learning_rate(self.actor_learning_rate, self.warmup_updates, past_updates)
 
     def samples_to_learn_from(self, batch: Batch) -> list[int]:
-        """The indices of the samples that pass through the policy: those with an advantage other
-        than 0. If the loss has other terms (has_other_terms), these are all samples that count."""
+        """The indices of the samples that pass through the policy.
+
+        A sample without advantages has no gradient, so it is left out. If the loss has other terms
+        (has_other_terms), such as an entropy bonus, all samples that count pass.
+        """
         counted = self.samples_that_count(batch)
         advantages = batch.per_token["advantages"]  # (T,)
         if "policy_weights" in batch.per_token:
@@ -505,29 +551,32 @@ class Recipe:
             self._has_told = True
         return counted
 
-    def policy_loss(self, policy, batch: Batch, micro: MicroBatch) -> tuple[Tensor, dict]:
-        """The sum of `token_loss` over the micro-batch, and the numbers to log as sums over tokens.
+    def policy_loss(self, policy, batch: Batch, micro: MicroBatch) -> tuple[Tensor, "Stats"]:
+        """Returns the sum of `token_loss` over a micro-batch, and the numbers to log.
+
         Each rank has its own micro-batches. has_other_terms calls this method with a function in
-        place of the policy."""
+        place of the policy.
+        """
         logprobs, entropy = policy(micro, temperature_of(batch, micro, self))  # (M,), (M,)
         advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
-        stats = {"entropy": (entropy.detach() * micro.mask).sum()}
+        stats = Stats(micro)
+        stats.mean("entropy", entropy)
         losses = self.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
-        shape = tuple(micro.mask.shape)
+        shape = tuple(micro.real.shape)
         check_result(self, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
         has_gradient = losses.requires_grad or not logprobs.requires_grad
         wanted = "a tensor that depends on logprobs or entropy"
         check_result(self, "token_loss", has_gradient, wanted, "one without a gradient")
         loss = (losses * micro.weights).sum()
-        stats["policy_loss"] = loss.detach()
+        stats.loss("policy_loss", loss)
         return loss, stats
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats) -> Tensor:
-        """-A_t log p(a_t), (M,). At ratio 1 its gradient is that of PPO's clipped objective
-        (arXiv 1707.06347, eq. 7). logprobs, entropy and advantages are (M,).
+        """The loss of each token, (M,): -A_t log p(a_t).
 
-        To log the mean of x, (M,), write `stats["x"] = (x.detach() * micro.mask).sum()`, in every
-        call. reduce_stats says which names are not means over tokens.
+        At ratio 1 its gradient is that of PPO's clipped objective (arXiv 1707.06347, eq. 7).
+        logprobs, entropy and advantages are (M,). `stats.mean("name", x)` logs the mean of x, (M,),
+        over all tokens. Call it for each micro-batch.
         """
         return -(advantages * logprobs)
 
@@ -555,14 +604,14 @@ def indices_of(method, batch: Batch) -> list[int]:
 def has_other_terms(cfg, batch: Batch, indices: list[int]) -> bool:
     """Has cfg.policy_loss a gradient in these samples if all advantages are 0? A collective.
 
-    An entropy bonus or a KL has one. Made-up log-probs and entropies stand in for the policy's. A
-    term that has no gradient at any of them is not found.
+    An entropy bonus or a KL has one. No model computes anything here: the log-probs and entropies
+    are made up. A term without a gradient at all of these made-up numbers is not found.
     """
     zeros = torch.zeros_like(batch.per_token["advantages"])  # (T,)
     batch = replace(batch, per_token=batch.per_token | {"advantages": zeros})
     found = torch.zeros((), device=batch.device)
     for micro, _ in micro_batches(batch, indices, cfg):
-        count = len(micro.mask)
+        count = len(micro.real)
         logprobs = torch.linspace(-9, -1, count, device=batch.device, requires_grad=True)  # (M,)
         entropy = torch.linspace(3, 0.1, count, device=batch.device, requires_grad=True)  # (M,)
         outputs = logprobs, entropy
@@ -597,7 +646,7 @@ def pack(sizes: list[int], indices: list[int], row_limit: int) -> list[list[int]
     rows = []
     rooms = []  # (tokens left, row), sorted
     for i in longest_first(sizes, indices):
-        # (size,) sorts before (size, row). So this is the smallest room that is large enough.
+        # The pair with the smallest room that is large enough: (size,) sorts before (size, row).
         fitting = bisect_left(rooms, (sizes[i],))
         if fitting < len(rooms):
             room, row = rooms.pop(fitting)
@@ -616,6 +665,7 @@ def cut_by_length(sizes: list[int], indices: list[int], limit: int) -> list[list
     ordered = longest_first(sizes, indices)
     micros = []
     while ordered:
+        # All rows are padded to the length of the first.
         count = max(1, limit // sizes[ordered[0]])
         micros.append([[i] for i in ordered[:count]])
         ordered = ordered[count:]
@@ -630,38 +680,42 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     shape = (len(rows), longest_row)  # (R, L)
-    ids = []  # of all rows
-    parts = []  # (tokens, response tokens, start in the batch) of each sample and each padding
+    ids = []  # of all rows, one after the other
+    # A part is a sample, or the padding at the end of a row. Of each part: how many tokens it has,
+    # how many of them are its prompt, and where its response starts in the flat tensors.
+    parts = []
     for row in rows:
         for i in row:
             ids += batch.prompt_ids[i] + batch.response_ids[i]
-            parts.append((batch.sample_lengths[i], len(batch.response_ids[i]), int(batch.start[i])))
-        # The padding of a row is like one more sample without response tokens.
+            parts.append((batch.sample_lengths[i], len(batch.prompt_ids[i]), int(batch.start[i])))
         padding = longest_row - sum(batch.sample_lengths[i] for i in row)
         if padding > 0:
+            # A padding is like a prompt without a response.
             ids += [0] * padding
-            parts.append((padding, 0, 0))
-    parts = torch.tensor(parts)  # (P, 3)
+            parts.append((padding, padding, 0))
+    parts = torch.tensor(parts)  # (P, 3) of P parts
     lengths = parts[:, 0]  # (P,)
     ends = lengths.cumsum(0)  # (P,)
     # From here on each token has the numbers of its part.
-    length, response, start = parts.repeat_interleave(lengths, 0).unbind(1)  # (R * L,) each
-    # The tokens from this one to the end of its part. Both are included.
-    left = ends.repeat_interleave(lengths) - torch.arange(len(ids))  # (R * L,)
-    # Position t predicts token t + 1. So the prompt's last position predicts the first response
-    # token, and the last position predicts nothing.
-    predict = (left <= response + 1) & (left > 1)  # (R * L,)
-    positions = length - left  # (R * L,)
+    length, prompt, start = parts.repeat_interleave(lengths, 0).unbind(1)  # (R * L,) each
+    begin = (ends - lengths).repeat_interleave(lengths)  # (R * L,)
+    position = torch.arange(len(ids)) - begin  # (R * L,) in the part
+    # The output at a position predicts the next token. So the last token of the prompt predicts the
+    # first token of the response, and the last token of a part predicts nothing.
+    last_of_prompt = prompt - 1
+    predict = (last_of_prompt <= position) & (position < length - 1)  # (R * L,)
+    flat_index = start + position - last_of_prompt  # (R * L,)
     if alone:
-        positions = torch.arange(longest_row).repeat(len(rows))
+        position = torch.arange(longest_row).repeat(len(rows))
     input_ids = torch.tensor(ids)  # (R * L,)
     tensors = {
         "input_ids": input_ids.view(shape),
-        "position_ids": positions.view(shape),
+        "position_ids": position.view(shape),
         "predict": predict.view(shape),
+        # `roll` puts the next token at each position.
         "token_ids": input_ids.roll(-1)[predict],  # (M,)
-        "flat_index": (start + response + 1 - left)[predict],  # (M,)
-        "mask": torch.ones(int(predict.sum())),  # (M,)
+        "flat_index": flat_index[predict],  # (M,)
+        "real": torch.ones(int(predict.sum())),  # (M,)
         "borders": None if alone else torch.cat([ends.new_zeros(1), ends]).int(),  # (P + 1,)
     }
     tensors = {name: x if x is None else x.to(batch.device) for name, x in tensors.items()}
@@ -669,8 +723,8 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
 
 
 def filler(device) -> MicroBatch:
-    """Makes a micro-batch of one token with mask 0, for a rank with fewer micro-batches."""
-    # One response token, so that the head is called too.
+    """Makes a micro-batch of one token that counts nothing, for a rank with fewer micro-batches."""
+    # It has one response token, so that the head is called, too.
     zero = torch.zeros(1, dtype=torch.int64, device=device)  # (1,)
     return MicroBatch(
         input_ids=zero[None],  # (1, 1)
@@ -678,34 +732,45 @@ def filler(device) -> MicroBatch:
         predict=torch.ones((1, 1), dtype=torch.bool, device=device),
         token_ids=zero,
         flat_index=zero,
-        mask=zero.float(),
+        real=zero.float(),
         borders=torch.arange(2, dtype=torch.int32, device=device),  # (2,)
         longest=1,
     )
 
 
 def micro_batches(batch: Batch, indices: list[int], cfg):
-    """Yields (micro-batch of this rank, is it the last one). Without indices there is none.
+    """Returns an iterator over (micro-batch of this rank, is it the last one). A collective.
 
     Each rank gets the same number of micro-batches, because the forward and backward passes of ZeRO
-    have collectives. Each micro-batch is made when the loop asks for it: all of them together would
-    take 36 bytes a token, and a GPU computes while the CPU makes the next one.
+    have collectives. A rank with fewer samples gets fillers. Without indices there is none.
     """
     mine = deal(batch.sample_lengths, indices, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
     alone = cfg.packing == "alone"
     if alone:
+        # Short samples make short rows, so a micro-batch can have more of them.
         limit = rows_per_micro * cfg.packing_max_len
         cuts = cut_by_length(batch.sample_lengths, mine, limit)
     else:
         rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
         starts = range(0, len(rows), rows_per_micro)
         cuts = [rows[start : start + rows_per_micro] for start in starts]
+    # The ranks agree on the number here, before the first pass.
     most = torch.tensor(len(cuts), device=batch.device)  # ()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    for k in range(int(most)):
-        micro = build_rows(batch, cuts[k], alone) if k < len(cuts) else filler(batch.device)
-        yield micro, k == int(most) - 1
+    cuts += [[]] * (int(most) - len(cuts))
+    return make_micro_batches(batch, cuts, alone)
+
+
+def make_micro_batches(batch: Batch, cuts: list[list[list[int]]], alone):
+    """Yields (micro-batch, is it the last one). cuts: the rows of each; without rows a filler.
+
+    Each micro-batch is made when the loop asks for it. All of them together would take 36 bytes a
+    token. On a GPU the CPU makes the next one while the GPU computes.
+    """
+    for k, rows in enumerate(cuts):
+        micro = build_rows(batch, rows, alone) if rows else filler(batch.device)
+        yield micro, k == len(cuts) - 1
 
 
 # ---- passes ----------------------------------------------------------------------------------
@@ -737,8 +802,8 @@ def forward_pass(batch: Batch, cfg, forward) -> Tensor:
     """One number for each response token, (T,). forward(micro) returns those of a micro-batch."""
     numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
     for micro, _ in micro_batches(batch, batch.all_indices(), cfg):
-        numbers.index_add_(0, micro.flat_index, forward(micro) * micro.mask)
-    # One rank has computed the token's number. The other ranks add 0.
+        numbers.index_add_(0, micro.flat_index, forward(micro) * micro.real)
+    # Each number was computed by one rank. The other ranks have 0 there.
     dist.all_reduce(numbers)
     return numbers
 
@@ -862,22 +927,22 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     model stays as it is, and all ranks raise FloatingPointError, or a UserError if the loss
     function is the cause.
     """
+    name = f"{learner.name}_loss"
     is_rate = isinstance(lr, Real) and 0 <= lr < float("inf")
     check_result(cfg, f"{learner.name}_rate", is_rate, "a learning rate of 0 or more", lr)
-    tokens_in_passes = int(batch.response_lengths[indices].sum())
     if denominator is None:
         denominator = weight_of(batch, learner.name, indices)
     weights = batch.per_token.get(f"{learner.name}_weights")  # (T,)
-    history = []
-    # If no token counts, there is no gradient. Adam's momentum would move the model.
+    history = []  # a Stats of each micro-batch
+    # With a denominator of 0 no token counts, so there is no gradient. But Adam's momentum would
+    # move the model. So there is no update.
     for micro, is_last in micro_batches(batch, indices if denominator else [], cfg):
         if weights is not None:
-            micro.weights = micro.mask * weights[micro.flat_index]
+            micro.weights = micro.real * weights[micro.flat_index]
         result = loss_fn(learner, batch, micro)
-        name = f"{learner.name}_loss"
         is_pair = isinstance(result, tuple) and len(result) == 2 and has_shape(result[0], ())
-        is_right = is_pair and isinstance(result[1], dict) and name in result[1]
-        wanted = f"a pair: a sum over tokens (), and a dict with {name}"
+        is_right = is_pair and isinstance(result[1], Stats) and name in result[1].losses
+        wanted = f"a pair: a sum over tokens (), and a Stats with {name}"
         check_result(cfg, name, is_right, wanted, result)
         loss, stats = result
         # The learner takes the mean of the ranks' gradients. We need their sum.
@@ -887,39 +952,79 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     stats = {}
     grad_norm = 0.0
     if history:
-        stats = reduce_stats(history, denominator, tokens_in_passes)
-        # If the model's own outputs are finite and the loss is not, look at the loss function.
-        outputs = [stats.get("entropy", 0.0), stats.get("critic_values", 0.0)]
-        is_blamed = np.isfinite(outputs).all() and not np.isfinite(stats[name])
-        is_token_loss = getattr(type(cfg), name) is Recipe.policy_loss
-        method = "token_loss" if is_token_loss else name
-        told = "NaN or infinity; if the method is right, a learning rate may be too high"
-        check_result(cfg, method, not is_blamed, "finite numbers", told)
-        wrong = {key: number for key, number in stats.items() if not np.isfinite(number)}
-        if wrong:
-            raise FloatingPointError(f"{learner.name}: numbers are not finite: {wrong}")
+        response_tokens = int(batch.response_lengths[indices].sum())
+        stats = join_stats(history, denominator, response_tokens)
+        check_finite(cfg, learner.name, name, stats)
         grad_norm = learner.apply_update(lr)
     own_stats = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(history)}
-    # This count includes the prompts.
+    # Tokens of prompts and responses.
     own_stats["tokens"] = sum(batch.sample_lengths[i] for i in indices)
     return stats | {f"{learner.name}_{key}": value for key, value in own_stats.items()}
 
 
-def reduce_stats(history, denominator, tokens_in_passes):
-    """Joins the numbers to log of all micro-batches and ranks.
+def check_finite(cfg, learner_name, loss_name, stats):
+    """Raises an error on all ranks if a number of an update is NaN or infinite.
 
-    A sum whose name ends in "loss" is divided by the update's denominator. Other sums are divided
-    by the tokens in the passes. A name that ends in "_max" is a maximum.
+    The error is a UserError if the loss function is the cause, and a FloatingPointError if not.
     """
-    totals = {}
-    for key in history[0]:
-        column = torch.stack([stats[key] for stats in history]).double()  # (micro-batches,)
-        if key.endswith("_max"):
-            total = column.max()
-            dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        else:
-            divisor = denominator if key.endswith("loss") else tokens_in_passes
-            total = column.sum() / divisor
-            dist.all_reduce(total)
-        totals[key] = total.item()
-    return totals
+    # If the model's own outputs are finite and the loss is not, look at the loss function.
+    outputs = [stats.get("entropy", 0.0), stats.get("critic_values", 0.0)]
+    is_blamed = np.isfinite(outputs).all() and not np.isfinite(stats[loss_name])
+    calls_token_loss = getattr(type(cfg), loss_name) is Recipe.policy_loss
+    method = "token_loss" if calls_token_loss else loss_name
+    told = "NaN or infinity; if the method is right, a learning rate may be too high"
+    check_result(cfg, method, not is_blamed, "finite numbers", told)
+    wrong = {key: number for key, number in stats.items() if not np.isfinite(number)}
+    if wrong:
+        raise FloatingPointError(f"{learner_name}: numbers are not finite: {wrong}")
+
+
+class Stats:
+    """Numbers of one micro-batch to log. join_stats joins those of an update.
+
+    All micro-batches of an update must have the same names.
+    """
+
+    def __init__(self, micro: MicroBatch):
+        self.real = micro.real
+        self.losses = {}  # {name: ()} sums over the tokens of the micro-batch
+        self.sums = {}  # {name: ()} the same
+        self.maxima = {}  # {name: ()}
+
+    def loss(self, name, total: Tensor):
+        """Logs a sum (), divided by the denominator of the update."""
+        self.losses[name] = total.detach()
+
+    def mean(self, name, numbers: Tensor):
+        """Logs the mean of numbers (M,) over all tokens of the update."""
+        self.sums[name] = (numbers.detach() * self.real).sum()
+
+    def maximum(self, name, numbers: Tensor):
+        """Logs the maximum of numbers (M,) over all tokens of the update."""
+        # A filler may not win.
+        numbers = numbers.detach().masked_fill(self.real == 0, -float("inf"))
+        self.maxima[name] = numbers.max()
+
+
+def join_stats(history: list[Stats], denominator, response_tokens) -> dict[str, float]:
+    """The numbers to log of an update. A collective. history: of this rank's micro-batches."""
+    sums = []
+    for name in history[0].losses:
+        column = torch.stack([stats.losses[name] for stats in history])  # (micro-batches,)
+        sums.append(column.double().sum() / denominator)
+    for name in history[0].sums:
+        column = torch.stack([stats.sums[name] for stats in history])  # (micro-batches,)
+        sums.append(column.double().sum() / response_tokens)
+    joined = torch.stack(sums)  # (losses and sums,)
+    dist.all_reduce(joined)
+    if history[0].maxima:
+        maxima = []
+        for name in history[0].maxima:
+            column = torch.stack([stats.maxima[name] for stats in history])  # (micro-batches,)
+            maxima.append(column.double().max())
+        maxima = torch.stack(maxima)  # (maxima,)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        joined = torch.cat([joined, maxima])
+    names = [*history[0].losses, *history[0].sums, *history[0].maxima]
+    # On a GPU `tolist` waits for all that was asked of it. It waits once in an update.
+    return dict(zip(names, joined.tolist()))

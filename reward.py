@@ -1,15 +1,16 @@
 """The task: problems and their prompts, answers and their rewards. Another task replaces this file.
 
-This file sees only text. It deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
-- ORZ allows a check 1 s of wall time, which includes the wait in a queue. ORZ's checks run in
-  threads, which nobody can kill. So a busy machine loses right answers. Here the kernel ends a
-  check by the CPU time of that check alone. So the load of the machine changes no reward, unless
-  a check takes 120 s of wall time.
+This file sees only text. A comparison asks whether an answer equals the label, which is the right
+answer. The file deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
+- ORZ allows a comparison 1 s of wall time, which includes the wait in a queue. On a busy machine
+  the wait takes longer, and right answers get no reward. Here a limit holds for the CPU time of the
+  comparison alone. So the load of the machine changes no reward, unless a comparison takes 120 s
+  of wall time.
 - ORZ compares floats. Here numbers are exact: 0.333333 is not 1/3.
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
-  the grammar and the comparison of math-verify are used (lib/algebra.py).
+  the grammar and the comparison of math-verify are used (nanoorz/algebra.py).
 
-To use this file elsewhere, copy lib/equal.py, lib/algebra.py and lib/common.py too:
+To use this file elsewhere, copy equal.py, algebra.py and ranks.py of nanoorz/, too. Then try
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
@@ -22,8 +23,10 @@ from collections import Counter
 from concurrent import futures
 from dataclasses import dataclass
 
-from lib.common import UserError, one_line
-from lib.equal import Worker, quick_verdict
+from nanoorz.equal import Worker, quick_verdict
+from nanoorz.ranks import UserError, one_line
+
+# ---- problems ------------------------------------------------------------------------------------
 
 # str.replace fills in {bos} and {question}. str.format would take the braces of \boxed{} for a
 # field. Models that were trained with "orz" need exactly this text.
@@ -38,20 +41,19 @@ TEMPLATES = {
     "{question}\n\nAssistant: <think>",
     "demo": "{question}<think>",
     "plain": "{question}",
-    # train.py makes this a user's turn in the tokenizer's own chat template.
+    # train.py puts the question into the chat template of the tokenizer.
     "chat": "{question}",
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    index: int  # position among all problems
+    index: int  # position among all problems of the file. train.py counts over all files.
     question: str
     # The right answer as text. Another task may put its tests here.
     label: object
     prompt: str  # the template with the question in it; for --template chat the question
-    # train.py tokenizes the prompt.
-    prompt_ids: list[int] | None = None
+    prompt_ids: list[int] | None = None  # train.py fills it
 
 
 def load_problems(path, template, bos="", columns=("question", "answer"), split="train"):
@@ -74,6 +76,7 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
         unit, rows = load_rows(path, split)
         for number, row in enumerate(rows, start=1):
             place = f"{path}: {unit} {number}"
+            # A line is still text. An item is an object.
             if unit == "line":
                 if not row.strip():
                     continue
@@ -101,17 +104,20 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
 
 def load_rows(path, split):
     """("line", lines of JSON), or ("item", the items of a list, a table or a dataset)."""
-    is_file = path.endswith((".json", ".jsonl", ".csv", ".parquet")) or os.path.isfile(path)
-    if is_file and not os.path.exists(path):
+    has_suffix = path.endswith((".json", ".jsonl", ".csv", ".parquet"))
+    if has_suffix and not os.path.exists(path):
         raise UserError("no such file")
+    is_file = has_suffix or os.path.isfile(path)
     if is_file and not path.endswith(".parquet"):
         # Only \n ends a line, because a question may hold other ends of line.
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             text = file.read()
         if path.endswith(".csv"):
-            # Some programs separate the columns by semicolons or tabs.
+            # Some programs separate the columns by semicolons or tabs. The separator is the one that
+            # the first line has most of.
             separator = max(",;\t", key=text.partition("\n")[0].count)
             return "item", list(csv.DictReader(io.StringIO(text), delimiter=separator))
+        # Some files of lines are called .json. A file that is a list begins with [.
         if path.endswith(".jsonl") or text.lstrip().startswith("{"):
             return "line", text.split("\n")
         return "item", list(json.loads(text))
@@ -128,12 +134,17 @@ def load_rows(path, split):
 
 
 def parse_record(record, columns):
-    """The question and the label of a record. A wrong form may raise any error."""
+    """The question and the label of a record.
+
+    columns: the names of its two columns, if it has neither of ORZ's forms. A wrong form raises
+    any error, which load_problems turns into a UserError.
+    """
     if not isinstance(record, list | dict):
         raise UserError(f"it is no object with columns: {record!r:.99}")
     if isinstance(record, list):  # ORZ, training
         question = record[0]["value"]
         value = record[1]["ground_truth"]["value"]
+    # The user may have named a column final_answer in a file of another form.
     elif "final_answer" in record and "final_answer" not in columns:  # ORZ, evaluation
         question = record["prompt"][0]["value"]
         value = record["final_answer"]
@@ -145,10 +156,11 @@ def parse_record(record, columns):
                 "its columns of questions and of answers: FILE?columns=prompt,solution"
             )
         question, value = [record[name] for name in columns]
-    # encode raises if the text holds half of a surrogate pair.
+    # `encode` raises an error if the text holds half of a surrogate pair. No tokenizer takes such
+    # a text.
     if not isinstance(question, str) or not question.encode().strip():
         raise UserError(f"its question is no text: {question!r:.99}")
-    # GSM8K puts the worked solution before the label: ... #### 18
+    # GSM8K puts the worked solution before the label: ... #### 18. A label without #### stays whole.
     label = str(value).rpartition("####")[2].strip()
     if type(value) not in (str, int, float) or not label or "\n" in label:
         raise UserError(f"it lacks an answer of one line (GSM8K: after '#### '): {value!r:.99}")
@@ -162,7 +174,7 @@ def extract_answer(text):
     r"""ORZ's form: the content of the last balanced \boxed{} in the last closed answer block.
 
     The block begins at the last <answer> before the last </answer>. As in ORZ, a box outside of the
-    block is no answer. A block without </answer> holds no answer.
+    block is no answer. Without </answer> there is no answer.
     """
     head, _, _ = text.rpartition("</answer>")
     _, opened, block = head.rpartition("<answer>")
@@ -174,15 +186,15 @@ def extract_answer(text):
 def last_box(text):
     r"""The form of most instruct models: the content of the last balanced \boxed{} anywhere.
 
-    Of nested boxes the inner box is the answer.
+    The last box is the one that begins last. So of nested boxes the inner one is the answer.
     """
     answer = None
     answer_start = 0
     # A stack with an entry for each open brace: the position where the content of a box starts, or
     # 0 for a brace that belongs to no box.
     content_starts = []
-    # The first alternative takes \boxed{. The second takes an escaped character such as \{, which
-    # opens and closes nothing, but not the first backslash of \\boxed{. The third takes a brace.
+    # 1. \boxed{    2. a backslash and a character, such as \{, which is no brace    3. a brace
+    # In \\boxed{ the first backslash is not taken together with the second one, so 1. finds a box.
     for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", text, re.DOTALL):
         if token[0] == r"\boxed{":
             content_starts.append(token.end())
@@ -190,6 +202,7 @@ def last_box(text):
             content_starts.append(0)
         elif token[0] == "}" and content_starts:
             content_start = content_starts.pop()
+            # An outer box closes after its inner boxes, and has started before them.
             if content_start > answer_start:
                 answer_start = content_start
                 answer = text[content_start : token.start()]
@@ -197,16 +210,18 @@ def last_box(text):
 
 
 def last_number(text):
-    """The last decimal numeral, with or without commas between its thousands.
+    """The last decimal number in the text, with its sign and with commas between its thousands.
 
-    A minus after a digit, a letter or a bracket is an operation. The last numeral of 1/2 is 2.
+    A minus after a digit, a letter or a bracket is an operation and no sign. The last number of 1/2
+    is 2.
     """
-    # -    −$    but not the minus of 9-7 or x-7
+    # -    −$    but not the minus of 9-7 or x-7. The three characters in the bracket are a hyphen, a
+    # minus and a dash.
     minus = r"(?:(?<![\w)\]}])[-−–]\$?)?"
     # 18    1,234.50    .25
-    numerals = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
-    if numerals:
-        return numerals[-1]
+    numbers = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
+    if numbers:
+        return numbers[-1]
 
 
 def after_hashes(text):
@@ -230,9 +245,9 @@ ANSWER_FORMS = {
 
 
 def is_equiv(answer, label):
-    """Is the answer right? A text that hangs or crashes a check costs one worker process.
+    """Is the answer right? A text that hangs or crashes its comparison costs one worker process.
 
-    Raises UserError if no such process can be started. Its start takes 2 s, so use one Grader for
+    Raises UserError if no worker process can be started. The start takes 2 s, so use one Grader for
     many answers.
     """
     with Grader() as grader:
@@ -245,32 +260,33 @@ class Grader:
 
         with Grader(workers=2, answer_form="orz") as grader:
             grader.submit("my key", text, "stop", label)  # returns the answer, or None
-            grader.pending(seconds=0.5)  # returns how many checks still run
-            grader.results()  # waits for all checks, and returns {"my key": 1.0}
+            grader.pending(seconds=0.5)  # returns how many comparisons still run
+            grader.results()  # waits for all comparisons, and returns {"my key": 1.0}
 
-    A quick rule decides at once whether an answer is right, or a check in a worker process decides
-    later. A check is lost after `cpu_seconds` of its own CPU time, after `wall_seconds`, or if its
-    process crashes. A lost check counts as 0.
+    A quick rule decides at once whether an answer is right, or a worker process decides later. The
+    comparison of a worker ends without a verdict after `cpu_seconds` of its own CPU time, after
+    `wall_seconds`, or if its process crashes. Then the reward is 0.
 
-    A worker process starts when the first check needs it. A lost process is replaced. Samples with
-    the same answer and label share a check until `results` returns. If a check used up its CPU
-    time, the same answer and label get 0 at once in all later calls.
+    A worker process starts when the first comparison needs it. If a process crashes, another one
+    starts. Samples with the same answer and label share a comparison until `results` returns. If a
+    comparison used up its CPU time, the same answer and label get 0 at once in all later calls.
 
-    `counts` says how many checks ended in each way since the start: "equal", "different",
-    "cpu_timeouts", "wall_timeouts" or "crashes". `results` raises UserError if no worker process
-    can be started.
+    `counts` says how many comparisons of workers ended in each way since the start: "equal",
+    "different", "cpu_timeouts", "wall_timeouts" or "crashes". `results` raises UserError if no
+    worker process can be started.
     """
 
     def __init__(self, workers=1, answer_form="orz", cpu_seconds=5.0, wall_seconds=120.0):
         self.find_answer = ANSWER_FORMS[answer_form]
         self.counts = Counter()
-        self.hopeless = {}  # pair whose check used up its CPU time -> False, its verdict
-        self.pairs = {}  # key -> (answer, label)
-        self.verdicts = {}  # pair -> bool
-        self.running = {}  # pair -> Future of "equal", "different" or the way of the loss
+        # A pair is (answer, label).
+        self.pairs = {}  # {key: its pair}
+        self.verdicts = {}  # {pair: is it equal?}
+        self.running = {}  # {pair: Future of one of the five ways to end}
+        self.hopeless = {}  # {pair whose comparison used up its CPU time: False}
         self.workers = [Worker(cpu_seconds, wall_seconds) for _ in range(workers)]
         self.idle_workers = self.workers.copy()
-        # There is a thread for each worker, which waits for the worker's reply.
+        # There are as many threads as workers. A thread waits for the reply of its worker.
         self.threads = futures.ThreadPoolExecutor(workers)
 
     def submit(self, key, text, finish_reason, label):
@@ -280,11 +296,13 @@ class Grader:
         names the sample in `results`.
         """
         answer = self.find_answer(text) if finish_reason == "stop" else None
+        # An empty answer equals no label. `results` then has a reward for this key, too.
         self.compare(key, answer or "", str(label))
         return answer or None
 
     def compare(self, key, answer, label):
-        """Does the work of `submit` for an answer that is already found."""
+        """Does the work of `submit` for an answer that is already found: decides, or starts a
+        comparison."""
         pair = (answer, label)
         self.pairs[key] = pair
         if pair in self.verdicts or pair in self.running:
@@ -296,36 +314,36 @@ class Grader:
             self.verdicts[pair] = verdict
 
     def ask_worker(self, answer, label):
-        """Runs in a thread. Returns what Worker.ask returns."""
-        # Take the worker that was used last, because its process already runs. So few processes
-        # start.
+        """Runs in a thread. Returns what Worker.ask returns: how the comparison ended."""
+        # There are as many workers as threads, so one is idle. The last one is the one that was used
+        # last. Its process already runs, so few processes start.
         worker = self.idle_workers.pop()
         try:
             return worker.ask(answer, label)
         except OSError as error:
             raise UserError(
-                f"no grading process can be started: {error}; `python -m lib.algebra 5` says why"
+                f"no grading process can be started: {error}; `python -m nanoorz.algebra 5` says why"
             ) from None
         finally:
             self.idle_workers.append(worker)
 
     @property
     def lost(self):
-        """How many checks ended without a verdict."""
+        """How many comparisons ended without a verdict."""
         return self.counts["cpu_timeouts"] + self.counts["wall_timeouts"] + self.counts["crashes"]
 
     def pending(self, seconds):
-        """Waits for at most that many seconds. Returns how many checks still run."""
+        """Waits for at most that many seconds. Returns how many comparisons still run."""
         return len(futures.wait(self.running.values(), seconds).not_done)
 
     def results(self):
-        """{key: reward} of all samples since the last call. Waits for the checks that still run."""
+        """{key: reward} of all samples since the last call. Waits for all comparisons."""
         for pair, future in self.running.items():
             reply = future.result()
             self.counts[reply] += 1
             self.verdicts[pair] = reply == "equal"
-            # A crash or a wall time-out may be an accident. So such a pair is checked again if it
-            # comes after this call.
+            # A crash or a wall time-out may be an accident, so the next call compares such a pair
+            # again.
             if reply == "cpu_timeouts":
                 self.hopeless[pair] = False
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
@@ -336,7 +354,7 @@ class Grader:
         return rewards
 
     def close(self):
-        """Ends the worker processes and drops the checks that still run.
+        """Ends the worker processes and drops the comparisons that still run.
 
         The worker processes also end with their parent.
         """
@@ -351,8 +369,11 @@ class Grader:
         self.close()
 
 
+# ---- numbers for the log -------------------------------------------------------------------------
+
+
 def text_metrics(text):
-    """Figures of a response's text for the log of the run.
+    """Numbers that describe the text of a response. They go to the log of the run.
 
     repetition: the share of the 4-grams of words that stood in the response before. ORZ computes
     this share with suffix arrays, which is slow.

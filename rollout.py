@@ -1,7 +1,8 @@
 """Requests and samples; the sampler, which is vLLM inside the training process; the rollout.
 
-A request asks for one sample. The sampler draws it, and the grader scores it. This file owns the
-sampler's weight sync, sleep and wake. It never sees a loss.
+A request asks for one sample: one response to a problem. The sampler draws the sample, and the
+grader of the task scores it. This file also gives the sampler new weights, and lets it sleep while
+the trainer works. It never sees a loss.
 
 Deviations from Open-Reasoner-Zero (ORZ):
 - There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
@@ -9,14 +10,15 @@ Deviations from Open-Reasoner-Zero (ORZ):
 - The policy is trained on the sampled token ids. ORZ decodes the ids to a text and encodes the text
   again, which often changes the last token.
 - The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in
-  the step, and the sample's index. The rank, the order and earlier samples do not change it.
+  the step, and the number of the sample. The rank, the order and earlier samples do not change it.
 - The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
   holds keys of old weights.
 
-A copy needs lib/common.py beside it, and samples only text models. Call `start_distributed`
-of that file first. A Sampler reads these fields of cfg: model, bf16, max_len, stop, packing,
-micro_rollout_batch_size, gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. It
-calls sampler_settings and sampling_params of ppo.Recipe. A problem needs prompt_ids.
+To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/process.py, too. Such a copy works for
+models that have no other part than text. Call `start_distributed` of ranks.py first. A Sampler
+reads these fields of cfg: model, bf16, max_len, stop, packing, micro_rollout_batch_size,
+gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. It calls sampler_settings
+and sampling_params of ppo.Recipe. A problem needs the field prompt_ids.
 """
 
 import contextlib
@@ -26,22 +28,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Real
 
-# vLLM runs in this process, with as many threads as the trainer, and logs errors only.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# vLLM sends no usage statistics. On a GPU Triton multiplies in fp32 and not in TF32.
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-# vLLM does not import flashinfer's sampler, which has no seed for each sample.
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.common import (
+# The import of process.py sets environment variables of vLLM.
+from nanoorz import process  # noqa: F401
+from nanoorz.ranks import (
     UserError,
     agree,
     check_result,
@@ -51,14 +45,16 @@ from lib.common import (
     stop_together,
 )
 
+# ---- requests and samples ------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for one sample of a problem."""
+    """Asks for one sample of a problem. All samples of one problem in a step are a group."""
 
     problem: object  # has prompt_ids for the sampler and a label for the grader
-    group: int  # position of the problem among the problems of the step
-    index: int  # number of the sample among the samples of the problem
+    group: int  # the place of the problem among the problems of the step
+    sample_number: int  # the place of the sample among the samples of its group
     seed: int
     max_tokens: int  # the limit of the response
     temperature: float
@@ -88,26 +84,12 @@ def requests_of_step(problems, cfg, step) -> list[Request]:
     )
 
 
-def problem_seeds(seed, step, purpose, count) -> list[int]:
-    """A seed for each of `count` problems. Another purpose gives other seeds."""
-    return [hash64(seed, step, purpose, group) for group in range(count)]
-
-
-def make_requests(problems, seeds, count, max_tokens, temperature, top_p) -> list[Request]:
-    """Asks for `count` samples of each problem. seeds: one for each problem."""
-    requests = []
-    for group, problem in enumerate(problems):
-        for index in range(count):
-            seed = hash64(seeds[group], index)
-            requests.append(Request(problem, group, index, seed, max_tokens, temperature, top_p))
-    return requests
-
-
 def problems_of_step(problems, cfg, step) -> list:
     """The problems of a step. An episode is one pass over all problems."""
-    orders = {}  # number of an episode: its order
+    orders = {}  # {number of an episode: its order}
     chosen = []
     start = step * cfg.rollout_batch_size
+    # All episodes stand one after the other. The step takes the problems from `start` on.
     for position in range(start, start + cfg.rollout_batch_size):
         episode, place = divmod(position, len(problems))
         if episode not in orders:
@@ -118,6 +100,24 @@ def problems_of_step(problems, cfg, step) -> list:
             orders[episode] = order
         chosen.append(problems[orders[episode][place]])
     return chosen
+
+
+def problem_seeds(seed, step, purpose, problem_count) -> list[int]:
+    """A seed for each problem. Another purpose gives other seeds."""
+    return [hash64(seed, step, purpose, group) for group in range(problem_count)]
+
+
+def make_requests(problems, seeds, samples_each, max_tokens, temperature, top_p) -> list[Request]:
+    """Asks for `samples_each` samples of each problem. seeds: one for each problem."""
+    requests = []
+    for group, problem in enumerate(problems):
+        for number in range(samples_each):
+            seed = hash64(seeds[group], number)
+            requests.append(Request(problem, group, number, seed, max_tokens, temperature, top_p))
+    return requests
+
+
+# ---- the sampler ---------------------------------------------------------------------------------
 
 
 class Sampler:
@@ -136,16 +136,18 @@ class Sampler:
         self.cfg = cfg
         self.gpu = torch.cuda.is_available()
         if not self.gpu:
-            # Without this vLLM compiles two small functions, which takes 18 s on a CPU.
+            # Without this vLLM compiles two small functions, which takes 18 s on a CPU. It holds
+            # for the whole process, and the trainer compiles nothing.
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
         settings = make_settings(cfg, self.gpu)
         config = AutoConfig.from_pretrained(cfg.model)
-        has_more_than_text = config.get_text_config() is not config
-        if has_more_than_text:
-            from lib import parts
+        has_other_parts = config.get_text_config() is not config
+        if has_other_parts:
+            # A copy of this file does not have families.py.
+            from nanoorz import families
 
-            settings |= parts.sampler_settings(cfg.model)
+            settings |= families.sampler_settings(cfg.model)
         try:
             self.llm = LLM(**settings)
         # vLLM has no error class of its own.
@@ -156,15 +158,16 @@ class Sampler:
             ) from error
         # On a GPU vLLM sets one thread. The trainer needs more for its work on the CPU.
         torch.set_num_threads(threads)
-        if has_more_than_text:
-            parts.fill_sampler(self.llm, cfg.model)
+        if has_other_parts:
+            # vLLM has started without weights.
+            families.fill_sampler(self.llm, cfg.model)
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
 
-    def generate(self, requests: list[Request], stopped=None, with_logprobs=False):
+    def generate(self, requests: list[Request], must_stop=None, with_logprobs=False):
         """Yields (position in `requests`, sample) as soon as a sample ends.
 
-        `stopped()` is called before each decode. If it returns True, or if the caller closes the
+        `must_stop()` is called before each decode. If it returns True, or if the caller closes the
         generator, the samples that have not ended are dropped. A response also ends when prompt
         and response together have max_len tokens.
         """
@@ -181,7 +184,7 @@ class Sampler:
                 prompt = tokens_input(request.problem.prompt_ids)
                 params = make_params(request, self.cfg, self.stop_ids, with_logprobs)
                 llm_engine.add_request(str(position), prompt, params)
-            for output in finished_outputs(llm_engine, stopped):
+            for output in finished_outputs(llm_engine, must_stop):
                 waiting.remove(output.request_id)
                 position = int(output.request_id)
                 yield position, self.make_sample(requests[position], output.outputs[0])
@@ -189,6 +192,7 @@ class Sampler:
             llm_engine.abort_request(list(waiting))
 
     def make_sample(self, request, completion) -> Sample:
+        """Makes a Sample of vLLM's completion."""
         ids = list(completion.token_ids)
         text = completion.text
         if not self.cfg.stop:
@@ -202,8 +206,8 @@ class Sampler:
     def sync(self, weights: Iterable[tuple[str, Tensor]]):
         """Wakes the sampler and replaces its weights. weights: (Hugging Face name, tensor) pairs.
 
-        All ranks call this together. The KV cache wakes up last, because the new weights need
-        memory while they are gathered.
+        All ranks call this together. The KV cache wakes up last, because the iterator `weights`
+        needs memory: under ZeRO-3 it gathers each weight from all ranks.
         """
         if self.gpu:
             self.llm.wake_up(tags=["weights"])
@@ -215,37 +219,6 @@ class Sampler:
         """On a GPU, frees weights and KV cache. `sync` brings the weights back (vLLM's level 2)."""
         if self.gpu:
             self.llm.sleep(level=2)
-
-
-def make_params(request, cfg, stop_ids, with_logprobs):
-    """vLLM's parameters for a request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    room = cfg.max_len - len(request.problem.prompt_ids)
-    params = SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        max_tokens=min(request.max_tokens, room),
-        stop=cfg.stop,
-        stop_token_ids=stop_ids,
-        include_stop_str_in_output=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    # vLLM needs the text only to find stop strings. Without the text small models are faster.
-    params.detokenize = bool(params.stop)
-    temperature = params.temperature
-    params = cfg.sampling_params(params, request)
-    # The trainer takes the log-probs at the temperature of the request.
-    is_right = isinstance(params, SamplingParams) and params.temperature == temperature
-    wanted = f"SamplingParams with the request's temperature, {temperature} (see draw_step)"
-    found = getattr(params, "temperature", params)
-    check_result(cfg, "sampling_params", is_right, wanted, found)
-    if with_logprobs:
-        # 0 means the log-prob of the sampled token, and of no other token.
-        params.logprobs = 0
-    return params
 
 
 def make_settings(cfg, is_gpu) -> dict:
@@ -266,18 +239,20 @@ def make_settings(cfg, is_gpu) -> dict:
         "use_tqdm_on_load": False,
     }
     if cfg.tensor_parallel > 1:
-        # vLLM turns this pass on by itself where it finds CUDA's compiler. Then every rank compiles
-        # code at the start.
+        # Where vLLM finds CUDA's compiler, it turns on a pass that joins an all-reduce with a norm.
+        # Then every rank compiles code at the start. So this pass stays off.
         settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
-        # If vLLM computes a prompt in chunks, it rewinds the random generator of the sample. The
-        # generator of a CPU cannot be rewound, so the seed would not decide the sample.
+        # vLLM can compute a long prompt in several chunks. After each chunk it sets the random
+        # generator of the sample back. On a CPU that is not possible, so the seed would not decide
+        # the sample.
         settings["enable_chunked_prefill"] = False
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
-        # Without chunks samples cannot share the states of recurrent layers.
+        # Models with recurrent layers have --packing alone. Without chunks vLLM cannot keep the
+        # states of recurrent layers in its prefix cache.
         settings["enable_prefix_caching"] = cfg.packing != "alone"
         # Without a size vLLM takes the free memory, which is another size in each run. The size of
         # the cache changes the schedule of the samples, and with it the last bits of log-probs.
@@ -289,9 +264,40 @@ def make_settings(cfg, is_gpu) -> dict:
     return settings
 
 
-def finished_outputs(llm_engine, stopped):
-    """Yields vLLM's outputs as they finish. Ends when all are finished or `stopped()` is True."""
-    while llm_engine.has_unfinished_requests() and not (stopped and stopped()):
+def make_params(request, cfg, stop_ids, with_logprobs):
+    """vLLM's SamplingParams for a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    room = cfg.max_len - len(request.problem.prompt_ids)
+    params = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        max_tokens=min(request.max_tokens, room),
+        stop=cfg.stop,
+        stop_token_ids=stop_ids,
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    # vLLM needs the text only to find stop strings. Without the text small models are faster.
+    params.detokenize = bool(params.stop)
+    temperature = params.temperature
+    params = cfg.sampling_params(params, request)
+    # The trainer computes log-probs at the temperature of the request.
+    is_right = isinstance(params, SamplingParams) and params.temperature == temperature
+    wanted = f"SamplingParams with the request's temperature, {temperature} (see draw_step)"
+    found = getattr(params, "temperature", params)
+    check_result(cfg, "sampling_params", is_right, wanted, found)
+    if with_logprobs:
+        # 0 means the log-prob of the sampled token, and of no other token.
+        params.logprobs = 0
+    return params
+
+
+def finished_outputs(llm_engine, must_stop):
+    """Yields vLLM's outputs as they finish. Ends when all are finished or `must_stop()` is True."""
+    while llm_engine.has_unfinished_requests() and not (must_stop and must_stop()):
         for output in llm_engine.step():
             if output.finished:
                 yield output
@@ -309,11 +315,14 @@ def special_ids(tokenizer, texts):
     return ids
 
 
+# ---- the rollout ---------------------------------------------------------------------------------
+
+
 class Rollout:
-    """The sampler, the grader and the signals of this rank."""
+    """Draws graded samples, with the sampler, the grader and the signals of this rank."""
 
     def __init__(self, task, signals, cfg):
-        """task: a module like reward.py. signals: a Signals of lib/signals.py. Raises UserError."""
+        """task: a module like reward.py. signals: a Signals of process.py. Raises UserError."""
         # vLLM sets LOCAL_WORLD_SIZE to 1 when the sampler starts. So read this variable before.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
@@ -324,29 +333,23 @@ class Rollout:
         self.signals = signals
         self.cfg = cfg
 
-    def stopped(self):
-        """Must the sampler stop early? The sampler asks this before each decode.
-
-        Ranks that share a sampler must make the same decodes. So they finish their rollout.
-        """
-        if self.cfg.tensor_parallel > 1:
-            return False
-        return self.signals.poll()
-
     def draw(self, requests: list[Request], clock) -> list[Sample]:
-        """Returns a graded sample for each request, in the order of the requests. Raises Stopped.
+        """Returns a graded sample for each request, in the order of the requests.
 
-        A collective: all ranks call it with the same requests, and get the same samples.
+        A collective: all ranks call it with the same requests, and get the same samples. If a rank
+        gets a signal or has an error, all ranks raise Stopped. A rank with an error raises it,
+        which leads to the `agree` at the end of a `stop_together`. The other ranks come to one of
+        the two `agree` below, and all ranks meet there (ranks.py).
         """
         signals = self.signals
         grader = self.grader
-        # Raises Stopped on all ranks if one of them was asked to stop.
+        # Has a rank got a signal since the last call?
         agree(signals.poll())
         lost_before = grader.lost
         with clock("rollout"):
             mine = draw_my_share(self, requests, clock)
         with clock("reward"):
-            # `pending` waits for at most 0.5 s.
+            # `pending` waits for at most 0.5 s. So a signal is seen soon.
             while grader.pending(0.5) and not signals.poll():
                 pass
         with clock("gather"):
@@ -356,27 +359,38 @@ class Rollout:
         with clock("results"), stop_together():
             take_rewards(self, mine)
         with clock("gather"):
-            # The number of checks without a verdict, of all ranks, in this call.
+            # The comparisons without a verdict, of all ranks, in this call (reward.py).
             lost = sum(gather(grader.lost - lost_before))
             clock.numbers["reward_lost"] += lost
             samples = exchange(requests, mine)
         clock.numbers["drawn_tokens"] += sum(len(sample.response_ids) for sample in samples)
         return samples
 
+    def must_stop(self):
+        """Must the sampler stop early? The sampler asks this before each decode.
+
+        Ranks that share a sampler must make the same decodes. So they draw all their samples, and
+        look for a signal afterwards.
+        """
+        if self.cfg.tensor_parallel > 1:
+            return False
+        return self.signals.poll()
+
 
 def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
     """Draws this rank's part of the requests, and returns {position: sample}.
 
-    The requests are dealt one by one. So the long samples of one hard problem go to all samplers.
+    The requests are dealt one by one, like cards. A hard problem has long samples, and so each
+    sampler gets some of them.
     """
     cfg = rollout.cfg
     sampler_number, rank_in_sampler = divmod(dist.get_rank(), cfg.tensor_parallel)
-    samplers = dist.get_world_size() // cfg.tensor_parallel
-    positions = range(sampler_number, len(requests), samplers)
+    sampler_count = dist.get_world_size() // cfg.tensor_parallel
+    positions = range(sampler_number, len(requests), sampler_count)
     share = [requests[position] for position in positions]
     mine = {}
     grading_error = None
-    with contextlib.closing(rollout.sampler.generate(share, rollout.stopped)) as stream:
+    with contextlib.closing(rollout.sampler.generate(share, rollout.must_stop)) as stream:
         # Rank 0 shows a progress bar. None tells tqdm to hide the bar if there is no terminal.
         hidden = True if dist.get_rank() > 0 else None
         for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
@@ -385,21 +399,23 @@ def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
                 mine[positions[k]] = sample
                 begin = time.perf_counter()
                 try:
-                    grade(rollout, positions[k], sample)
+                    submit(rollout, positions[k], sample)
                 except Exception as error:
+                    # The error is raised after the loop, because ranks that share a sampler must
+                    # make the same decodes. `fail` lets all others stop early.
                     grading_error = error
-                    # All ranks stop sampling early. Ranks of one sampler finish the rollout first.
-                    rollout.signals.asked = True
-                    rollout.signals.poll()
+                    rollout.signals.fail()
                 clock.seconds["submit"] += time.perf_counter() - begin
     if grading_error:
         raise grading_error
     return mine
 
 
-def grade(rollout, position, sample):
-    """Gives a sample to the grader. Raises UserError if the task returns something else than an
-    answer and numbers."""
+def submit(rollout, position, sample):
+    """Gives a sample to the grader, which grades it while the sampler goes on.
+
+    Raises UserError if the task returns something else than an answer and numbers.
+    """
     task = f"--task {rollout.cfg.task}"
     found = rollout.task.text_metrics(sample.text)
     if not isinstance(found, dict) or not all(isinstance(x, Real) for x in found.values()):
@@ -407,7 +423,7 @@ def grade(rollout, position, sample):
     sample.text_metrics = found
     label = sample.request.problem.label
     sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
-    # By mistake a user's task may return whether the response is right.
+    # A user's task may return True or False by mistake: is the response right?
     if not isinstance(sample.answer, str | None):
         raise UserError(
             f"{task}: Grader.submit returned {sample.answer!r:.99}; its last "
@@ -417,10 +433,11 @@ def grade(rollout, position, sample):
 
 def take_rewards(rollout, mine: dict[int, Sample]):
     """Writes the grader's rewards into the samples. Raises UserError for a wrong reward."""
+    # A user's task may return nothing.
     rewards = rollout.grader.results() or {}
     for position, sample in mine.items():
         reward = rewards.get(position)
-        # Much larger numbers do not fit into float32.
+        # Much larger numbers do not fit into float32. `not <` also finds NaN.
         if not isinstance(reward, Real) or not abs(reward) < 1e30:
             raise UserError(
                 f"--task {rollout.cfg.task}: Grader.results has the reward {reward!r:.99} "

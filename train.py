@@ -1,12 +1,27 @@
 """nanoORZ: reinforcement learning of reasoning straight on a base model, after Open-Reasoner-Zero.
 
 `python train.py --model MODEL --data FILE` trains in one process. `accelerate launch` starts
-several. Without --model train.py runs the demo: tools/base_model.py makes a tiny base model and a
-file of flags, and train.py prints these flags. The flags on the command line override them.
+several. If --model is absent, the demo runs: tools/base_model.py makes a tiny base model and a file
+of flags. The run uses these flags and prints them. A flag on the command line has priority.
 
-Owns the flags, the set-up, the loop and evaluation. Each GPU has one process, which is called a
-rank. A rank holds a shard of the policy and of the critic (DeepSpeed), and a sampler (vLLM).
-Trainer and sampler take turns on the GPU. docs/walkthrough.md has a glossary.
+This file has the flags, the set-up, the loop and the evaluation. Words that all files use:
+- rank: one process of the run. Each GPU has one.
+- collective: a function that all ranks must call together, because they wait for each other in it.
+- stage: one of the five files of the root. Each stage does one part of a step.
+- sampler: vLLM, which draws responses. Sampler and learners take turns on the GPU.
+- engine: DeepSpeed's object around a model. It shards the model over the ranks and updates it.
+- learner: a model with its engine. There are two: the policy and, for gae, the critic.
+- variant: a file of the user or of variants/ that changes decisions of a run (ppo.Recipe).
+- task: a file that has problems and grades answers. The default task is reward.py.
+- family: the models of one architecture, such as qwen2.
+
+What an error does:
+- What the user can mend is a UserError. The run prints one line and ends with exit code 2.
+- Any other error in phases 1 to 4 and in phase 6 of the loop, where most people change code: all
+  ranks save the last finished step. The run prints the lines of your code that led to the error,
+  and then one line. RUN/run.log has the whole traceback.
+- Any other error elsewhere: a traceback, and the last checkpoint stays.
+- A signal, such as Ctrl-C: all ranks save the last finished step. The exit code is 0.
 """
 
 import dataclasses
@@ -17,61 +32,65 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.signals import Signals, follow_launcher, leave_on_signals
+# The import of process.py sets environment variables, so it stands before the import of torch.
+from nanoorz import process
 
 if __name__ == "__main__":
     # A variant may import train. Without this line Python would load this file a second time.
     sys.modules["train"] = sys.modules["__main__"]
-    # The imports below take 8 s. During them a signal must end this process.
-    leave_on_signals()
-    follow_launcher()
-# Idle threads of OpenMP must sleep. Threads that spin take the cores from the other ranks.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# torch asks the kernel for large pages. On a CPU an update takes up to a third less time.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# The hub's client prints two lines for each of its retries.
-os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    # The imports below take 8 s. If a signal comes meanwhile, it ends this process.
+    process.leave_on_signals()
+    process.follow_launcher()
+if "DS_ACCELERATOR" not in os.environ:
+    # DeepSpeed reads this variable when ckpt.py imports it.
+    process.name_accelerator()
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
-
-# Without this DeepSpeed looks for the device by itself, and logs a warning.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 import ckpt
 import ppo
-import rollout as rollout_stage
-from lib import check, metrics, models
-from lib.common import (
+from nanoorz import chat, families, flags, models
+from nanoorz.demo import demo_flags
+from nanoorz.flags import flag, flags_of, require
+from nanoorz.log import Clock, RunLog, redirect_libraries
+from nanoorz.ranks import (
     Stopped,
     UserError,
     gather,
     hash64,
+    name_error,
     one_line,
     print0,
+    print_crash,
     raise_together,
+    require_same,
     start_distributed,
     stop_together,
     tell_once,
 )
-from lib.flags import flag, flags_of
-from lib.report import RunLog, redirect_libraries
-from lib.variant_files import take_variants
+from nanoorz.variants import extend, take_variants
+from rollout import Rollout, make_requests, problem_seeds, requests_of_step
 
-# Without stop strings a base model answers and then invents the user's next question.
+# ---- flags ---------------------------------------------------------------------------------------
+
+# Without stop strings a base model answers, and then invents the user's next question.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
 @dataclass
 class Learning(ppo.Recipe):
-    """Flags that decide what is learnt, beside those of ppo.Recipe. A resume refuses other values.
-    Defaults are ORZ's."""
+    """Flags that decide what is learnt, beside those of ppo.Recipe. Defaults are ORZ's.
+
+    A resume refuses other values than those of the checkpoint.
+    """
 
     model: str | None = flag(
         None, "A causal LM: a folder or a name on the hub. Default: the demo's."
     )
     template: str = flag(
-        "orz", "orz, demo, plain, chat, chat?SWITCH=VALUE, or a text with {question}."
+        "orz", "orz, demo, plain, chat, chat?SWITCH=VALUE (chat.py), or a text with {question}."
     )
     system: str | None = flag(None, "The system message of --template chat.")
     answer_form: str = flag(
@@ -80,7 +99,7 @@ class Learning(ppo.Recipe):
     task: str = flag(
         "math", "Problems and grader: math, a file of tasks/ without .py, or a .py path."
     )
-    variant: list[str] = flag([], "Files of variants/ without .py, or paths.")
+    variant: list[str] = flag([], "Files of variants/ without .py, or paths to files.")
     # ---- sampling
     rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
     n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if all are wrong.")
@@ -92,7 +111,7 @@ class Learning(ppo.Recipe):
     # ---- learning
     critic: str | None = flag(None, "A folder with a critic. Default: --model with a new head.")
     max_norm: float = flag(1.0, "A gradient of a larger norm is scaled down to this. 0: never.")
-    bf16: bool = flag(True, "Train in bf16, with masters and gradient sums in fp32.")
+    bf16: bool = flag(True, "Train in bf16, with master weights and gradient sums in fp32.")
 
 
 @dataclass
@@ -103,7 +122,7 @@ class Config(Learning):
     problems must stay the same. Another --zero_stage needs `tools/convert.py reshard`.
     """
 
-    data: list[str] = flag([], "Files, FILE?columns=A,B, or data sets.")
+    data: list[str] = flag([], "Files or data sets. FILE?columns=A,B names two columns.")
     run_dir: str = flag("out/run", "The folder of the run. All machines must share it.")
     resume: str = flag("auto", "auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.")
     # ---- when
@@ -121,14 +140,14 @@ class Config(Learning):
     # ---- what is written down
     log_with: str = flag("none", "Curves elsewhere: tensorboard, or wandb (log in to it before).")
     log_samples: int = flag(256, "Training samples of a step in samples.jsonl. 0: all.")
-    log_tokens: int = flag(16, "Samples of a step to write token by token, in whole groups.")
+    log_tokens: int = flag(16, "Training samples of a step to write token by token.")
     # ---- where and how fast
     zero_stage: int = flag(
         3, "What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing."
     )
     offload: str = flag("none", "optimizer: its states stay in CPU memory. Updates are slower.")
     packing: str = flag(
-        "auto", "packed: several samples a row. alone: one. auto: as the family allows."
+        "auto", "packed: several samples a row. alone: one. auto: what the family allows."
     )
     packing_max_len: int = flag(
         16384, "Length of a row of packed samples, in tokens. At least max_len."
@@ -138,19 +157,19 @@ class Config(Learning):
         True, "Saves most activation memory, costs a third more compute."
     )
     attention: str = flag(
-        "auto", "auto: varlen on a GPU with --bf16 true, else sdpa. Gemma 2: eager."
+        "auto", "auto: varlen on a GPU with --bf16 true, else sdpa. For Gemma 2 it is eager."
     )
     micro_rollout_batch_size: int = flag(
-        256, "Samples drawn at the same time. More need more memory."
+        256, "Samples that a sampler draws at the same time. More samples need more memory."
     )
     tensor_parallel: int = flag(1, "Ranks that share one sampler. Raise it for large models.")
     gpu_memory_utilization: float = flag(0.5, "The sampler's share of a GPU while it is awake.")
     kv_cache_gb: float | None = flag(
-        None, "GiB of KV cache. Default: the rest of the share; CPU: 1."
+        None, "GiB of KV cache. Default: on a GPU the rest of the sampler's share, on a CPU 1."
     )
     enforce_eager: bool = flag(False, "Run the sampler without CUDA graphs: slower, less memory.")
 
-    variant_texts = {}  # {name of a variant: its text}. lib/variants.py sets it.
+    variant_texts = {}  # {name of a variant: its text}. It is no flag. variants.extend fills it.
 
     @property
     def variant_hashes(self) -> list:
@@ -163,31 +182,25 @@ def parse_flags(argv):
 
     Raises UserError for an unknown flag, a value of the wrong type, or a wrong variant.
     """
-    flags_class = Config
+    config_class = Config
     variant_names, argv = take_variants(argv)
     if variant_names:
-        from lib import variants
-
-        flags_class = variants.extend(Config, variant_names)
-    parser = HfArgumentParser(flags_class, allow_abbrev=False)
+        config_class = extend(Config, variant_names)
+    parser = HfArgumentParser(config_class, allow_abbrev=False)
     # The parser calls `error` for a wrong value. Its own `error` would print all flags and exit.
     parser.error = refuse_flag
     if wants_help(argv):
-        from lib.advice import finish_help
-
-        # The parser prints the help, and exits, in the next statement.
-        finish_help(parser, check.CHOICES | {"estimator": flags_class.estimators})
+        flags.finish_help(parser, flags.CHOICES | {"estimator": config_class.estimators})
+    # If the command line asks for help, this prints the help and exits.
     cfg, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
     cfg.variant = variant_names
     if unknown:
-        from lib.advice import explain_unknown
-
-        raise UserError(explain_unknown(unknown[0], flags_of(cfg)))
+        raise UserError(flags.explain_unknown(unknown[0], flags_of(cfg)))
     # `--stop ""` means no stop string.
     cfg.stop = [text for text in cfg.stop if text]
-    check.require(cfg.run_dir, "--run_dir: name a folder")
+    require(cfg.run_dir, "--run_dir: name a folder")
     # config.json must show the values that the run uses, so defaults are filled in here.
     if cfg.eval_temperature is None:
         cfg.eval_temperature = cfg.temperature
@@ -206,120 +219,35 @@ def refuse_flag(message):
 
 def check_flags(cfg, world):
     """Raises UserError for the first wrong flag, of the core and then of the variants."""
-    # A variant checks the flags that it adds.
-    check.check_config(cfg, world, [field.name for field in dataclasses.fields(Config)])
+    flags.check_core(cfg, world, [field.name for field in dataclasses.fields(Config)])
+    # Flags of variants, too.
     for name, value in flags_of(cfg).items():
         is_finite = not isinstance(value, float) or math.isfinite(value)
-        check.require(is_finite, f"--{name} {value}: give a finite number")
+        require(is_finite, f"--{name} {value}: give a finite number")
     cfg.check(world)
 
 
+# ---- inputs: task, tokenizer, problems -----------------------------------------------------------
+
+
 def find_inputs(cfg):
-    """The task and the tokenizer. Raises UserError on all ranks, even if only one rank fails."""
+    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention.
+
+    Raises UserError on all ranks, even if only one rank fails.
+    """
     with raise_together():
         task = find_task(cfg)
-        tokenizer = load_tokenizer(cfg, cfg.model)
+        tokenizer = check_model(cfg, cfg.model)
         if cfg.critic:
-            from lib.value_head import check_tokenizer
-
-            check_tokenizer(cfg, load_tokenizer(cfg, cfg.critic), tokenizer)
-        check.fill_in(cfg)
+            of_critic = check_model(cfg, cfg.critic)
+            is_same = of_critic.get_vocab() == tokenizer.get_vocab()
+            told = f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}"
+            require(is_same, told)
+        families.fill_in(cfg)
     # Two machines may have different files under this name.
-    text = Path(task.__file__).read_bytes()
-    check.require_same({f"hash of the text of --task {cfg.task}": hash64(text)})
+    task_bytes = Path(task.__file__).read_bytes()
+    require_same({f"hash of the text of --task {cfg.task}": hash64(task_bytes)})
     return task, tokenizer
-
-
-def load_tokenizer(cfg, folder):
-    """The tokenizer of a model's folder. Also checks its number of positions. Raises UserError."""
-    config = check.load_config(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no tokenizer: {one_line(error)}") from error
-    # For a folder without a tokenizer transformers makes one of 1 to 3 special tokens.
-    check.require(len(tokenizer) > 3, f"{folder} has no tokenizer; put its tokenizer.json there")
-    check.require(
-        tokenizer.eos_token_id is not None,
-        f"{folder}: its tokenizer has no eos token, so no response could end; set eos_token in "
-        "tokenizer_config.json",
-    )
-    limit = getattr(config, "max_position_embeddings", None)
-    check.require(
-        not limit or cfg.max_len <= limit,
-        f"--max_len {cfg.max_len}: prompt and response exceed the {limit} positions of {folder}; "
-        "lower --max_len, and --prompt_max_len below it",
-    )
-    return tokenizer
-
-
-def prepare_problems(task, paths, cfg, tokenizer, split="train"):
-    """The problems of these files or data sets, with the token ids of their prompts.
-
-    Problems with too long prompts are left out, and a line says how many. Raises UserError on all
-    ranks, also if the files of two machines differ.
-    """
-    problems = []
-    template = "chat" if check.is_chat(cfg.template) else cfg.template
-    with raise_together():
-        for path in paths:
-            file, options = parse_path(path)
-            options = {"split": split} | options
-            problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
-    where = " ".join(paths)
-    check.require_same({f"hash of the problems in {where}": problems_hash(problems)})
-    texts = [problem.prompt for problem in problems]
-    # Only the ids have the chat template. problem.prompt keeps the bare question.
-    if template == "chat":
-        from lib.chat import as_chat
-
-        texts = [as_chat(text, tokenizer, cfg) for text in texts]
-    prompts = tokenizer(texts, add_special_tokens=False)
-    # Some tokenizers have more tokens than the model's embedding.
-    vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
-    kept = []
-    for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
-        if 0 < len(ids) <= cfg.prompt_max_len and max(ids) < vocabulary:
-            kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
-    if len(kept) < len(problems):
-        print0(
-            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are left out: they "
-            f"are empty, exceed --prompt_max_len, or have a token beyond the model's {vocabulary}"
-        )
-    if not kept:
-        from lib.advice import no_prompts
-
-        raise UserError(f"{where}: {no_prompts(prompts['input_ids'])}")
-    return kept
-
-
-def parse_path(path):
-    """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems."""
-    if "?" not in path:
-        return path, {}
-    from lib.queries import split_query
-
-    return split_query(path)
-
-
-def problems_hash(problems):
-    return hash64([(problem.prompt, problem.label) for problem in problems])
-
-
-def prepare_eval_sets(task, cfg, tokenizer):
-    """Returns {name: problems}. A set has the name of its file: gsm8k, or gsm8k-test if the path
-    names a split."""
-    sets = {}
-    for path in cfg.eval_data:
-        file, options = parse_path(path)
-        name = Path(file).stem
-        if options.get("split"):
-            name += f"-{options['split']}"
-        # In the logs "train" is the name of the training problems.
-        is_free = name not in ("train", *sets)
-        check.require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
-        sets[name] = prepare_problems(task, [path], cfg, tokenizer, "test")
-    return sets
 
 
 def find_task(cfg):
@@ -329,7 +257,7 @@ def find_task(cfg):
         path = f"{Path(__file__).parent}/reward.py"
     elif not path.endswith(".py"):
         path = f"{Path(__file__).parent}/tasks/{path}.py"
-    check.require(
+    require(
         Path(path).is_file(),
         f"--task {cfg.task}: no file {path}; choose math, code, countdown or a path to a .py file",
     )
@@ -341,19 +269,107 @@ def find_task(cfg):
         spec.loader.exec_module(task)
     # The file may call sys.exit.
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"--task {cfg.task}: {path} cannot be used: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        raise UserError(f"--task {cfg.task}: {path} cannot be used: {name_error(error)}") from error
     for name in ("load_problems", "Grader", "text_metrics"):
-        check.require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
-    # For a task without ANSWER_FORMS, --answer_form must stay at its default.
+        require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
+    # A task without ANSWER_FORMS reads its answers in its own way. Then --answer_form must stay at
+    # its default.
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
-    check.require(
+    require(
         cfg.answer_form in forms,
         f"--answer_form {cfg.answer_form}: {path} has {' or '.join(forms)}; if its Grader is a "
         "subclass of reward.Grader, add `from reward import ANSWER_FORMS`",
     )
     return task
+
+
+def check_model(cfg, source):
+    """Refuses a model that cannot be trained, and returns its tokenizer. Raises UserError.
+
+    source: a folder, or a name on the hub.
+    """
+    config = families.load_config(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source} has no tokenizer: {one_line(error)}") from error
+    # For a folder without a tokenizer transformers makes one of 1 to 3 special tokens.
+    require(len(tokenizer) > 3, f"{source} has no tokenizer; put its tokenizer.json there")
+    require(
+        tokenizer.eos_token_id is not None,
+        f"{source}: its tokenizer has no eos token, so no response could end; set eos_token in "
+        "tokenizer_config.json",
+    )
+    positions = getattr(config, "max_position_embeddings", None)
+    require(
+        not positions or cfg.max_len <= positions,
+        f"--max_len {cfg.max_len}: prompt and response exceed the {positions} positions of "
+        f"{source}; lower --max_len, and --prompt_max_len below it",
+    )
+    return tokenizer
+
+
+def prepare_problems(task, paths, cfg, tokenizer, split="train"):
+    """The problems of these files or data sets, with the token ids of their prompts.
+
+    split: the split of a data set, if its path names none. Problems with too long prompts are left
+    out, and a line says how many. Raises UserError on all ranks, also if the files of two machines
+    differ.
+    """
+    problems = []
+    template = "chat" if flags.is_chat(cfg.template) else cfg.template
+    with raise_together():
+        for path in paths:
+            file, options = flags.split_path(path)
+            options = {"split": split} | options
+            # Some templates begin with the tokenizer's bos token.
+            problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
+    where = " ".join(paths)
+    require_same({f"hash of the problems in {where}": problems_hash(problems)})
+    texts = [problem.prompt for problem in problems]
+    # Only the ids have the chat template. problem.prompt keeps the bare question.
+    if template == "chat":
+        texts = [chat.as_chat(text, tokenizer, cfg) for text in texts]
+    prompts = tokenizer(texts, add_special_tokens=False)
+    # A tokenizer may know more tokens than the embedding of the model.
+    vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
+    kept = []
+    # The index counts all problems of all files, so it also names a problem in the files.
+    for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
+        if 0 < len(ids) <= cfg.prompt_max_len and max(ids) < vocabulary:
+            kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
+    if len(kept) < len(problems):
+        print0(
+            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are left out: they "
+            f"are empty, exceed --prompt_max_len, or have a token beyond the model's {vocabulary}"
+        )
+    if not kept:
+        lengths = [len(ids) for ids in prompts["input_ids"]]
+        raise UserError(
+            f"{where}: no prompt of {min(lengths)} to {max(lengths)} tokens is left; raise "
+            "--prompt_max_len or change --template"
+        )
+    return kept
+
+
+def problems_hash(problems):
+    return hash64([(problem.prompt, problem.label) for problem in problems])
+
+
+def prepare_eval_sets(task, cfg, tokenizer):
+    """Returns {name: problems}. A set has the name of its file: gsm8k, or gsm8k-test if the path
+    names a split."""
+    sets = {}
+    for path in cfg.eval_data:
+        file, options = flags.split_path(path)
+        name = Path(file).stem
+        if options.get("split"):
+            name += f"-{options['split']}"
+        # In the logs "train" is the name of the training problems.
+        is_free = name not in ("train", *sets)
+        require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
+        sets[name] = prepare_problems(task, [path], cfg, tokenizer, "test")
+    return sets
 
 
 def count_steps(cfg, problem_count):
@@ -363,70 +379,108 @@ def count_steps(cfg, problem_count):
     return steps
 
 
-def check_sampler(sampler, policy, problems, cfg):
-    """Compares the log-probs of policy and samplers. Returns a sentence for the log.
+# ---- do sampler and trainer agree? ---------------------------------------------------------------
 
-    Each rank draws 32 samples from its own sampler, so each sampler is checked. The log-probs
-    differ if a sampler has old weights, or if lib/models.py computes other logits than vLLM. Raises
-    UserError, which names the cause, if the mean |difference| over all tokens, or over the tokens
-    of one sample, is too large.
+
+def check_sampler(sampler, policy, problems, cfg):
+    """Compares the log-probs of policy and samplers. Returns a sentence for the screen.
+
+    Each rank draws 32 samples from its own sampler, so each sampler is compared. The log-probs
+    differ if a sampler has old weights, or if models.py computes other logits than vLLM. Raises
+    UserError, which names the cause, if the difference is too large. A collective.
     """
-    seeds = rollout_stage.problem_seeds(cfg.seed, step=0, purpose="check", count=8)
-    # With a lower top_p the sampler's log-probs would be those of the cut distribution.
-    requests = rollout_stage.make_requests(
-        problems[:8], seeds, count=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
+    seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
+    # With a lower top_p the sampler's log-probs would be those of a cut distribution.
+    requests = make_requests(
+        problems[:8], seeds, samples_each=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
     )
     mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
+    mean, worst = find_gap(policy, batch, cfg)
+    told = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
     limits = cfg.allowed_gap(*gap_limits(cfg, sampler.gpu))
+    if not is_small((mean, worst), limits):
+        cause = find_cause(policy, batch, cfg, limits)
+        allowed = "allowed are {} and {}".format(*limits)
+        raise UserError(f"--model {cfg.model}: {told}; {allowed}; the cause is {cause}")
+    return told
 
-    def find_gap(policy, cfg):
-        """The two means. Are both small enough?"""
-        logprobs = ppo.compute_logprobs(policy, batch, cfg)  # (T,)
-        gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
-        means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
-        # The maximum of torch is NaN if one number is NaN. Python's max would hide the NaN.
-        gap = gaps.mean().item(), means.max().item()
-        # With a NaN a comparison is false, and the run ends here.
-        return gap, gap[0] < limits[0] and gap[1] < limits[1]
 
-    (mean, worst), is_small = find_gap(policy, cfg)
-    found = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
-    if not is_small:
-        from lib.advice import explain_gap
+def find_gap(policy, batch, cfg) -> tuple[float, float]:
+    """The mean |difference| of the log-probs over all tokens, and over the worst sample's tokens.
 
-        found += "; allowed are {} and {}".format(*limits)
-        raise UserError(explain_gap(cfg, policy, models.named_weights(policy), find_gap, found))
-    return found
+    A collective. policy: a learner, or a function like one.
+    """
+    logprobs = ppo.compute_logprobs(policy, batch, cfg)  # (T,)
+    gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
+    means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
+    # If a number is NaN, the maximum of torch is NaN. Python's max could hide the NaN.
+    return gaps.mean().item(), means.max().item()
+
+
+def is_small(gap, limits):
+    # A comparison with NaN is false, so NaN is not small.
+    return gap[0] < limits[0] and gap[1] < limits[1]
 
 
 def gap_limits(cfg, is_gpu):
     """Two limits: of the mean over all tokens, and of the mean over the worst sample's tokens."""
     if cfg.bf16:
-        # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters.
+        # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters. Larger
+        # models may need more.
         return 0.1, 0.5
     if is_gpu:
         return 1e-2, 5e-2
     return 1e-4, 1e-3
 
 
+def find_cause(policy, batch, cfg, limits) -> str:
+    """Why sampler and trainer differ. A collective.
+
+    It repeats the comparison with one part replaced. If the two agree then, that part is the cause.
+    """
+    for name, weight in models.named_weights(policy):
+        if not weight.isfinite().all():
+            return f"the model: its weight {name} has NaN or infinity"
+    alone = dataclasses.replace(cfg, packing="alone")
+    if cfg.attention == "varlen":
+        # varlen needs packed rows. In rows of length 0 no second sample has room.
+        alone = dataclasses.replace(cfg, packing_max_len=0)
+
+    def own_logits(micro, temperature):
+        return policy.module.own_logprobs(micro, temperature), None
+
+    try:
+        if cfg.packing == "packed" and is_small(find_gap(policy, batch, alone), limits):
+            return "the packing: the samples of a row see each other; add --packing alone"
+        if is_small(find_gap(own_logits, batch, alone), limits):
+            return "the head: nanoorz/head.py computes other logits than transformers"
+    except torch.OutOfMemoryError:
+        return "the head or the sampler; there is not enough memory to find out which"
+    return "the sampler: vLLM computes other logits than transformers, or has other weights"
+
+
+# ---- the parts of a run --------------------------------------------------------------------------
+
+
 def evaluate(rollout, eval_sets, step, log):
     """Draws and logs eval_n samples of each problem of each set. A collective. Raises Stopped."""
     cfg = rollout.cfg
     for name, problems in eval_sets.items():
-        seeds = rollout_stage.problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
-        requests = rollout_stage.make_requests(
+        seeds = problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
+        requests = make_requests(
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
-        clock = metrics.Clock(step)
+        clock = Clock(step)
         with stop_together():
             log.evaluation(name, rollout.draw(requests, clock), step)
-        # `draw` has counted the checks without a verdict.
+        # `draw` has counted the comparisons that ended without a verdict (reward.py).
         lost = clock.numbers["reward_lost"]
         if lost:
-            print0(f"WARNING: {name}: {lost} checks ended without a verdict and counted as wrong")
+            told = "comparisons ended without a verdict and counted as wrong"
+            print0(f"WARNING: {name}: {lost} {told}")
 
 
 def is_due(step, interval):
@@ -440,24 +494,34 @@ def open_run_dir(cfg):
     Returns the path and the lock. The folder is locked as long as the lock object exists.
     """
     run_dir = Path(cfg.run_dir).absolute()
-    is_own = Path(cfg.model).absolute() == run_dir / "policy"
-    check.require(not is_own, f"--model {cfg.model} is in --run_dir; choose another --run_dir")
-    has_critic = cfg.estimators[cfg.estimator].needs_critic
-    checkpoint_count = len(ckpt.checkpoints(run_dir))
-    lock = ckpt.claim(run_dir, check.needed_bytes(cfg, has_critic, checkpoint_count))
+    # The end of the run writes its policy there.
+    is_result = Path(cfg.model).absolute() == run_dir / "policy"
+    require(not is_result, f"--model {cfg.model} is in --run_dir; choose another --run_dir")
+    needed = ckpt.needed_bytes(run_dir, cfg.keep_last, cfg.resume, count_parameters(cfg))
+    lock = ckpt.claim(run_dir, needed)
     redirect_libraries(run_dir / "run.log")
     return run_dir, lock
+
+
+def count_parameters(cfg):
+    """The parameters of policy and critic together."""
+    count = families.count_parameters(families.load_config(cfg.model))
+    if cfg.estimators[cfg.estimator].needs_critic:
+        count += families.count_parameters(families.load_config(cfg.critic or cfg.model))
+    return count
 
 
 def export_all(learners, run_dir, tokenizer):
     """Writes policy and critic as Hugging Face folders."""
     for learner in learners:
-        folder = run_dir / learner.name
-        ckpt.export(folder, learner.module.model, models.named_weights(learner), tokenizer)
+        weights = models.named_weights(learner)
+        ckpt.export(run_dir / learner.name, learner.module.save, weights, tokenizer)
 
 
 def tell_stop(stop, step, save_error):
     """Prints at which step the run has stopped. Raises UserError for a fault or a failed save."""
+    if stop.trace and dist.get_rank() == 0:
+        print(stop.trace, file=sys.stderr)
     why = stop.fault or "stopped"
     if save_error:
         raise UserError(f"{why}; step {step} is NOT saved: {save_error}")
@@ -468,7 +532,10 @@ def tell_stop(stop, step, save_error):
 
 
 def main(cfg, world, device, store):
-    """Runs one rank: the set-up, the loop over steps, the export."""
+    """Runs one rank: the set-up, the loop over steps, the export.
+
+    world: the number of ranks. store: what all ranks can read and write (start_distributed).
+    """
     task, tokenizer = find_inputs(cfg)
     run_dir, lock = open_run_dir(cfg)
 
@@ -476,31 +543,36 @@ def main(cfg, world, device, store):
     problems = prepare_problems(task, cfg.data, cfg, tokenizer)
     eval_sets = prepare_eval_sets(task, cfg, tokenizer)
     total_steps = count_steps(cfg, len(problems))
-    check.warn(cfg, problems, eval_sets)
+    flags.warn(cfg, problems, eval_sets)
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
-    new = ckpt.RunState(0, total_steps, world, flags_of(cfg), problems_hash(problems))
-    new.variants = cfg.variant_hashes
-    # {name: default} of the flags that a resumed run must keep: all but those of Config itself. A
-    # checkpoint that is older than a flag was made with that flag's default.
-    fixed = flags_of(type(cfg)())
-    # ckpt.py compares the variants' texts instead of their paths, because a file may move.
+    new = ckpt.RunState(
+        step=0,
+        total_steps=total_steps,
+        world=world,
+        config=flags_of(cfg),
+        problems_hash=problems_hash(problems),
+        variants=cfg.variant_hashes,
+    )
+    # {name: default} of the flags that a resumed run must keep: all but those of Config itself.
+    fixed_defaults = flags_of(type(cfg)())
+    # ckpt.py compares the texts of the variants instead of their paths, because a file may move.
     for name in ["variant", *Config.__annotations__]:
-        del fixed[name]
-    source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed)
+        del fixed_defaults[name]
+    source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed_defaults)
     if state.step >= total_steps and (run_dir / "result.json").exists():
         print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
         return
 
+    # What variants remember (ppo.Recipe.memory).
     cfg.memory.update(state.memory)
     with raise_together():
         cfg.check_run(total_steps)
 
-    # ---- models: the sampler first, while the GPU is empty
+    # ---- models: the sampler first, because vLLM measures the free memory of the GPU
     print0(f"{len(problems)} problems, {total_steps} steps; the sampler and the learners start")
-    # From here a signal ends the run after a save (lib/signals.py).
-    signals = Signals(store)
-    rollout = rollout_stage.Rollout(task, signals, cfg)
+    # From here on a signal ends the run after a save.
+    rollout = Rollout(task, process.Signals(store), cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg) if cfg.estimators[cfg.estimator].needs_critic else None
@@ -509,6 +581,7 @@ def main(cfg, world, device, store):
     # Each checkpoint has the tokenizer and the config in the Hugging Face form.
     hf = [tokenizer, policy.module.model.config]
     ckpt.resume(run_dir, source, engines, state)
+    # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer)
@@ -520,14 +593,13 @@ def main(cfg, world, device, store):
         for step in range(state.step, total_steps):
             if step == 0 or is_due(step, cfg.eval_interval):
                 evaluate(rollout, eval_sets, step, log)
-            clock = metrics.Clock(step + 1)
+            clock = Clock(step + 1)
 
             # An error on one rank inside `stop_together` stops all ranks, and they save the last
-            # finished step. After an error elsewhere nothing is saved: the rank ends with a
-            # traceback, the launcher ends the other ranks, and the last checkpoint stays.
+            # finished step.
             with stop_together():
                 # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
-                requests = rollout_stage.requests_of_step(problems, cfg, step)
+                requests = requests_of_step(problems, cfg, step)
 
                 # 2. Rollout, 3. reward: each sample is graded as soon as it ends.
                 samples = cfg.draw_step(rollout, requests, problems, step, clock)
@@ -536,11 +608,11 @@ def main(cfg, world, device, store):
                 rollout.sampler.sleep()
                 batch = ppo.make_batch(samples, device, cfg)
 
-            # 5. Values V(s_t), from the critic before its update.
+            # 5. Values V(s_t), from the critic before its update. Variants add other passes.
             with clock("values"):
                 cfg.token_passes(policy, critic, batch, step)
 
-            # 6. Advantages, by one of ppo.ESTIMATORS.
+            # 6. Advantages, by one of ppo.ESTIMATORS. `batch` keeps them.
             with stop_together(), clock("advantage"):
                 stats = ppo.compute_advantages(batch, cfg)
 
@@ -557,6 +629,7 @@ def main(cfg, world, device, store):
 
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)
+            # Now `state.step` is step + 1.
             state.finish_step(run_dir, cfg.memory)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
@@ -570,6 +643,7 @@ def main(cfg, world, device, store):
         rollout.grader.close()
         log.close()
 
+    # The export comes first, because the result of the run is more than its last checkpoint.
     export_all(learners, run_dir, tokenizer)
     if save_error:
         raise UserError(f"step {total_steps} is NOT saved; the same command tries again")
@@ -581,20 +655,18 @@ def run(argv):
     store = None
     try:
         if wants_help(argv):
-            # Prints the help, and exits. This also works where no run could start.
+            # This prints the help and exits, also on a machine where no run could start.
             parse_flags(argv)
         _, world, device, store = start_distributed()
         # A variant may be absent on one machine alone.
         with raise_together():
             cfg = parse_flags(argv)
         if cfg.model is None:
-            from lib.demo import demo_flags
-
             cfg = parse_flags([*demo_flags(cfg), *argv])
         # The ranks' flags must be the same. --run_dir may differ, because two machines may mount
         # the folder at two places. Variants are compared by their texts and not by their paths.
         values = {f"--{name}": value for name, value in flags_of(cfg).items()}
-        check.require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
+        require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
         check_flags(cfg, world)
         main(cfg, world, device, store)
     except UserError as error:
@@ -608,8 +680,6 @@ if __name__ == "__main__":
     try:
         code = run(sys.argv[1:])
     except Exception as error:
-        from lib.advice import print_crash
-
         print_crash(error)
-    # sys.exit would let gloo's threads abort, and would wait 2.6 s for vLLM.
+    # After sys.exit the threads of gloo could abort the process, and vLLM would take 2.6 s.
     os._exit(code)

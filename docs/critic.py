@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tools.compare import limit_of_t
 from tools.runs import COLOURS, STYLE, read_lines
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tools.compare import AXES, Run, accuracy_text, compare, difference_text, read_settings
 
 # label: (setting, other setting)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.common import UserError, one_line
+from nanoorz.ranks import UserError, one_line
 from tools import lab
 from tools.compare import limit_of_t
 from tools.runs import read_evaluations, read_metrics

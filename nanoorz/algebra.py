@@ -1,8 +1,8 @@
 """Algebra for answers, in a process of its own, because it may hang, crash or take all memory.
 
-lib/equal.py starts this process (`Worker`) and asks it where no quick rule decides. By hand:
-`echo '["2x", "x+x"]' | python -m lib.algebra 5` prints "ready" and then "equal". Here 5 seconds of
-CPU time are the limit of a check.
+equal.py starts this process (`Worker`) and asks it where no quick rule decides. By hand:
+`echo '["2x", "x+x"]' | python -m nanoorz.algebra 5` prints "ready" and then "equal". The 5 means
+that a comparison may take 5 seconds of CPU time.
 
 Only the grammar of math-verify and its function `verify` are used. Open-Reasoner-Zero also calls
 its function `parse`. `parse` takes m, h, c and ab for units (2m = 2), makes symbols lower-case
@@ -10,13 +10,16 @@ its function `parse`. `parse` takes m, h, c and ab for units (2m = 2), makes sym
 The text of a model must never be evaluated.
 """
 
+import ctypes
 import json
+import logging
 import os
 import re
+import resource
 import signal
 import sys
 
-from lib.equal import UNITS, prepare
+from nanoorz.equal import UNITS, prepare
 
 
 def symbolic_verdict(answer, label):
@@ -88,10 +91,6 @@ def serve(cpu_seconds):
 
 def limit_process():
     """Lets this process end with its parent, ignore signals to stop, and have 2 GiB at most."""
-    import ctypes
-    import logging
-    import resource
-
     # PR_SET_PDEATHSIG: the process ends with the thread that started it, which is a thread of the
     # Grader.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""--template chat: prompts in the tokenizer's chat template. Only such a run loads this file.
+"""--template chat: prompts in the tokenizer's chat template.
 
 Some chat templates have switches: Qwen3's and SmolLM3's have enable_thinking. To set a switch,
 write --template chat?enable_thinking=false.
@@ -11,7 +11,7 @@ import urllib.parse
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from lib.common import UserError, one_line
+from nanoorz.ranks import UserError, one_line
 
 
 def as_chat(text, tokenizer, cfg):

@@ -1,4 +1,4 @@
-"""The demo: what train.py does without --model. Only then does train.py load this file."""
+"""The demo: what train.py does without --model."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lib.common import UserError, gather, print0, raise_together
-from lib.variant_files import OLD_RUN, has_functions, kept_files
+from nanoorz.ranks import UserError, gather, print0, raise_together
+from nanoorz.variants import explain_old_run, kept_files
 
 TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 
@@ -39,8 +39,9 @@ def refuse_other_run(cfg, folder):
     except (OSError, ValueError, KeyError, TypeError):
         return
     if is_other:
-        if has_functions(cfg.run_dir, old.get("variants", [])):
-            raise UserError(f"{cfg.run_dir} {OLD_RUN}")
+        why = explain_old_run(cfg.run_dir, old.get("variants", []))
+        if why:
+            raise UserError(f"{cfg.run_dir} {why}")
         command = shlex.join(["python", "train.py", *command_words(old, cfg)])
         raise UserError(f"{cfg.run_dir} has a run; to resume it, add your flags to: {command}")
 

@@ -1,7 +1,7 @@
 """Is an answer equal to its label? Quick rules, and a worker process for algebra.
 
 `quick_verdict` applies rules that take linear time. Where no rule decides, a `Worker` asks algebra
-(lib/algebra.py), which runs in a process that may die.
+(algebra.py), which runs in a process that may die.
 """
 
 import contextlib
@@ -422,7 +422,7 @@ class Worker:
 
     def start(self):
         """Waits until the process is ready, so that its imports count against no check."""
-        command = [sys.executable, "-m", "lib.algebra", str(self.cpu_seconds)]
+        command = [sys.executable, "-m", "nanoorz.algebra", str(self.cpu_seconds)]
         # The order of terms in sympy follows the hashes of texts.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}
         self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)

@@ -1,15 +1,26 @@
-"""Which models train, and what is special in their families. Only for models that are not plain.
+"""Which models can be trained, and what is special in some families of models.
 
-A family is the model_type of a text config. lib/check.py has the plain families, and loads this
-file for all others. docs/models.md has a table of what was tried.
+A family is the model_type of a config of transformers. In a plain family nothing is special. What
+is special in another family is the work of one object, `Special`: how its models are loaded, what
+their logits are, and how the names of their weights in memory differ from those in the files.
+docs/models.md has a table of the families that were tried.
+
+Some models have more parts than text, such as a part for images. Of these models only the text part
+is trained. Trainer and sampler build only the text part, so the other parts cost no memory. In the
+files the names of its weights have a prefix, such as model.language_model. An export has all parts:
+the trained weights, and the other weights and files of the base model, which are copied.
 """
 
-import functools
 import inspect
+import json
+import re
+import shutil
+from pathlib import Path
 
 import torch
+from huggingface_hub import get_safetensors_metadata, save_torch_state_dict, snapshot_download
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
@@ -18,15 +29,18 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from lib import parts
-from lib.common import UserError
-from lib.head import ChunkedHead, cut
+from nanoorz.flags import can_use_varlen
+from nanoorz.head import CappedHead, ChunkedHead
+from nanoorz.ranks import UserError, one_line
 
+# In these families all layers have full attention or sliding windows, and the logits are a linear
+# head without bias.
+PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 # The samples of a packed row do not see each other in these families. tests/test_families.py proves
 # it for each of them. In other families samples may see each other without an error: recurrent and
-# convolution layers carry a state on, and learned positions and ALiBi count the row's tokens. The
-# code of a few families does not give the positions to transformers' masks. In families outside
-# this list each sample has a row of its own.
+# convolution layers carry a state from one sample to the next, and learned positions and ALiBi
+# count the tokens of the row. A few families do not give the positions to transformers, which makes
+# the attention mask. In families outside of this list each sample has a row of its own.
 PACKED = """
 apertus arcee bitnet cohere cohere2 cwm diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe
 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe
@@ -34,7 +48,8 @@ granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe laguna llam
 ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi3 qwen2
 qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 """
-# lib/head.py cannot compute the logits of these families.
+# The logits of these families are more than a linear head, a scale and a cap, so head.py cannot
+# compute them.
 OTHER_LOGITS = """
 chameleon falcon_h1 hyperclovax inkling_text muse_glimmer recurrent_gemma xlstm
 """
@@ -42,24 +57,102 @@ chameleon falcon_h1 hyperclovax inkling_text muse_glimmer recurrent_gemma xlstm
 RANDOM = "phimoe"
 
 
-# ---- checks, before anything is loaded -----------------------------------------------------------
+# ---- refusals: before any weight is loaded -------------------------------------------------------
 
 
-def check(config, skeleton):
-    """Returns the config of the text part. Raises ValueError for a model that cannot be trained.
+def load_config(source):
+    """The config of a model's text part. Raises UserError if it is absent or cannot be trained.
 
-    skeleton: the function of lib/check.py.
+    source: a folder, or a name on the hub.
     """
+    path = Path(source)
+    if not (path / "model.safetensors").exists():
+        check_folder(source)
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            check_header(file)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            raise ValueError("its weights are quantized; use the model that it was made from")
+        if config.model_type not in PLAIN:
+            config = check_family(config)
+    # transformers raises errors of many kinds for a wrong config.
+    except Exception as error:
+        why = "cannot be used" if path.is_dir() else "is no folder here, and the hub lacks it"
+        raise UserError(f"--model, --critic: {source} {why}: {one_line(error)}") from error
+    return config
+
+
+def check_folder(source):
+    """Raises UserError for a folder that is no model, or that lacks a file of its weights."""
+    folder = Path(source)
+    if not folder.is_dir():
+        # A name on the hub has at most one slash.
+        if source.startswith(("/", ".")) or source.count("/") > 1:
+            raise UserError(f"--model, --critic: there is no folder {source}")
+        return
+
+    def has(pattern):
+        return any(folder.glob(pattern))
+
+    why = None
+    index = folder / "model.safetensors.index.json"
+    if has("adapter_config.json") and not has("config.json"):
+        why = "it has only an adapter; merge the adapter into its base model, and use the result"
+    elif has("*.gguf") and not has("*.safetensors"):
+        why = "it has GGUF files, which are quantized; use the model that they were made from"
+    elif (folder / "policy" / "config.json").exists():
+        why = f"it is the folder of a run; name {folder}/policy"
+    elif not has("config.json"):
+        why = "it has no config.json, so it is no model"
+    elif index.exists():
+        why = check_index(index)
+    elif has("*.bin") or has("*.pth"):
+        why = (
+            "its weights are not in safetensors files; convert them: python -c 'from transformers "
+            f'import AutoModelForCausalLM as A; A.from_pretrained("{folder}").save_pretrained('
+            f'"{folder}")\''
+        )
+    elif not has("*.safetensors"):
+        why = "it has no *.safetensors file; copy all files of the model"
+    else:
+        why = f"it has neither model.safetensors nor {index.name}; copy all files of the model"
+    if why:
+        raise UserError(f"--model, --critic: {source} cannot be used: {why}")
+
+
+def check_index(index):
+    """What is wrong with the file that names the files of the weights, or None."""
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"its file {index.name} is damaged; copy the file again"
+    lacking = sorted(name for name in files if not (index.parent / name).exists())
+    if lacking:
+        return f"its file {lacking[0]} is absent; copy all files of the model"
+
+
+def check_header(file):
+    """Raises ValueError for a file of weights that is cut short. Only its header is read."""
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is damaged ({error}); copy the file again") from error
+
+
+def check_family(config):
+    """Returns the config of the text part. Raises ValueError for a model that cannot be trained."""
     if config.is_encoder_decoder:
         raise ValueError("it has an encoder and a decoder; use a model with a decoder alone")
-    text = parts.text_part(config)
+    text = text_part(config)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers has no causal language model of the kind {text.model_type}")
     head = skeleton(text).get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError("its head has a bias or is not linear; lib/head.py needs a linear head")
+        raise ValueError("its head has a bias or is not linear; head.py needs a linear head")
     if text.model_type in OTHER_LOGITS.split():
-        raise ValueError(f"lib/head.py does not compute the logits of {text.model_type}")
+        raise ValueError(f"head.py does not compute the logits of {text.model_type}")
     if text.model_type in RANDOM.split():
         raise ValueError(f"{text.model_type} draws experts at random while it is trained")
     if getattr(text, "quantization_config", None):
@@ -69,10 +162,40 @@ def check(config, skeleton):
     return text
 
 
-def fill_in(cfg, models):
-    """Replaces `auto` in --packing and --attention if these models need another value than plain
-    models do. models: policy and critic, a folder or a name on the hub each. Raises UserError."""
-    configs = [parts.read_text_part(model) for model in models]
+def skeleton(config):
+    """The causal LM of a config, without memory for its weights. Raises ValueError."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def count_parameters(config):
+    return sum(p.numel() for p in skeleton(config).parameters())
+
+
+# ---- what `auto` means ---------------------------------------------------------------------------
+
+
+def fill_in(cfg):
+    """Replaces `auto` in --packing and --attention by what the models need. Raises UserError."""
+    models = [cfg.model, cfg.critic or cfg.model]
+    if not all(map(is_plain, models)):
+        fill_in_special(cfg, models)
+    if cfg.packing == "auto":
+        cfg.packing = "packed"
+    if cfg.attention == "auto":
+        cfg.attention = "varlen" if can_use_varlen(cfg) else "sdpa"
+
+
+def is_plain(source):
+    return AutoConfig.from_pretrained(source).model_type in PLAIN
+
+
+def fill_in_special(cfg, models):
+    """Replaces `auto` where a model needs another value than plain models do. Raises UserError.
+
+    models: policy and critic, a folder or a name on the hub each.
+    """
+    configs = [read_text_part(model) for model in models]
     packed = all(config.model_type in PACKED.split() for config in configs)
     if cfg.packing == "auto" and not packed:
         cfg.packing = "alone"
@@ -85,7 +208,7 @@ def fill_in(cfg, models):
             f"--packing packed: {cfg.model} has layers of the kind {kind}, in which the samples "
             "of a row see each other; use alone"
         )
-    # transformers computes a soft cap of attention scores in its plain code alone.
+    # Some families cap the scores of attention. Only the plain code of transformers does that.
     capped = any(getattr(config, "attn_logit_softcapping", None) for config in configs)
     classes = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] for config in configs]
     if cfg.attention == "auto" and (capped or not all(x._supports_sdpa for x in classes)):
@@ -99,30 +222,120 @@ def fill_in(cfg, models):
         raise UserError(f"{asked} needs --packing alone, and varlen needs packed rows; use sdpa")
 
 
-# ---- loading -------------------------------------------------------------------------------------
+# ---- the special things of a family --------------------------------------------------------------
 
 
-def load(auto_class, source, **settings):
-    """auto_class.from_pretrained for a model that is not plain. It loads the text part alone."""
-    whole = AutoConfig.from_pretrained(source)
-    config = parts.text_part(whole)
-    # Noise in the choice of experts would break ratio = 1, as dropout would.
-    if hasattr(config, "router_jitter_noise"):
-        config.router_jitter_noise = 0.0
-    undo_vllm(config)
-    model, report = auto_class.from_pretrained(
-        source, config=config, key_mapping=parts.TEXT_NAMES, **settings
-    )
-    # With these conversions save_pretrained would give the text part the names of the whole model.
-    model._weight_conversions = None
-    model.saved_buffers = functools.partial(saved_buffers, model)
-    if auto_class is AutoModelForCausalLM:
-        adapt_head(model)
-        model.in_files = functools.partial(in_files, model, has_parts=config is not whole)
-        if config is not whole:
-            check_names(source, model)
-            model.save_pretrained = functools.partial(parts.write, source)
-    return model, report
+def find_family(source):
+    """The Plain or Special of a model. source: a folder, or a name on the hub."""
+    return Plain(source) if is_plain(source) else Special(source)
+
+
+class Plain:
+    """The models of plain families. Nothing is special."""
+
+    has_parts = False  # Has the model more parts than text?
+
+    def __init__(self, source):
+        self.source = source
+
+    def load(self, auto_class, **settings):
+        """auto_class.from_pretrained. Returns the model, and a report of the missing weights."""
+        return auto_class.from_pretrained(self.source, output_loading_info=True, **settings)
+
+    def body(self, model):
+        """A causal LM without its head."""
+        return model.base_model
+
+    def make_head(self, model) -> ChunkedHead:
+        """A head in chunks, with the weight of the model's own head."""
+        return ChunkedHead(model.get_output_embeddings().weight)
+
+    def saved_buffers(self, model) -> list:
+        """(name, tensor) of the tensors in the files that are no parameters."""
+        return []
+
+    def in_files(self, model, weights: dict) -> dict:
+        """Renames weights from their form in memory to their form in the files.
+
+        {name: tensor} both. vLLM reads the same form.
+        """
+        return weights
+
+    def save(self, model, folder, weights: dict):
+        """Writes a model with these weights as a folder that transformers and vLLM load."""
+        # transformers stores a tied output head once, under the name of the embedding.
+        if model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        model.save_pretrained(folder, state_dict=weights)
+
+
+class Special(Plain):
+    """The models of all other families."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        whole = AutoConfig.from_pretrained(source)
+        self.config = text_part(whole)
+        self.has_parts = self.config is not whole
+
+    def load(self, auto_class, **settings):
+        """Loads the text part alone. Raises UserError if an export of it would fail."""
+        # Noise in the choice of experts would break ratio = 1, as dropout would.
+        if hasattr(self.config, "router_jitter_noise"):
+            self.config.router_jitter_noise = 0.0
+        undo_vllm(self.config)
+        model, report = super().load(
+            auto_class, config=self.config, key_mapping=TEXT_NAMES, **settings
+        )
+        # With these conversions save_pretrained would give the text part the names of the whole
+        # model.
+        model._weight_conversions = None
+        if auto_class is AutoModelForCausalLM and self.has_parts:
+            self.check_names(model)
+        return model, report
+
+    def check_names(self, model):
+        """Raises UserError if an export could not write a weight under its name in the files."""
+        names = {name for name, _, _ in weights_of(self.source)}
+        for name, _ in model.named_parameters():
+            if name not in names:
+                raise UserError(
+                    f"--model {self.source}: its files have {name} in another form, which an "
+                    "export cannot write; use a checkpoint of the text part alone"
+                )
+
+    def body(self, model):
+        # transformers 5.19 does not find the body of Llama 4, and returns the whole model.
+        return model.model if model.base_model is model else model.base_model
+
+    def make_head(self, model):
+        config = model.config
+        # Cohere multiplies the logits by the first number, Granite divides them by the second.
+        multiplier = getattr(config, "logit_scale", None) or 1.0
+        scale = multiplier / (getattr(config, "logits_scaling", None) or 1.0)
+        weight = model.get_output_embeddings().weight
+        cap = getattr(config, "final_logit_softcapping", None)
+        return CappedHead(weight, scale, cap) if cap else ChunkedHead(weight, scale)
+
+    def saved_buffers(self, model):
+        saved = model.state_dict().keys()
+        return [(name, x) for name, x in model.named_buffers() if name in saved]
+
+    def in_files(self, model, weights):
+        if not has_tied_head(model.config) and model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        # check_names has found the names of a model with more parts in its files.
+        if self.has_parts:
+            return weights
+        # In memory all experts of a layer share one weight. In the files each expert has its own.
+        return revert_weight_conversion(model, weights)
+
+    def save(self, model, folder, weights):
+        if not self.has_parts:
+            return super().save(model, folder, weights)
+        if model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        write_all_parts(self.source, folder, weights)
 
 
 def undo_vllm(config):
@@ -138,73 +351,111 @@ def undo_vllm(config):
         del body_class.__call__
 
 
-def saved_buffers(model) -> list:
-    """(name, tensor) of the buffers that files have. The names are those of lib/models.py."""
-    saved = model.state_dict().keys()
-    return [(f"model.{name}", x) for name, x in model.named_buffers() if name in saved]
+# ---- models with more parts than text ------------------------------------------------------------
+
+# {pattern of a name in the files: the beginning of this name in the text part}
+TEXT_NAMES = {
+    r"^language_model\.lm_head": "lm_head",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+# The classes of these families in vLLM use the embedding as the head, and refuse a weight with the
+# name of the head.
+HEADLESS = ("gemma", "gemma2")
+# Some folders also have consolidated.safetensors, which has the same weights once more.
+WEIGHTS = "model*.safetensors"
+# An export has a copy of these files of the base model.
+COPIED = {".json", ".jinja", ".txt", ".model"}
 
 
-def check_names(source, model):
-    """Raises UserError if an export could not write a weight under its name in the files."""
-    names = {name for name, _, _ in parts.weights_of(source)}
-    for name, _ in model.named_parameters():
-        if name not in names:
-            raise UserError(
-                f"--model {source}: its files have {name} in another form, which an export cannot "
-                "write; use a checkpoint of the text part alone"
-            )
+def text_part(config):
+    """The config of a model's text part. Most models have no other part."""
+    text = config.get_text_config()
+    if text is config:
+        return config
+    # Both configs say whether the head is tied to the embedding. If they differ, one of them only
+    # has a default, and the names in the files decide.
+    flags = [getattr(x, "tie_word_embeddings", False) for x in (config, text)]
+    text.tie_word_embeddings = flags[0]
+    if flags[0] != flags[1]:
+        heads = [name for name in names_in(config.name_or_path) if name.endswith("lm_head.weight")]
+        text.tie_word_embeddings = not heads
+    return text
 
 
-def in_files(model, weights: dict, has_parts) -> dict:
-    """Weights as the files of a model have them, and as vLLM reads them. {name: tensor} both."""
-    if not parts.has_tied_head(model.config) and model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    # check_names has found the names of a model with more parts in its files.
-    if has_parts:
-        return weights
-    # In memory all experts of a layer share one weight. In the files each expert has its own.
-    return revert_weight_conversion(model, weights)
+def names_in(source):
+    """The names of all weights. Of a model on the hub only the headers of its files are read."""
+    if not Path(source).is_dir():
+        return get_safetensors_metadata(source).weight_map
+    return [key for _, key, _ in weights_of(source)]
 
 
-# ---- heads ---------------------------------------------------------------------------------------
+def read_text_part(source):
+    return text_part(AutoConfig.from_pretrained(source))
 
 
-def adapt_head(model):
-    """Makes the head of a causal LM a ChunkedHead, with what is special in the model's family."""
-    config = model.config
-    head = model.get_output_embeddings()
-    cap = getattr(config, "final_logit_softcapping", None)
-    head.__class__ = CappedHead if cap else ChunkedHead
-    head.cap = cap
-    # Cohere multiplies the logits by the first number, Granite divides by the second.
-    multiplier = getattr(config, "logit_scale", None) or 1.0
-    head.scale = multiplier / (getattr(config, "logits_scaling", None) or 1.0)
-    # transformers 5.19 does not find the body of Llama 4.
-    if model.base_model is model:
-        model.base_model_prefix = "model"
+def folder_of(source) -> Path:
+    """The folder of a model that is a folder or a name on the hub."""
+    if Path(source).is_dir():
+        return Path(source)
+    patterns = [WEIGHTS, *(f"*{suffix}" for suffix in COPIED)]
+    return Path(snapshot_download(source, allow_patterns=patterns))
 
 
-class CappedHead(ChunkedHead):
-    """Its logits are capped: cap * tanh(logits / cap), as in Gemma 2.
+def weights_of(source):
+    """Yields (name in the text part, name in the file, file) of all weights of all parts."""
+    for path in sorted(folder_of(source).glob(WEIGHTS)):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                name = key
+                for pattern, text in TEXT_NAMES.items():
+                    name = re.sub(pattern, text, name)
+                yield name, key, file
 
-    It keeps no logits. The backward pass computes them again, chunk by chunk.
-    """
 
-    def forward(self, hidden, token_ids, temperature):
-        """Log-probs and entropies of M tokens, (M,) each. Without gradients the latter are None."""
-        size = self.chunk_size(hidden)
-        # The gradient of the weight is a sum over chunks, so the sum is in fp32.
-        weight = self.weight.float()
-        outputs = []
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            inputs = (hidden[part], weight, token_ids[part], cut(temperature, part))
-            outputs.append(checkpoint(self.of_chunk, *inputs, use_reentrant=False))
-        logprobs, entropy = (torch.cat(column) for column in zip(*outputs))
-        return logprobs, entropy if torch.is_grad_enabled() else None
+def sampler_settings(source) -> dict:
+    """Arguments of vLLM's LLM, which make it build the text part and read no weights."""
+    text = read_text_part(source)
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+    return {"hf_overrides": lambda config: text, "load_format": "dummy"}
 
-    def of_chunk(self, hidden, weight, token_ids, temperature):
-        logits = nn.functional.linear(hidden, weight.to(hidden.dtype)).float()  # (chunk, V)
-        logits = self.cap * torch.tanh(self.scale * logits / self.cap) / temperature
-        log_p = logits.log_softmax(-1)
-        return log_p.gather(1, token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+def fill_sampler(llm, source):
+    """Gives vLLM the weights of the text part."""
+    config = read_text_part(source)
+
+    def text_weights():
+        for name, key, file in weights_of(source):
+            # The names of other parts match no pattern, so they stay as they are.
+            if name != key or name == "lm_head.weight":
+                tensor = file.get_tensor(key)
+                yield name, tensor
+                if name == "model.embed_tokens.weight" and has_tied_head(config):
+                    yield "lm_head.weight", tensor
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": text_weights()})
+
+
+def has_tied_head(config):
+    """Does vLLM need the embedding a second time, under the name of the head?"""
+    return config.tie_word_embeddings and config.model_type not in HEADLESS
+
+
+def write_all_parts(source, out: Path, trained: dict):
+    """Writes an export with all parts. trained: {name in the text part: tensor}."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in folder_of(source).iterdir():
+        if file.suffix in COPIED and not file.name.endswith(".index.json"):
+            shutil.copy(file, out / file.name)
+    dtype = str(next(iter(trained.values())).dtype).removeprefix("torch.")
+    config = json.loads((out / "config.json").read_text())
+    config["dtype"] = config["text_config"]["dtype"] = dtype
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = {}
+    for name, key, file in weights_of(source):
+        # The weights of other parts were not trained.
+        tensor = trained.pop(name, None)
+        # A trained tensor may be a view of a larger one, which cannot be saved. A clone can.
+        tensors[key] = file.get_tensor(key) if tensor is None else tensor.clone()
+    if trained:
+        raise ValueError(f"{source} has no {next(iter(trained))}")
+    save_torch_state_dict(tensors, out)

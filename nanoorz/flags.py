@@ -1,14 +1,24 @@
-"""Refuses flags and models that cannot work, in one line, before any weight is read."""
+"""Flags: how a field becomes one, their help, and the values that are refused.
 
+A flag is a field of a dataclass, made by `flag`. train.Config has all of them. This file refuses
+wrong values in one line, before any model is read. families.py refuses models.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import urllib.parse
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from lib.common import UserError, gather, here, one_line, print0
+from nanoorz.ranks import UserError, print0
 
+VARIANTS = Path(__file__).resolve().parent.parent / "variants"
+
+# The values of flags that have few.
 CHOICES = {
     "zero_stage": (0, 1, 2, 3),
     "offload": ("none", "optimizer"),
@@ -16,8 +26,8 @@ CHOICES = {
     "packing": ("auto", "packed", "alone"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
-# These numbers must be at least 1, all others at least 0. Functions below limit some further.
-COUNTS = (
+# These numbers must be at least 1, all others at least 0. The functions below limit some further.
+AT_LEAST_1 = (
     "rollout_batch_size",
     "n_samples_per_prompt",
     "eval_n",
@@ -31,12 +41,21 @@ COUNTS = (
     "tensor_parallel",
 )
 
-# The families (model_type of a config) with full attention or sliding windows in all layers, and a
-# linear head without bias. lib/families.py looks at all other models.
-PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+
+def flag(default, help):
+    """A field of a dataclass that becomes a flag of train.py. help: what --help prints."""
+    value = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    # The parser of the command line would take a % for a format.
+    return dataclasses.field(**value, metadata={"help": help.replace("%", "%%")})
+
+
+def flags_of(cfg) -> dict:
+    """{flag: its value}. `vars(cfg)` would also hold what variants keep in `cfg`."""
+    return {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
 
 
 def require(holds, message):
+    """Raises UserError with this message if a condition does not hold."""
     if not holds:
         raise UserError(message)
 
@@ -47,16 +66,87 @@ def require_all(cfg, table):
         require(holds, f"--{name} {getattr(cfg, name)}: {advice}")
 
 
-def check_config(cfg, world, names):
-    """Raises UserError for the first wrong flag of these names: those of train.Config."""
+# ---- what a command line may look like -----------------------------------------------------------
+
+
+def finish_help(parser, choices):
+    """Makes the help of an HfArgumentParser shorter. choices: {flag: its values}."""
+    parser.usage = "python train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
+    for action in parser._actions:
+        if action.dest in choices:
+            action.help += f" Choose {', '.join(map(str, choices[action.dest]))}."
+        # The help leaves out other spellings: --max-len for --max_len, --no_bf16 for --bf16 false.
+        # The parser still accepts them.
+        action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]
+        if action.dest != "help":
+            action.metavar = "VALUE"
+        if action.option_strings[0].startswith("--no_"):
+            action.help = argparse.SUPPRESS
+
+
+def explain_unknown(word, known) -> str:
+    """What is wrong with a word that the parser did not take.
+
+    word: `--FLAG`, `--FLAG=VALUE`, or a word behind no flag. known: the names of the flags.
+    """
+    if not word.startswith("-"):
+        return f"the word {word} belongs to no flag; write it behind a flag, or leave it out"
+    name = word.lstrip("-").partition("=")[0]
+    owners = []
+    for path in sorted(VARIANTS.glob("*.py")):
+        if re.search(rf"^    {re.escape(name)}: ", path.read_text(), re.MULTILINE):
+            owners.append(path.stem)
+    if owners:
+        return f"--{name} is a flag of --variant {' or '.join(owners)}; name the variant"
+    if (VARIANTS / f"{name}.py").is_file():
+        return f"--{name} is a variant now: --variant {name}"
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if nearest:
+        return f"unknown flag {word}: did you mean --{nearest[0]}?"
+    return f"unknown flag {word}; `python train.py --help` has all flags"
+
+
+def split_path(path) -> tuple[str, dict]:
+    """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems.
+
+    Raises UserError.
+    """
+    file, _, query = path.partition("?")
+    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    # A file has no splits. A data set has.
+    known = {"columns"} if Path(file).is_file() else {"columns", "split"}
+    unknown = set(options) - known
+    advice = f"choose {' or '.join(sorted(known))}"
+    require(not unknown, f"{path}: it has no {', '.join(unknown)}; {advice}")
+    if "columns" in options:
+        options["columns"] = tuple(options["columns"].split(","))
+        advice = "name two columns, as in FILE?columns=prompt,solution"
+        require(len(options["columns"]) > 1, f"{path}: {advice}")
+    return file, options
+
+
+def is_chat(template):
+    """Is it `chat`, or `chat?SWITCH=VALUE`? A user's own template has {question} in braces."""
+    return template.partition("?")[0] == "chat" and "{" not in template
+
+
+# ---- values that are refused ---------------------------------------------------------------------
+
+
+def check_core(cfg, world, names):
+    """Raises UserError for the first wrong flag of the core.
+
+    world: the number of ranks. names: the flags of the core. A variant refuses wrong values of its
+    own flags in its method `check`.
+    """
     for name, allowed in {**CHOICES, "estimator": cfg.estimators}.items():
         advice = f"choose {' or '.join(map(str, allowed))}"
         require_all(cfg, {name: (getattr(cfg, name) in allowed, advice)})
     for name in names:
         value = getattr(cfg, name)
-        least = 1 if name in COUNTS else 0
+        least = 1 if name in AT_LEAST_1 else 0
         if type(value) in (int, float):
-            # Infinite numbers are refused, and NaN, because each comparison with NaN is false.
+            # NaN is refused, because each comparison with NaN is false.
             advice = f"must be a number, at least {least}"
             require_all(cfg, {name: (least <= value < 2**63, advice)})
     check_batch(cfg, world)
@@ -92,16 +182,14 @@ def check_estimator(cfg):
         require_all(cfg, {name: (getattr(cfg, name) <= 1, "choose 0 to 1")})
 
 
-def check_samples(cfg, flag):
-    """Is the value of this flag enough samples for the estimator? Variants call this too."""
+def check_samples(cfg, name):
+    """Has the flag `name`, a number of samples, enough for the estimator? Variants call this too.
+
+    Raises UserError.
+    """
     least = cfg.estimators[cfg.estimator].least_samples
     advice = f"--estimator {cfg.estimator} compares samples of a problem: use at least {least}"
-    require_all(cfg, {flag: (getattr(cfg, flag) >= least, advice)})
-
-
-def is_chat(template):
-    """chat may have switches: chat?enable_thinking=false. A text of one's own has {question}."""
-    return template.partition("?")[0] == "chat" and "{" not in template
+    require_all(cfg, {name: (getattr(cfg, name) >= least, advice)})
 
 
 def check_sampling(cfg):
@@ -119,7 +207,8 @@ def check_sampling(cfg):
         require_all(cfg, {name: (0 < getattr(cfg, name) <= 1, "choose above 0, up to 1")})
 
 
-def has_varlen(cfg):
+def can_use_varlen(cfg):
+    """Can --attention be varlen? PyTorch's kernel needs a GPU, bf16 and packed rows."""
     return cfg.bf16 and torch.cuda.is_available() and cfg.packing != "alone"
 
 
@@ -131,7 +220,7 @@ def check_hardware(cfg, world):
             "--zero_stage 2 or --bf16 false",
         ),
         "attention": (
-            cfg.attention != "varlen" or has_varlen(cfg),
+            cfg.attention != "varlen" or can_use_varlen(cfg),
             "needs a GPU, --bf16 true and packed rows; or choose sdpa",
         ),
         "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
@@ -146,9 +235,13 @@ def check_hardware(cfg, world):
     require(cfg.data, "--data: name at least one file of training problems")
 
 
+# ---- values that are allowed, but rarely meant ---------------------------------------------------
+
+
 def warn(cfg, problems, eval_sets):
-    """Prints warnings of settings that are allowed but rarely meant."""
+    """Prints warnings of such settings. eval_sets: {name: problems}."""
     labels = {problem.question: problem.label for problem in problems}
+    # Of a question that stands twice, `labels` has the last label.
     doubtful = [x.question for x in problems if x.label != labels[x.question]]
     if doubtful:
         first = f"{len(doubtful)} problems have a second label, such as {doubtful[0]!r:.99}"
@@ -161,103 +254,7 @@ def warn(cfg, problems, eval_sets):
         if known:
             print0(f"WARNING: {known} of {len(held_out)} problems of {name} are also in --data")
     if not cfg.estimators[cfg.estimator].needs_critic:
-        from lib.advice import tell_idle_flags
-
-        tell_idle_flags(cfg)
-
-
-def require_same(values):
-    """Raises UserError on all ranks if a rank has another value than rank 0. A collective.
-
-    values: {name: value}. Ranks with different flags would wait for each other for ever.
-    """
-    shown = {name: repr(value) for name, value in values.items()}
-    reports = gather((here(), shown))
-    _, first = reports[0]
-    for place, found in reports:
-        for name in first:
-            require(
-                found.get(name) == first[name],
-                f"{place}: {name} is {found.get(name)}, but on rank 0 it is {first[name]}; give all"
-                " ranks the same",
-            )
-
-
-def load_config(model):
-    """The config of a model's text part. Raises UserError if it is absent or cannot be trained."""
-    path = Path(model)
-    if not (path / "model.safetensors").exists():
-        from lib.advice import check_folder
-
-        check_folder(model)
-    try:
-        for file in sorted(path.glob("*.safetensors")):
-            check_weights(file)
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        if getattr(config, "quantization_config", None):
-            raise ValueError("its weights are quantized; use the model that it was made from")
-        if config.model_type not in PLAIN:
-            from lib import families
-
-            config = families.check(config, skeleton)
-    # transformers raises errors of many kinds for a wrong config.
-    except Exception as error:
-        why = "cannot be used" if path.is_dir() else "is no folder here, and the hub lacks it"
-        raise UserError(f"--model, --critic: {model} {why}: {one_line(error)}") from error
-    return config
-
-
-def check_weights(file):
-    """Raises ValueError for a file that is cut short. Only its header is read."""
-    try:
-        with safe_open(file, "pt"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"{file.name} is damaged ({error}); copy the file again") from error
-
-
-def is_plain(model):
-    return AutoConfig.from_pretrained(model).model_type in PLAIN
-
-
-def fill_in(cfg):
-    """Replaces `auto` in --packing and --attention by what the models need. Raises UserError."""
-    models = [cfg.model, cfg.critic or cfg.model]
-    if not all(map(is_plain, models)):
-        from lib import families
-
-        families.fill_in(cfg, models)
-    if cfg.packing == "auto":
-        cfg.packing = "packed"
-    if cfg.attention == "auto":
-        cfg.attention = "varlen" if has_varlen(cfg) else "sdpa"
-
-
-def skeleton(config):
-    """The causal LM of a config, without memory for its weights. Raises ValueError."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def count_parameters(config):
-    return sum(p.numel() for p in skeleton(config).parameters())
-
-
-def needed_bytes(cfg, has_critic, saved):
-    """The bytes that the coming checkpoints need on the disk.
-
-    saved: how many checkpoints the folder has. New checkpoints take the room of those. A checkpoint
-    takes at most 16 bytes for each parameter of policy and critic: 4 each for weight, fp32 master
-    and two moments. While one is written, keep_last older ones are kept. With --keep_last 0 all are
-    kept, and only the next one is counted.
-    """
-    if cfg.resume == "none":
-        # The run sets the checkpoints of the folder aside, and they stay on the disk.
-        saved = 0
-    count = 1
-    if cfg.keep_last > 0:
-        count = max(1, cfg.keep_last + 1 - saved)
-    parameters = count_parameters(load_config(cfg.model))
-    if has_critic:
-        parameters += count_parameters(load_config(cfg.critic or cfg.model))
-    return count * 16 * parameters
+        for name in ("gamma", "lambd", "critic_updates", "critic_learning_rate", "value_clip"):
+            value = getattr(cfg, name)
+            if value != getattr(type(cfg), name):
+                print0(f"--{name} {value} has no effect: --estimator {cfg.estimator} has no critic")

@@ -8,6 +8,7 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class ChunkedLogprob(torch.autograd.Function):
@@ -116,23 +117,67 @@ def adds_in_fp32(device) -> bool:
         return False
 
 
-class ChunkedHead(nn.Linear):
-    """An LM head that returns log-probs and entropies instead of logits.
+class ChunkedHead(nn.Module):
+    """An LM head without bias that computes log-probs and entropies, and never all logits.
 
     Call it once for each micro-batch. Under ZeRO-3 a call gathers the weight, so all ranks must
-    make the same number of calls. temperature: a number, or (M,). Under torch.no_grad() the
-    entropies are None: only updates log them.
+    make the same number of calls.
     """
 
-    scale = 1.0  # The logits are multiplied by this number.
+    def __init__(self, weight: nn.Parameter, scale=1.0):
+        """weight: (V, H), which may be the embedding's too. scale: a factor of the logits."""
+        super().__init__()
+        self.weight = weight
+        self.scale = scale
 
-    def forward(self, hidden: Tensor, token_ids: Tensor, temperature):
+    def forward(self, hidden: Tensor, token_ids: Tensor | None = None, temperature=1.0):
+        """Log-probs and entropies of M tokens, (M,) each.
+
+        hidden: (M, H). token_ids: (M,). temperature: a number, or (M,). Under torch.no_grad() the
+        entropies are None, because only updates log them. The model's own code in transformers
+        calls its head with `hidden` alone. It gets logits, (..., V), without scale.
+        """
+        if token_ids is None:
+            return nn.functional.linear(hidden, self.weight)
+        return self.of_tokens(hidden, token_ids, temperature)
+
+    def of_tokens(self, hidden, token_ids, temperature):
         chunk = self.chunk_size(hidden)
         learns = torch.is_grad_enabled()
+        # Logits times the scale are logits at a temperature of 1 / scale.
         temperature = temperature / self.scale
         return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk, learns)
 
     def chunk_size(self, hidden: Tensor):
-        # The logits of a chunk take 512 MB on a GPU, 32 MB on a CPU.
+        """The number of tokens whose logits take 512 MB on a GPU, or 32 MB on a CPU."""
         floats = 2**27 if hidden.is_cuda else 2**23
-        return max(16, floats // self.out_features)
+        return max(16, floats // len(self.weight))
+
+
+class CappedHead(ChunkedHead):
+    """Its logits are capped: cap * tanh(logits / cap), as in Gemma 2.
+
+    It keeps no logits. The backward pass computes them again, chunk by chunk.
+    """
+
+    def __init__(self, weight, scale, cap):
+        super().__init__(weight, scale)
+        self.cap = cap
+
+    def of_tokens(self, hidden, token_ids, temperature):
+        size = self.chunk_size(hidden)
+        # The gradient of the weight is a sum over chunks, so the sum is in fp32.
+        weight = self.weight.float()
+        outputs = []
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            inputs = (hidden[part], weight, token_ids[part], cut(temperature, part))
+            outputs.append(checkpoint(self.of_chunk, *inputs, use_reentrant=False))
+        logprobs, entropy = (torch.cat(column) for column in zip(*outputs))
+        return logprobs, entropy if torch.is_grad_enabled() else None
+
+    def of_chunk(self, hidden, weight, token_ids, temperature):
+        logits = nn.functional.linear(hidden, weight.to(hidden.dtype)).float()  # (chunk, V)
+        logits = self.cap * torch.tanh(self.scale * logits / self.cap) / temperature
+        log_p = logits.log_softmax(-1)
+        return log_p.gather(1, token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)

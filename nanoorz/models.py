@@ -1,49 +1,50 @@
-"""Policy and critic: bodies of Hugging Face, our two heads, and DeepSpeed engines around them.
+"""Policy and critic: bodies of transformers, our two heads, and a DeepSpeed engine around each.
 
-Shapes: R packed rows, L row length, M response tokens of a micro-batch, H hidden.
+A learner is a model with its engine: the policy, the critic, or a variant's reference. families.py
+has what is special in some families of models.
+
+Shapes: R packed rows, L row length, M response tokens of a micro-batch, V vocabulary, H hidden.
 """
 
 import contextlib
 import functools
+import glob
+import inspect
 import math
-import os
 import sys
 from collections.abc import Iterable
-
-# DeepSpeed compiles its CPU op at the first start, with ninja. Each virtual environment compiles
-# the op with its own ninja (so PATH), into a folder of its own. If environments shared the folder,
-# a start in another environment would compile the op again.
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
-os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from lib import check
-from lib.common import UserError, check_result
-from lib.head import ChunkedHead
+# The import of process.py sets environment variables of DeepSpeed.
+from nanoorz import process  # noqa: F401
+from nanoorz.families import find_family
+from nanoorz.ranks import UserError, check_result, one_line
 
 BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
 
 
+# ---- modules -------------------------------------------------------------------------------------
+
+
 class Policy(nn.Module):
-    """A Hugging Face causal LM whose logits are a linear head without bias over its last state.
+    """A causal LM of transformers, whose head computes log-probs in chunks."""
 
-    lib/families.py has the heads of some families, which scale or cap these logits.
-    """
-
-    def __init__(self, model):
+    def __init__(self, model, family):
+        """family: a Plain or Special of families.py."""
         super().__init__()
         self.model = model
+        self.family = family
         head = model.get_output_embeddings()
-        # From now on the head computes in chunks. This changes the class of the module, because a
-        # new module would not share its weight with the embedding, and ZeRO-3 would not gather it.
-        if not isinstance(head, ChunkedHead):
-            head.__class__ = ChunkedHead
+        [place] = [name for name, module in model.named_modules() if module is head]
+        # The new head has the weight of the old one, so a tied head stays tied.
+        model.set_submodule(place, family.make_head(model))
 
     def forward(self, micro, temperature):
         """Log-probs and entropies of the response tokens, (M,) and (M,).
@@ -51,8 +52,17 @@ class Policy(nn.Module):
         temperature: of all tokens, or of each token, (M,). Under torch.no_grad() the entropies are
         None.
         """
-        hidden = last_hidden_state(self.model.base_model, micro)  # (M, H)
+        hidden = last_hidden_state(self.family.body(self.model), micro)  # (M, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
+
+    def own_logprobs(self, micro, temperature):
+        """Log-probs (M,) from the logits that transformers computes. All logits are in memory."""
+        logits = self.model(**micro.model_inputs()).logits[micro.predict]  # (M, V)
+        log_p = (logits.float() / temperature).log_softmax(-1)  # (M, V)
+        return log_p.gather(1, micro.token_ids[:, None])[:, 0]
+
+    def save(self, folder, weights: dict):
+        self.family.save(self.model, folder, weights)
 
 
 class Critic(nn.Module):
@@ -62,9 +72,10 @@ class Critic(nn.Module):
     ORZ's paper says another distribution.
     """
 
-    def __init__(self, model, seed):
+    def __init__(self, model, family, seed):
         super().__init__()
         self.model = model
+        self.family = family
         hidden_size = model.config.hidden_size
         self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=model.dtype)
         generator = torch.Generator().manual_seed(seed)
@@ -76,16 +87,214 @@ class Critic(nn.Module):
         hidden = last_hidden_state(self.model, micro)  # (M, H)
         return self.value_head(hidden).squeeze(-1).float()  # (M,)
 
+    def save(self, folder, weights: dict):
+        self.model.save_pretrained(folder, state_dict=weights)
+
 
 def last_hidden_state(body, micro) -> Tensor:
     """The body's last state at the positions that predict a response token, (M, H)."""
     return body(**micro.model_inputs()).last_hidden_state[micro.predict]
 
 
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def make_policy(cfg):
+    family = find_family(cfg.model)
+    model = cfg.policy_model(load_model(cfg, family, AutoModelForCausalLM))
+    check_result(cfg, "policy_model", isinstance(model, nn.Module), "a model", model)
+    return Learner("policy", Policy(model, family), cfg, cfg.actor_learning_rate)
+
+
+def make_critic(cfg):
+    """Without --critic: the body of the base model with a new head. Raises UserError."""
+    family = find_family(cfg.critic or cfg.model)
+    critic = Critic(load_model(cfg, family, AutoModel), family, cfg.seed)
+    if cfg.critic:
+        load_value_head(critic, cfg.critic)
+    return Learner("critic", critic, cfg, cfg.critic_learning_rate)
+
+
+def make_reference(cfg):
+    """The base model as a learner that never learns. Variants compare the policy with it."""
+    family = find_family(cfg.model)
+    model = load_model(cfg, family, AutoModelForCausalLM)
+    return Learner("reference", Policy(model, family), cfg, lr=None)
+
+
+def load_model(cfg, family, auto_class):
+    """A model's text part, in the training dtype and without dropout. Raises UserError."""
+    if cfg.zero_stage == 3:
+        # As long as this object exists, from_pretrained shards the model while it loads.
+        sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
+    if cfg.attention == "varlen":
+        # transformers makes attention masks for its own kinds alone. varlen needs none.
+        AttentionInterface.register("varlen", packed_attention)
+    dtype = cfg.training_dtype(torch.bfloat16 if cfg.bf16 else torch.float32)
+    model, report = family.load(auto_class, dtype=dtype, attn_implementation=cfg.attention)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{family.source} lacks {len(missing)} of its weights, such as {missing[0]}"
+        )
+    if cfg.attention == "varlen" and not model._supports_attention_backend:
+        raise UserError(
+            f"--model {family.source} has attention code of its own: add --attention sdpa"
+        )
+    # With dropout trainer and sampler would differ. Attention layers keep theirs as a number.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if "attention_dropout" in vars(module):
+            module.attention_dropout = 0.0
+    if cfg.gradient_checkpointing:
+        # Without dropout a layer that is computed again needs no state of the random generators.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    # from_pretrained returns the model in eval mode, in which gradient checkpointing does nothing.
+    return model.train()
+
+
+# The names of a value head on disk: ours and ORZ's, and those of a token classifier.
+VALUE_HEADS = {"value_head.weight", "value_head.bias", "score.weight", "score.bias"}
+
+
+def load_value_head(critic, folder):
+    """Replaces the new head of a critic by the folder's head, which may have a bias.
+
+    The head is in a file of its own (a critic that train.py exported) or beside the body's weights
+    (critics that others published). Raises UserError if no head fits the body.
+    """
+    head = {}
+    for path in glob.glob(f"{folder}/*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in VALUE_HEADS.intersection(file.keys()):
+                head[name.rpartition(".")[2]] = file.get_tensor(name)
+    if "bias" in head:
+        critic.value_head = nn.Linear(critic.value_head.in_features, 1, dtype=critic.model.dtype)
+    try:
+        # If the folder has no head, this raises too, because the weight is missing.
+        critic.value_head.load_state_dict(head)
+    except RuntimeError as error:
+        raise UserError(
+            f"--critic {folder} has no value head with one output that fits its body, in "
+            f"value_head.safetensors or beside the body: {one_line(error)}"
+        ) from error
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def packed_attention(module, query, key, value, mask, **options):
+    """--attention varlen: causal attention within each sample of a row, by PyTorch's kernel.
+
+    transformers calls this function in each layer. query: (R, heads, L, D). key and value may have
+    fewer heads. `mask` is not used. Returns (R, L, heads, D) and None.
+    """
+    # Versions of PyTorch before 2.11 do not have varlen_attn.
+    from torch.nn.attention.varlen import varlen_attn
+
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
+    borders = options["cu_seq_lens_q"]  # (parts + 1,)
+    longest = options["max_length_q"]  # tokens
+    # How many tokens before a token it sees: all of them (-1), or those of a sliding window. A
+    # window of w tokens includes the token itself. The 0: it sees no token after itself.
+    window = options.get("sliding_window") or 0
+    settings = {"window_size": (window - 1, 0), "scale": options["scaling"]}
+    # The query may have more heads than the key. PyTorch 2.11 needs no argument for that (seen on
+    # an H200), and later versions need one.
+    if "enable_gqa" in arguments_of(varlen_attn):
+        settings["enable_gqa"] = True
+    out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)
+    return out.unflatten(0, (len(query), -1)), None
+
+
+@functools.cache
+def arguments_of(function):
+    return set(inspect.signature(function).parameters)
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+class Learner:
+    """A model and its DeepSpeed engine, in the form that ppo.py calls a learner."""
+
+    def __init__(self, name, module, cfg, lr):
+        """lr: the learning rate. None: the model never learns.
+
+        A model that never learns has no optimizer. Only ZeRO-3 shards its weights.
+        """
+        stage = cfg.zero_stage
+        optimizer = None
+        if lr is not None:
+            optimizer = make_optimizer(trainable(module), lr)
+        elif stage < 3:
+            stage = 0
+        largest = max((p.numel() for p in trainable(module)), default=0)
+        settings = engine_config(cfg, stage, largest)
+        # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (log.py).
+        with contextlib.redirect_stdout(sys.__stdout__):
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        self.cfg = cfg
+        self.deepspeed = engine
+        self.name = name
+        self.module = engine.module
+        self.device = engine.device
+        self.stage = stage
+
+    def __call__(self, *inputs):
+        return self.deepspeed(*inputs)
+
+    def backward(self, loss: Tensor, is_last):
+        """Adds the gradient of a micro-batch. After the last one the ranks' mean is taken."""
+        self.deepspeed.set_gradient_accumulation_boundary(is_last)
+        # gas means gradient accumulation steps. `update` of ppo.py has scaled the loss before.
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+        if not is_last:
+            # Here `step` only counts the micro-batch. After the last micro-batch `apply_update`
+            # calls `step`, which then changes the weights.
+            self.deepspeed.step()
+
+    def apply_update(self, lr):
+        """Changes the weights. Returns the gradient's norm before clipping, or 0 if fp16 overflows.
+
+        If the norm is not finite, no weight is changed, and all ranks raise FloatingPointError.
+        """
+        engine = self.deepspeed
+        engine.optimizer.param_groups[0]["lr"] = lr
+        skipped = engine.skipped_steps
+        if self.stage == 0:
+            # ZeRO 0 would apply a NaN. The ranks' mean is in p.grad, so look at it before.
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).item()
+            if math.isfinite(norm):
+                engine.step()
+        else:
+            engine.step()
+            norm = float(engine.get_global_grad_norm())
+        if engine.fp16_enabled() and engine.skipped_steps > skipped:
+            # In fp16 DeepSpeed multiplies the loss by a factor. The factor was too large, so
+            # DeepSpeed has halved it now. If it was 1 already, DeepSpeed raises an error.
+            return 0.0
+        # After a NaN, ZeRO 1 to 3 skip the update without an error.
+        if engine.skipped_steps > skipped or not math.isfinite(norm):
+            raise FloatingPointError(f"{self.name}: the gradient is not finite, its norm is {norm}")
+        return norm
+
+
+def trainable(module) -> list:
+    """The parameters that the optimizer changes."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def make_optimizer(parameters, lr):
+    return torch.optim.AdamW(parameters, lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
 def engine_config(cfg, stage, largest=0):
     """DeepSpeed's settings. The defaults would change the results, or waste memory or time.
 
-    largest: elements of the largest parameter.
+    stage: of ZeRO. largest: elements of the largest parameter.
     """
     hidden_size = AutoConfig.from_pretrained(cfg.model).get_text_config().hidden_size
     zero = {
@@ -110,12 +319,13 @@ def engine_config(cfg, stage, largest=0):
         # Without this setting DeepSpeed clips at 1.0.
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
-        # check.py allows --bf16 with stages 2 and 3 only. Stage 0 is then a variant's model that
-        # never learns (see Learner). The weights of such a model are bf16 already.
+        # --bf16 true needs stage 2 or 3 (flags.py). So at stage 0 or 1 the run is in fp32, or the
+        # model is a reference, whose weights are in bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
         # In bf16 the sum of 65 micro-batches lost a ninth of its norm.
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
+        # The optimizer is torch's, and not one of DeepSpeed's own.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -124,135 +334,7 @@ def engine_config(cfg, stage, largest=0):
     return settings
 
 
-def load_model(cfg, auto_class, folder=None):
-    """The text part of a folder, or of --model, in the training dtype and without dropout."""
-    if cfg.zero_stage == 3:
-        # As long as this object exists, from_pretrained shards the model while it loads.
-        sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
-    source = folder or cfg.model
-    if cfg.attention == "varlen":
-        from lib import attention
-
-        attention.register()
-    load = auto_class.from_pretrained
-    if not check.is_plain(source):
-        from lib import families
-
-        load = functools.partial(families.load, auto_class)
-    dtype = cfg.training_dtype(torch.bfloat16 if cfg.bf16 else torch.float32)
-    model, report = load(
-        source, dtype=dtype, attn_implementation=cfg.attention, output_loading_info=True
-    )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(f"{source} lacks {len(missing)} of its weights, such as {missing[0]}")
-    if cfg.attention == "varlen":
-        attention.check_model(model, source)
-    # With dropout trainer and sampler would differ. Attention keeps its dropout as a number.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if "attention_dropout" in vars(module):
-            module.attention_dropout = 0.0
-    if cfg.gradient_checkpointing:
-        # Without dropout a layer that is computed again needs no state of the random generators.
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    # from_pretrained returns the model in eval mode. There gradient checkpointing does nothing.
-    return model.train()
-
-
-class Learner:
-    """A model and its DeepSpeed engine, in the form that ppo.py calls a learner."""
-
-    def __init__(self, name, module, cfg, lr):
-        """lr: the learning rate, or None for a reference: a model of a variant that never learns.
-
-        A reference has no optimizer. Only ZeRO-3 shards its weights.
-        """
-        stage = cfg.zero_stage
-        optimizer = None
-        if lr is not None:
-            optimizer = make_optimizer(trainable(module), lr)
-        elif stage < 3:
-            stage = 0
-        largest = max((p.numel() for p in trainable(module)), default=0)
-        settings = engine_config(cfg, stage, largest)
-        # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (lib/report.py).
-        with contextlib.redirect_stdout(sys.__stdout__):
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-        self.cfg = cfg
-        self.deepspeed = engine
-        self.name = name
-        self.module = engine.module
-        self.device = engine.device
-        self.stage = stage
-
-    def __call__(self, *inputs):
-        return self.deepspeed(*inputs)
-
-    def backward(self, loss: Tensor, is_last):
-        """Adds the gradient of a micro-batch. After the last one the ranks' mean is taken."""
-        self.deepspeed.set_gradient_accumulation_boundary(is_last)
-        # gas means gradient accumulation steps. `update` has scaled the loss before.
-        self.deepspeed.backward(loss, scale_wrt_gas=False)
-        if not is_last:
-            # Here DeepSpeed only counts the micro-batch. `optimizer_step` makes the update.
-            self.deepspeed.step()
-
-    def apply_update(self, lr):
-        return optimizer_step(self, lr)
-
-
-def trainable(module) -> list:
-    """The parameters that the optimizer changes."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def make_optimizer(parameters, lr):
-    return torch.optim.AdamW(parameters, lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-
-
-def optimizer_step(learner, lr):
-    """Makes one update. Returns the gradient's norm before clipping, or 0 if fp16 overflows.
-
-    If the norm is not finite, no weight is changed, and all ranks raise FloatingPointError.
-    """
-    engine = learner.deepspeed
-    engine.optimizer.param_groups[0]["lr"] = lr
-    skipped = engine.skipped_steps
-    if learner.stage == 0:
-        # ZeRO 0 would apply a NaN. The ranks' mean is in p.grad, so look at it before.
-        gradients = [p.grad for p in learner.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).item()
-        if math.isfinite(norm):
-            engine.step()
-    else:
-        engine.step()
-        norm = float(engine.get_global_grad_norm())
-    if engine.fp16_enabled() and engine.skipped_steps > skipped:
-        # DeepSpeed multiplies the loss by a factor in fp16. It was too large, and is halved now.
-        # If it is 1 already, DeepSpeed raises an error.
-        return 0.0
-    # After a NaN, ZeRO 1 to 3 skip the update without an error.
-    if engine.skipped_steps > skipped or not math.isfinite(norm):
-        raise FloatingPointError(f"{learner.name}: the gradient is not finite, its norm is {norm}")
-    return norm
-
-
-def make_policy(cfg) -> Learner:
-    model = cfg.policy_model(load_model(cfg, AutoModelForCausalLM))
-    check_result(cfg, "policy_model", isinstance(model, nn.Module), "a model", model)
-    return Learner("policy", Policy(model), cfg, cfg.actor_learning_rate)
-
-
-def make_critic(cfg) -> Learner:
-    """Without --critic: the body of the base model with a new head. Raises UserError."""
-    critic = Critic(load_model(cfg, AutoModel, cfg.critic), cfg.seed)
-    if cfg.critic:
-        from lib.value_head import load_value_head
-
-        load_value_head(critic, cfg.critic)
-    return Learner("critic", critic, cfg, cfg.critic_learning_rate)
+# ---- weights, for the sampler and the export -----------------------------------------------------
 
 
 def named_weights(learner):
@@ -268,16 +350,18 @@ def named_weights(learner):
 
 
 def gather_weights(learner):
-    named = list(learner.module.named_parameters())
-    model = learner.module.model
-    if hasattr(model, "saved_buffers"):
-        named += model.saved_buffers()
-    if isinstance(learner.module, Policy) and model.config.tie_word_embeddings:
+    module = learner.module
+    model = module.model
+    is_policy = isinstance(module, Policy)
+    named = list(module.named_parameters())
+    named += [(f"model.{name}", tensor) for name, tensor in module.family.saved_buffers(model)]
+    if is_policy and model.config.tie_word_embeddings:
         named.append(("lm_head.weight", model.get_input_embeddings().weight))
     for name, parameter in named:
         # A parameter that ZeRO-3 shards has a ds_id.
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            # The module holds the model under the name `model`. The files do not have that name.
             weights = {name.removeprefix("model."): parameter.data}
-            if hasattr(model, "in_files"):
-                weights = model.in_files(weights)
+            if is_policy:
+                weights = module.family.in_files(model, weights)
             yield from weights.items()

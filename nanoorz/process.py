@@ -1,8 +1,11 @@
-"""Signals of the operating system: SIGTERM, SIGINT and SIGUSR1 save the run and end it.
+"""This process: its environment variables, and the signals that ask it to stop.
 
-train.py imports this file before everything that is slow, so it imports the standard library alone.
-Before a `Signals` is made, a signal ends the process at once (`leave_on_signals`), because there is
-nothing to save.
+The import of this file sets the environment variables. Import it before torch, because libraries
+read these variables when they are imported. This file needs the standard library alone.
+
+SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 ask a run to stop. Before the models are loaded there is
+nothing to save, and the process ends at once (`leave_on_signals`). Afterwards the run saves its
+last finished step and ends (`Signals`).
 """
 
 import contextlib
@@ -15,23 +18,65 @@ import threading
 import time
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # an option of Linux's prctl: a signal at the death of the parent
+# ---- environment variables -----------------------------------------------------------------------
+
+# {variable: value}. If the user has set a variable, the user's value stays.
+ENVIRONMENT = {
+    # OpenMP: a thread that waits sleeps. A thread that spins would take a core from another rank.
+    "OMP_WAIT_POLICY": "passive",
+    # torch: ask the kernel for large pages. On a CPU an update takes up to a third less time.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # The hub's client would print two lines for each of its retries.
+    "HF_HUB_VERBOSITY": "error",
+    # DeepSpeed compiles its CPU op at the first start and keeps the result in this folder. If two
+    # virtual environments shared the folder, each would compile again after the other.
+    "TORCH_EXTENSIONS_DIR": os.path.join(sys.prefix, "torch_extensions"),
+    # vLLM: run in this process, and use as many threads as the trainer.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # vLLM: log errors only, and send no statistics of its usage.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # vLLM: do not use the sampler of flashinfer, because it has no seed for each sample.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Triton: on a GPU multiply fp32 numbers in fp32 and not in TF32.
+    "TRITON_F32_DEFAULT": "ieee",
+}
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+# DeepSpeed compiles with the ninja of this virtual environment.
+os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
+
+
+def name_accelerator():
+    """Tells DeepSpeed the kind of the device. Without that DeepSpeed logs a warning on a CPU.
+
+    Call this before the import of DeepSpeed.
+    """
+    import torch  # slow, and needs the variables above
+
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+PR_SET_PDEATHSIG = 1  # an option of Linux's prctl: send a signal when the parent ends
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def follow_launcher():
     """Sends this process a SIGTERM when the `accelerate launch` that started it has ended.
 
-    A launcher of one process does not pass a SIGTERM on. So we ask the kernel to send one, and the
-    run is saved. Under another parent the run goes on when the parent ends: the parent may be a
-    shell that started the run by `nohup`, or a scheduler's script.
+    An `accelerate launch` of one process ends at a SIGTERM and does not pass the signal on. So the
+    kernel sends one to this process, and the run is saved. If the parent is another program, the
+    run goes on when the parent ends: a shell may have started the run by `nohup`.
     """
-    # In a container the parent's /proc may be hidden.
+    # In a container the /proc of the parent may be hidden. Then this function does nothing.
     with contextlib.suppress(OSError):
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
         # `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch`
         is_launcher = re.search(rb"accelerate[^\0]*[\0.-]launch\0", parent)
-        # Only a launcher of one process leaves RANK unset.
+        # A launcher of several processes sets RANK, and passes signals on.
         if is_launcher and "RANK" not in os.environ:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -39,25 +84,24 @@ def follow_launcher():
 def leave_on_signals():
     """From now on a signal ends this process with one line, until a `Signals` is made.
 
-    A thread waits for the signal. The main thread may be inside a C function that waits for another
-    rank, and Python calls a handler only after such a function has returned.
+    The signals are blocked, and a thread waits for them. A handler would not do: Python calls
+    handlers in the main thread only, and the main thread may wait for another rank in a C function.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     threading.Thread(target=leave, daemon=True).start()
 
 
 def leave():
-    """Waits for a signal and ends the process: with exit code 0, or 1 if there are several ranks.
+    """Waits for a signal and ends the process. The exit code is 0, or 1 with several ranks.
 
-    The launcher of several ranks ends all of them after a 1. After a 0 the other ranks would wait
-    for this rank.
+    If a rank ends with 1, the launcher ends the other ranks. After a 0 they would wait for ever.
     """
     number = signal.sigwait(STOPS)
-    # A `Signals` has set a handler, which is a function. This thread still waits, and may take a
-    # signal that is meant for the handler. So it sends the signal again.
+    # A `Signals` may have been made while this thread waited. Then its handler must get the signal,
+    # so this thread sends the signal once more, and ends.
     if callable(signal.getsignal(signal.SIGTERM)):
         return os.kill(os.getpid(), number)
-    # The reader of our stderr may have ended by the same Ctrl-C.
+    # Ctrl-C may also have ended the program that reads our stderr.
     with contextlib.suppress(OSError):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("stopped during start-up: nothing is lost", file=sys.stderr)
@@ -65,38 +109,53 @@ def leave():
 
 
 class Signals:
-    """Has any rank been asked to stop? `poll` answers, on all ranks.
+    """Must the sampling stop early, on all ranks? `poll` answers.
 
-    The ranks share the answer through a key-value store and not through a collective, because each
-    rank is inside its own sampling. A second SIGINT ends this process at once.
+    The sampling stops if a rank gets a signal or has an error. That rank writes into a key-value
+    store, which the other ranks read. A collective would not do, because each rank is busy with
+    its own samples. A second SIGINT ends this process at once.
+
+    asked: has this rank got a signal, or has another rank written into the store?
+    failed: has this rank an error?
     """
 
     def __init__(self, store):
+        """store: the one of `start_distributed` (ranks.py)."""
         self.store = store
         self.asked = False
-        self.next_look = 0.0  # seconds, of time.monotonic
+        self.failed = False
+        self.next_look = 0.0  # when `poll` reads the store again, in seconds of time.monotonic
         for number in STOPS:
             signal.signal(number, self.handle)
-        # leave_on_signals has blocked the signals.
+        # leave_on_signals may have blocked the signals.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def handle(self, number, frame):
+        """Python calls this in the main thread after a signal."""
         self.asked = True
         if number == signal.SIGINT:
-            # The kernel handles the second SIGINT, whatever the main thread waits for.
+            # From now on SIGINT has its default action: the kernel ends the process.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            # `print` could interrupt another print of this thread. The reader may have ended.
+            # A `print` here could interrupt another print of the main thread. os.write cannot.
             with contextlib.suppress(OSError):
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     os.write(sys.stderr.fileno(), b"stopping; a second Ctrl-C ends at once\n")
 
+    def fail(self):
+        """Tells all ranks that this rank has an error, so that they stop sampling early."""
+        self.failed = True
+        self.store.set("stop", "1")
+
     def poll(self):
-        """Returns whether any rank has been asked. Reads the store at most twice a second."""
+        """Returns whether any rank got a signal or has an error.
+
+        It is called often, so it reads the store at most twice a second.
+        """
         if self.asked:
             self.store.set("stop", "1")
-        elif time.monotonic() > self.next_look:
+        elif not self.failed and time.monotonic() > self.next_look:
             self.next_look = time.monotonic() + 0.5
-            # `self.asked = self.store.check(...)` could replace a True of `handle` by False.
+            # `self.asked = self.store.check(...)` could undo a True that `handle` has just set.
             if self.store.check(["stop"]):
                 self.asked = True
-        return self.asked
+        return self.asked or self.failed

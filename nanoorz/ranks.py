@@ -1,7 +1,9 @@
-"""What the ranks of a run do together: the process group, gathering, agreeing on errors.
+"""What the ranks of a run do together: form a process group, gather, stop on an error.
 
-The five main files import this file, so copy it with them. On one machine it needs torch alone, on
-several machines also lib/network.py.
+A rank is one process of the run. A collective is a function that all ranks must call together: a
+rank that calls it waits until the other ranks have called it too.
+
+The stages need this file, so copy it with them. On one machine it needs torch alone.
 """
 
 import contextlib
@@ -17,29 +19,10 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = datetime.timedelta(minutes=30)  # the longest wait for another rank
-# The variables that a launcher sets, and their values without a launcher.
-ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}
 
 
 class UserError(Exception):
     """What the user can mend. Its text is one line: what, where, what to do. Exit code 2."""
-
-
-class Stopped(Exception):
-    """All ranks have agreed to save and leave.
-
-    fault: what is broken. It is None if a signal asked the ranks to stop.
-    """
-
-    def __init__(self, fault: str | None = None):
-        super().__init__(fault)
-        self.fault = fault
 
 
 def hash64(*parts):
@@ -65,6 +48,23 @@ def here():
     return f"machine {socket.gethostname()}, rank {dist.get_rank()}"
 
 
+def require_same(values):
+    """Raises UserError on all ranks if a rank has another value than rank 0. A collective.
+
+    values: {name: value}. Ranks with different flags would wait for each other without end.
+    """
+    shown = {name: repr(value) for name, value in values.items()}
+    reports = gather((here(), shown))
+    _, of_rank0 = reports[0]
+    for place, of_rank in reports:
+        for name, value in of_rank0.items():
+            if of_rank.get(name) != value:
+                raise UserError(
+                    f"{place}: {name} is {of_rank.get(name)}, but on rank 0 it is {value}; give "
+                    "all ranks the same"
+                )
+
+
 # ---- errors: an error on one rank must stop all ranks --------------------------------------------
 
 # If one rank raised an error alone, the other ranks would wait for that rank in their next
@@ -76,19 +76,32 @@ def here():
 # - Elsewhere: the rank ends with a traceback, and the launcher ends the other ranks.
 
 
+class Stopped(Exception):
+    """All ranks have agreed to save the last finished step and to end.
+
+    fault: one line that says what is broken. None: a signal asked the ranks to stop.
+    trace: the lines of our code and of the user's code that led to the error, or "".
+    """
+
+    def __init__(self, fault: str | None = None, trace=""):
+        super().__init__(fault)
+        self.fault = fault
+        self.trace = trace
+
+
 @contextlib.contextmanager
 def raise_together():
-    """A UserError inside, on one rank or on several, is raised on all ranks. A collective.
+    """If the code inside raises a UserError on any rank, all ranks raise it. A collective.
 
     It is for the set-up: a file may be wrong on one machine alone.
     """
-    wrong = None
+    own_error = None
     try:
         yield
     except UserError as error:
-        wrong = error
-    reports = gather((here(), wrong))
-    # If all ranks have an error, the name of one rank would say nothing.
+        own_error = error
+    reports = gather((here(), own_error))
+    # If all ranks have the error, the name of a rank would say nothing.
     if all(error for _, error in reports):
         raise reports[0][1]
     for place, error in reports:
@@ -98,28 +111,33 @@ def raise_together():
 
 @contextlib.contextmanager
 def stop_together():
-    """An error inside on one rank is raised on all ranks as Stopped. A collective.
+    """If the code inside raises an error on any rank, all ranks raise Stopped. A collective.
 
-    It is for the loop, where the last finished step can be saved. A rank that fails jumps to the
-    `agree` below. The next collective of the other ranks must be an `agree` too. So the code inside
-    calls `agree` after lines that can fail on one rank alone, as rollout.draw does.
+    It is for the loop, where the last finished step can be saved. A rank with an error jumps to the
+    `agree` below. The other ranks must meet that rank there: the next collective that they call
+    must be an `agree`, too. So the code inside calls `agree` after lines that can fail on one rank
+    alone. Rollout.draw does so.
     """
     fault = None
+    trace = ""
     try:
         yield
     except Stopped:
+        # This rank has met the other ranks in an `agree` already.
         raise
     except Exception as error:
-        fault = describe_error(error)
-    agree(False, fault)
+        fault, trace = describe_error(error)
+    agree(False, fault, trace)
 
 
-def agree(is_asked, fault=None):
+def agree(is_asked, fault=None, trace=""):
     """Raises Stopped on all ranks if one of them is asked to stop, or has a fault. A collective."""
-    reports = gather((is_asked, fault))
-    faults = [fault for _, fault in reports if fault]
-    if faults or any(is_asked for is_asked, _ in reports):
-        raise Stopped(faults[0] if faults else None)
+    reports = gather((is_asked, fault, trace))
+    for _, fault, trace in reports:
+        if fault:
+            raise Stopped(fault, trace)
+    if any(is_asked for is_asked, _, _ in reports):
+        raise Stopped()
 
 
 def check_result(cfg, method, holds, wanted, found):
@@ -127,7 +145,7 @@ def check_result(cfg, method, holds, wanted, found):
 
     cfg: a ppo.Recipe. method: the name. holds: is the result right? wanted: what the method should
     return. found: its result, or a description of it. The error names all classes that have the
-    method, the nearest first.
+    method. The first of them is the one that was called.
     """
     if holds:
         return
@@ -140,13 +158,53 @@ def check_result(cfg, method, holds, wanted, found):
     raise UserError(f"{owner}{method} must return {wanted}, and returned {one_line(found)}")
 
 
+def one_line(error):
+    """An error's text without line breaks, at most 400 characters of it."""
+    return " ".join(str(error).split())[:400]
+
+
+def describe_error(error) -> tuple[str, str]:
+    """Returns an error in one line, and its trace without the lines of libraries.
+
+    The whole traceback goes to run.log.
+    """
+    if isinstance(error, UserError):
+        return str(error), ""
+    # `redirect_libraries` (log.py) has made a new sys.stderr, which is the screen. The old one is
+    # sys.__stderr__, and leads to run.log.
+    traceback.print_exception(error, file=sys.__stderr__)
+    lines = traceback.format_list(own_places(error))
+    return name_error(error), "".join(["Traceback (run.log has the whole one):\n", *lines])
+
+
+def own_places(error):
+    """The places of a traceback that are in our code or in the user's code."""
+    places = traceback.extract_tb(error.__traceback__)
+    return [x for x in places if "/lib/python3" not in x.filename and x.filename[0] != "<"]
+
+
+def name_error(error):
+    """An error's class, text and place."""
+    text = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, ModuleNotFoundError) and f"{error.name}.".startswith("lib."):
+        text += "; lib is called nanoorz now: lib.common is nanoorz.ranks, lib.check nanoorz.flags"
+    # The text of a SyntaxError has its place.
+    if isinstance(error, SyntaxError):
+        return text
+    # If no place is our own, the last place inside the library says most.
+    place = (own_places(error) or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{text} ({place.filename}, line {place.lineno})"
+
+
 def tell_once(store, text):
     """Prints an error that several ranks may have. The first rank that comes prints it.
 
-    Without a store (None), one rank of each machine prints it.
+    store: the one of `start_distributed`. None: there is none yet, and one rank of each machine
+    prints the error.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    # If rank 0 has ended, the store is gone, and `add` raises. Rank 0 has printed the error before.
+    # `add` raises if rank 0 has ended, because the store has ended with it. Rank 0 has printed the
+    # error before.
     with contextlib.suppress(RuntimeError):
         if store:
             is_first = store.add("told", 1) == 1
@@ -154,48 +212,45 @@ def tell_once(store, text):
             print(text, file=sys.stderr)
 
 
-def one_line(error):
-    """An error's text without line breaks, at most 400 characters of it."""
-    return " ".join(str(error).split())[:400]
-
-
-def describe_error(error):
-    """One line for the screen. The whole traceback goes to run.log."""
-    if isinstance(error, UserError):
-        return str(error)
-    # lib/report.py sends file descriptor 2 to run.log, and makes a new sys.stderr for the screen.
-    # sys.__stderr__ still writes to descriptor 2.
-    traceback.print_exception(error, file=sys.__stderr__)
-    return name_error(error)
-
-
-def name_error(error):
-    """An error's class, text and place."""
-    text = f"{type(error).__name__}: {one_line(error)}"
-    # The last line of our code or of the user's, and not of a library that it has called.
-    places = traceback.extract_tb(error.__traceback__)
-    own = [x for x in places if "/lib/python3" not in x.filename and x.filename[0] != "<"]
-    place = (own or places)[-1]
-    # The text of a SyntaxError has its place.
-    is_syntax = isinstance(error, SyntaxError)
-    return text if is_syntax else f"{text} ({place.filename}, line {place.lineno})"
+def print_crash(error):
+    """Prints a traceback. If the connection to another rank is lost, it prints one line instead,
+    because the other rank tells the cause. Then the traceback goes to run.log."""
+    lost = ("by peer", "Broken pipe", "remote process exited")
+    if any(words in str(error) for words in lost) and os.environ.get("WORLD_SIZE", "1") != "1":
+        # The two are the same until `redirect_libraries` (log.py) has made a new sys.stderr.
+        if sys.stderr is not sys.__stderr__:
+            traceback.print_exception(error, file=sys.__stderr__)
+        place = f"rank {os.environ['RANK']}: another rank has ended"
+        why = "that rank says why, unless the system has killed it"
+        print(f"{place} ({one_line(error):.200}); {why}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 # ---- the process group ---------------------------------------------------------------------------
+
+# The variables that a launcher sets, and the values that a run without a launcher gets.
+WITHOUT_LAUNCHER = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 def start_distributed():
     """Joins the process group that `accelerate launch` has prepared, or makes a group of one rank.
 
-    Returns rank, number of ranks, device, and a key-value store that a rank can use without the
-    other ranks. Call this before vLLM starts: vLLM joins the same group, and on a CPU it keeps the
-    number of threads that it finds. Raises UserError.
+    Returns rank, number of ranks, device, and a key-value store. A rank can read and write the
+    store at any time, without the other ranks. Call this before vLLM starts: vLLM joins the same
+    group, and on a CPU it keeps the number of threads that it finds. Raises UserError.
     """
-    # For one process `accelerate launch` sets no variable of ALONE. vLLM and DeepSpeed need them.
+    # For one process `accelerate launch` sets none of the variables. vLLM and DeepSpeed need them.
     is_alone = "RANK" not in os.environ
     if is_alone:
-        os.environ |= ALONE
-    missing = [name for name in ALONE if name not in os.environ]
+        os.environ |= WITHOUT_LAUNCHER
+    missing = [name for name in WITHOUT_LAUNCHER if name not in os.environ]
     if missing:
         raise UserError(
             f"RANK is set, but not {', '.join(missing)}: use `accelerate launch`, or set them all"
@@ -204,11 +259,9 @@ def start_distributed():
     world = int(os.environ["WORLD_SIZE"])
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if ranks_here < world:
-        from lib.network import announce_interface
-
-        announce_interface(os.environ["MASTER_ADDR"])
+        announce_address(os.environ["MASTER_ADDR"])
     device = choose_device(ranks_here)
-    # A store in memory needs no port. Another process could have taken a port.
+    # A rank without others needs no port. A port could be taken by another process.
     store = dist.HashStore() if is_alone else meet_ranks()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
@@ -229,10 +282,13 @@ def meet_ranks() -> dist.Store:
 
 
 def choose_device(ranks_here):
-    """This rank's GPU, or the CPU on a machine without a GPU. Also sets the number of threads."""
+    """This rank's GPU, or the CPU on a machine without a GPU. Also sets the number of threads.
+
+    ranks_here: the number of ranks on this machine.
+    """
     has_gpu = torch.cuda.is_available()
     check_stack(torch.version.cuda, has_gpu)
-    # accelerate sets one thread. Once vLLM runs on a CPU, the number cannot be changed.
+    # accelerate has set one thread. Once vLLM runs on a CPU, the number cannot be changed.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     if not has_gpu:
         return torch.device("cpu")
@@ -256,7 +312,43 @@ def check_stack(cuda, has_gpu):
             f"torch is built for CUDA {cuda} and finds no GPU: CUDA 13 needs driver 580 or newer "
             "(see nvidia-smi); a machine without GPUs needs requirements-cpu.txt"
         )
-    # nvidia-smi may be installed on a machine without a GPU: then `nvidia-smi -L` fails.
+    # nvidia-smi may be installed on a machine without a GPU. There `nvidia-smi -L` fails.
     if subprocess.getstatusoutput("nvidia-smi -L")[0] == 0:
         advice = "torch is built for CPUs; for the GPU install requirements.txt"
         tell_once(None, f"warning: nvidia-smi finds a GPU, but {advice}")
+
+
+# ---- several machines ----------------------------------------------------------------------------
+
+
+def announce_address(master):
+    """Tells gloo and vLLM which address of this machine the other machines can reach.
+
+    Without that, gloo and vLLM look up the name of this machine, which often means 127.0.1.1.
+    master: the address of the first machine.
+    """
+    import psutil  # not needed on one machine
+
+    interface_of = {}  # {address: name of its network interface}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            interface_of[entry.address] = name
+    # The address that this machine uses to reach the first machine is the right one. On the first
+    # machine itself that is the loopback. There the address towards any machine outside is right:
+    # 192.0.2.1 is reserved for examples.
+    for target in (master, "192.0.2.1"):
+        address = address_towards(target)
+        if address in interface_of and not address.startswith("127."):
+            os.environ.setdefault("VLLM_HOST_IP", address)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of[address])
+            return
+
+
+def address_towards(target):
+    """This machine's address on the route to `target`, or None without a route.
+
+    The connect of a UDP socket sends nothing.
+    """
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))
+        return probe.getsockname()[0]

@@ -7,8 +7,8 @@ and compares the output with the expected value. So a program passes a test only
 answer. tasks/jail.py says what contains a program and what is not protected. tasks/code_data.py
 reads the problems.
 
-Copied together with tasks/jail.py, tasks/code_data.py and lib/common.py this file works alone, on
-Linux: `python -c "from tasks import code; print(code.Grader().mode)"` prints the mode of the jail.
+To use this file elsewhere, on Linux, copy tasks/jail.py, tasks/code_data.py and nanoorz/ranks.py,
+too. `python -c "from tasks import code; print(code.Grader().mode)"` prints the mode of the jail.
 """
 
 import ast
@@ -26,7 +26,7 @@ from decimal import Decimal
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, run
 
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tasks.code_data import Problem, load_problems
 
 __all__ = ["Grader", "Problem", "load_problems", "text_metrics"]

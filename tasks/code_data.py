@@ -18,7 +18,7 @@ import sys
 import zlib
 from dataclasses import dataclass
 
-from lib.common import UserError
+from nanoorz.ranks import UserError
 
 TEMPLATES: dict[str, str] = {
     "orz": "{bos}A conversation between User and Assistant. The Assistant first thinks about the "

@@ -18,7 +18,7 @@ import operator
 import re
 from fractions import Fraction
 
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from reward import Problem
 from tasks.code_data import load_rows
 

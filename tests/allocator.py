@@ -14,11 +14,12 @@ from conftest import config as make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
 
 import ppo
-from lib import attention, models
-from lib.head import ChunkedHead
+from nanoorz import models
+from nanoorz.families import Plain
+from nanoorz.head import ChunkedHead
 
 MB = 2**20
 
@@ -126,13 +127,15 @@ def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool, lear
     shape: the model's config. has_head: of the policy and its loss. Otherwise of the critic.
     Without `learns` there is no loss and no backward pass.
     """
-    attention.register()
+    AttentionInterface.register("varlen", models.packed_attention)
     numbers = torch.empty(sum(row_lengths), device="meta")  # (T,)
     batch = SimpleNamespace(per_token=dict.fromkeys(["values", "returns", "advantages"], numbers))
     auto_class = AutoModelForCausalLM if has_head else AutoModel
     with torch.device("meta"):
         body = auto_class.from_config(shape, dtype=torch.bfloat16, attn_implementation="varlen")
-    module = (models.Policy(body) if has_head else models.Critic(body, seed=1)).to("meta").train()
+    family = Plain(None)
+    module = models.Policy(body, family) if has_head else models.Critic(body, family, seed=1)
+    module = module.to("meta").train()
     if checkpointing:
         body.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in module.parameters():
@@ -141,7 +144,7 @@ def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool, lear
     cfg = make_config(bf16=True)
     compute_loss = cfg.policy_loss if has_head else cfg.critic_loss
     # The chunk of a GPU.
-    chunk = mock.patch.object(ChunkedHead, "chunk_size", lambda head, _: 2**27 // head.out_features)
+    chunk = mock.patch.object(ChunkedHead, "chunk_size", lambda head, _: 2**27 // len(head.weight))
     with chunk, Tracker([*module.parameters(), *module.buffers()]) as tracker:
         for length in row_lengths:
             if learns:

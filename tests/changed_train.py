@@ -4,7 +4,7 @@ import os
 import sys
 
 import train
-from lib import models
+from nanoorz import models
 from rollout import Sampler
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# lib/models.py does so too.
+# nanoorz/models.py does so too.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 # The sizes of a whole run that takes seconds.
@@ -329,7 +329,7 @@ def process_group():
     """The process group of a run of one rank, in this process, which has one thread."""
     import torch.distributed as dist
 
-    from lib.common import start_distributed
+    from nanoorz.ranks import start_distributed
 
     if not dist.is_initialized():
         start_distributed()

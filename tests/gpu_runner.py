@@ -16,7 +16,7 @@ from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lib.common import gather
+from nanoorz.ranks import gather
 
 # `make test-slow` installs Triton here. In site-packages other code would find Triton too.
 TRITON = f"{sys.prefix}/triton"

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 import ppo
 import reward
 import train
-from lib import check, models
-from lib.common import UserError, start_distributed
+from nanoorz import families, models
+from nanoorz.ranks import UserError, start_distributed
 from rollout import Sampler, make_requests, problem_seeds
 from tools.bench import held_gib
 
@@ -92,7 +92,7 @@ def scales(model) -> float:
 
 def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
-    check.fill_in(cfg)
+    families.fill_in(cfg)
     return measure_sampler(cfg)
 
 

@@ -26,8 +26,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import ppo
-from lib import common, models
-from lib.common import gather
+from nanoorz import models, ranks
+from nanoorz.ranks import gather
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
 SGD_KINDS = ("step", "nonfinite", "bf16")  # their update is the gradient itself
@@ -205,7 +205,7 @@ def cell_nonfinite(cfg, spec) -> dict:
     raised = ""
     try:
         ppo.update(engine, loss_fn, batch, batch.all_indices(), LR, cfg)
-    except (FloatingPointError, common.UserError) as error:
+    except (FloatingPointError, ranks.UserError) as error:
         raised = str(error)
     unchanged = all(map(torch.equal, before.values(), weights(engine).values()))
     return {"ranks": gather((raised, unchanged))}
@@ -302,8 +302,8 @@ def run(cell: dict) -> dict:
 
 
 if __name__ == "__main__":
-    common.PATIENCE = timedelta(seconds=120)  # a hang becomes an error
-    common.start_distributed()
+    ranks.PATIENCE = timedelta(seconds=120)  # a hang becomes an error
+    ranks.start_distributed()
     folder = Path(sys.argv[1])
     for job in json.loads((folder / "cells.json").read_text()):
         result = run(job)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import ckpt
 import ppo
-from lib import models, reshard
-from lib.common import start_distributed
+from nanoorz import models, reshard
+from nanoorz.ranks import start_distributed
 
 shipped_config = models.engine_config
 

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 import ppo
 import reward
 import train
-from lib import check, models
-from lib.common import Stopped, UserError, start_distributed, stop_together
-from lib.head import ChunkedHead
-from lib.metrics import Clock
-from lib.signals import Signals
+from nanoorz import families, models
+from nanoorz.log import Clock
+from nanoorz.process import Signals
+from nanoorz.ranks import Stopped, UserError, start_distributed, stop_together
 from rollout import Rollout, Sampler, make_requests, problem_seeds
 
 # After rollout.py, whose settings vLLM reads.
@@ -81,7 +80,7 @@ def mixed_requests(problems, longest: int) -> list:
     """For each problem a request of each kind."""
     seeds = problem_seeds(1, 2, "train", len(problems))
     requests = make_requests(problems, seeds, len(KINDS), longest, 1.0, 1.0)
-    return [dataclasses.replace(request, **KINDS[request.index]) for request in requests]
+    return [dataclasses.replace(request, **KINDS[request.sample_number]) for request in requests]
 
 
 @torch.no_grad()
@@ -108,7 +107,7 @@ def of_sampler(sampler, policy, requests, problems) -> dict:
     cfg.max_len = 20
     found["limits"] = generated(sampler, limited)
     ended = {}
-    generated(sampler, limited, ended, stopped=lambda: len(ended) > 0)
+    generated(sampler, limited, ended, must_stop=lambda: len(ended) > 0)
     found["stopped"] = ended
     cfg.max_len = 512
     # The requests of `together` in another order, and fewer of them, after a call that was stopped.
@@ -219,7 +218,8 @@ def find_all(rollout, policy, problems) -> dict:
 
     found |= of_sampler(sampler, policy, requests, problems)
     sampler.sync(models.named_weights(policy))
-    with mock.patch.object(ChunkedHead, "scale", 1.5):
+    head = policy.module.model.get_output_embeddings()
+    with mock.patch.object(head, "scale", 1.5):
         found["another head"] = said(train.check_sampler, sampler, policy, problems, cfg)
     with mock.patch.object(ppo.MicroBatch, "model_inputs", without_positions):
         found["a leak"] = said(train.check_sampler, sampler, policy, problems, cfg)
@@ -232,7 +232,7 @@ def find_all(rollout, policy, problems) -> dict:
 def main(find, out: str, *argv: str) -> None:
     """find: what a worker finds with (rollout, policy, problems)."""
     cfg = train.parse_flags(list(argv))
-    check.fill_in(cfg)
+    families.fill_in(cfg)
     rank, _, _, store = start_distributed()
     rollout = Rollout(reward, Signals(store), cfg)
     policy = models.make_policy(cfg)

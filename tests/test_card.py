@@ -9,7 +9,7 @@ import psutil
 import pytest
 from conftest import ROOT, start_python, wait_until
 
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tools import card
 
 

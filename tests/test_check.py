@@ -12,9 +12,11 @@ import transformers
 from conftest import config
 from safetensors.torch import load_file, save_file
 
+import ckpt
 import train
-from lib import check
-from lib.common import UserError
+from nanoorz import families
+from nanoorz import flags as flags_file
+from nanoorz.ranks import UserError
 from reward import Problem
 
 ON_GPU = {"bf16": True, "zero_stage": 2}
@@ -77,7 +79,7 @@ REFUSED = [
 @pytest.mark.parametrize("flags, words", REFUSED, ids=str)
 def test_flags_that_cannot_work_are_refused_in_one_line(flags, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    monkeypatch.setattr(flags_file, "find_spec", lambda name: None)
     cfg = config(**flags)
     first = next(iter(flags))
     with pytest.raises(UserError, match=f"^--{first} {getattr(cfg, first)}: .*{words}.*$"):
@@ -98,7 +100,7 @@ def test_what_is_rarely_meant_is_accepted_with_a_warning(process_group, capsys):
         sets = {"mine": [Problem(0, q, "1", q) for q in held_out]}
         same = {"critic_learning_rate": 5e-6, "critic_updates": 12, "rollout_batch_size": 4}
         cfg = config(**same | flags)
-        check.warn(cfg, problems, sets)
+        flags_file.warn(cfg, problems, sets)
         return capsys.readouterr().out.splitlines()
 
     assert warnings() == warnings(estimator="grpo") == warnings(lambd=0.9) == []
@@ -140,7 +142,7 @@ def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path
     model.save_pretrained(folder)
     save_file({}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"^--model, --critic: {folder} .*{words}.*$"):
-        check.load_config(str(folder))
+        families.load_config(str(folder))
 
 
 FILES = [
@@ -169,7 +171,7 @@ def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, names, word
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
     with pytest.raises(UserError, match=f"^--model, --critic: {tmp_path} cannot be .*{words}"):
-        check.load_config(str(tmp_path))
+        families.load_config(str(tmp_path))
 
 
 def test_the_advice_on_other_weights_works(tmp_path):
@@ -179,34 +181,39 @@ def test_the_advice_on_other_weights_works(tmp_path):
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError) as refused:
-        check.load_config(str(folder))
+        families.load_config(str(folder))
     command = str(refused.value).partition("convert them: ")[2].replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert check.load_config(str(folder)).model_type == "qwen2"
+    assert families.load_config(str(folder)).model_type == "qwen2"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
     model.save_pretrained(tmp_path / "two", max_shard_size="50KB")
     assert len([*(tmp_path / "two").glob("*.safetensors")]) > 1
-    check.load_config(str(tmp_path / "two"))
+    families.load_config(str(tmp_path / "two"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_counted_without_memory(tmp_path, tied):
     model = transformers.AutoModelForCausalLM.from_pretrained(maker.make_model(tmp_path, tied=tied))
     # parameters() has a tied weight once.
-    assert check.count_parameters(model.config) == sum(p.numel() for p in model.parameters())
-    assert all(p.is_meta for p in check.skeleton(model.config).parameters())
+    assert families.count_parameters(model.config) == sum(p.numel() for p in model.parameters())
+    assert all(p.is_meta for p in families.skeleton(model.config).parameters())
 
 
 def test_the_space_needed_counts_the_checkpoints_to_come(tmp_path):
     larger = str(maker.make_model(tmp_path / "larger"))
     smaller = str(maker.make_model(tmp_path / "smaller", hidden=32))
-    policy = 16 * check.count_parameters(check.load_config(larger))
-    critic = 16 * check.count_parameters(check.load_config(smaller))
+    policy = 16 * families.count_parameters(families.load_config(larger))
+    critic = 16 * families.count_parameters(families.load_config(smaller))
 
     def needed(has_critic, present, **changes):
-        cfg = train.Config(model=larger, **{"keep_last": 1} | changes)
-        return check.needed_bytes(cfg, has_critic, present)
+        run_dir = tmp_path / f"run_{present}"
+        for step in range(present):
+            (run_dir / f"step_{step:06d}").mkdir(parents=True, exist_ok=True)
+        cfg = train.Config(model=larger, run_dir=str(run_dir), **{"keep_last": 1} | changes)
+        cfg.estimator = "gae" if has_critic else "grpo"
+        parameters = train.count_parameters(cfg)
+        return ckpt.needed_bytes(run_dir, cfg.keep_last, cfg.resume, parameters)
 
     assert needed(True, 5, keep_last=0) == 2 * policy, "without a bound it is room for one"
     assert needed(True, 0) == 4 * policy, "one is kept and one is written"

@@ -5,6 +5,7 @@ And every way to break one that a disk or a user can think of.
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import re
@@ -19,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import ckpt
 import train
-from ckpt import RunState
-from lib.common import Stopped, UserError
-from lib.flags import flags_of
-from lib.resuming import find_changes
+from ckpt import RunState, find_changes
+from nanoorz.families import Plain
+from nanoorz.flags import flags_of
+from nanoorz.ranks import Stopped, UserError
 from tools import convert
 
 LEARNING = flags_of(train.Learning())
@@ -144,7 +145,7 @@ def calls(tmp_path, monkeypatch):
         note("fsync", Path(os.readlink(f"/proc/self/fd/{handle}")))
 
     def note_rename(source, target):
-        assert ckpt.manifest(Path(source)), "what gets its name must be complete"
+        assert ckpt.read_manifest(Path(source)), "what gets its name must be complete"
         rename(source, target)
         note("rename", Path(target))
 
@@ -181,7 +182,8 @@ def test_all_files_are_flushed_before_a_checkpoint_gets_its_name(group, tmp_path
     assert tmp_path / "metrics.jsonl" in flushed
     assert names[renamed + 1 :] == [("fsync", tmp_path)]
     files = {str(path.relative_to(final)) for path in final.rglob("*") if path.is_file()}
-    assert files == {"manifest.json", *ckpt.manifest(final)}, "all but itself has its hash there"
+    names_there = {"manifest.json", *ckpt.read_manifest(final)}
+    assert files == names_there, "all but itself has its hash there"
 
     calls.clear()
     convert.reshard(tmp_path)
@@ -227,7 +229,9 @@ def test_an_export_to_a_full_disk_is_a_user_error(group, tiny, small_disk):
     model = AutoModelForCausalLM.from_pretrained(tiny["model"])
     fill(small_disk, room=0)
     with pytest.raises(UserError, match="policy is NOT written: .*No space left"):
-        ckpt.export(small_disk / "policy", model, model.named_parameters(), maker.char_tokenizer())
+        save_model = functools.partial(Plain(None).save, model)
+        weights = model.named_parameters()
+        ckpt.export(small_disk / "policy", save_model, weights, maker.char_tokenizer())
 
 
 # ---- resume --------------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(group, copy, how, caps
     victim.unlink()
     if how != "missing":
         victim.write_bytes(content[: len(content) // 2] if how == "cut" else content)
-    assert bool(ckpt.manifest(newest)) == (how == "flipped")
+    assert bool(ckpt.read_manifest(newest)) == (how == "flipped")
     assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
     told = "does not match its hash" if how == "flipped" else "files are missing or cut short"
     assert told in capsys.readouterr().out
@@ -486,14 +490,14 @@ def test_a_new_run_sets_all_of_an_earlier_run_aside_together_and_says_so(tmp_pat
 def test_a_folder_that_cannot_be_flushed_is_told_of_a_step_that_is_saved(
     group, tmp_path, monkeypatch, capsys
 ):
-    fsync = ckpt.fsync
+    flush = ckpt.flush
 
     def fail(path):
         if path == tmp_path:
             raise OSError("Input/output error")
-        fsync(path)
+        flush(path)
 
-    monkeypatch.setattr(ckpt, "fsync", fail)
+    monkeypatch.setattr(ckpt, "flush", fail)
     assert save(tmp_path, 1, group) is None
     said = capsys.readouterr().out
     assert "step_000001 is saved, but a loss of power could lose it: Input/output" in said

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import held_port, run_python, stand_in, start_python, wait_until
 
-from lib import common, signals
+from nanoorz import process, ranks
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -22,32 +22,32 @@ def test_an_error_of_several_ranks_is_reported_once(capsys, monkeypatch):
     # The store goes with rank 0, which has reported the error before.
     lost = mock.Mock(add=mock.Mock(side_effect=dist.DistNetworkError("connection reset")))
     for found, told in ((store, "error\n"), (store, ""), (lost, "")):
-        common.tell_once(found, "error")
+        ranks.tell_once(found, "error")
         assert capsys.readouterr().err == told
     # Before there is a store, one rank on each machine tells it. Without a launcher there is one.
     for local_rank, told in ((None, "early\n"), ("0", "early\n"), ("1", "")):
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         if local_rank:
             monkeypatch.setenv("LOCAL_RANK", local_rank)
-        common.tell_once(None, "early")
+        ranks.tell_once(None, "early")
         assert capsys.readouterr().err == told
 
 
 def test_half_of_a_launcher_s_variables_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"})
-    with pytest.raises(common.UserError, match="not LOCAL_RANK, MASTER_PORT: use .*$"):
-        common.start_distributed()
+    with pytest.raises(ranks.UserError, match="not LOCAL_RANK, MASTER_PORT: use .*$"):
+        ranks.start_distributed()
 
 
 def test_ranks_that_cannot_be_met_are_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(common, "PATIENCE", datetime.timedelta(seconds=1))
-    monkeypatch.setattr(common, "choose_device", lambda ranks_here: torch.device("cpu"))
+    monkeypatch.setattr(ranks, "PATIENCE", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "choose_device", lambda ranks_here: torch.device("cpu"))
     with held_port() as port:
         values = ("1", "1", "2", "127.0.0.1", port)
-        monkeypatch.setattr(os, "environ", dict(zip(common.ALONE, values)))
+        monkeypatch.setattr(os, "environ", dict(zip(ranks.WITHOUT_LAUNCHER, values)))
         line = f"cannot meet the other ranks at 127.0.0.1:{port}: .*$"
-        with pytest.raises(common.UserError, match=line):
-            common.start_distributed()
+        with pytest.raises(ranks.UserError, match=line):
+            ranks.start_distributed()
 
 
 def test_a_rank_has_its_share_of_the_cores_and_its_gpu(monkeypatch):
@@ -55,26 +55,26 @@ def test_a_rank_has_its_share_of_the_cores_and_its_gpu(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
     monkeypatch.setattr(torch, "cuda", mock.Mock(device_count=lambda: 2))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    device = common.choose_device(2)
+    device = ranks.choose_device(2)
     assert device == torch.device("cuda", 1)
     torch.set_num_threads.assert_called_with(3)
     torch.cuda.set_device.assert_called_with(device)
-    with pytest.raises(common.UserError, match=r"^8 ranks and 2 GPU\(s\) here: .*$"):
-        common.choose_device(8)
+    with pytest.raises(ranks.UserError, match=r"^8 ranks and 2 GPU\(s\) here: .*$"):
+        ranks.choose_device(8)
     torch.set_num_threads.assert_called_with(1)
 
 
 def test_seeds_are_the_same_in_every_process():
-    assert common.hash64(1, "a") == 2461651067226055738
+    assert ranks.hash64(1, "a") == 2461651067226055738
 
 
 def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
     """Else an old driver, or a job on the wrong machine, would train on the CPU without a word."""
-    common.check_stack("13.0", has_gpu=True)
+    ranks.check_stack("13.0", has_gpu=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(common.UserError, match="CUDA 13.0 .* driver 580 .* nvidia-smi.*$"):
-        common.choose_device(1)
+    with pytest.raises(ranks.UserError, match="CUDA 13.0 .* driver 580 .* nvidia-smi.*$"):
+        ranks.choose_device(1)
 
 
 @pytest.mark.parametrize("answer, is_told", [("exit 0", True), ("exit 9", False), (None, False)])
@@ -84,7 +84,7 @@ def test_a_torch_for_cpus_beside_a_gpu_warns(answer, is_told, tmp_path, monkeypa
         stand_in(tmp_path, "nvidia-smi", answer)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    common.check_stack(None, has_gpu=False)
+    ranks.check_stack(None, has_gpu=False)
     assert ("torch is built for CPUs" in capsys.readouterr().err) == is_told
 
 
@@ -108,8 +108,8 @@ def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
             return super().check(keys)
 
     store = Store()
-    assert signals.Signals(store).poll()
-    other = signals.Signals(store)
+    assert process.Signals(store).poll()
+    other = process.Signals(store)
     assert not dist.HashStore.check(store, ["stop"])
     assert other.poll() and other.poll(), "the second look tells the other ranks"
     assert dist.HashStore.check(store, ["stop"])
@@ -117,7 +117,7 @@ def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
 
 def test_only_a_second_interrupt_ends_a_rank_at_once(handlers, capfd):
     """The first interrupt may come after another signal, and must not cut off the save."""
-    mine = signals.Signals(dist.HashStore())
+    mine = process.Signals(dist.HashStore())
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         assert signal.getsignal(number) == mine.handle
         signal.raise_signal(number)
@@ -130,28 +130,28 @@ def test_only_a_second_interrupt_ends_a_rank_at_once(handlers, capfd):
 def test_stop_together_stops_all_ranks_for_an_error_of_one(process_group, monkeypatch, capfd):
     """If one rank alone raised its error, the others would wait, and nothing would be saved. An
     error counts more than a signal to another rank."""
-    with common.stop_together():
+    with ranks.stop_together():
         pass
     faults = {
-        common.UserError("this cannot work"): "this cannot work",
+        ranks.UserError("this cannot work"): "this cannot work",
         ValueError("of\nthis rank"): r"ValueError: of this rank \(.*test_common.py, line \d+\)",
         # All ranks have agreed on it already.
-        common.Stopped(): "None",
+        ranks.Stopped(): "None",
     }
     for error, fault in faults.items():
-        with pytest.raises(common.Stopped, match=f"^{fault}$"), common.stop_together():
+        with pytest.raises(ranks.Stopped, match=f"^{fault}$"), ranks.stop_together():
             raise error
     assert capfd.readouterr().err.count("Traceback") == 1, "what is no UserError has a traceback"
-    others = [(True, None), (False, "of another rank")]
-    monkeypatch.setattr(common, "gather", lambda mine: [mine, *others])
-    with pytest.raises(common.Stopped, match="^of another rank$"), common.stop_together():
+    others = [(True, None, ""), (False, "of another rank", "")]
+    monkeypatch.setattr(ranks, "gather", lambda mine: [mine, *others])
+    with pytest.raises(ranks.Stopped, match="^of another rank$"), ranks.stop_together():
         pass
 
 
 # ---- before the slow imports ---------------------------------------------------------------------
 
 IN_C = """import ctypes
-from lib.signals import leave_on_signals
+from nanoorz.process import leave_on_signals
 leave_on_signals()
 print("ready", flush=True)
 mutex = ctypes.create_string_buffer(256)
@@ -192,18 +192,18 @@ def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local
 
 
 IN_COLLECTIVE = """import os, signal
-from lib.signals import leave_on_signals
+from nanoorz.process import leave_on_signals
 leave_on_signals()
-from lib import common
-from lib.advice import print_crash
-rank, *_ = common.start_distributed()
+from nanoorz import ranks
+from nanoorz.ranks import print_crash
+rank, *_ = ranks.start_distributed()
 try:
     if rank == 0:
-        common.gather("both are here")
+        ranks.gather("both are here")
         print("ready", flush=True)
         signal.pause()
     for _ in range(2):
-        common.gather("both are here")
+        ranks.gather("both are here")
 except Exception as error:
     print_crash(error)
     os._exit(1)  # as train.py ends
@@ -230,11 +230,11 @@ def test_a_signal_that_the_thread_of_the_start_up_gets_later_stops_the_run(handl
     """The kernel may choose that thread, where the main one has another signal. It would end the
     rank at once, unsaved."""
     exits = []
-    monkeypatch.setattr(signals.os, "_exit", exits.append)
+    monkeypatch.setattr(process.os, "_exit", exits.append)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    thread = threading.Thread(target=signals.leave, daemon=True)
+    thread = threading.Thread(target=process.leave, daemon=True)
     thread.start()
-    mine = signals.Signals(dist.HashStore())
+    mine = process.Signals(dist.HashStore())
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOPS)
     signal.pthread_kill(thread.ident, signal.SIGUSR1)
     thread.join()
@@ -243,7 +243,7 @@ def test_a_signal_that_the_thread_of_the_start_up_gets_later_stops_the_run(handl
 
 
 READ_BACK = """import ctypes
-from lib.signals import follow_launcher
+from nanoorz.process import follow_launcher
 follow_launcher()
 number = ctypes.c_int(-1)
 PR_GET_PDEATHSIG = 2

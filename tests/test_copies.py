@@ -1,4 +1,4 @@
-"""Stages are copied into an empty folder, with what they need of lib/, and work there.
+"""Stages are copied into an empty folder, with what they need of nanoorz/, and work there.
 
 test_structure.py tells which file needs which. test_resume.py has a copy of rollout.py.
 """
@@ -9,13 +9,13 @@ from conftest import ROOT, run_python
 from test_contributing import EXAMPLES
 from tiny import make_model
 
-LIB = ("lib/common.py", "lib/equal.py", "lib/algebra.py")
+LIB = ("nanoorz/ranks.py", "nanoorz/equal.py", "nanoorz/algebra.py")
 USE = """
 from pathlib import Path
 
 import ckpt
 import reward
-from lib.common import start_distributed
+from nanoorz.ranks import start_distributed
 
 start_distributed()
 assert reward.is_equiv("1/2", "0.5") and reward.is_equiv("2x", "x+x")
@@ -44,8 +44,8 @@ assert len([*ppo.micro_batches(batch, batch.all_indices(), recipe)]) == 1
 
 
 def test_the_page_s_loop_around_ppo_learns_from_samples_that_do_not_see_each_other(tmp_path):
-    (tmp_path / "lib").mkdir()
-    for name in ("ppo.py", "lib/common.py", "lib/flags.py"):
+    (tmp_path / "nanoorz").mkdir()
+    for name in ("ppo.py", "nanoorz/ranks.py", "nanoorz/flags.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     make_model(tmp_path / "out" / "run" / "policy")
     done = run_python("-c", EXAMPLES["copy"] + COMPARE, cwd=tmp_path, env={"PYTHONPATH": ""})
@@ -53,7 +53,7 @@ def test_the_page_s_loop_around_ppo_learns_from_samples_that_do_not_see_each_oth
 
 
 def test_stages_work_in_a_folder_of_their_own(tmp_path):
-    (tmp_path / "lib").mkdir()
+    (tmp_path / "nanoorz").mkdir()
     for name in ("reward.py", "ckpt.py", *LIB):
         shutil.copy(ROOT / name, tmp_path / name)
     run_python("-c", USE, cwd=tmp_path, env={"PYTHONPATH": ""})

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tasks import countdown
 
 MINI = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}

@@ -11,7 +11,7 @@ from conftest import ROOT, run_python
 
 import train
 from docs import critic, race
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tools import lab
 
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md"]

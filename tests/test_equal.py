@@ -1,4 +1,4 @@
-"""lib/equal.py: its rules. lib/algebra.py: the worker process. Both against hostile text.
+"""nanoorz/equal.py: its rules. nanoorz/algebra.py: the worker process. Both against hostile text.
 
 tests/data/answers.txt is the contract of is_equiv: add a pair there.
 """
@@ -14,7 +14,7 @@ import pytest
 from conftest import DATA, jsonl, run_python
 
 import reward
-from lib import equal
+from nanoorz import equal
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_quick_verdict_takes_bounded_time(piece):
 WATCHED_WORKER = """
 import sys
 import sympy
-from lib import algebra
+from nanoorz import algebra
 
 def hook(event, args):
     if event == "compile" and any(code in str(args[0]) for code in ("zqz", "31415")):

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 from conftest import ROOT, SMALL, arguments, config, jsonl, launch, run_ranks
 
-from lib.common import Stopped, UserError
-from lib.flags import flags_of
+from nanoorz.flags import flags_of
+from nanoorz.ranks import Stopped, UserError
 from tools import evaluate
 
 TOOL = ROOT / "tools" / "evaluate.py"
@@ -79,7 +79,7 @@ MINE = """\"\"\"A copy.\"\"\"
 from dataclasses import dataclass
 
 import ppo
-from lib.flags import flag
+from nanoorz.flags import flag
 
 
 @dataclass
@@ -112,9 +112,8 @@ def test_variants_of_an_older_version_are_left_out(run, alone, capsys):
     cfg, step = evaluate.read_flags([str(run)])
     assert (step, cfg.model, cfg.eval_n, cfg.variant) == (7, f"{run}/policy", 4, [])
     left_out, _, unknown = capsys.readouterr().out.splitlines()
-    assert (
-        left_out == f"{run}: its variants are files of functions, which are not read any more: mine"
-    )
+    told = "its variants are too old for this version, and are not read: mine"
+    assert left_out == f"{run}: {told}"
     assert unknown.endswith("not known: bonus, of_another_version")
 
 

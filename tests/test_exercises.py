@@ -40,7 +40,7 @@ import statistics
 from dataclasses import dataclass
 
 import ppo
-from lib.flags import flag
+from nanoorz.flags import flag
 
 
 @dataclass
@@ -100,6 +100,6 @@ def test_exercises_fail_as_shipped_and_pass_once_all_are_solved(tmp_path):
     assert verdicts(ROOT) == dict.fromkeys("1234567", "FAILED")
     for name in ("ppo.py", "reward.py"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "lib", tmp_path / "lib")
+    shutil.copytree(ROOT / "nanoorz", tmp_path / "nanoorz")
     solve(tmp_path, range(1, 8))
     assert verdicts(tmp_path) == dict.fromkeys("1234567", "PASSED")

@@ -21,11 +21,17 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckpt
 import ppo
-from lib import check
-from lib.attention import packed_attention
-from lib.common import UserError
-from lib.families import PACKED
-from lib.models import Policy, last_hidden_state, load_model, make_policy, named_weights
+from nanoorz import families as library
+from nanoorz.families import PACKED
+from nanoorz.models import (
+    Policy,
+    last_hidden_state,
+    load_model,
+    make_policy,
+    named_weights,
+    packed_attention,
+)
+from nanoorz.ranks import UserError
 
 PAGE = ROOT / "docs" / "models.md"
 FILE = "model.safetensors"
@@ -46,7 +52,7 @@ def folder_of(tmp_path_factory):
 
 def filled_in(folder, **flags):
     cfg = config(folder, attention="auto", **flags)
-    check.fill_in(cfg)
+    library.fill_in(cfg)
     return cfg
 
 
@@ -90,7 +96,8 @@ def test_rows_equal_single_samples(name, folder_of, process_group):
     expected = gradient_of(slow.parameters())
     for checkpointing in (False, True):
         cfg = filled_in(folder, gradient_checkpointing=checkpointing, packing_max_len=100)
-        policy = Policy(load_model(cfg, AutoModelForCausalLM))
+        family = library.find_family(folder)
+        policy = Policy(load_model(cfg, family, AutoModelForCausalLM), family)
         policy.device = torch.device("cpu")
         got = ppo.compute_logprobs(policy, batch, cfg)
         torch.testing.assert_close(got.double(), logprobs.detach(), rtol=0, atol=2e-5)
@@ -164,8 +171,9 @@ def test_varlen_gets_the_borders_and_the_window_in_each_layer(name, folder_of, m
         calls.append((module.layer_idx, options.get("sliding_window")))
         return packed_attention(module, query, key, value, mask, **options)
 
-    monkeypatch.setattr("lib.attention.packed_attention", spy)
-    body = load_model(cfg, AutoModelForCausalLM).base_model
+    monkeypatch.setattr("nanoorz.models.packed_attention", spy)
+    family = library.find_family(cfg.model)
+    body = family.body(load_model(cfg, family, AutoModelForCausalLM))
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         last_hidden_state(body, micro).sum().backward()
     _, fields = families.FAMILIES[name]
@@ -197,7 +205,7 @@ def test_auto_is_what_the_models_need(folder_of, tiny, monkeypatch):
     ]:
         cfg = config(folder_of(name), attention=attention)
         with pytest.raises(UserError, match=f"^--attention {attention}: .*{words}$"):
-            check.fill_in(cfg)
+            library.fill_in(cfg)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -261,7 +269,7 @@ def test_two_updates_and_an_export_without_a_sampler(name, folder_of, tmp_path, 
     ppo.compute_advantages(batch, cfg)
     for step in range(2):
         cfg.train_policy(policy, batch, step, total_steps=2)
-    ckpt.export(tmp_path, policy.module.model, named_weights(policy), maker.char_tokenizer())
+    ckpt.export(tmp_path, policy.module.save, named_weights(policy), maker.char_tokenizer())
     check_export(name, folder, tmp_path)
     # The exported folder is a base model of the same kind.
     again = make_policy(filled_in(tmp_path))

@@ -11,12 +11,13 @@ import torch
 from conftest import config
 from gpu_worker import distance, make_batch, worker
 from torch.nn.functional import cosine_similarity, linear
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 import ppo
-from lib import models
-from lib.attention import packed_attention, register
-from lib.head import ChunkedLogprob
+from nanoorz import models
+from nanoorz.families import Plain
+from nanoorz.head import ChunkedLogprob
+from nanoorz.models import packed_attention
 from tools import bench, memory
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -76,8 +77,8 @@ def test_packed_logprobs_are_those_of_single_rows(bf16, device, folder_of, proce
     single = config(**changes, packing_max_len=8)
     dtype = torch.bfloat16 if bf16 else torch.float32
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype, attn_implementation="sdpa")
-    policy = models.Policy(model.to(device))
-    register()
+    policy = models.Policy(model.to(device), Plain(cfg.model))
+    AttentionInterface.register("varlen", packed_attention)
     batch = make_batch(device, 12, longest, 60)
     assert len([*ppo.micro_batches(batch, batch.all_indices(), cfg)]) < len(batch.sample_lengths)
     expected = ppo.compute_logprobs(policy, batch, single)  # (T,)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL, arguments, jsonl, run_python, run_tool, start_python, wait_until
 
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tools import base_model, lab
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -216,19 +216,19 @@ def test_a_copy_of_the_code_is_kept_and_other_code_is_refused(tmp_path, monkeypa
     out = tmp_path / "my out"
     checkout = tmp_path / "checkout"
     monkeypatch.setattr(lab, "ROOT", checkout)
-    for path in ("lib/a.py", "tasks/a.py", "tools/a.py", "variants/a.py", "a.py"):
+    for path in ("nanoorz/a.py", "tasks/a.py", "tools/a.py", "variants/a.py", "a.py"):
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
         (checkout / path).write_text(path)
     # A laboratory was killed while it copied.
-    (out / "code.part" / "lib").mkdir(parents=True)
-    (out / "code.part" / "lib" / "old.py").touch()
+    (out / "code.part" / "nanoorz").mkdir(parents=True)
+    (out / "code.part" / "nanoorz" / "old.py").touch()
     lab.keep_code(out)
     assert not list(out.rglob("old.py"))
     # Each setting keeps the texts of its variants.
     (checkout / "variants" / "a.py").write_text("# an edit")
     lab.keep_code(out)
     assert (out / "code" / "a.py").read_text() == "a.py"
-    for path in (checkout / "lib" / "a.py", out / "code" / "a.py"):
+    for path in (checkout / "nanoorz" / "a.py", out / "code" / "a.py"):
         text = path.read_text()
         path.write_text("# an edit")
         with pytest.raises(UserError, match="choose another --out, or go on with the copy: python"):

@@ -1,4 +1,4 @@
-"""lib/head.py, lib/attention.py and lib/models.py against full logits and padded batches, in the
+"""nanoorz/head.py, nanoorz/models.py against full logits and padded batches, in the
 order of their functions. test_ppo.py has what needs ranks or ZeRO's stages.
 """
 
@@ -25,9 +25,10 @@ from transformers import (
 
 import ckpt
 import ppo
-from lib.common import UserError
-from lib.head import ChunkedHead, ChunkedLogprob
-from lib.models import Critic, Policy, load_model, make_critic, make_policy, named_weights
+from nanoorz.families import Plain, Special, find_family
+from nanoorz.head import ChunkedHead, ChunkedLogprob
+from nanoorz.models import Critic, Policy, load_model, make_critic, make_policy, named_weights
+from nanoorz.ranks import UserError
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,8 @@ def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
 
 def test_a_pass_without_gradients_computes_no_entropy():
     """The log-probs of a pass without gradients are those of an update to the bit."""
-    head = ChunkedHead(24, 97, bias=False)
-    hidden, _, ids = draw(50, 24, 97)
+    hidden, weight, ids = draw(50, 24, 97)
+    head = ChunkedHead(torch.nn.Parameter(weight))
     logged, _ = head(hidden, ids, 0.6)
     with torch.no_grad():
         logprobs, entropy = head(hidden, ids, 0.6)
@@ -111,14 +112,15 @@ def test_chunked_head_sums_bf16_gradients_in_fp32():
 def unpacked(folder) -> tuple[torch.Tensor, torch.Tensor]:
     """Naive log-probs and values, (T,) each."""
     batch = make_batch()
-    head = Critic(naive.load(folder, AutoModel), seed=5).value_head.weight.detach()
+    head = Critic(naive.load(folder, AutoModel), Plain(folder), seed=5).value_head.weight.detach()
     with torch.no_grad():
         logprobs, _ = naive.logprobs(naive.load(folder), batch, config().temperature)
         return logprobs, naive.values(naive.load(folder, AutoModel), head, batch)
 
 
 def load(folder, auto_class, attention: str, **settings):
-    return load_model(config(folder, attention=attention, **settings), auto_class)
+    cfg = config(folder, attention=attention, **settings)
+    return load_model(cfg, find_family(folder), auto_class)
 
 
 # varlen comes first: nobody has registered it before load_model does.
@@ -129,8 +131,9 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
     and without borders under varlen. A value is read before its token,
     because a baseline that knew the token would teach nothing."""
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)
-    policy = Policy(load(models[False], AutoModelForCausalLM, attention))
-    critic = Critic(load(models[False], AutoModel, attention), seed=5)
+    family = find_family(models[False])
+    policy = Policy(load(models[False], AutoModelForCausalLM, attention), family)
+    critic = Critic(load(models[False], AutoModel, attention), family, seed=5)
     logprobs, values = unpacked(models[False])
     got = ppo.compute_logprobs(policy, make_batch(), cfg)
     torch.testing.assert_close(got.double(), logprobs, rtol=0, atol=2e-5)
@@ -156,7 +159,7 @@ def test_varlen_equals_sdpa(version, checkpointing, tmp_path, process_group, mon
     results = []
     for attention in ("sdpa", "varlen"):
         model = load(folder, AutoModelForCausalLM, attention, gradient_checkpointing=checkpointing)
-        policy = Policy(model)
+        policy = Policy(model, Special(folder))
         for layer in model.base_model.layers:
             # Not the usual one over the root of D: some models have their own.
             layer.self_attn.scaling = 0.3
@@ -173,9 +176,10 @@ def test_a_model_with_its_own_attention_is_refused_in_one_line(tmp_path):
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     StableLmForCausalLM(StableLmConfig(**shape, **heads)).save_pretrained(tmp_path)
-    load_model(config(tmp_path), AutoModelForCausalLM)
+    family = Special(tmp_path)
+    load_model(config(tmp_path), family, AutoModelForCausalLM)
     with pytest.raises(UserError, match="has attention code of its own: add --attention sdpa"):
-        load_model(config(tmp_path, attention="varlen"), AutoModelForCausalLM)
+        load_model(config(tmp_path, attention="varlen"), family, AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize("form", ["ours", "orz", "classifier"])
@@ -193,7 +197,8 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     folder.mkdir()
     if form == "ours":
         weights["value_head.weight"] = head
-        ckpt.write_export(folder, model, weights, maker.char_tokenizer())
+        save_model = functools.partial(Plain(None).save, model)
+        ckpt.write_export(folder, save_model, weights, maker.char_tokenizer())
     elif form == "orz":
         model.save_pretrained(folder)
         weights = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -215,7 +220,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
 
     out = tmp_path / "exported"
-    ckpt.export(out, engine.module.model, named_weights(engine), maker.char_tokenizer())
+    ckpt.export(out, engine.module.save, named_weights(engine), maker.char_tokenizer())
     names = {"value_head.weight", "value_head.bias"} if bias else {"value_head.weight"}
     assert load_file(out / "value_head.safetensors").keys() == names
     assert not names & load_file(out / "model.safetensors").keys()
@@ -258,7 +263,7 @@ def test_a_folder_whose_weights_have_other_names_is_refused(stage, models, tmp_p
 
 def test_the_bucket_of_zero_2_holds_each_gradient(models, process_group, monkeypatch):
     """DeepSpeed reduced a larger gradient where it lay, and could free it too early on a GPU."""
-    monkeypatch.setattr("lib.models.BUCKET", 100)
+    monkeypatch.setattr("nanoorz.models.BUCKET", 100)
     learner = make_policy(config(models[False], zero_stage=2))
     largest = max(parameter.numel() for parameter in learner.module.parameters())
     assert learner.deepspeed.optimizer.reduce_bucket_size == largest > 100
@@ -275,6 +280,6 @@ def test_dropout_is_off(tmp_path):
     ids = torch.arange(1, 21)[None]
     dropping = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").train()
     assert not torch.equal(dropping(ids).logits, dropping(ids).logits), "there is none to turn off"
-    model = load_model(config(tmp_path), AutoModelForCausalLM)
+    model = load_model(config(tmp_path), Special(tmp_path), AutoModelForCausalLM)
     first, second = (model.base_model(ids).last_hidden_state for _ in range(2))
     assert model.training and torch.equal(first, second)

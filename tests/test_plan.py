@@ -16,7 +16,7 @@ from conftest import ROOT, clean_environment, config, run_tool, stand_in
 from ppo_worker import make_batch
 
 import ppo
-from lib import models
+from nanoorz import models
 from tools import memory
 
 RECIPES = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "launch.sh")

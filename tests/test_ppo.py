@@ -1,7 +1,7 @@
 """ppo.py against the slow and obvious way (naive.py), in the order of its functions.
 
 A test that needs engines reads a cell of ppo_worker.py, which runs on real DeepSpeed, with one rank
-or two. Cells of lib/head.py and lib/models.py are here too. The wide matrix: `pytest -m long`.
+or two. Cells of head.py and models.py are here, too. The wide matrix: `pytest -m long`.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from transformers import AutoModel
 
 import ppo
 import train
-from lib import common
-from lib.common import hash64
+from nanoorz import ranks
+from nanoorz.ranks import hash64
 
 
 def step(name: str, batch: str = "ragged", step=0, **settings) -> dict:
@@ -168,14 +168,14 @@ def test_each_sample_is_learnt_from_at_the_temperature_at_which_it_was_drawn(pro
     losses = []
 
     def policy(micro, temperature):
-        losses.append(-(8.0 * micro.mask / temperature).sum().item())
-        return 8.0 * micro.mask / temperature, micro.mask
+        losses.append(-(8.0 * micro.real / temperature).sum().item())
+        return 8.0 * micro.real / temperature, micro.real
 
     assert ppo.compute_logprobs(policy, batch, cfg).tolist() == [4, 4, 16, 16]
     micro = ppo.build_rows(batch, [[0, 1]])
     assert cfg.policy_loss(policy, batch, micro)[0].item() == losses[0] == -40
     samples[1].request.temperature = 0.0
-    with pytest.raises(common.UserError, match="samples with temperatures of 0.01 or more"):
+    with pytest.raises(ranks.UserError, match="samples with temperatures of 0.01 or more"):
         ppo.make_batch(samples, CPU, cfg)
 
 
@@ -260,7 +260,7 @@ def test_rows_of_one_sample_hold_no_more_tokens_than_packed_rows(seed, monkeypat
     ranks = micro_batches_of_all_ranks(monkeypatch, batch, batch.all_indices(), cfg, world)
     seen = []
     for micros in ranks:
-        real = [micro for micro in micros if micro.mask.any()]
+        real = [micro for micro in micros if micro.real.any()]
         lengths = [micro.input_ids.shape[1] for micro in real]
         assert lengths == sorted(lengths, reverse=True) and len(real) < 40 / world
         for micro in real:
@@ -297,7 +297,7 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
     ranks = micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world)
 
     assert len(set(map(len, ranks))) == 1, "ranks would wait for each other in ZeRO's collectives"
-    assert any(micros[-1].mask.any() for micros in ranks), "a filler on every rank"
+    assert any(micros[-1].real.any() for micros in ranks), "a filler on every rank"
     seen = []
     for micro in sum(ranks, []):
         ids, positions = micro.input_ids, micro.position_ids
@@ -307,11 +307,11 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
         assert micro.borders.tolist() == [*starts, ids.numel()]
         assert micro.borders.dtype == torch.int32
         assert micro.longest == int(micro.borders.diff().max()) and type(micro.longest) is int
-        lengths = [len(x) for x in (micro.token_ids, micro.flat_index, micro.mask)]
+        lengths = [len(x) for x in (micro.token_ids, micro.flat_index, micro.real)]
         assert lengths == [micro.predict.sum()] * 3 and lengths[0] > 0
-        if not micro.mask.any():
+        if not micro.real.any():
             continue
-        assert (micro.mask == 1).all()
+        assert (micro.real == 1).all()
         # Behind the first token of a sample its tokens and their positions count up.
         assert set(ids[(positions == 0) & (ids > 0)].tolist()) <= {ids[0] for ids in prompts}
         is_inside = (positions > 0) & (ids > 0)
@@ -715,7 +715,7 @@ def test_nan_or_inf_stops_all_ranks_with_unchanged_weights(job, results):
     assert [told in raised and unchanged for raised, unchanged in ranks] == [True, True]
 
 
-# ---- lib/models.py: bf16 and AdamW ---------------------------------------------------------------
+# ---- nanoorz/models.py: bf16 and AdamW -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1,4 +1,4 @@
-"""What a run says about itself: lib/metrics.py and lib/report.py, also on a disk that is full."""
+"""What a run says about itself: nanoorz/log.py, also on a disk that is full."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from conftest import config, fill, jsonl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
-from lib import metrics, report
+from nanoorz import log as log_file
 from reward import Problem
 from rollout import Request, Sample
 
@@ -34,39 +34,42 @@ def batch_of(samples: list) -> ppo.Batch:
     return ppo.make_batch(samples, torch.device("cpu"), cfg, rewards)
 
 
-# ---- lib/metrics.py ------------------------------------------------------------------------------
+# ---- the numbers ---------------------------------------------------------------------------------
 
 
 def test_a_phase_that_comes_twice_adds_up(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 10.0, 15.0, 20.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(log_file.time, "perf_counter", lambda: next(now))
     memory = iter([0.5, 0.25])
-    monkeypatch.setattr(metrics, "memory_in_use", lambda: next(memory))
-    clock = metrics.Clock(4)
+    monkeypatch.setattr(log_file, "memory_in_use", lambda: next(memory))
+    clock = log_file.Clock(4)
     for _ in range(2):
         with clock("rollout"):
             pass
     expected = {"seconds_rollout": 2 + 5, "memory_rollout": max(0.5, 0.25)}
-    assert metrics.of_time(clock, 100) == expected | {"seconds": 20, "tokens_per_second": 5}
+    expected |= {"seconds": 20, "tokens_per_second": 5}
+    assert log_file.numbers_of_time(clock, 100) == expected
 
 
 def test_memory_is_what_is_in_use_on_the_device(monkeypatch):
-    assert metrics.memory_in_use() == pytest.approx(psutil.Process().memory_info().rss / 2**30, 0.1)
+    assert log_file.memory_in_use() == pytest.approx(
+        psutil.Process().memory_info().rss / 2**30, 0.1
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    assert metrics.memory_in_use() == 50
+    assert log_file.memory_in_use() == 50
 
 
 def test_memory_and_non_finite_errors_say_their_phase_and_a_bug_does_not():
     advice = {FloatingPointError: "a learning rate may be too high"}
     advice[torch.cuda.OutOfMemoryError] = "lower --packing_max_len or "
     for kind in advice:
-        with pytest.raises(kind) as error, metrics.Clock(4)("policy"):
+        with pytest.raises(kind) as error, log_file.Clock(4)("policy"):
             raise kind("the gradient is not finite")
         (note,) = error.value.__notes__
         told = rf"in phase policy of step 4, with \d+\.\d GiB in use; {advice[kind]}"
         assert re.match(told, note)
-    with pytest.raises(KeyError) as error, metrics.Clock(4)("sync"):
+    with pytest.raises(KeyError) as error, log_file.Clock(4)("sync"):
         raise KeyError("a bug")
     assert not hasattr(error.value, "__notes__"), "a bug is not explained away"
 
@@ -84,12 +87,12 @@ def test_numbers_of_samples_are_those_worked_by_hand():
     expected = {"reward": 0.5, "paid": 0.375, "pass_at_n": 0.5, "truncated": 0.25, "answered": 0.75}
     expected |= {"response_length": 5, "length_right_mean": 4, "length_wrong_mean": 6, "words": 2}
     expected["total_length"] = 7
-    assert metrics.of_samples(samples, batch) == expected
-    line = metrics.of_samples(samples[3:], batch_of(samples[3:]))
+    assert log_file.numbers_of_samples(samples, batch) == expected
+    line = log_file.numbers_of_samples(samples[3:], batch_of(samples[3:]))
     assert line["length_wrong_mean"] == 4 and "length_right_mean" not in line
 
 
-# ---- lib/report.py -------------------------------------------------------------------------------
+# ---- the screen and the files --------------------------------------------------------------------
 
 
 def test_a_run_says_its_libraries_and_its_commit(tmp_path, monkeypatch):
@@ -97,17 +100,17 @@ def test_a_run_says_its_libraries_and_its_commit(tmp_path, monkeypatch):
     # A hook that runs the tests sets some of these.
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
-    (tmp_path / "report.py").write_text("")
+    (tmp_path / "log.py").write_text("")
     git = "git -c user.name=a -c user.email=a@b -c commit.gpgsign=false"
     command = f"git init -q && git add . && {git} commit -qm x"
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
-    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
-    assert re.fullmatch("[0-9a-f]{40}", report.versions()["git_commit"])
-    (tmp_path / "report.py").write_bytes(b"\xe4")
-    assert re.fullmatch("[0-9a-f]{40}-dirty", report.versions()["git_commit"])
+    monkeypatch.setattr(log_file, "__file__", str(tmp_path / "log.py"))
+    assert re.fullmatch("[0-9a-f]{40}", log_file.versions()["git_commit"])
+    (tmp_path / "log.py").write_bytes(b"\xe4")
+    assert re.fullmatch("[0-9a-f]{40}-dirty", log_file.versions()["git_commit"])
     monkeypatch.setenv("PATH", "")
-    assert "git_commit" not in report.versions()
-    assert report.versions()["torch"] == torch.__version__
+    assert "git_commit" not in log_file.versions()
+    assert log_file.versions()["torch"] == torch.__version__
 
 
 @pytest.fixture
@@ -117,8 +120,8 @@ def make_log(process_group):
     # It imports train.py here: accelerate must not find a stand-in for wandb.
     config()
 
-    def make(folder, **flags) -> report.RunLog:
-        return report.RunLog(folder, config(**flags), tokenizer)
+    def make(folder, **flags) -> log_file.RunLog:
+        return log_file.RunLog(folder, config(**flags), tokenizer)
 
     return make
 
@@ -147,10 +150,10 @@ def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatc
 
 
 def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):
-    monkeypatch.setattr(report.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(log_file.dist, "get_rank", lambda: 1)
     log = make_log(tmp_path)
     start(log, 0)
-    log.step(1, [sample()], batch_of([sample()]), {}, metrics.Clock(4))
+    log.step(1, [sample()], batch_of([sample()]), {}, log_file.Clock(4))
     log.evaluation("x", [sample()], 0)
     log.result(1)
     log.close()
@@ -164,7 +167,7 @@ def test_the_first_and_the_last_lines_of_a_run(make_log, tmp_path, capsys):
     start(log, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"], "--log_with none"
     written = json.loads((tmp_path / "config.json").read_text())
-    facts = {"world": 2, "variants": {}, "versions": report.versions()}
+    facts = {"world": 2, "variants": {}, "versions": log_file.versions()}
     assert written == vars(log.cfg) | facts
     log.result(5)
     result = json.loads((tmp_path / "result.json").read_text())
@@ -227,11 +230,11 @@ def test_a_step_is_a_line_with_all_its_numbers(
     batch = batch_of(samples)
     for offset, name in enumerate(("values", "logprobs", "advantages")):
         batch.per_token[name] = torch.arange(36.0) + offset
-    clock = metrics.Clock(4)
+    clock = log_file.Clock(4)
     clock.seconds = {"rollout": 0.05, "critic": 0.04, "policy": 1.0}
     clock.memory = dict.fromkeys(clock.seconds, 9.0)
     clock.numbers["reward_lost"] = 3
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock.start + 2)
+    monkeypatch.setattr(log_file.time, "perf_counter", lambda: clock.start + 2)
     log.step(7, samples, batch, {"policy_tokens": 30}, clock)
     (line,) = jsonl(tmp_path / "metrics.jsonl")
     numbers = {"step": 7, "reward": 0.25, "reward_lost": 3, "policy_tokens": 30}
@@ -260,7 +263,7 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
         for k, drawn in enumerate(samples):
             drawn.text = "x" * 999 + f"the answer is {k}."
             drawn.answer = "3" if answered and k == 3 else None
-        log.step(step, samples, batch_of(samples), {}, metrics.Clock(step))
+        log.step(step, samples, batch_of(samples), {}, log_file.Clock(step))
         said.append(capsys.readouterr().err)
     line = said[0].rstrip("\n")
     assert said == [f"{line}\n", "", "", ""], "one line, of the first step"

@@ -95,7 +95,7 @@ import sys
 from types import SimpleNamespace
 
 import rollout
-from lib.common import start_distributed
+from nanoorz.ranks import start_distributed
 
 start_distributed()
 cfg = SimpleNamespace(model=sys.argv[1], bf16=False, max_len=256, stop=[], enforce_eager=True)
@@ -106,14 +106,14 @@ cfg.sampling_params = lambda params, request: params
 sampler = rollout.Sampler(cfg)
 problem = SimpleNamespace(prompt_ids=sampler.tokenizer.encode("12+34"))
 requests = rollout.make_requests([problem], [0], 4, max_tokens=16, temperature=1.0, top_p=1.0)
-print(sorted(sample.request.index for _, sample in sampler.generate(requests)), flush=True)
+print(sorted(sample.request.sample_number for _, sample in sampler.generate(requests)), flush=True)
 """
 
 
 def check_copy_of_rollout(folder: Path, policy: Path):
-    """vLLM loads an export, and rollout.py works in a folder that has lib/common.py besides."""
-    (folder / "lib").mkdir(parents=True)
-    for name in ("rollout.py", "lib/common.py"):
+    """vLLM loads an export, and rollout.py works in a folder that has nanoorz/ranks.py besides."""
+    (folder / "nanoorz").mkdir(parents=True)
+    for name in ("rollout.py", "nanoorz/ranks.py"):
         shutil.copy(ROOT / name, folder / name)
     done = run_python("-c", USE_OF_ROLLOUT, policy, cwd=folder, env={"PYTHONPATH": ""})
     assert done.stdout.splitlines()[-1] == "[0, 1, 2, 3]"
@@ -162,7 +162,7 @@ def test_a_disk_that_fails_is_reported_on_every_rank(saved_by):
     for name in ("3_0", "3_1", "5_0", "5_1"):
         assert (run / f"{name}.txt").read_text() == "None"
     assert [path.name for path in ckpt.checkpoints(run)] == ["step_000005", "step_000003"]
-    assert all(ckpt.manifest(path) for path in ckpt.checkpoints(run))
+    assert all(ckpt.read_manifest(path) for path in ckpt.checkpoints(run))
     assert not list(run.glob(".saving_*"))
 
 

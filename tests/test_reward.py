@@ -18,8 +18,8 @@ import pytest
 from conftest import DATA, jsonl, run_python, wait_until
 
 import reward
-from lib import equal
-from lib.common import UserError
+from nanoorz import equal
+from nanoorz.ranks import UserError
 
 # ---- problems -----------------------------------------------------------------------------------
 

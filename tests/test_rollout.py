@@ -18,8 +18,8 @@ import torch
 from conftest import ROOT, SMALL, arguments, config, started_ranks
 
 import rollout
-from lib.common import UserError
-from lib.metrics import Clock
+from nanoorz.log import Clock
+from nanoorz.ranks import UserError
 from reward import Problem
 from rollout import Rollout, Sample
 
@@ -42,7 +42,7 @@ def test_a_step_asks_for_samples_of_the_next_problems():
         cfg = dataclasses.replace(CFG, seed=seed)
         requests = rollout.requests_of_step(problems, cfg, step)
         assert requests == rollout.requests_of_step(problems, cfg, step)
-        places = [(request.group, request.index) for request in requests]
+        places = [(request.group, request.sample_number) for request in requests]
         assert places == [(group, index) for group in range(4) for index in range(3)]
         chosen = [request.problem for request in requests[::3]]
         assert chosen == rollout.problems_of_step(problems, cfg, step)
@@ -305,7 +305,7 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
     one = SimpleNamespace(
         cfg=config(tensor_parallel=tensor_parallel),
         sampler=SimpleNamespace(generate=generate),
-        stopped=bool,
+        must_stop=bool,
         task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),
         grader=SimpleNamespace(submit=submit),
     )
@@ -327,7 +327,7 @@ def test_a_task_that_does_not_return_its_answers_is_refused_in_one_line(said):
     )
     (request,) = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
     with pytest.raises(UserError, match=f"^--task mine.py: .* returned {said}; .*`return answer`"):
-        rollout.grade(one, 0, Sample(request, [1], None, "", "stop"))
+        rollout.submit(one, 0, Sample(request, [1], None, "", "stop"))
 
 
 @pytest.mark.parametrize("tensor_parallel, stops", [(1, True), (2, False)])
@@ -335,7 +335,7 @@ def test_ranks_that_share_a_sampler_finish_their_rollout(tensor_parallel, stops)
     """Ranks that share a sampler must leave it at the same decode. A rank alone stops at once."""
     signals = SimpleNamespace(poll=lambda: True)
     one = SimpleNamespace(cfg=config(tensor_parallel=tensor_parallel), signals=signals)
-    assert Rollout.stopped(one) == stops
+    assert Rollout.must_stop(one) == stops
 
 
 # ---- check_sampler of train.py, which needs both in one process ----------------------------------
@@ -366,7 +366,7 @@ def test_parameters_of_another_temperature_than_the_requests_are_refused_in_one_
 
 CAUSES = {
     "one step behind": "sampler: vLLM computes other logits than transformers",
-    "another head": "head: lib/head.py computes other logits than transformers",
+    "another head": "head: nanoorz/head.py computes other logits than transformers",
     "a leak": "packing: the samples of a row see each other; add --packing alone",
 }
 

@@ -24,7 +24,7 @@ from subprocess import PIPE, Popen
 import pytest
 from conftest import ROOT, wait_until
 
-from lib.common import UserError
+from nanoorz.ranks import UserError
 from tasks import code as task
 from tasks import jail
 
@@ -261,8 +261,8 @@ else:
 
 TRAINER = """
 import json, os, select, socket, subprocess, sys, tempfile, types
-# The other user may have no torch, which all of lib/common.py would import.
-sys.modules["lib.common"] = types.SimpleNamespace(UserError=RuntimeError)
+# The other user may have no torch, which all of nanoorz/ranks.py would import.
+sys.modules["nanoorz.ranks"] = types.SimpleNamespace(UserError=RuntimeError)
 from tasks import code as task
 room = sys.argv[1]
 task.MODES, programs = json.load(open(f"{room}/job"))

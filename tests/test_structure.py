@@ -10,23 +10,23 @@ from conftest import ROOT
 import train
 
 STAGES = ("train", "rollout", "reward", "ppo", "ckpt")
-FOLDERS = ("lib", "tasks", "tools", "variants")
+FOLDERS = ("nanoorz", "tasks", "tools", "variants")
 # What a file may import of this repository, by its place in the house.
 BELOW = {
-    "tools": {*STAGES, "lib", "tasks", "tools"},
-    "train": {*STAGES, "lib"},
-    "tasks": {"reward", "lib", "tasks"},
-    "variants": {*STAGES, "lib", "tasks", "variants"},
-    "lib": {"lib"},
-} | dict.fromkeys(STAGES[1:], {"lib"})
-# A file is copied together with these. A copy of ckpt.py reshards nothing, and a copy of rollout.py
-# draws from models of text alone.
+    "tools": {*STAGES, "nanoorz", "tasks", "tools"},
+    "train": {*STAGES, "nanoorz"},
+    "tasks": {"reward", "nanoorz", "tasks"},
+    "variants": {*STAGES, "nanoorz", "tasks", "variants"},
+    "nanoorz": {"nanoorz"},
+} | dict.fromkeys(STAGES[1:], {"nanoorz"})
+# A file is copied together with these. Without families.py a copy of rollout.py draws
+# from models of text alone.
 COPIED_WITH = {
-    "rollout.py": {"lib.common", "lib.parts"},
-    "reward.py": {"lib.common", "lib.equal"},
-    "ppo.py": {"lib.common", "lib.flags"},
-    "ckpt.py": {"lib.common", "lib.resuming", "lib.reshard"},
-    "lib/head.py": set(),
+    "rollout.py": {"nanoorz.families", "nanoorz.process", "nanoorz.ranks"},
+    "reward.py": {"nanoorz.ranks", "nanoorz.equal"},
+    "ppo.py": {"nanoorz.ranks", "nanoorz.flags"},
+    "ckpt.py": {"nanoorz.ranks", "nanoorz.reshard", "nanoorz.variants"},
+    "nanoorz/head.py": set(),
 }
 
 FILES = [ROOT / f"{stage}.py" for stage in STAGES]
@@ -57,8 +57,8 @@ def test_a_file_can_be_copied():
         assert imports(ROOT / name) <= others, name
 
 
-def test_lib_has_no_circle():
-    graph = {f"lib.{path.stem}": imports(path) for path in (ROOT / "lib").glob("*.py")}
+def test_the_library_has_no_circle():
+    graph = {f"nanoorz.{path.stem}": imports(path) for path in (ROOT / "nanoorz").glob("*.py")}
     while graph:
         free = {name for name, needed in graph.items() if not needed & graph.keys()}
         assert free, f"these import each other: {sorted(graph)}"

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
 import train
-from lib import demo
-from lib.common import UserError
-from lib.flags import flags_of
+from nanoorz import demo
+from nanoorz.flags import flags_of
+from nanoorz.ranks import UserError
 from rollout import Sample, requests_of_step
 from tools.base_model import write_flags
 
@@ -172,8 +172,8 @@ def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, ca
 
     monkeypatch.setattr(train, "open_run_dir", lambda cfg: (tmp_path, None))
     monkeypatch.setattr(train.ckpt, "find_start", find_start)
-    monkeypatch.setattr(train, "Signals", lambda store: None)
-    monkeypatch.setattr(train.rollout_stage, "Rollout", mock.Mock(side_effect=StopIteration))
+    monkeypatch.setattr(train.process, "Signals", lambda store: None)
+    monkeypatch.setattr(train, "Rollout", mock.Mock(side_effect=StopIteration))
     with pytest.raises(StopIteration):
         train.main(cfg, *alone[1:])
     (tmp_path / "result.json").write_text("{}")
@@ -436,7 +436,7 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
 
     def draw(rollout, requests, clock):
         drawn.append(requests)
-        assert [(r.group, r.index) for r in requests[3:5]] == [(0, 3), (1, 0)]
+        assert [(r.group, r.sample_number) for r in requests[3:5]] == [(0, 3), (1, 0)]
         assert {(r.temperature, r.top_p, r.max_tokens) for r in requests} == {(0, 0.5, 32)}
         clock.numbers["reward_lost"] = clock.step
         return clock.step
@@ -456,7 +456,7 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
     assert len(set.union(*seeds)) == 7 * 8 * 4
     told = [call.args for call in log.evaluation.call_args_list]
     assert told == [("aime", 0, 0), ("math", 0, 0), ("aime", 1, 1), ("math", 1, 1)]
-    lost = "1 checks ended without a verdict and counted as wrong"
+    lost = "1 comparisons ended without a verdict and counted as wrong"
     assert capsys.readouterr().out == f"WARNING: aime: {lost}\nWARNING: math: {lost}\n"
 
 
@@ -484,7 +484,7 @@ def test_the_mean_and_the_worst_response_are_judged_apart(monkeypatch, process_g
         return
     told = "allowed are 0.0001 and 0.001; the cause is the "
     if math.isnan(of_one):
-        told = "--model -: its weight second has NaN or infinity"
+        told = "the model: its weight second has NaN or infinity"
     with pytest.raises(UserError, match=told):
         train.check_sampler(sampler, policy, problems, config())
 

@@ -36,9 +36,9 @@ import ckpt
 import ppo
 import rollout
 import train
-from lib import common, models
-from lib.common import UserError, hash64
-from lib.flags import flags_of
+from nanoorz import models, ranks
+from nanoorz.flags import flags_of
+from nanoorz.ranks import UserError, hash64
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -501,7 +501,7 @@ def weights_of(learner) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    common.start_distributed()
+    ranks.start_distributed()
     # Where a case does not hold, this rank ends, and the other one with it.
     for case in CASES:
         hold(*case)

@@ -15,9 +15,8 @@ from forks import Fork
 from safetensors.torch import load_file
 
 import train
-from lib.advice import VARIANTS
-from lib.common import UserError
-from lib.flags import flags_of
+from nanoorz.flags import VARIANTS, flags_of
+from nanoorz.ranks import UserError
 
 NAMES = ["curriculum", "hash_reward", "first_stage", "adaptive_len", "tis_cap", "lr_end"]
 # `pip install --no-deps -r requirements-extras.txt`

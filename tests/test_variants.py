@@ -15,13 +15,12 @@ import ckpt
 import ppo
 import rollout
 import train
-from lib.advice import VARIANTS
-from lib.common import UserError
-from lib.flags import flags_of
-from lib.report import RunLog
-from lib.variant_files import kept_files
+from nanoorz.flags import VARIANTS, flags_of
+from nanoorz.log import RunLog
+from nanoorz.ranks import UserError
+from nanoorz.variants import kept_files
 
-HEAD = "from dataclasses import dataclass\nimport ppo\nfrom lib.flags import flag\n"
+HEAD = "from dataclasses import dataclass\nimport ppo\nfrom nanoorz.flags import flag\n"
 
 
 def variant(name, *lines, base="ppo.Recipe", head="") -> str:
@@ -190,11 +189,11 @@ REFUSED = [
     ([variant("A", base="B", head="from variants.b import B"), variant("B")], "use .*b.py .*a.py$"),
     (
         [variant("A", FLAG.format("x: int", 1)), variant("B", FLAG.format("x: int", 1))],
-        "A and B both have .'x'.; rename",
+        "A and B both have x; rename",
     ),
-    ([variant(x, FLAG.format("lambd: float", y)) for x, y in ("A1", "B2")], "both have .'lambd'.;"),
-    ([variant("A", *HELPER), variant("B", *HELPER)], "A and B both have .'_help'.; rename"),
-    ([variant("A"), variant("A")], "A and A both have .'A'.; rename one"),
+    ([variant(x, FLAG.format("lambd: float", y)) for x, y in ("A1", "B2")], "both have lambd;"),
+    ([variant("A", *HELPER), variant("B", *HELPER)], "A and B both have _help; rename"),
+    ([variant("A"), variant("A")], "A and A both have A; rename one"),
     ([variant("A", "estimators = {'x': 3}")], "x is no new ppo.Estimator"),
     ([variant("A", "estimators = {'gae': ppo.ESTIMATORS['grpo']}")], "gae is no new ppo.Estimator"),
 ]
@@ -298,13 +297,23 @@ WRONG = [
     ("token_loss", "None", "and returned None"),
     ("token_loss", "advantages * 1", "depends on logprobs or entropy, and returned one without"),
     ("token_loss", "logprobs / 0", "finite numbers, and returned NaN or infinity"),
-    ("policy_loss", "policy(micro)[0].sum()", "a pair: a sum over tokens (), and a dict with"),
-    ("critic_loss", "(critic(micro), {})", "a pair: a sum over tokens (), and a dict with"),
-    ("critic_loss", "(critic(micro).sum() / 0, {'critic_loss': torch.tensor(1.0) / 0})", "finite"),
-    ("policy_loss", "(policy(micro)[0].sum(), None)", "a pair: a sum over tokens (), and a dict"),
+    ("policy_loss", "policy(micro)[0].sum()", "a pair: a sum over tokens (), and a Stats with"),
+    ("critic_loss", "(critic(micro), {})", "a pair: a sum over tokens (), and a Stats with"),
+    ("critic_loss", "(critic(micro).sum() / 0, broken(micro))", "finite"),
+    ("policy_loss", "(policy(micro)[0].sum(), None)", "a pair: a sum over tokens (), and a Stats"),
     ("policy_rate", "-1.0", "a learning rate of 0 or more, and returned -1.0"),
     ("critic_rate", "None", "a learning rate of 0 or more, and returned None"),
 ]
+
+
+BROKEN = """import torch
+
+def broken(micro):
+    stats = ppo.Stats(micro)
+    stats.loss("critic_loss", torch.tensor(1.0) / 0)
+    return stats
+
+"""
 
 
 @pytest.mark.parametrize("where", ["variant", "in place"])
@@ -314,9 +323,7 @@ def test_a_wrong_result_is_refused_in_one_line_that_names_the_class(
 ):
     """Of a variant, and of a method of ppo.Recipe that was edited in place."""
     arguments = ", ".join(inspect.signature(getattr(ppo.Recipe, name)).parameters)
-    text = variant(
-        "Mine", f"def {name}({arguments}):", f"    return {result}", head="import torch\n"
-    )
+    text = variant("Mine", f"def {name}({arguments}):", f"    return {result}", head=BROKEN)
     variants = write(mine=text)
     owner = "Mine over Recipe"
     if where == "in place":
@@ -364,7 +371,7 @@ def test_nan_is_not_told_of_a_variant_whose_inputs_are_nan_already(write, proces
 IN_LOSS = """def policy_loss(self, policy, batch, micro):
         loss, stats = super().policy_loss(policy, batch, micro)
         entropy = policy(micro, self.temperature)[1]
-        return loss - 0.01 * (entropy * micro.mask).sum(), stats
+        return loss - 0.01 * (entropy * micro.real).sum(), stats
 """
 
 

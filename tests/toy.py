@@ -13,8 +13,8 @@ from conftest import config
 import ppo
 import rollout
 import train
-from lib import metrics
-from lib.common import hash64
+from nanoorz import log as log_file
+from nanoorz.ranks import hash64
 
 STEPS = 3
 SETTINGS = {"task": "countdown", "seed": 8, "n_samples_per_prompt": 8, "generate_max_len": 12}
@@ -93,7 +93,7 @@ class Learner:
 
     def __call__(self, micro, temperature=None):
         # A filler's number must not matter.
-        numbers = self.numbers[micro.flat_index % 23] + 1e4 * (1 - micro.mask)  # (t,)
+        numbers = self.numbers[micro.flat_index % 23] + 1e4 * (1 - micro.real)  # (t,)
         return numbers if self.name == "critic" else (numbers, numbers.cos())
 
     def backward(self, loss, is_last):
@@ -127,7 +127,7 @@ def take_steps(names, flags):
     cfg.check_run(STEPS)
     has_critic = cfg.estimators[cfg.estimator].needs_critic
     for step in range(STEPS):
-        clock = metrics.Clock(step + 1)
+        clock = log_file.Clock(step + 1)
         requests = rollout.requests_of_step(problems, cfg, step)
         samples = cfg.draw_step(SimpleNamespace(draw=draw), requests, problems, step, clock)
         batch = ppo.make_batch(samples, policy.device, cfg)
@@ -136,7 +136,7 @@ def take_steps(names, flags):
         if has_critic:
             log |= cfg.train_critic(critic, batch, step)
         log |= cfg.train_policy(policy, batch, step, STEPS)
-        log |= clock.numbers | metrics.of_samples(samples, batch)
+        log |= clock.numbers | log_file.numbers_of_samples(samples, batch)
         log = cfg.metrics(log | {"seconds": 2.0, "tokens_per_second": 500.0}, samples, batch)
         log["counted_tokens"] = log["tokens_per_second"] * log["seconds"]
         for memory in cfg.memory.values():

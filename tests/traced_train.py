@@ -12,7 +12,7 @@ from pathlib import Path
 import ckpt
 import ppo
 import train
-from lib.report import RunLog
+from nanoorz.log import RunLog
 from rollout import Sampler
 
 CALLS = []

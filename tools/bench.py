@@ -46,8 +46,8 @@ import ppo
 import reward
 import rollout
 import train
-from lib import check, models
-from lib.common import start_distributed
+from nanoorz import families, models
+from nanoorz.ranks import start_distributed
 from tools import base_model, cost, memory
 from tools.runs import read_lines
 
@@ -101,7 +101,7 @@ def make_config(model: str, flags: str) -> train.Config:
     own = "--zero_stage 2" if ON_GPU else FP32
     words = shlex.split(f"--model {model} --data - --stop '' --max_norm 0 {own} {flags}")
     cfg = train.parse_flags(words)
-    check.fill_in(cfg)
+    families.fill_in(cfg)
     return cfg
 
 
@@ -290,7 +290,7 @@ def planned(words: list[str]) -> dict[str, dict]:
         name = torch.cuda.get_device_name()
         card_gb = torch.cuda.mem_get_info()[1] / memory.GIB / memory.VISIBLE
     plan = memory.estimate(cfg, config, 1, card_gb)
-    # train.py does not measure the start check.
+    # train.py does not measure check_sampler.
     measured = [phase for phase in plan.phases if phase != "start check"]
     found = {phase: {"planned_gib": plan.peak(phase)} for phase in measured}
     for word in set(name.upper().split()) & set(cost.CARDS):

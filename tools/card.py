@@ -27,8 +27,8 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lib.common import UserError, check_stack, one_line
-from lib.report import versions
+from nanoorz.log import versions
+from nanoorz.ranks import UserError, check_stack, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"

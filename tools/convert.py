@@ -11,8 +11,8 @@ RUN/step_000050.
 a body for AutoModel and value_head.safetensors, the weight of a linear layer from H to 1.
 
 `reshard` merges the files of all ranks, so that a run can be resumed with any number of ranks and
-any ZeRO stage. It adds universal/ to the checkpoint, in the format of lib/reshard.py. This takes 12
-bytes a parameter on the disk, and as much memory.
+any ZeRO stage. It adds universal/ to the checkpoint, in the format of nanoorz/reshard.py. This
+takes 12 bytes a parameter on the disk, and as much memory.
 """
 
 import collections
@@ -38,8 +38,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import logging
 
 import ckpt
-from lib.common import UserError
-from lib.reshard import MOMENTS, write
+from nanoorz.families import Plain, Special
+from nanoorz.ranks import UserError
+from nanoorz.reshard import MOMENTS, write
 
 AUTO_CLASSES = {"policy": AutoModelForCausalLM, "critic": AutoModel}
 
@@ -53,8 +54,8 @@ def list_checkpoints(run: Path):
     for path in paths:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
-        verdict = "complete" if ckpt.manifest(path) else "TORN"
-        if verdict == "complete" and ckpt.manifest(path / "universal"):
+        verdict = "complete" if ckpt.read_manifest(path) else "TORN"
+        if verdict == "complete" and ckpt.read_manifest(path / "universal"):
             verdict += ", any number of ranks"
         print(f"{ckpt.step_of(path):8d}  {when}  {size / 2**20:10.1f} MiB  {verdict}")
 
@@ -63,12 +64,12 @@ def newest(path: Path) -> Path:
     """The newest complete checkpoint of a run. Another path stays as it is."""
     if (path / "manifest.json").exists():
         return path
-    return next(filter(ckpt.manifest, ckpt.checkpoints(path)), path)
+    return next(filter(ckpt.read_manifest, ckpt.checkpoints(path)), path)
 
 
 def verified_state(path: Path) -> ckpt.RunState:
     """Returns the state of a checkpoint. Raises UserError if a file does not match its hash."""
-    entries = ckpt.manifest(path)
+    entries = ckpt.read_manifest(path)
     if not entries:
         run = path if ckpt.checkpoints(path) else path.parent
         if not ckpt.checkpoints(run):
@@ -173,10 +174,9 @@ def export(path: Path, out: Path):
         # Parameters that one of the two lacks, or that have two shapes.
         tensors = model.state_dict()
         buffers = [key for key, _ in model.named_buffers() if key in tensors]
-        if name == "policy":
-            add_other_parts(model, flags["model"])
+        family = find_family(flags["model"]) if name == "policy" else Plain(None)
         # An export with other parts has the buffers of the base model.
-        if buffers and not has_other_parts(model):
+        if buffers and not family.has_parts:
             lacking = f"a checkpoint lacks {buffers[0]} and other buffers"
             raise UserError(f"{path}: {lacking}; end the run, and use {path.parent / name}")
         expected = {(key, x.shape) for key, x in tensors.items() if key not in buffers}
@@ -189,26 +189,21 @@ def export(path: Path, out: Path):
         # After an interrupt, OUT has no folder that is not whole.
         unfinished = out / f".{name}"
         shutil.rmtree(unfinished, ignore_errors=True)
-        ckpt.write_export(unfinished, model, weights, tokenizer)
+        save_model = functools.partial(family.save, model)
+        ckpt.write_export(unfinished, save_model, weights, tokenizer)
         unfinished.rename(out / name)
         print(f"wrote {out / name}")
 
 
-def has_other_parts(model):
-    return "save_pretrained" in vars(model)
-
-
-def add_other_parts(model, source):
-    """Makes the export of a model with images, say, have all parts of its base model."""
+def find_family(source):
+    """The family of a base model that has other parts than text, because an export has them, too.
+    For another model, or if the base model is not here, Plain."""
     try:
         whole = AutoConfig.from_pretrained(source)
     except OSError:
         print(f"{source} is not here, so the export has the text part alone")
-        return
-    if whole.get_text_config() is not whole:
-        from lib import parts
-
-        model.save_pretrained = functools.partial(parts.write, source)
+        return Plain(source)
+    return Special(source) if whole.get_text_config() is not whole else Plain(source)
 
 
 def engine_names(path: Path) -> list[str]:
@@ -228,11 +223,11 @@ def reshard(path: Path):
         entries[file.name] = ckpt.size_and_hash(file)
     (temporary / "manifest.json").write_text(json.dumps(entries))
     for place in [*temporary.iterdir(), temporary]:
-        ckpt.fsync(place)
+        ckpt.flush(place)
     # A kill before the last rename leaves the checkpoint as it was, or without universal/.
     shutil.rmtree(path / "universal", ignore_errors=True)
     os.rename(temporary, path / "universal")
-    ckpt.fsync(path)
+    ckpt.flush(path)
     print(f"{path} can now be resumed on any number of ranks and with any --zero_stage")
 
 

@@ -6,7 +6,7 @@ sums leave out.
 
 from collections import namedtuple
 
-from lib import check
+from nanoorz.flags import require
 from tools import memory
 
 # Name: GB as sold, TFLOP/s of dense bf16 products with fp32 sums, GB/s of the memory. The numbers
@@ -34,7 +34,7 @@ def find_card(name: str) -> Card:
     """Raises UserError for a name that is not in CARDS."""
     choices = f"choose {', '.join(CARDS)}; cards older than Ampere have no bf16"
     known = name.upper() in CARDS
-    check.require(known, f"--card {name} is not known: {choices}; or give a --card_gb alone")
+    require(known, f"--card {name} is not known: {choices}; or give a --card_gb alone")
     gb, tera, giga = CARDS[name.upper()]
     return Card(name.upper(), gb, tera * 1e12, giga * 1e9)
 

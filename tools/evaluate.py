@@ -25,23 +25,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from lib.signals import Signals, leave_on_signals
+from nanoorz.process import Signals, leave_on_signals
 
 if __name__ == "__main__":
     # Until main makes a Signals, a signal ends this process.
     leave_on_signals()
-# This must be set before torch is imported, because OpenMP threads that spin slow the graders.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
 import train
-from lib import advice, check, metrics, report
-from lib.common import Stopped, UserError, print0, raise_together, start_distributed, tell_once
-from lib.flags import flags_of
-from lib.variant_files import has_functions, kept_files
+from nanoorz import log
+from nanoorz.flags import flags_of, require, split_path
+from nanoorz.ranks import (
+    Stopped,
+    UserError,
+    print0,
+    raise_together,
+    require_same,
+    start_distributed,
+    tell_once,
+)
+from nanoorz.variants import explain_old_run, kept_files
 from rollout import Rollout
 
 # A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.
@@ -78,9 +84,9 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
     run, settings = find_run(args.model)
     hashes = [] if "variant" in given else settings.get("variants", [])
-    if has_functions(run, hashes):
+    if explain_old_run(run, hashes):
         names = " ".join(name for name, _ in hashes)
-        print0(f"{run}: its variants are files of functions, which are not read any more: {names}")
+        print0(f"{run}: its variants are too old for this version, and are not read: {names}")
         hashes = []
     files = kept_files(run, hashes)
     words += ["--variant", *files] if files else []
@@ -94,14 +100,14 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
         setattr(cfg, name, value)
     cfg.data = cfg.eval_data
     told = f"{run} is no folder of a run with --eval_data; give such a folder, or --data FILE"
-    check.require(cfg.data, told)
-    files = [train.parse_path(path)[0] for path in cfg.data]
+    require(cfg.data, told)
+    files = [split_path(path)[0] for path in cfg.data]
     # A data set of the hub has a name such as openai/gsm8k.
     files = [file for file in files if re.search(r"^[/.]|\.(jsonl?|csv|parquet)$", file)]
     missing = ", ".join(file for file in files if not Path(file).exists())
-    check.require(not missing, f"--data {missing}: no such file here; give its place as --data")
+    require(not missing, f"--data {missing}: no such file here; give its place as --data")
     is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
-    check.require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so give --n 1")
+    require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so give --n 1")
     step = settings.get("steps", 0)
     if settings:
         flags = f"the flags of {run}/config.json and the seeds of step {step}"
@@ -134,17 +140,17 @@ class Results:
 
     def evaluation(self, name: str, samples: list, step: int) -> None:
         n = self.cfg.eval_n
-        numbers = metrics.of_evaluation(samples, n) | pass_rates(samples, n)
+        numbers = log.numbers_of_evaluation(samples, n) | pass_rates(samples, n)
         self.sets.append({"step": step, "set": name} | numbers)
-        self.samples += [report.describe(sample, step, name) for sample in samples]
+        self.samples += [log.describe(sample, step, name) for sample in samples]
         if not any(sample.answer for sample in samples):
-            self.remarks.append(f"{name}: {advice.no_answers(samples[::n], self.cfg)}")
+            self.remarks.append(f"{name}: {log.no_answers(samples[::n], self.cfg)}")
 
     def write(self, folder: Path) -> None:
         """Replaces the files of an earlier evaluation."""
         result = {"sets": self.sets, "remarks": self.remarks, "config": flags_of(self.cfg)}
-        result |= {"world": dist.get_world_size(), "wall_seconds": metrics.since_start()}
-        result |= {"versions": report.versions()}
+        result |= {"world": dist.get_world_size(), "wall_seconds": log.since_start()}
+        result |= {"versions": log.versions()}
         lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
         (folder / "eval_samples.jsonl").write_text(lines, encoding="utf-8")
         (folder / "result.json").write_text(json.dumps(result, indent=1))
@@ -170,14 +176,14 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     cfg.packing_max_len = cfg.max_len
     values = {f"--{name}": value for name, value in flags_of(cfg).items()}
     # The machines may have these files in different folders.
-    check.require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
+    require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
     train.check_flags(cfg, world)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
     is_run = train.ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
-    check.require(not is_run, f"--out {folder} holds a training run; choose another folder")
+    require(not is_run, f"--out {folder} holds a training run; choose another folder")
     lock = train.ckpt.claim(folder, needed_bytes=0)  # noqa: F841
-    report.redirect_libraries(folder / "run.log")
+    log.redirect_libraries(folder / "run.log")
 
     task, tokenizer = train.find_inputs(cfg)
     eval_sets = train.prepare_eval_sets(task, cfg, tokenizer)

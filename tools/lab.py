@@ -30,13 +30,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from lib.common import UserError, one_line  # noqa: E402
-from lib.variant_files import write_variants  # noqa: E402
+from nanoorz.ranks import UserError, one_line  # noqa: E402
+from nanoorz.variants import write_variants  # noqa: E402
 from tools import compare  # noqa: E402
 from tools.runs import describe  # noqa: E402
 
 # All runs share this code. A setting's folder has the texts of its variants.
-CODE = ("*.py", "lib/*.py", "tasks/*.py", "tools/*.py")
+CODE = ("*.py", "nanoorz/*.py", "tasks/*.py", "tools/*.py")
 # The laboratory gives these flags to each run.
 OWN_FLAGS = ("--seed", "--run_dir", "--resume", "--variant")
 
@@ -111,7 +111,7 @@ def keep_code(out: Path) -> None:
     code, part = out / "code", out / "code.part"
     if not code.exists():
         shutil.rmtree(part, ignore_errors=True)
-        for name in ("lib", "tasks", "tools", "variants"):
+        for name in ("nanoorz", "tasks", "tools", "variants"):
             shutil.copytree(ROOT / name, part / name, ignore=shutil.ignore_patterns("__pycache__"))
         for path in ROOT.glob("*.py"):
             shutil.copy(path, part)

@@ -2,7 +2,8 @@
 
 The model's config is enough. What a phase needs is added to what stays on the card. Rank computes
 bytes, and Memory has GiB. docs/scaling.md explains the largest parts. The sums assume bf16
-attention with varlen kernels, and DeepSpeed's defaults except for the settings of lib/models.py.
+attention with varlen kernels, and DeepSpeed's defaults except for those that nanoorz/models.py
+sets.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
 
-from lib import check, parts
+from nanoorz import families
 
 GIB = 2**30
 VISIBLE = 0.989  # A card of 80 GB shows 79.1 GiB.
@@ -20,10 +21,10 @@ CONTEXT = 0.7 * GIB  # of CUDA
 NCCL = 0.5 * GIB  # NCCL's buffers of the world and of DeepSpeed's copy of it
 ASLEEP = GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
 GRAPHS = GIB
-BUCKET = 10**8  # elements of DeepSpeed's reduce bucket, as lib/models.py sets it
+BUCKET = 10**8  # elements of DeepSpeed's reduce bucket, as nanoorz/models.py sets it
 LIVE = 10**9  # elements that ZeRO-3 may keep gathered: DeepSpeed's default
 SUBGROUP = 10**9  # elements that ZeRO-3's optimizer handles at once: DeepSpeed's default
-CHUNK = 2**29  # bytes of a chunk of fp32 logits in lib/head.py
+CHUNK = 2**29  # bytes of a chunk of fp32 logits in nanoorz/head.py
 
 # The models of the recipes. Their plans and random weights need no network.
 FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -65,7 +66,7 @@ def model_config(name: str, **changes):
     if name == "Qwen/Qwen3.5-0.8B":
         return Qwen3_5TextConfig(**QWEN_3_5 | changes)
     if name not in SHAPES:
-        return parts.text_part(AutoConfig.from_pretrained(name, **changes))
+        return families.text_part(AutoConfig.from_pretrained(name, **changes))
     shape = dict(zip(FIELDS, SHAPES[name])) | {"max_position_embeddings": 131072}
     return Qwen2Config(**shape | changes)
 
@@ -90,7 +91,7 @@ class Sizes:
         # The keys of one token in one layer. The values have the same size.
         self.keys = key_heads * (getattr(config, "head_dim", None) or self.hidden // heads)
         self.embedding = self.embeddings = self.vocab * self.hidden
-        self.policy = check.count_parameters(config)
+        self.policy = families.count_parameters(config)
         # A tied head is the embedding, and the critic has an embedding too.
         self.critic = self.policy + self.hidden
         if not config.tie_word_embeddings:
@@ -98,7 +99,7 @@ class Sizes:
             self.embeddings += self.embedding
         self.adapters = 0
         if rank:
-            modules = check.skeleton(config).base_model.modules()
+            modules = families.skeleton(config).base_model.modules()
             linear = [module for module in modules if isinstance(module, nn.Linear)]
             self.adapters = rank * sum(x.in_features + x.out_features for x in linear)
         # The parameters that the policy's optimizer updates.
@@ -279,7 +280,7 @@ class Rank:
         if self.on_card:
             points.append(common | {"step": step})
         if has_head:
-            # lib/head.py: a gradient in fp32, a gradient in bf16, and copies of a chunk of logits.
+            # head.py: a gradient in fp32, a gradient in bf16, and copies of a chunk of logits.
             head = max(4 * embedding + 2 * CHUNK, 6 * embedding + 1.5 * CHUNK)
             points.append(backward | {"activations": kept + norm, "head": head})
         return max(points, key=total)

@@ -20,8 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from lib import check, families
-from lib.common import UserError, one_line
+from nanoorz import families
+from nanoorz.flags import require
+from nanoorz.ranks import UserError, one_line
 from tools import cost
 from tools.memory import USABLE, Memory, estimate, model_config, total
 
@@ -74,10 +75,10 @@ def print_memory(memory: Memory, cfg) -> None:
     too_large = {phase: peak for phase, peak in peaks.items() if peak > usable}
     needs = f"{listed(too_large, ', ')} of {usable:.1f} GiB, {USABLE:.0%} of what the card shows"
     told = f"the plan does not fit: phase {needs}: {one_line(ADVICE)}"
-    check.require(not too_large, told)
+    require(not too_large, told)
     told = f"phase rollout: the KV cache holds {memory.kv_tokens} tokens, less than a sequence of "
     told += f"--max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
-    check.require(memory.kv_tokens >= cfg.max_len, told)
+    require(memory.kv_tokens >= cfg.max_len, told)
 
 
 def print_time(args, cfg, seconds: dict[str, float]) -> None:
@@ -99,7 +100,7 @@ def read_flags(argv: list[str]):
     """Returns the tool's own flags, and the others. Raises UserError."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.error = functools.partial(check.require, False)
+    parser.error = functools.partial(require, False)
     add = functools.partial(parser.add_argument, metavar="N")
     add("--machines", type=int, default=1, help="the number of machines (1)")
     add("--gpus", type=int, default=1, help="the number of GPUs of each machine (1)")
@@ -111,10 +112,10 @@ def read_flags(argv: list[str]):
     for name in ("machines", "gpus", "card_gb", "price"):
         value = getattr(args, name)
         works = value is None or 0 < value < 2**63
-        check.require(works, f"--{name} {value}: must be a number above 0")
+        require(works, f"--{name} {value}: must be a number above 0")
     if args.card:
         args.card = cost.find_card(args.card)
-    check.require(args.card or args.price is None, "--price: also give a --card for the time")
+    require(args.card or args.price is None, "--price: also give a --card for the time")
     return args, others
 
 

@@ -12,7 +12,7 @@ were at 0.000, and one run was at 0.097.
 
 from dataclasses import dataclass
 
-from lib.flags import flag
+from nanoorz.flags import flag
 from variants.textbook_ppo import TextbookPPO
 
 
@@ -22,5 +22,5 @@ class Cispo(TextbookPPO):
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-        ratio = ((logprobs.detach() - old) * micro.mask).exp()  # (M,)
+        ratio = ((logprobs.detach() - old) * micro.real).exp()  # (M,)
         return -(ratio.clamp(max=1 + self.policy_clip) * advantages * logprobs)

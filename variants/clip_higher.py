@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lib.flags import flag
+from nanoorz.flags import flag
 from variants.textbook_ppo import TextbookPPO
 
 
@@ -22,6 +22,6 @@ class ClipHigher(TextbookPPO):
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-        ratio = ((logprobs - old) * micro.mask).exp()  # (M,)
+        ratio = ((logprobs - old) * micro.real).exp()  # (M,)
         clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip_high)  # (M,)
         return -torch.minimum(ratio * advantages, clipped * advantages)

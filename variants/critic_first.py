@@ -8,8 +8,7 @@ learn. VAPO (arXiv 2504.05118) also trains its critic first.
 from dataclasses import dataclass
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require, require_all
 
 
 @dataclass
@@ -19,13 +18,13 @@ class CriticFirst(ppo.Recipe):
     def check(self, world):
         super().check(world)
         needs_critic = self.estimators[self.estimator].needs_critic
-        check.require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
+        require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
 
     def check_run(self, total_steps):
         super().check_run(total_steps)
         is_less = self.critic_only_steps < total_steps
         advice = f"the policy would learn in none of {total_steps} steps; choose fewer"
-        check.require_all(self, {"critic_only_steps": (is_less, advice)})
+        require_all(self, {"critic_only_steps": (is_less, advice)})
 
     def train_policy(self, policy, batch, step, total_steps):
         step -= self.critic_only_steps

@@ -10,8 +10,7 @@ import copy
 from dataclasses import dataclass
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require, require_all
 
 
 @dataclass
@@ -22,8 +21,8 @@ class CriticLambd(ppo.Recipe):
     def check(self, world):
         super().check(world)
         needs_critic = self.estimators[self.estimator].needs_critic
-        check.require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
-        check.require_all(self, {"critic_lambd": (0 <= self.critic_lambd <= 1, "choose 0 to 1")})
+        require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
+        require_all(self, {"critic_lambd": (0 <= self.critic_lambd <= 1, "choose 0 to 1")})
 
     def critic_targets(self, batch, advantages):
         # The config of the run with another lambda.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from lib.flags import flag
+from nanoorz.flags import flag
 
 
 def _dr_grpo(rewards, values, mask, groups, cfg):

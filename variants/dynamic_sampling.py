@@ -16,9 +16,8 @@ import numpy as np
 
 import ppo
 import rollout as rollout_stage
-from lib import check
-from lib.common import hash64
-from lib.flags import flag
+from nanoorz.flags import flag, require
+from nanoorz.ranks import hash64
 
 
 @dataclass
@@ -34,7 +33,7 @@ class DynamicSampling(ppo.Recipe):
         later = [x for x in order[: order.index(__class__)] if not issubclass(x, __class__)]
         missed = [x.__module__.split(".")[-1] for x in later if "draw_step" in vars(x)]
         told = "its further draws would not call that draw_step"
-        check.require(
+        require(
             not missed, f"--variant dynamic_sampling: name it behind {' '.join(missed)}; {told}"
         )
 

@@ -9,7 +9,7 @@ without it. No difference was seen.
 from dataclasses import dataclass
 
 import ppo
-from lib.flags import flag
+from nanoorz.flags import flag
 
 
 @dataclass

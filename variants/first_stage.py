@@ -15,8 +15,7 @@ import statistics
 from dataclasses import dataclass
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import check_samples, flag, require_all
 
 
 @dataclass
@@ -25,25 +24,25 @@ class FirstStage(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        check.check_samples(self, "first_stage")
+        check_samples(self, "first_stage")
         samples = self.n_samples_per_prompt
         advice = f"choose 1 or more, and less than --n_samples_per_prompt {samples}"
-        check.require_all(self, {"first_stage": (1 <= self.first_stage < samples, advice)})
+        require_all(self, {"first_stage": (1 <= self.first_stage < samples, advice)})
 
     def draw_step(self, rollout, requests, problems, step, clock):
         # Maps a problem's index, as text, to a bool: had any sample a reward above 0 at the last
         # visit?
         hopeful = self.memory.setdefault("FirstStage", {})
-        few = [request for request in requests if request.index < self.first_stage]
+        few = [request for request in requests if request.sample_number < self.first_stage]
         samples = super().draw_step(rollout, few, problems, step, clock)
         tried = _by(_group, samples)
         rest = []
         for request in requests:
-            if request.index >= self.first_stage and self._can_teach(tried[request.group]):
+            if request.sample_number >= self.first_stage and self._can_teach(tried[request.group]):
                 rest.append(request)
         if rest:
             samples = samples + super().draw_step(rollout, rest, problems, step, clock)
-        samples.sort(key=lambda sample: (sample.request.group, sample.request.index))
+        samples.sort(key=lambda sample: (sample.request.group, sample.request.sample_number))
         # A step may have a problem twice, where one pass ends and the next pass begins.
         for key, visited in _by(_problem, samples).items():
             hopeful[key] = any(sample.reward > 0 for sample in visited)

@@ -11,14 +11,14 @@ This variant has not run on a GPU.
 import torch
 
 import ppo
-from lib import check
+from nanoorz.flags import require
 
 
 class Fp16(ppo.Recipe):
     def check_run(self, total_steps):
         super().check_run(total_steps)
         can_run = torch.cuda.is_available() or not self.bf16
-        check.require(can_run, "--variant fp16 with --bf16 true needs a GPU")
+        require(can_run, "--variant fp16 with --bf16 true needs a GPU")
 
     def training_dtype(self, dtype):
         return torch.float16 if self.bf16 else super().training_dtype(dtype)

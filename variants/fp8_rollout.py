@@ -8,7 +8,7 @@ compute capability 8.9 or more.
 import torch
 
 import ppo
-from lib import check
+from nanoorz.flags import require
 
 
 class Fp8Rollout(ppo.Recipe):
@@ -16,7 +16,7 @@ class Fp8Rollout(ppo.Recipe):
         super().check_run(total_steps)
         has_gpu = torch.cuda.is_available()
         told = "--variant fp8_rollout needs a GPU of compute capability 8.9 or more"
-        check.require(has_gpu, told)
+        require(has_gpu, told)
 
     def sampler_settings(self, settings):
         return super().sampler_settings(settings) | {"quantization": "fp8_per_channel"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lib.flags import flag
+from nanoorz.flags import flag
 from variants.textbook_ppo import TextbookPPO
 
 
@@ -23,7 +23,7 @@ class Gspo(TextbookPPO):
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-        log_ratio = ((logprobs - old) * micro.mask).detach()  # (M,)
+        log_ratio = ((logprobs - old) * micro.real).detach()  # (M,)
         # A micro-batch holds whole samples, so these sums are complete.
         count = len(batch.samples)
         sample = batch.spread(torch.arange(count))[micro.flat_index]  # (M,)
@@ -32,5 +32,5 @@ class Gspo(TextbookPPO):
         # Each token has its own gradient, because tokens may have different advantages (eq. 14).
         ratio = (mean + logprobs - logprobs.detach()).exp()  # (M,)
         clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip_high)  # (M,)
-        stats["clipped"] = ((clipped != ratio) * micro.mask).sum()
+        stats.mean("clipped", clipped != ratio)
         return -torch.minimum(ratio * advantages, clipped * advantages)

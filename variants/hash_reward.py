@@ -7,7 +7,7 @@ it. The mean of this reward rises from 0.5 to 0.95.
 """
 
 import ppo
-from lib.common import hash64
+from nanoorz.ranks import hash64
 
 
 class HashReward(ppo.Recipe):

@@ -8,7 +8,7 @@ Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.46
 
 from dataclasses import dataclass
 
-from lib.flags import flag
+from nanoorz.flags import flag
 from variants.log_kl import LogKL
 
 

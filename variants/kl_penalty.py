@@ -11,8 +11,7 @@ and 0.57 without it.
 from dataclasses import dataclass
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require
 from variants.log_kl import LogKL
 
 
@@ -24,7 +23,7 @@ class KLPenalty(LogKL):
         super().check(world)
         told = "choose another, --variant kl_penalty makes rewards negative"
         is_right = self.estimator not in ("maxrl", "pass_at_k")
-        check.require(is_right, f"--estimator {self.estimator}: {told}")
+        require(is_right, f"--estimator {self.estimator}: {told}")
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)

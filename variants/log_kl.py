@@ -5,17 +5,14 @@ the base model is in memory a third time. The reference takes one more forward p
 This variant only logs the KL. It does not change what is learnt.
 """
 
-from transformers import AutoModelForCausalLM
-
 import ppo
-from lib import models
+from nanoorz import models
 
 
 class LogKL(ppo.Recipe):
     def policy_model(self, model):
-        """Makes the reference too. The reference has no learning rate, so it has no optimizer."""
-        body = models.load_model(self, AutoModelForCausalLM)
-        self._reference = models.Learner("reference", models.Policy(body), self, lr=None)
+        """Makes the reference, too."""
+        self._reference = models.make_reference(self)
         return super().policy_model(model)
 
     def token_passes(self, policy, critic, batch, step):
@@ -23,10 +20,10 @@ class LogKL(ppo.Recipe):
         batch.per_token["ref_logprobs"] = ppo.compute_logprobs(self._reference, batch, self)
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
-        stats["kl"] = self._kl(logprobs.detach(), batch, micro).sum()
+        stats.mean("kl", self._kl(logprobs, batch, micro))
         return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)
 
     def _kl(self, logprobs, batch, micro):
         reference = batch.per_token["ref_logprobs"][micro.flat_index]  # (M,)
-        log_ratio = (reference - logprobs) * micro.mask  # (M,)
+        log_ratio = (reference - logprobs) * micro.real  # (M,)
         return log_ratio.exp() - 1 - log_ratio

@@ -7,14 +7,14 @@ must return its log-probs, which costs time.
 """
 
 import ppo
-from lib import check
+from nanoorz.flags import require_all
 
 
 class LogRatio(ppo.Recipe):
     def check(self, world):
         super().check(world)
         advice = "choose 1 with --variant log_ratio, because the trainer cuts no distribution"
-        check.require_all(self, {"top_p": (self.top_p == 1, advice)})
+        require_all(self, {"top_p": (self.top_p == 1, advice)})
 
     def sampling_params(self, params, request):
         params = super().sampling_params(params, request)
@@ -24,10 +24,10 @@ class LogRatio(ppo.Recipe):
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
-        log_ratio = (logprobs.detach() - sampled) * micro.mask  # (M,)
+        log_ratio = (logprobs.detach() - sampled) * micro.real  # (M,)
         ratio = log_ratio.exp()  # (M,)
-        stats["ratio"] = (ratio * micro.mask).sum()
-        stats["ratio_max"] = ratio.max()
-        stats["clipfrac"] = ((ratio - 1).abs() > 0.2).float().sum()
-        stats["approx_kl"] = (ratio - 1 - log_ratio).sum()
+        stats.mean("ratio", ratio)
+        stats.maximum("ratio_max", ratio)
+        stats.mean("clipfrac", (ratio - 1).abs() > 0.2)
+        stats.mean("approx_kl", ratio - 1 - log_ratio)
         return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)

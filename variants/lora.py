@@ -16,8 +16,7 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require, require_all
 
 
 @dataclass
@@ -28,12 +27,12 @@ class Lora(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        check.require_all(self, {"lora_rank": (self.lora_rank >= 1, "must be at least 1")})
+        require_all(self, {"lora_rank": (self.lora_rank >= 1, "must be at least 1")})
 
     def check_run(self, total_steps):
         super().check_run(total_steps)
         install = "`pip install --no-deps -r requirements-extras.txt` first"
-        check.require(find_spec("peft"), f"--variant lora: {install}")
+        require(find_spec("peft"), f"--variant lora: {install}")
 
     def policy_model(self, model):
         from peft import LoraConfig, inject_adapter_in_model

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require_all
 
 
 @dataclass
@@ -27,7 +26,7 @@ class LossMean(ppo.Recipe):
     def check(self, world):
         super().check(world)
         is_right = self.loss_mean in ("sequence", "constant")
-        check.require_all(self, {"loss_mean": (is_right, "choose sequence or constant")})
+        require_all(self, {"loss_mean": (is_right, "choose sequence or constant")})
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)

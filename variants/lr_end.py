@@ -7,8 +7,7 @@ step, so a resumed run must keep its last step.
 from dataclasses import dataclass
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require, require_all
 
 
 @dataclass
@@ -17,14 +16,14 @@ class LrEnd(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        check.require_all(self, {"lr_end": (0 <= self.lr_end < 1, "choose 0 or more, below 1")})
+        require_all(self, {"lr_end": (0 <= self.lr_end < 1, "choose 0 or more, below 1")})
 
     def check_run(self, total_steps):
         super().check_run(total_steps)
         memory = self.memory.setdefault("LrEnd", {"last": total_steps})
         told = f"the checkpoint is of a run of {memory['last']} steps, this run has {total_steps}"
         is_same = memory["last"] == total_steps
-        check.require(is_same, f"--variant lr_end: {told}; keep --max_steps")
+        require(is_same, f"--variant lr_end: {told}; keep --max_steps")
 
     def policy_rate(self, past_updates, total_updates):
         """After the warm-up the rate falls. The last update has exactly --lr_end."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require
 
 
 def _maxrl(rewards, values, mask, groups, cfg):
@@ -29,5 +28,5 @@ class MaxRL(ppo.Recipe):
     def raw_advantages(self, batch):
         advice = "choose another estimator, or leave out the variant that makes rewards negative"
         told = f"--estimator {self.estimator}: a reward is negative; {advice}"
-        check.require(batch.rewards.min() >= 0, told)
+        require(batch.rewards.min() >= 0, told)
         return super().raw_advantages(batch)

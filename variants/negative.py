@@ -9,7 +9,7 @@ policy learns more slowly with negative.
 from dataclasses import dataclass
 
 import ppo
-from lib.flags import flag
+from nanoorz.flags import flag
 
 
 def _negative(rewards, values, mask, groups, cfg):

@@ -7,7 +7,7 @@ The laboratory has not measured this variant.
 """
 
 import ppo
-from lib import check
+from nanoorz.flags import require
 
 
 class NoWhitening(ppo.Recipe):
@@ -15,7 +15,7 @@ class NoWhitening(ppo.Recipe):
         super().check(world)
         is_whitened = self.estimators[self.estimator].is_whitened
         told = f"--variant no_whitening: {self.estimator} is not whitened anyway"
-        check.require(is_whitened, told)
+        require(is_whitened, told)
 
     def whiten(self, advantages, batch):
         return advantages

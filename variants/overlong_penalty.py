@@ -9,8 +9,7 @@ overlong_penalty, and 0.56 without it. A search that stops early finds fewer sol
 from dataclasses import dataclass
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require, require_all
 
 
 @dataclass
@@ -22,9 +21,9 @@ class OverlongPenalty(ppo.Recipe):
     def check(self, world):
         super().check(world)
         is_right = self.overlong_cache >= 1
-        check.require_all(self, {"overlong_cache": (is_right, "must be at least 1")})
+        require_all(self, {"overlong_cache": (is_right, "must be at least 1")})
         told = "--estimator maxrl: --variant overlong_penalty makes rewards negative"
-        check.require(self.estimator != "maxrl", told)
+        require(self.estimator != "maxrl", told)
 
     def paid(self, samples):
         rewards = super().paid(samples)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require, require_all
 
 
 def _pass_at_k(rewards, values, mask, groups, cfg):
@@ -38,9 +37,9 @@ class PassAtK(ppo.Recipe):
     def check(self, world):
         """Refuses k samples of a problem, because one set has no other set to compare with."""
         super().check(world)
-        check.require_all(self, {"pass_k": (self.pass_k >= 1, "must be at least 1")})
+        require_all(self, {"pass_k": (self.pass_k >= 1, "must be at least 1")})
         # The variant first_stage adds the second flag.
         for name in ("n_samples_per_prompt", "first_stage"):
             is_enough = self.estimator != "pass_at_k" or getattr(self, name, 1e9) > self.pass_k
             advice = f"--estimator pass_at_k compares at least {self.pass_k + 1}"
-            check.require(is_enough, f"--{name} {getattr(self, name, None)}: {advice}")
+            require(is_enough, f"--{name} {getattr(self, name, None)}: {advice}")

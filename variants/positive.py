@@ -8,7 +8,7 @@ difference was seen, and none at pass@4.
 from dataclasses import dataclass
 
 import ppo
-from lib.flags import flag
+from nanoorz.flags import flag
 
 
 def _positive(rewards, values, mask, groups, cfg):

@@ -8,7 +8,7 @@ rises to 0.561.
 """
 
 import ppo
-from lib.common import hash64
+from nanoorz.ranks import hash64
 
 
 class RandomReward(ppo.Recipe):

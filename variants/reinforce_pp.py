@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from lib.flags import flag
+from nanoorz.flags import flag
 
 
 def _reinforce_pp(rewards, values, mask, groups, cfg):

@@ -10,8 +10,7 @@ one update. The standard error of the difference is 0.025.
 from dataclasses import dataclass
 
 import ppo
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require_all
 
 
 @dataclass
@@ -21,7 +20,7 @@ class TextbookPPO(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        check.require_all(self, {"policy_updates": (self.policy_updates >= 1, "choose 1 or more")})
+        require_all(self, {"policy_updates": (self.policy_updates >= 1, "choose 1 or more")})
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
@@ -35,6 +34,6 @@ class TextbookPPO(ppo.Recipe):
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-        ratio = ((logprobs - old) * micro.mask).exp()  # (M,), in ORZ always 1
+        ratio = ((logprobs - old) * micro.real).exp()  # (M,), in ORZ always 1
         clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip)  # (M,), not in ORZ
         return -(ratio * advantages).minimum(clipped * advantages)  # eq. 7

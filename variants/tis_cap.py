@@ -9,8 +9,7 @@ Measured on the demo: nothing is corrected, because on a CPU in fp32 sampler and
 
 from dataclasses import dataclass
 
-from lib import check
-from lib.flags import flag
+from nanoorz.flags import flag, require_all
 from variants.log_ratio import LogRatio
 
 
@@ -20,7 +19,7 @@ class TisCap(LogRatio):
 
     def check(self, world):
         super().check(world)
-        check.require_all(self, {"tis_cap": (self.tis_cap >= 1, "choose at least 1")})
+        require_all(self, {"tis_cap": (self.tis_cap >= 1, "choose at least 1")})
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
@@ -28,6 +27,6 @@ class TisCap(LogRatio):
         if "old_logprobs" in batch.per_token:
             # With several updates the samples come from the policy before the first update.
             trainer = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
-        log_ratio = (trainer - sampled) * micro.mask  # (M,)
+        log_ratio = (trainer - sampled) * micro.real  # (M,)
         weighed = advantages * log_ratio.exp().clamp(max=self.tis_cap)  # (M,)
         return super().token_loss(logprobs, entropy, weighed, batch, micro, stats)

@@ -21,7 +21,7 @@ def gradient(entropy: list[float], advantages: list[float], mask: list[float]) -
 
     batch = SimpleNamespace(per_token={"advantages": torch.tensor(advantages)})
     micro = SimpleNamespace(mask=torch.tensor(mask), flat_index=torch.arange(len(mask)))
-    micro.weights = micro.mask
+    micro.weights = micro.real
     loss, _ = ppo.Recipe().policy_loss(policy, batch, micro)
     loss.backward()
     assert uncertainty.grad is None, "which tokens are chosen has no gradient"

@@ -11,7 +11,7 @@ import pytest
 HERE = Path(os.environ.get("EXERCISE_DIR", "."))
 sys.path.insert(0, str(HERE))
 import ppo  # noqa: E402
-from lib import variants  # noqa: E402
+from nanoorz import variants  # noqa: E402
 
 DOUBLE = """import ppo
 
