@@ -113,8 +113,8 @@ def load_rows(path, split):
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             text = file.read()
         if path.endswith(".csv"):
-            # Some programs separate the columns by semicolons or tabs. The separator is the one that
-            # the first line has most of.
+            # Some programs separate the columns by semicolons or tabs. The first line tells: it has
+            # more separators than other characters of these three.
             separator = max(",;\t", key=text.partition("\n")[0].count)
             return "item", list(csv.DictReader(io.StringIO(text), delimiter=separator))
         # Some files of lines are called .json. A file that is a list begins with [.
@@ -160,7 +160,7 @@ def parse_record(record, columns):
     # a text.
     if not isinstance(question, str) or not question.encode().strip():
         raise UserError(f"its question is no text: {question!r:.99}")
-    # GSM8K puts the worked solution before the label: ... #### 18. A label without #### stays whole.
+    # GSM8K puts the worked solution before the label: ... #### 18. Other labels stay whole.
     label = str(value).rpartition("####")[2].strip()
     if type(value) not in (str, int, float) or not label or "\n" in label:
         raise UserError(f"it lacks an answer of one line (GSM8K: after '#### '): {value!r:.99}")
@@ -215,8 +215,7 @@ def last_number(text):
     A minus after a digit, a letter or a bracket is an operation and no sign. The last number of 1/2
     is 2.
     """
-    # -    −$    but not the minus of 9-7 or x-7. The three characters in the bracket are a hyphen, a
-    # minus and a dash.
+    # -    −$    but not the minus of 9-7 or x-7. The bracket has a hyphen, a minus and a dash.
     minus = r"(?:(?<![\w)\]}])[-−–]\$?)?"
     # 18    1,234.50    .25
     numbers = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
@@ -315,14 +314,15 @@ class Grader:
 
     def ask_worker(self, answer, label):
         """Runs in a thread. Returns what Worker.ask returns: how the comparison ended."""
-        # There are as many workers as threads, so one is idle. The last one is the one that was used
-        # last. Its process already runs, so few processes start.
+        # There are as many workers as threads, so one is idle. Take the one that was used last: its
+        # process already runs, so few processes start.
         worker = self.idle_workers.pop()
         try:
             return worker.ask(answer, label)
         except OSError as error:
             raise UserError(
-                f"no grading process can be started: {error}; `python -m nanoorz.algebra 5` says why"
+                f"no grading process can be started: {error}; "
+                "`python -m nanoorz.algebra 5` says why"
             ) from None
         finally:
             self.idle_workers.append(worker)

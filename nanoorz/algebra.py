@@ -23,10 +23,10 @@ from nanoorz.equal import UNITS, prepare
 
 
 def symbolic_verdict(answer, label):
-    """Equality by math-verify, with the label as its gold side. It may raise, hang or eat memory.
+    """Are the texts equal by algebra? It may raise an error, hang, or take all memory.
 
-    `verify` is called once. A second call with the sides exchanged would accept 2, 1 for the label
-    (1, 2).
+    `verify` does not treat its two sides alike: the label is the gold side. `verify` with exchanged
+    sides would accept the answer 2, 1 for the label (1, 2).
     """
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
@@ -36,6 +36,7 @@ def symbolic_verdict(answer, label):
     symbols = ConversionConfig(lowercase_symbols=False)
     expressions = []
     for text in prepare(answer, label):
+        # Without a digit a word may be the answer itself, and no unit.
         if re.search("[0-9]", text):
             text = UNITS.sub("", text)
         # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
@@ -46,10 +47,11 @@ def symbolic_verdict(answer, label):
         expression = latex2sympy(
             text, is_real=True, normalization_config=spelling, conversion_config=symbols
         )
-        # `verify` compares numbers exactly only if doit has worked them out.
+        # `doit` computes sums, powers and the like. Without it `verify` does not compare exactly.
         expressions.append(expression.doit())
     given, gold = expressions
-    # At 15 digits, the default, all numbers below 1e-15 would equal 0.
+    # At 15 digits, the default, all numbers below 1e-15 would equal 0. allow_set_relation_comp lets
+    # x > 5 equal (5, \infty). The time-outs of math-verify are off: `serve` has its own.
     return verify(
         gold, given, numeric_precision=60, allow_set_relation_comp=True, timeout_seconds=None
     )
@@ -58,14 +60,14 @@ def symbolic_verdict(answer, label):
 def serve(cpu_seconds):
     """The worker process: reads lines of JSON, [answer, label], and writes a line for each of them.
 
-    The kernel ends the process if a check uses more than `cpu_seconds` of CPU time. SIGPROF has its
-    default action, so the limit also ends a check inside C code.
+    If a comparison uses more than `cpu_seconds` of CPU time, the kernel sends SIGPROF. This signal
+    has no handler, so it ends the process, also inside C code.
     """
     limit_process()
     import sympy
 
-    # sympy imports some modules at their first use, and some of these by eval. Each check below
-    # makes sympy import such modules.
+    # sympy imports some modules at their first use, and some of these imports call eval. So these
+    # comparisons make all such imports before close_sympy. Their verdicts do not matter.
     pairs = (
         ("ab+2a", "a(b+2)"),
         ("x>5", "(5, \\infty)"),
@@ -77,7 +79,7 @@ def serve(cpu_seconds):
     close_sympy()
     os.write(1, b"ready\n")
     for line in sys.stdin.buffer:
-        # A verdict must not depend on the checks before it.
+        # A verdict must not depend on the comparisons before it.
         sympy.core.cache.clear_cache()
         sympy.core.random.seed(0)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -94,19 +96,19 @@ def limit_process():
     # PR_SET_PDEATHSIG: the process ends with the thread that started it, which is a thread of the
     # Grader.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # A signal to the whole group is for the trainer. If it ended this process, the check would be
-    # lost and count as 0.
+    # Ctrl-C sends a signal to the trainer and to its children. If it ended this process, the answer
+    # would count as wrong.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    # A normal check needs 80 MB.
+    # A normal comparison needs 80 MB.
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # bytes
     # math-verify warns at each call that its own time-outs are off.
     logging.disable()
 
 
 def close_sympy():
-    """Disables the two functions with which sympy runs text as code.
+    """Replaces the two functions with which sympy runs text as code.
 
     Call this after sympy's imports, because the imports need these functions.
     """
@@ -119,8 +121,8 @@ def close_sympy():
         return sympy.Rational(number.fullmatch(text)[0])
 
     sympy.parsing.sympy_parser.parse_expr = read_number
-    # lambdify runs text by exec, for infinite sums. This global name of its module hides Python's
-    # exec. So a check of such a sum raises, and counts as 0.
+    # For infinite sums sympy's lambdify runs text by exec. In its module the name `exec` is None
+    # from now on. So such a comparison raises an error, and the answer counts as wrong.
     sys.modules["sympy.utilities.lambdify"].exec = None
 
 

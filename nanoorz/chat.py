@@ -9,6 +9,8 @@ import json
 import urllib.parse
 
 from jinja2.meta import find_undeclared_variables
+
+# transformers adds tags of its own to jinja. Only this private function knows them.
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from nanoorz.ranks import UserError, one_line
@@ -35,9 +37,12 @@ def as_chat(text, tokenizer, cfg):
 
 
 @functools.cache
-def find_switches(template, program) -> dict:
-    """{switch: value} of chat?SWITCH=VALUE. program: the chat template. Raises ValueError."""
-    query = template.partition("?")[2]
+def find_switches(template_flag, chat_template) -> dict:
+    """{switch: value} of --template chat?SWITCH=VALUE. Raises ValueError.
+
+    chat_template: the tokenizer's, a program in the language of jinja.
+    """
+    query = template_flag.partition("?")[2]
     if not query:
         return {}
     switches = {}
@@ -47,13 +52,12 @@ def find_switches(template, program) -> dict:
         try:
             switches[name] = json.loads(text)
         except ValueError:
-            # A text needs no quotes. Python's False would be the text "False", which means true.
+            # A word is a text without quotes. Python's False is refused, because a text is true.
             if not text.isidentifier() or text.lower() in ("true", "false", "none"):
                 advice = "write true, false, a number or a word"
                 raise ValueError(f"{name}={text} is no value; {advice}") from None
             switches[name] = text
-    # This environment knows the tags that transformers adds to jinja.
-    parsed = _compile_jinja_template(program).environment.parse(program)
+    parsed = _compile_jinja_template(chat_template).environment.parse(chat_template)
     known = find_undeclared_variables(parsed) - {"messages", "add_generation_prompt"}
     unknown = ", ".join(switches.keys() - known)
     if unknown:

@@ -16,7 +16,10 @@ TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 
 
 def demo_flags(cfg) -> list[str]:
-    """Makes the demo's base model in run_dir, prints the demo's flags, and returns the flags."""
+    """Makes the demo's base model in run_dir, and prints and returns the demo's flags.
+
+    tools/base_model.py makes the model, the problems, and a file of flags. Raises UserError.
+    """
     folder = (Path(cfg.run_dir) / "base").resolve()
     with raise_together():
         refuse_other_run(cfg, folder)
@@ -47,13 +50,13 @@ def refuse_other_run(cfg, folder):
 
 
 def command_words(old: dict, cfg) -> list[str]:
-    """The words of a command line. old: config.json of a run."""
+    """The words of the command line that goes on with a run. old: its config.json."""
     defaults = {}
     for field in dataclasses.fields(cfg):
         has_value = field.default is not dataclasses.MISSING
         defaults[field.name] = field.default if has_value else field.default_factory()
     files = kept_files(cfg.run_dir, old.get("variants", []))
-    # A run that began with --resume none must not begin again.
+    # With --resume none the run would not go on, but start over.
     left_out = ("world", "variants", "versions", "resume")
     flags = {name: old[name] for name in old if name not in left_out}
     words = []

@@ -1,7 +1,7 @@
 """Is an answer equal to its label? Quick rules, and a worker process for algebra.
 
-`quick_verdict` applies rules that take linear time. Where no rule decides, a `Worker` asks algebra
-(algebra.py), which runs in a process that may die.
+`quick_verdict` applies rules that take linear time. If no rule decides, a `Worker` asks a process
+that runs algebra.py. The process may crash, and the trainer goes on.
 """
 
 import contextlib
@@ -15,129 +15,156 @@ from multiprocessing.connection import wait
 from subprocess import PIPE, Popen
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# A longer answer equals only itself. A shorter answer fits, as JSON, into a pipe's 64 KB.
-MAX_TEXT = 2_500  # characters
+# An answer with more characters equals only itself. An answer and a label of this length, as JSON,
+# fit into the 64 KB of a pipe, so a write to a process that hangs does not hang.
+MAX_TEXT = 2_500
 
 # ---- spellings: what can be written in many ways gets one spelling -------------------------------
 
-# How to read this file: the comment above a pattern shows texts that the pattern takes, and behind
-# an arrow what becomes of them. Many patterns share these parts:
+# How to read the patterns of this file: the comment above a pattern shows texts that the pattern
+# takes, and behind an arrow what becomes of them. Many patterns share these parts:
 #   (?=x)    (?!x)     x follows, or x does not follow.
 #   (?<=x)   (?<!x)    x stands before, or x does not stand before.
 #   (?![A-Za-z])       No letter follows, so the name of a LaTeX command ends here.
 #   " ?"               There may be a space.
 #   [^{}]*             Any text without braces.
 
-# {pattern: replacement}, in the order of use. All of them take a few milliseconds for MAX_TEXT.
-REWRITES = {
-    # Characters of Unicode -> LaTeX
-    "[−–]": "-",
-    "×": r"\\times ",
-    "·": r"\\cdot ",
-    "π": r"\\pi ",
-    "∞": r"\\infty ",
-    "≤": r"\\le ",
-    "≥": r"\\ge ",
-    "°": r"^\\circ ",
-    "∪": r"\\cup ",
+# {character of Unicode: LaTeX}
+CHARACTERS = {
+    "−": "-",
+    "–": "-",
+    "×": "\\times ",
+    "·": "\\cdot ",
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "≤": "\\le ",
+    "≥": "\\ge ",
+    "°": "^\\circ ",
+    "∪": "\\cup ",
     "²": "^2",
     "³": "^3",
-    # Invisible characters of Unicode, such as marks of the writing direction -> nothing
-    r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]": "",
-    # 5_{10} -> 5    5_10 -> 5
+}
+# Characters that nobody sees, such as marks of the writing direction.
+INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+
+# {pattern: replacement}, in the order of use. A pattern may rely on those before it: behind the
+# pattern of \dfrac, for example, each fraction is a \frac. All of them take a few milliseconds for
+# MAX_TEXT.
+REWRITES = {
+    # The base 10 at the end: 5_{10} -> 5    5_10 -> 5
     r"(?<=[0-9])_(?:10|\{10\})(?=\W*$)": "",
     # \approx8.24 -> 8.24
     r"^\\approx": "",
-    # {\bf 42} -> { 42}    \textcolor{red}{42} -> {42}
+    # Commands of layout: {\bf 42} -> { 42}    \textcolor{red}{42} -> {42}
     r"\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])": "",
-    # \left( -> (    \bigr] -> ]    \right. -> nothing
+    # Sizes of brackets: \left( -> (    \bigr] -> ]    \right. -> nothing
     r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?": "",
     # \dfrac -> \frac    \tfrac -> \frac    \cfrac -> \frac
     r"\\[dtc]frac": r"\\frac",
-    # 10,\! 080 -> 10,080    \$42 -> 42    $x$ -> x
+    # A negative space and dollars: 10,\! 080 -> 10,080    \$42 -> 42    $x$ -> x
     r"\\!\s*|\\?\$": "",
-    # \mathbf{x} -> {x}    \boxed{42} -> {42}
+    # Fonts and frames: \mathbf{x} -> {x}    \boxed{42} -> {42}
     r"\\(?:boldsymbol|bm|math(?:bf|it|sf)|underline|boxed) ?(?=\{)": "",
-    # \[5\] -> 5    \(x+1\) -> x+1
+    # A formula that is the whole text: \[5\] -> 5    \(x+1\) -> x+1
     r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$": r"\1",
-    # 10\,080 -> 10 080    1\quad2 -> 1 2    1~2 -> 1 2
+    # All spaces become one: 10\,080 -> 10 080    1\quad2 -> 1 2    1~2 -> 1 2
     r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+": " ",
-    # \mathrm{x} -> x, but \mathrm{m} may be a unit and stays
+    # \mathrm{x} -> x    A letter of the list may be a unit, such as \mathrm{m}, and stays.
     r"\\mathrm ?\{(?![mgshACFJKLNVW])([A-Za-z])\}": r"\1",
     # \mathrm{cm} -> \text{cm}    \mbox{cm} -> \text{cm}    \textbf{(C)} -> \text{(C)}
     r"\\(?:mathrm|mbox|text(?:bf|it|rm|normal)) ?(?=\{)": r"\\text",
-    # {42} -> 42    \text{72 clips} -> 72 clips
+    # Braces around the whole text: {42} -> 42    \text{72 clips} -> 72 clips
     r"^ ?(?:\\text ?\{ ?(?=-?\.?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$": r"\1",
-    # 8:34 \text{ p.m.} -> 8:34pm    8:34 PM -> 8:34Pm (same_word ignores the case)
+    # Times of day: 8:34 \text{ p.m.} -> 8:34pm    8:34 PM -> 8:34Pm (words have no case later)
     r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$": r"\1m",
-    # 90^\circ -> 90    90^{\circ} -> 90    30^\circ C -> 30    90\degree -> 90
-    r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?|\\degree(?![A-Za-z])": "",
-    # 50\% -> 50%    50\text{ percent} -> 50%    50 per cent -> 50%    50pct -> 50%
-    r"\\%| ?\\text\{ ?(?:per ?cent|pct|\\?%) ?\}| ?(?<![A-Za-z])(?:per ?cent|pct)(?![A-Za-z])": "%",
-    # 1 \text{ or } 2 -> 1, 2    1\text{, and }2 -> 1, 2    1, 2, and 3 -> 1, 2, 3
-    # (1,2)or(3,4) -> (1,2), (3,4)
-    r",? ?\\text\{,? ?(?:or|and) ?\} ?|,? ?\b(?:or|and)\b ?": ", ",
+    # Degrees: 90^\circ -> 90    90^{\circ} -> 90    30^\circ C -> 30
+    r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?": "",
+    # 90\degree -> 90
+    r"\\degree(?![A-Za-z])": "",
+    # 50\% -> 50%
+    r"\\%": "%",
+    # 50\text{ percent} -> 50%    50\text{ per cent} -> 50%
+    r" ?\\text\{ ?(?:per ?cent|pct|%) ?\}": "%",
+    # 50 percent -> 50%    50 per cent -> 50%    50pct -> 50%
+    r" ?(?<![A-Za-z])(?:per ?cent|pct)(?![A-Za-z])": "%",
+    # Lists get commas: 1 \text{ or } 2 -> 1, 2    1\text{, and }2 -> 1, 2
+    r",? ?\\text\{,? ?(?:or|and) ?\} ?": ", ",
+    # 1, 2, and 3 -> 1, 2, 3    (1,2)or(3,4) -> (1,2), (3,4)
+    r",? ?\b(?:or|and)\b ?": ", ",
     # √51 -> \sqrt{51}
     r"√ ?([0-9]+|[A-Za-z])": r"\\sqrt{\1}",
     # 2pi -> 2\pi    sqrt(3) -> \sqrt(3)
     r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])": r"\\\1",
     # \varnothing -> \emptyset
     r"\\varnothing(?![A-Za-z])": r"\\emptyset",
-    # \frac12 -> \frac{1}2    \frac\pi2 -> \frac{\pi}2    \sqrt2 -> \sqrt{2}
+    # Braces around the first argument: \frac12 -> \frac{1}2    \frac\pi2 -> \frac{\pi}2
+    # \sqrt2 -> \sqrt{2}
     r"\\(frac|sqrt(?:\[[0-9]\])?) ?([0-9A-Za-z]|\\pi(?![A-Za-z])|\([^()]*\))": r"\\\1{\2}",
-    # \frac{1}2 -> \frac{1}{2}
+    # Braces around the second argument: \frac{1}2 -> \frac{1}{2}
     r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))": r"\1{\2}",
-    # x^{2} -> x^2    x_{1} -> x_1
+    # No braces around one character: x^{2} -> x^2    x_{1} -> x_1
     r"([\^_]) ?\{ ?([0-9A-Za-z]) ?\}": r"\1\2",
-    # 2 \pi + 18 -> 2\pi+18, but 3 1/2 is not 31/2, and 1, 234 is not 1234
+    # A space stays only between two of: digit, letter, comma. 2 \pi + 18 -> 2\pi+18, but 3 1/2 is
+    # not 31/2, and 1, 234 is not 1234.
     r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])": "",
     # 2{,}304 -> 2,304
     r"\{,\}": ",",
-    # 2,304\pi -> 2304\pi    2,304(x+1) -> 2304(x+1), but (2,304) is a pair: behind the number, a
-    # bracket may close only if it opens there
-    r"(?<![0-9,.])([1-9][0-9]{0,2}),([0-9]{3})(?:,([0-9]{3}))?(?:,([0-9]{3}))?"
-    r"(?![0-9,])(?=(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*$)": r"\1\2\3\4",
-    # 1;2;3 -> 1, 2, 3    (1;2) -> (1, 2)
-    ";": ", ",
 }
+# 2,304    1,234,567, but not a part of 1,2,304
+THOUSANDS = re.compile(r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9,])")
+# What may follow it to the end of the text: brackets only if they open there, as in 2,304(x+1). In
+# (2,304) the comma may separate the members of a pair.
+AFTER_THOUSANDS = re.compile(r"(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*")
 
 
 def prepare(answer, label):
-    """Respells both texts, and removes the name of the value: x = 5 -> 5"""
+    """Gives both texts one spelling, and removes the name of a value from both: x = 5 -> 5"""
     return drop_name(respell(answer), respell(label))
 
 
 def respell(text):
     r"""$\dfrac12$. -> \frac{1}{2}"""
     text = text.strip()
+    for character, latex in CHARACTERS.items():
+        text = text.replace(character, latex)
+    text = INVISIBLE.sub("", text)
     for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
+    text = THOUSANDS.sub(drop_commas, text)
+    # A semicolon separates, too: (1;2) -> (1, 2)
+    text = text.replace(";", ", ")
     return text.strip().rstrip(" .,;:")
 
 
-# The sign of x = 5 and of x \in S, but not <=    >=    !=    :=
+def drop_commas(match):
+    r"""2,304\pi -> 2304\pi    2,304(x+1) -> 2304(x+1)    (2,304) stays"""
+    rest = match.string[match.end() :]
+    return match[0].replace(",", "") if AFTER_THOUSANDS.fullmatch(rest) else match[0]
+
+
+# The sign between a name and its value: x = 5 and x \in S, but not <=    >=    !=    :=
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
-# No name is on the left of x \not= 5    \log x = 2    \sin x = 2
-NO_NAME = r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
+# What stands on the left of = is no name if it has one of these: x \not= 5    \log x = 2
+FUNCTION = r"(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z]))"
 # A name has braces only after \text, \overline, ^ and _: \text{Area}    \overline{AB}    f^{-1}
 BRACES = r"(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\}"
 # The name of a value, with its sign.
 NAME = re.compile(
     # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =    A_1 =
-    rf"{NO_NAME}\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|{BRACES})*(?:{EQUALS.pattern}) ?"
+    rf"(?![^=]*{FUNCTION})\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|{BRACES})*(?:{EQUALS.pattern}) ?"
 )
 
 
 def drop_name(answer, label):
-    """x = 5 -> 5    if the other text has the same name or none."""
+    """Removes the name from both texts: x = 5 -> 5. If both have a name, it must be the same."""
     matches = [NAME.match(answer), NAME.match(label)]
     names = {match[0] for match in matches if match}
-    # If the label is a sum, as in x+y = 17, the label is an equation, and both texts stay whole. In
-    # an answer a sum may be a name.
+    # A label such as x+y = 17 asks for an equation, and not for the value of a name. So both texts
+    # stay whole. In an answer such a sum may be a name.
     if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return answer, label
-    # A list repeats its name, at the start or after a comma or a space: x=1, x=2 -> 1, 2
-    name = re.compile(rf"(?<![^, ]){re.escape(names.pop())}")
+    # In a list the name stands at the start and after each comma or space: x=1, x=2 -> 1, 2
+    name = re.compile(rf"(?:^|(?<=[, ])){re.escape(names.pop())}")
     values = name.sub("", answer), name.sub("", label)
     # A text with several names keeps all of them: x=1, y=2
     if EQUALS.search(" ".join(values)):
@@ -147,24 +174,25 @@ def drop_name(answer, label):
 
 # ---- numbers and units ---------------------------------------------------------------------------
 
-# 42    4.2    .5    1,234    1 234    6.72e-5
+# Digits without a sign: 42    4.2    .5    1,234    1 234    6.72e-5
 DIGITS = (
     r"(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,3})?"
 )
-# \frac{3}{4}
+# The form that `respell` gives to a fraction: \frac{3}{4}
 FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
 NUMBER = re.compile(
     # The beginning of -5    £-5    -£5
     r"[£€]?(?P<sign>[+-]?) ?[£€]?"
-    # The 3 of 3 1/2
+    # The 3 of 3 1/2: digits and a space before a fraction
     r"(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
     # 42    1/2    3:5
     rf"(?P<top>[+-]?{DIGITS})(?:[/:](?P<bottom>[+-]?{DIGITS}))?"
     # The end of 50%
     "(?P<percent>%?)"
 )
-# (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    (7)/(2) -> 7/2, but 1/(2%) is not 1/2%
+# Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    (7)/(2) -> 7/2
+# 1/(2%) stays, because it is not 1/2%.
 BRACKETS = re.compile(r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(|\\\{)([^(){},]*)(?:\)|\\\})(?=[/%]|$)")
 # A power or root of numbers. It may stand in brackets.
 POWER_OR_ROOT = re.compile(
@@ -190,10 +218,10 @@ CHANGES_THE_VALUE = (
     r"below|above|under|north|south|east|west)\b)"
 )
 UNIT = (
-    # Units of up to three letters are listed, because 5 abc is a product.
+    # Short units are listed, because 5 abc is a product of three letters.
     "[mck]m|in|f(?:oo|ee)?t|[mk]g|lb|ml|sec|min|hr|day|deg|mph|m/s|km/h|way|st|nd|rd|th|"
     "oz|mi|yd|gal|yr|cup|men|USD|per [a-z]{1,16}|"
-    # apple    mile per hour    mile/hour
+    # A longer word is a unit, with up to three more words: apple    mile per hour    mile/hour
     "[A-Za-z][a-z]{3,16}(?:[ /][a-z]{1,16}){0,3}"
 )
 # A unit at the end of a text is removed, because a label often lacks it.
@@ -213,8 +241,7 @@ UNITS = re.compile(
 def parse_number(text):
     """The exact value of an integer, decimal, fraction or mixed number, or None.
 
-    Returns two values. The first ignores a percent sign, the second obeys it.
-    50% -> (50, 1/2)    5 -> (5, 5)
+    Returns two values: without a percent sign, and with it. 50% -> (50, 1/2)    5 -> (5, 5)
     """
     # 3\frac{1}{2} cm -> 3 1/2
     text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
@@ -250,7 +277,7 @@ def quick_verdict(answer, label):
     verdict = same_number(answer, label)
     if verdict is not None:
         return verdict
-    # same_number needs \text{}, which marks units. The rules below do not need it.
+    # same_number finds units by their \text{}. The rules below read the words in it.
     answer = unwrap_text(answer)
     label = unwrap_text(label)
     for rule in (same_text, same_choice, same_in_base, same_word, same_shape, misread_by_algebra):
@@ -263,16 +290,19 @@ def quick_verdict(answer, label):
 def same_number(answer, label):
     """Numbers are compared exactly. Both 0.5 and 50 equal 50%, because labels often lack the sign.
 
-    If the label is 7, the answer 3+4 is wrong, because it may be a copy from the question. A power
-    or a root of numbers is allowed.
+    If the label is a number, the answer must be one. 3+4 does not equal 7, because it may be a copy
+    from the question. A power or a root of numbers is allowed.
     """
     number = parse_number(answer)
     label_number = parse_number(label)
-    # Algebra must work out a power or a root.
-    if not label_number or POWER_OR_ROOT.fullmatch(UNITS.sub("", answer)):
+    if not label_number:
+        return None
+    # Only algebra can compute a power or a root.
+    if POWER_OR_ROOT.fullmatch(UNITS.sub("", answer)):
         return None
     if not number:
         return False
+    # Equal without the percent signs, or equal with them.
     return number[0] == label_number[0] or number[1] == label_number[1]
 
 
@@ -291,7 +321,8 @@ def same_text(answer, label):
 
 
 def same_choice(answer, label):
-    """If the label is one letter, the answer may add the text of the choice: `C. 12 m` for `C`."""
+    """If the label is a letter from A to J, it names one of several choices. The answer may add the
+    text of the choice: `C. 12 m` for `C`."""
     # C    (C)
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
     # C    (c)    C. 12 m    Option C    but not the product (a)(b)
@@ -315,8 +346,8 @@ def same_in_base(answer, label):
 
 
 def same_word(answer, label):
-    """Words are compared without case. A label in capitals, such as ABCD, names points, and only
-    the same text equals it. xy is a product and no word."""
+    """Words are compared without case. A label in capitals, such as ABCD, names points of a figure:
+    abcd does not equal it. A word has four letters or more, because xy is a product."""
     # even    Monday    yes    8:34pm
     word = re.fullmatch(r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m", label)
     given = re.fullmatch(r"[0-9:A-Za-z' -]+", answer)
@@ -332,13 +363,14 @@ RELATION = r"(?:[<>]|\\[lg]eq?(?![A-Za-z]) ?)"
 def same_shape(answer, label):
     r"""A list must have as many members as the label. If the label is a pair, brackets are needed.
 
-    Inequalities, \mathbb{R} and matrices may equal texts of other shapes, so algebra tells.
+    This rule can only refuse. It does not decide about inequalities, \mathbb{R} and matrices, which
+    may equal texts of other shapes.
     """
     if re.search(rf"{RELATION}|\\(?:neq?|mathbb|setminus|begin)(?![a-z])", answer + label):
         return None
     if count_members(answer) != count_members(label):
         return False
-    # The answer 1,2 for the label (1,2): an opening bracket must come before a comma.
+    # The label (1,2) refuses the answer 1,2: before its comma there is no opening bracket.
     if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", answer):
         return False
     return None
@@ -386,7 +418,8 @@ class Worker:
         worker.ask("2x", "x+x")  # "equal"
         worker.close()
 
-    A lost process is replaced at the next question. `ask` and `close` may run in two threads.
+    If the process has ended, the next question starts another one. One thread may call `close`
+    while another thread is in `ask`.
     """
 
     def __init__(self, cpu_seconds, wall_seconds):
@@ -396,26 +429,27 @@ class Worker:
         self.is_closed = False
 
     def ask(self, answer, label):
-        """The verdict, or how the process was lost.
+        """The verdict, "equal" or "different", or why there is none.
 
-        The verdict is "equal" or "different". A process is lost by "cpu_timeouts", "wall_timeouts"
-        or "crashes". Raises OSError if no process can be started.
+        There is none after "cpu_timeouts", "wall_timeouts" or "crashes". Then the process has
+        ended. Raises OSError if no process can be started.
         """
         reply = ""
-        # The process may end before it has read the question, and `close` may close the pipes.
+        # The process may end before it has read the question: BrokenPipeError. `close`, in another
+        # thread, may have closed the pipes: ValueError.
         with contextlib.suppress(BrokenPipeError, ValueError):
             if self.process is None or self.process.poll() is not None:
                 self.start()
-            # JSON in ASCII can hold half of a surrogate pair.
+            # JSON writes half of a surrogate pair, which UTF-8 cannot hold, in ASCII.
             self.process.stdin.write(json.dumps([answer, label]).encode() + b"\n")
             if not wait([self.process.stdout], self.wall_seconds):
-                self.kill()
+                self.end()
                 return "wall_timeouts"
             reply = self.process.stdout.readline().decode().strip()
         if reply:
             return reply
-        # The process has ended by itself. `kill` only closes its pipes and reads its exit code.
-        self.kill()
+        # The process has ended by itself. `end` closes its pipes and reads its exit code.
+        self.end()
         if self.process.returncode == -signal.SIGPROF:
             return "cpu_timeouts"
         return "crashes"
@@ -423,21 +457,23 @@ class Worker:
     def start(self):
         """Waits until the process is ready, so that its imports count against no check."""
         command = [sys.executable, "-m", "nanoorz.algebra", str(self.cpu_seconds)]
-        # The order of terms in sympy follows the hashes of texts.
+        # The order of terms in sympy follows the hashes of texts. A seed makes them the same in
+        # each process.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}
         self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)
-        # `close` may have run while there was no process that it could end.
+        # `close` may have run before this process was there. Then no question will come.
         if self.is_closed:
-            self.kill()
+            self.end()
         if self.process.stdout.readline() != b"ready\n":
             raise ChildProcessError(f"{' '.join(command)} ended before its first check")
 
-    def kill(self):
-        with self.process:  # closes the pipes and waits for the end of the process
+    def end(self):
+        # The end of the `with` closes the pipes and waits for the end of the process.
+        with self.process:
             self.process.kill()
 
     def close(self):
         """Ends the process. No later call of `ask` leaves a process behind."""
         self.is_closed = True
         if self.process is not None:
-            self.kill()
+            self.end()

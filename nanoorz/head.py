@@ -1,7 +1,9 @@
 """The LM head computes log-probs and entropies in chunks, with a backward pass of its own.
 
-A chunk of logits takes at most 512 MB on a GPU, and 32 MB on a CPU. ORZ held four copies of all
-logits. This file needs torch alone. Shapes: M response tokens, V vocabulary, H hidden.
+The logits of a chunk of tokens take at most 512 MB on a GPU, and 32 MB on a CPU. ORZ held four
+copies of all logits. This file needs torch alone.
+
+Shapes: M response tokens, V vocabulary, H hidden; chunk: the tokens of a chunk.
 """
 
 import functools
@@ -14,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk.
 
-    Up to 256 MB, log p of all V tokens is kept for the backward pass. Above, the backward pass
-    computes it again: 8k tokens and a vocabulary of 152k would need 5 GB.
+    The backward pass needs log p of all V tokens. If these numbers take at most 256 MB, they are
+    kept. If not, the backward pass computes them again: of 8k tokens and a vocabulary of 152k they
+    would take 5 GB.
     """
 
     @staticmethod
@@ -29,16 +32,18 @@ class ChunkedLogprob(torch.autograd.Function):
             log_p = chunk_log_softmax(hidden[part], weight, cut(temperature, part))  # (chunk, V)
             logprobs[part] = log_p.gather(1, token_ids[part, None])[:, 0]
             if wants_entropy:
-                # An einsum would be shorter. In fp32 its sums over V are ten times less exact.
+                # -sum(p log p). An einsum would be shorter, but its sums over V are ten times less
+                # exact in fp32.
                 entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
             if keep_log_p:
                 ctx.kept.append(log_p)
-            # Without this line the chunk would stay until the next chunk is complete.
+            # If it is not kept, this frees it now. Without this line it would stay in memory until
+            # the next chunk is computed.
             del log_p
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature = temperature
         ctx.chunk = chunk
-        # If the entropy is only logged, backward gets None instead of a gradient of zeros.
+        # If the loss does not use the entropy, `backward` gets None instead of zeros.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -49,12 +54,13 @@ class ChunkedLogprob(torch.autograd.Function):
         d log p_y / dz = 1[y] - p        d S / dz = -p (log p + S)
 
         With g_y and g_S the incoming gradients of log p_y and S, the gradient of z is
-        g_y 1[y] - p (g_y + g_S (log p + S)). The code computes it in place: first the bracket
-        (on_all), then the product with p, then the term of the token y (on_token). The logits
-        are z times the temperature, so g_y and g_S are divided by the temperature.
+        g_y 1[y] - p (g_y + g_S (log p + S)). The code computes the bracket (on_all), then the
+        product with p, and then adds the term of the token y (on_token). z is the logits divided by
+        the temperature, so the gradient of the logits has the same factor: g_y and g_S are divided
+        by the temperature first.
         """
         hidden, weight, token_ids, entropy = ctx.saved_tensors
-        # The loss may use the entropy alone.
+        # The loss may use the entropy and no log-prob.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)  # (M, H)
@@ -72,12 +78,14 @@ class ChunkedLogprob(torch.autograd.Function):
             if grad_entropy is not None:
                 on_entropy = grad_entropy[part, None] / temperature  # (chunk, 1)
                 on_all = on_token + on_entropy * (log_p + entropy[part, None])  # (chunk, V)
+            # From here on the memory of log_p holds p, and then the gradient.
             grad_logits = log_p.exp_().mul_(-on_all)  # (chunk, V)
             grad_logits.scatter_add_(1, token_ids[part, None], on_token)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             add_product_(grad_weight, grad_logits.T, hidden[part])
             del log_p, grad_logits, on_all
+        # `forward` has four more arguments, which have no gradient.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
@@ -95,12 +103,13 @@ def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperature) -> Tensor:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor):
-    """total += a @ b. No second (V, H) is made with equal dtypes, or where the GPU adds in fp32."""
+    """total += a @ b. total: (V, H)."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and adds_in_fp32(a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
+        # This makes a second tensor (V, H) for the product.
         total.add_(a @ b)
 
 
@@ -111,6 +120,7 @@ def adds_in_fp32(device) -> bool:
     Old versions of PyTorch lack the call, and some versions refuse an fp32 matrix.
     """
     ones = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
+    # Each number of the product is 16, and the matrix adds 1.
     try:
         return bool(torch.addmm(ones.float(), ones, ones, out_dtype=torch.float32)[0, 0] == 17)
     except (RuntimeError, TypeError):

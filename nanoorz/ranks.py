@@ -174,13 +174,19 @@ def describe_error(error) -> tuple[str, str]:
     # sys.__stderr__, and leads to run.log.
     traceback.print_exception(error, file=sys.__stderr__)
     lines = traceback.format_list(own_places(error))
-    return name_error(error), "".join(["Traceback (run.log has the whole one):\n", *lines])
+    trace = "".join(["Traceback without libraries (run.log has the whole one):\n", *lines])
+    return name_error(error), trace.rstrip("\n")
 
 
 def own_places(error):
     """The places of a traceback that are in our code or in the user's code."""
-    places = traceback.extract_tb(error.__traceback__)
-    return [x for x in places if "/lib/python3" not in x.filename and x.filename[0] != "<"]
+    places = []
+    for place in traceback.extract_tb(error.__traceback__):
+        is_library = "/lib/python3" in place.filename or place.filename.startswith("<")
+        # Context managers, such as stop_together, stand in the traceback with their `yield`.
+        if not is_library and place.line != "yield":
+            places.append(place)
+    return places
 
 
 def name_error(error):
