@@ -184,7 +184,7 @@ def find_of_step(model: str, row_len: str) -> dict:
     ppo.compute_advantages(batch, cfg)
     found = {"device": device.type}
     plain = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.bfloat16)
-    policy = models.Policy(plain.to(device).train())
+    policy = models.Policy(plain.to(device).train(), families.Plain(None))
     gradient = gradient_by_hand(policy, batch, cfg)
     start = torch.cat([p.detach().float().flatten() for p in policy.parameters()])
     # With a small eps Adam's first update is the gradient's sign, which rounding can turn.

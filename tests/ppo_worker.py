@@ -27,6 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import ppo
 from nanoorz import models, ranks
+from nanoorz.families import Plain
 from nanoorz.ranks import gather
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
@@ -230,7 +231,7 @@ def cell_memory(cfg, spec) -> dict:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 20_000_000)  # freed memory goes back at once
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     shape |= {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 151_936}
-    policy = models.Policy(Qwen2ForCausalLM(Qwen2Config(**shape)))
+    policy = models.Policy(Qwen2ForCausalLM(Qwen2Config(**shape)), Plain(None))
     peaks = []
     gradients = []
     # The first count pays for what does not depend on the number of tokens.

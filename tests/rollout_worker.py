@@ -176,7 +176,7 @@ def stop(rollout, requests, reason) -> list:
     except Stopped as error:
         return [error.fault, list(clock.seconds)]
     finally:
-        signals.asked = False
+        signals.asked = signals.failed = False
         signals.store.delete_key("stop")
         results()
     return []

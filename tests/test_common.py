@@ -1,6 +1,7 @@
 """What the ranks do together: errors reported once, process group, signals."""
 
 import datetime
+import json
 import os
 import signal
 import threading
@@ -115,6 +116,15 @@ def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
     assert dist.HashStore.check(store, ["stop"])
 
 
+def test_an_error_of_one_rank_is_told_to_the_others_and_is_no_signal(handlers):
+    store = dist.HashStore()
+    mine = process.Signals(store)
+    other = process.Signals(store)
+    mine.fail()
+    assert mine.poll() and other.poll()
+    assert mine.failed and not mine.asked
+
+
 def test_only_a_second_interrupt_ends_a_rank_at_once(handlers, capfd):
     """The first interrupt may come after another signal, and must not cut off the save."""
     mine = process.Signals(dist.HashStore())
@@ -142,6 +152,13 @@ def test_stop_together_stops_all_ranks_for_an_error_of_one(process_group, monkey
         with pytest.raises(ranks.Stopped, match=f"^{fault}$"), ranks.stop_together():
             raise error
     assert capfd.readouterr().err.count("Traceback") == 1, "what is no UserError has a traceback"
+    # The trace has our lines, without those of libraries and of context managers.
+    with pytest.raises(ranks.Stopped) as stopped, ranks.stop_together():
+        json.loads("{")
+    first, place, code = stopped.value.trace.splitlines()[:3]
+    assert first == "Traceback without libraries (run.log has the whole one):"
+    assert "test_common.py" in place and code.strip() == 'json.loads("{")'
+    assert "json/" not in stopped.value.trace and "yield" not in stopped.value.trace
     others = [(True, None, ""), (False, "of another rank", "")]
     monkeypatch.setattr(ranks, "gather", lambda mine: [mine, *others])
     with pytest.raises(ranks.Stopped, match="^of another rank$"), ranks.stop_together():

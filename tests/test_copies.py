@@ -9,7 +9,7 @@ from conftest import ROOT, run_python
 from test_contributing import EXAMPLES
 from tiny import make_model
 
-LIB = ("nanoorz/ranks.py", "nanoorz/equal.py", "nanoorz/algebra.py")
+FILES = ("ranks", "flags", "equal", "algebra", "reshard", "variants")
 USE = """
 from pathlib import Path
 
@@ -54,6 +54,6 @@ def test_the_page_s_loop_around_ppo_learns_from_samples_that_do_not_see_each_oth
 
 def test_stages_work_in_a_folder_of_their_own(tmp_path):
     (tmp_path / "nanoorz").mkdir()
-    for name in ("reward.py", "ckpt.py", *LIB):
+    for name in ("reward.py", "ckpt.py", *(f"nanoorz/{file}.py" for file in FILES)):
         shutil.copy(ROOT / name, tmp_path / name)
     run_python("-c", USE, cwd=tmp_path, env={"PYTHONPATH": ""})

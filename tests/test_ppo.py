@@ -325,6 +325,45 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
     assert not any(micro_batches_of_all_ranks(monkeypatch, batch, [], cfg, world))
 
 
+def test_the_ranks_agree_on_the_number_of_micro_batches_before_the_first(monkeypatch):
+    """A caller that takes fewer of them leaves no rank alone in a collective. The last of two is a
+    filler here, because another rank has two."""
+    calls = []
+
+    def all_reduce(tensor, op):
+        calls.append(int(tensor))
+        tensor.fill_(2)
+
+    dist = mock.Mock(all_reduce=all_reduce, **{"get_world_size.return_value": 1})
+    dist.get_rank.return_value = 0
+    monkeypatch.setattr(ppo, "dist", dist)
+    batch = batch_of_lists([[1]], [[2, 3]])
+    found = ppo.micro_batches(batch, [0], config())
+    assert calls == [1]
+    assert [(micro.real.tolist(), is_last) for micro, is_last in found] == [
+        ([1, 1], False),
+        ([0], True),
+    ]
+    assert calls == [1]
+
+
+def test_a_filler_changes_no_number_of_the_log(process_group):
+    """Not even a maximum: its token has some number, too."""
+    batch = batch_of_lists([[1]], [[2, 3]])
+    history = []
+    for micro in (ppo.build_rows(batch, [[0]]), ppo.filler(CPU)):
+        stats = ppo.Stats(micro)
+        numbers = (
+            torch.full(micro.real.shape, 9.0) if not micro.real.any() else torch.tensor([-1.0, -2])
+        )
+        stats.loss("policy_loss", (numbers * micro.real).sum())
+        stats.mean("x", numbers)
+        stats.maximum("x_max", numbers)
+        history.append(stats)
+    found = ppo.join_stats(history, denominator=4, response_tokens=2)
+    assert found == {"policy_loss": -3 / 4, "x": -3 / 2, "x_max": -1}
+
+
 def tokens_of(batch: ppo.Batch, samples) -> list[int]:
     tokens = []
     for i in samples:

@@ -383,6 +383,7 @@ BAD_TASKS = {
     "import reward\nreward.nothing": "AttributeError",
     "raise ValueError('two\\nlines')": "ValueError: two lines",
     "import sys\nsys.exit(3)": "SystemExit: 3",
+    "from lib.common import UserError": "lib is called nanoorz now: lib.common is nanoorz.ranks",
     "from reward import Grader, text_metrics": "has no load_problems",
     "from reward import load_problems, text_metrics": "has no Grader",
     "from reward import load_problems, Grader": "has no text_metrics",

@@ -179,6 +179,9 @@ REFUSED = [
         ["import ppo\n\ndef paid(samples):\n    return []\n"],
         r"one subclass of Recipe; up to commit 229d200 variants were files of functions",
     ),
+    # The library folder had another name.
+    (["from lib.common import hash64\n"], r"'lib'; lib is called nanoorz now: .*a.py, line 1"),
+    (["from lib import check\n"], "'lib'; lib is called nanoorz now: .*lib.check nanoorz.flags"),
     ([ONE + TWICE], "one subclass of Recipe, and has .'One', 'Twice'."),
     # Two that do not go together.
     (
@@ -438,6 +441,11 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
     with pytest.raises(
         UserError, match="functions, .* the last commit .* is 229d200; begin another run"
     ):
+        find_start(paths)
+    # A run from before the library folder got its name.
+    old = "import ppo\nfrom lib.flags import flag\n\nclass Late(ppo.Recipe):\n    pass\n"
+    (tmp_path / "variants" / "late.py").write_text(old)
+    with pytest.raises(UserError, match="imports lib, .* the last commit .* is 85ba2b3; begin"):
         find_start(paths)
 
 
