@@ -43,8 +43,8 @@ from nanoorz.variants import explain_old_run, kept_files
 
 # The logs of a run. A resume cuts them to the size that they had at the checkpoint.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
-# What else a run writes, besides its checkpoints.
-OTHERS = ("config.json", "result.json", "variants", "policy", "critic", "tensorboard")
+# What a run writes besides its logs and its checkpoints.
+OTHER_OUTPUT = ("config.json", "result.json", "variants", "policy", "critic", "tensorboard")
 
 
 @dataclass
@@ -83,12 +83,14 @@ class RunState:
         """Raises TypeError if a value has another type than this version writes."""
         defaults = vars(RunState())
         wrong = [name for name, x in vars(self).items() if type(x) is not type(defaults[name])]
-        sizes = [*self.log_sizes.values(), self.config.get("zero_stage")]
-        are_sizes = all(isinstance(size, int) for size in sizes)
+        numbers = [*self.log_sizes.values(), self.config.get("zero_stage")]
+        are_numbers = all(isinstance(number, int) for number in numbers)
         are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in self.variants)
         are_dicts = all(isinstance(part, dict) for part in self.memory.values())
-        if wrong or not (are_sizes and are_pairs and are_dicts):
-            raise TypeError(f"wrong type of {wrong or 'log_sizes, config, variants or memory'}")
+        if not (are_numbers and are_pairs and are_dicts):
+            wrong.append("a part of log_sizes, config, variants or memory")
+        if wrong:
+            raise TypeError(f"wrong type: {', '.join(wrong)}")
 
     @property
     def layout(self):
@@ -109,7 +111,7 @@ def try_disk(action, *arguments):
         action(*arguments)
     # On a full disk torch.save raises a RuntimeError, and tokenizers raises a bare Exception.
     except Exception as error:
-        # torch.save raises its RuntimeError while it handles the OSError, which names the cause.
+        # torch.save raises its RuntimeError while it handles an OSError. The OSError says why.
         while isinstance(error.__context__, OSError):
             error = error.__context__
         return f"{here()}: {type(error).__name__}: {one_line(error)}"
@@ -124,7 +126,7 @@ def on_rank0(action, *arguments):
 
 
 def flush(path):
-    """Writes a file or a folder through to the disk. A folder holds the names of its files."""
+    """Waits until a file is on the disk, or a folder, which has the names of its files."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -152,13 +154,16 @@ def claim(run_dir, needed_bytes):
     """Makes and locks the folder. The lock lasts as long as the returned object. A collective.
 
     Raises UserError on all ranks if the folder is not writable, too small, not shared by all
-    machines, or in use by another run. Every rank writes a file, and must find the file of rank 0.
+    machines, or in use by another run. To find out if the folder is shared, every rank writes a
+    file and looks for the file of rank 0. Rank 0 has the lock, and the others get None.
     """
     rank = dist.get_rank()
     claims = run_dir / ".claim"
-    # A run that was killed here may have left files. The new files have a new random name.
+    # An earlier run may have been killed in this function, and its files are still there. So the
+    # files of this run have a random name.
     name = gather(os.urandom(8).hex())[0]
-    lock = fault = None
+    lock = None
+    fault = None
     try:
         claims.mkdir(parents=True, exist_ok=True)
         (claims / f"{name}.{rank}").touch()
@@ -172,7 +177,7 @@ def claim(run_dir, needed_bytes):
         fault = "another run is using this folder; wait for that run, or choose another --run_dir"
     except OSError as error:
         fault = f"not writable, or not lockable ({error.strerror}); choose another --run_dir"
-    # From here on the file of rank 0 exists.
+    # After this barrier the file of rank 0 exists.
     dist.barrier()
     if not fault and not (claims / f"{name}.0").exists():
         fault = "not shared: the file of rank 0 is absent; mount one folder on all machines"
@@ -181,7 +186,7 @@ def claim(run_dir, needed_bytes):
         if text:
             raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
-        # The other folders were left by a run that was killed.
+        # `.saving_` and `.deleting_` were left by a run that was killed.
         for leftover in [claims, *run_dir.glob(".saving_*"), *run_dir.glob(".deleting_*")]:
             remove(leftover)
     return lock
@@ -219,9 +224,9 @@ def measure_logs(run_dir):
 
 
 def read_manifest(path):
-    """{file: {"size", "sha256"}} of a checkpoint whose files all have their size, else {}.
+    """{file: {"size", "sha256"}} of a checkpoint, or {} if the checkpoint is not complete.
 
-    {} means that the checkpoint is not complete. Hashes are not compared here (find_damage).
+    It is complete if each file has the size that the manifest says. find_damage compares hashes.
     """
     # A damaged manifest can hold JSON of any shape, so the lines below can raise any error.
     with contextlib.suppress(Exception):
@@ -247,12 +252,13 @@ class DurableWriter(TorchCheckpointEngine):
         self.error = None
         self.entries = {}
         # torch.save would compute a CRC, which takes a third of its time. manifest.json has the
-        # SHA-256 instead.
+        # SHA-256 instead. This setting holds for the whole process.
         torch.serialization.set_crc32_options(False)
 
     def save(self, state_dict, path):
-        # After the first error this writes no more files.
-        self.error = self.error or try_disk(self.write, state_dict, path)
+        # After the first error no more files are written.
+        if self.error is None:
+            self.error = try_disk(self.write, state_dict, path)
 
     def write(self, state_dict, path):
         with open(path, "wb") as file:
@@ -275,7 +281,7 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
     """
     final = run_dir / f"step_{state.step:06d}"
     temporary = run_dir / f".saving_{state.step:06d}"
-    # A run that is stopped between two steps may have saved this step already.
+    # The run may have saved this step at its end, and was stopped before the next step ended.
     if gather(read_manifest(final))[0]:
         return None
     error = on_rank0(make_folders, temporary, final, engines)
@@ -295,7 +301,7 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
 def make_folders(temporary, final, engines):
     """Makes the temporary folders. Deletes the final folder, which is damaged if it exists.
 
-    DeepSpeed would make its own folders on rank 0, and raise an error there alone.
+    DeepSpeed would make the folders by itself, and an error would then be raised on rank 0 alone.
     """
     for folder in (temporary, final):
         remove(folder)
@@ -307,8 +313,8 @@ def write_engines(folder, engines):
     """Each rank writes its files. Returns {relative path: size and hash} of all, and an error."""
     writer = DurableWriter()
     for name, engine in engines.items():
-        # DeepSpeed would copy a script into the folder without using the writer.
-        engine._copy_recovery_script = lambda folder: None
+        # DeepSpeed would copy a script into the folder, and an error of the disk would be raised.
+        engine._copy_recovery_script = do_nothing
         engine.checkpoint_engine = writer
         engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
     mine = {os.path.relpath(path, folder): entry for path, entry in writer.entries.items()}
@@ -318,6 +324,10 @@ def write_engines(folder, engines):
         files |= entries
         error = error or rank_error
     return files, error
+
+
+def do_nothing(folder):
+    pass
 
 
 def publish(temporary, final, files, state, hf):
@@ -351,28 +361,31 @@ def prune(run_dir, keep_last):
         return
     complete = [path for path in checkpoints(run_dir) if read_manifest(path)]
     for path in complete[keep_last:]:
-        # A kill during the deletion must not leave a part of a checkpoint under its name.
-        remove(path.rename(path.with_name(f".deleting_{path.name}")))
+        # If the run is killed during the deletion, no part of a checkpoint has the name of a whole.
+        renamed = path.rename(path.with_name(f".deleting_{path.name}"))
+        remove(renamed)
 
 
 # ---- resume: which checkpoint, and does it fit? ----------------------------------------------
 
 
-def find_start(run_dir, choice, new: RunState, fixed_defaults):
+def find_start(run_dir, choice, new_state: RunState, fixed_defaults):
     """Returns the checkpoint to resume from, or None, and the state that the run begins with.
 
-    choice: --resume. new: the state of a new run. fixed_defaults: {name: default} of the flags that
-    decide what is learnt. Raises UserError if the checkpoint does not fit this run. A collective.
+    choice: --resume. new_state: the state of a new run with the flags of this run. fixed_defaults:
+    {name: default} of the flags that decide what is learnt. Raises UserError if the checkpoint does
+    not fit this run. A collective.
     """
     path = pick_checkpoint(run_dir, choice)
     if path is None:
-        return None, new
+        return None, new_state
     saved = load_state(path)
-    why = find_misfit(path, run_dir, saved, new, fixed_defaults)
-    if why:
-        raise UserError(f"{path} {why}, or use --resume none")
+    misfit = find_misfit(path, run_dir, saved, new_state, fixed_defaults)
+    if misfit:
+        raise UserError(f"{path} {misfit}, or use --resume none")
+    # The flags are those of this run.
     values = {"step": saved.step, "memory": saved.memory, "log_sizes": saved.log_sizes}
-    return path, dataclasses.replace(new, **values)
+    return path, dataclasses.replace(new_state, **values)
 
 
 def pick_checkpoint(run_dir, choice):
@@ -381,8 +394,8 @@ def pick_checkpoint(run_dir, choice):
     choice: a path; `none`; or `auto`, the newest undamaged checkpoint of the folder. Raises
     UserError if all candidates are damaged.
     """
-    # Two machines may mount the folder under two paths. So the ranks take only the names of the
-    # checkpoints from rank 0.
+    # All ranks must take the same checkpoint, so rank 0 looks for them. The folder may have another
+    # path on another machine, so the ranks use the names alone.
     candidates = [run_dir / path.name for path in gather(checkpoints(run_dir))[0]]
     if choice == "none" or (choice == "auto" and not candidates):
         return None
@@ -397,7 +410,8 @@ def pick_checkpoint(run_dir, choice):
         if not damage:
             return path
         print0(f"WARNING: {path} is damaged ({damage}) and is not used")
-    # The run does not start over without being told to. Perhaps the disk fails for a minute only.
+    # All checkpoints are damaged. The run does not start over by itself, because that would set the
+    # checkpoints aside, and perhaps the disk fails for a minute only.
     raise UserError(
         f"--resume {choice}: {path}: {damage}; repair this checkpoint, choose another one of "
         "`tools/convert.py list RUN`, or start over with --resume none"
@@ -431,21 +445,26 @@ def load_state(path):
         ) from error
 
 
-def find_misfit(path, run_dir, saved: RunState, new: RunState, fixed_defaults):
+def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defaults):
     """Why this run cannot go on from a checkpoint, and what to do, or None. A collective.
 
-    saved: the state of the checkpoint. new, fixed_defaults: see find_start.
+    The text goes on after the path of the checkpoint. saved: the state of the checkpoint.
+    new_state, fixed_defaults: see find_start.
     """
-    # A collective, so all ranks call it, whatever else is wrong.
-    lacks_universal = saved.layout != new.layout and find_damage(path / "universal") is not None
-    why = explain_old_run(path.parent, saved.variants)
-    if why:
-        return why
-    changed = find_changes(saved, new, fixed_defaults)
+    # `tools/convert.py reshard` writes the folder universal/, for any layout. find_damage is a
+    # collective, so all ranks call it here, before one of them could return.
+    needs_reshard = False
+    if saved.layout != new_state.layout:
+        needs_reshard = find_damage(path / "universal") is not None
+    too_old = explain_old_run(path.parent, saved.variants)
+    if too_old:
+        return too_old
+    # The user should see all changed flags, whatever else is wrong.
+    changed = find_changes(saved, new_state, fixed_defaults)
     if not path.parent.samefile(run_dir):
         return f"is not in {run_dir}; copy the folder of that run"
-    if saved.step > new.total_steps:
-        return f"is past the {new.total_steps} steps of this run; raise --max_steps"
+    if saved.step > new_state.total_steps:
+        return f"is past the {new_state.total_steps} steps of this run; raise --max_steps"
     if changed:
         names = ", --".join(changed)
         return (
@@ -453,31 +472,31 @@ def find_misfit(path, run_dir, saved: RunState, new: RunState, fixed_defaults):
             f"begin another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
             "--model NEW/policy (and --critic NEW/critic, with a critic)"
         )
-    if saved.variants != new.variants:
+    if saved.variants != new_state.variants:
         texts = kept_files(path.parent, saved.variants)
         return (
             "was made with other variants, in another order, or with another text in one; use "
             f"--variant {' '.join(texts) or 'none'}"
         )
-    if lacks_universal:
+    if needs_reshard:
         return (
-            f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has {new.layout}; "
-            f"run `python tools/convert.py reshard {path}`"
+            f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has "
+            f"{new_state.layout}; run `python tools/convert.py reshard {path}`"
         )
 
 
-def find_changes(saved: RunState, new: RunState, fixed_defaults):
+def find_changes(saved: RunState, new_state: RunState, fixed_defaults):
     """Prints every changed flag. Returns the names of those that must not change."""
-    # A checkpoint that is older than a flag was made with the default of that flag.
+    # If the checkpoint is older than a flag, the run had the behaviour of its default.
     old = fixed_defaults | saved.config
     changed = []
-    for name, value in new.config.items():
+    for name, value in new_state.config.items():
         if name in old and old[name] != value:
             print0(f"resume: --{name} was {old[name]}, is {value}")
             if name in fixed_defaults:
                 changed.append(name)
-    # The hash of the problems also changes with --template, which is in the list then.
-    if saved.problems_hash != new.problems_hash and not changed:
+    # Another --template also changes the hash of the problems. Then `changed` has it already.
+    if saved.problems_hash != new_state.problems_hash and not changed:
         changed.append("data")
     return changed
 
@@ -503,27 +522,26 @@ def resume(run_dir, source, engines, state: RunState):
 
 
 def rewind_folder(run_dir, source, state: RunState):
-    """Cuts the logs to the sizes that they had at state.step, and sets aside what comes later.
+    """Cuts the logs to the sizes that they had at state.step, and sets other files aside.
 
-    1. The checkpoints of later steps go into a folder RUN/dropped_TIME, because the run makes these
-       steps again. In a new run all that an earlier run has left goes there.
-    2. If something goes there, the ends of the logs go there, too. If not, they are lost: they tell
-       of a step that was not saved, and the run makes that step again.
-
-    The user may delete RUN/dropped_TIME.
+    The run makes the steps after state.step again. So later checkpoints go into a new folder
+    RUN/dropped_TIME, and so do the ends of the logs. In a new run all that an earlier run has left
+    goes there. If there is no later checkpoint, the ends of the logs are lost: they belong to steps
+    that were never saved. The user may delete RUN/dropped_TIME.
     """
     dropped = [path for path in checkpoints(run_dir) if not source or step_of(path) > state.step]
     if not source:
-        found = [name for name in (*LOGS, *OTHERS) if (run_dir / name).exists()]
-        # A run that was stopped before its first evaluation leaves only these two.
+        found = [name for name in (*LOGS, *OTHER_OUTPUT) if (run_dir / name).exists()]
+        # A run that was stopped before its first evaluation leaves only config.json and variants/,
+        # which the new run writes again.
         if set(found) - {"config.json", "variants"}:
             dropped += [run_dir / name for name in found]
     kept_sizes = {}  # {name of a log: bytes that the run keeps}
     for name, size in measure_logs(run_dir).items():
         # A user may have shortened a log by hand.
         kept_sizes[name] = min(size, state.log_sizes.get(name, 0))
+    # First copy the ends of the logs, then cut them. set_aside may also have moved whole logs.
     if dropped:
-        # The paths of `dropped` may include logs, which are then no longer in the folder.
         set_aside(run_dir, state.step, dropped, kept_sizes)
     for name in measure_logs(run_dir):
         os.truncate(run_dir / name, kept_sizes[name])

@@ -1,20 +1,21 @@
 """PPO without its ratio and its clip: batch, estimators, recipe, packing, passes, updates.
 
 The class Recipe has the decisions of a run as methods. The functions around it do the work that
-no variant changes. This file never reads text. An update is one optimizer step. A pass is one way
-of all samples through a model.
+no variant changes. This file never reads text. An update is one optimizer step. A pass computes a
+number for each response token with a model, without an update.
 
-A learner is the policy or the critic. `policy(micro, temperature)` returns log-probs (M,) and
-entropies (M,), and `critic(micro)` returns values (M,). The temperature is a number, or (M,). A
-learner has `name`, `device`, `backward(loss, is_last)`, and `apply_update(lr)`, which returns the
-gradient's norm. The class Learner of nanoorz/models.py is one.
+A learner is the policy or the critic. Its input is a MicroBatch, `micro`. `policy(micro,
+temperature)` returns log-probs (M,) and entropies (M,), and `critic(micro)` returns values (M,).
+The temperature is a number, or (M,). A learner has `name`, `device`, `backward(loss, is_last)` for
+each micro-batch, and `apply_update(lr)` after the last one, which returns the gradient's norm. The
+class Learner of nanoorz/models.py is one.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
-- There is one denominator. A loss is a sum over response tokens divided by the *global* number of
-  response tokens in the update. So packing, micro-batches and ranks do not change the gradient.
-  ORZ takes a mean of the means of its packs.
+- All losses have one denominator. A loss is a sum over response tokens divided by the *global*
+  number of response tokens in the update. So packing, micro-batches and ranks do not change the
+  gradient. ORZ takes a mean of the means of its rows.
 - The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
-  rollout this ratio is 1 and the clip does nothing.
+  rollout this ratio is 1 and the clip does nothing, so the gradient is PPO's.
 - `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO whitens and does
   not divide.
 
@@ -53,20 +54,21 @@ class Batch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     groups: Tensor  # (N,) the same number for all samples of a problem
-    rewards: Tensor  # (N,) float64, from which the policy learns: the result of cfg.paid
+    rewards: Tensor  # (N,) float64, the rewards to learn from: cfg.paid may change the grader's
     device: torch.device  # of the flat tensors. The other tensors are on the CPU.
-    # The flat tensors: values, advantages and returns; logprobs, if the sampler returned them;
-    # temperatures, if a request has another one than cfg.temperature; policy_weights and
-    # critic_weights, if they are not all 1.
+    # {name: flat tensor}. The names are values, advantages and returns. Sometimes there are
+    # logprobs: those of the sampler; temperatures: if a request has another one than
+    # cfg.temperature; policy_weights and critic_weights: if they are not all 1.
     per_token: dict[str, Tensor]
-    samples: list  # (N) the samples of rollout.py
+    samples: list  # (N) the samples of rollout.py, for the methods of variants
 
     def __post_init__(self):
         self.response_lengths = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
         # N numbers: tokens of prompt and response together
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
-        # Is there a response token? It comes from the lengths, because a response may have any id.
+        # Has the response so many tokens? A padding id would not tell, because a response may have
+        # that id.
         self.mask = (
             torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
         )  # (N, S)
@@ -88,9 +90,10 @@ class Batch:
 class MicroBatch:
     """R rows of packed samples. A model computes them in one forward pass.
 
-    Call a model of transformers as `model(**micro.model_inputs())`. With fewer arguments the
-    samples of a row would see each other, and no error would tell. `output[micro.predict]` has the
-    M outputs that predict the response tokens: each is at the position before its token.
+    Call a model of transformers as `model(**micro.model_inputs())`. If one of these arguments were
+    absent, the samples of a row would see each other, and no error would tell.
+    `output[micro.predict]` has the M outputs that predict the response tokens: each is at the
+    position before its token.
     """
 
     input_ids: Tensor  # (R, L)
@@ -100,9 +103,11 @@ class MicroBatch:
     predict: Tensor  # (R, L) bool: is the next token a response token?
     token_ids: Tensor  # (M,) the response tokens
     flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
-    real: Tensor  # (M,) 1.0, or 0.0 for the token of a filler (`filler`)
-    # FlashAttention's cu_seqlens: where each sample and each padding starts if all rows stand one
-    # after the other. The last number is R * L. None with --packing alone.
+    # (M,) 1.0. A rank with fewer micro-batches than other ranks runs fillers, which have one token
+    # (see `filler`). Of this token it is 0.0.
+    real: Tensor
+    # FlashAttention's cu_seqlens: where each sample starts, and each padding at the end of a row,
+    # if all rows stand one after the other. The last number is R * L. None with --packing alone.
     borders: Tensor | None  # (samples + paddings + 1,) int32
     longest: int  # tokens of the longest sample or padding
 
@@ -115,7 +120,7 @@ class MicroBatch:
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
-            # With a cache transformers does not separate the samples of a row.
+            # If there is a cache, transformers does not separate the samples of a row.
             "use_cache": False,
             # varlen and FlashAttention need the borders of the samples. sdpa and eager find the
             # borders in the positions and ignore these arguments.
@@ -129,8 +134,8 @@ class MicroBatch:
 def make_batch(samples, device, cfg, rewards=None) -> Batch:
     """Makes a batch of samples. The samples of one problem form a group.
 
-    rewards: (N). Without them rank 0 calls cfg.paid, and this function is a collective. Raises
-    UserError for a wrong result of cfg.draw_step or cfg.paid.
+    rewards: (N). If they are absent, rank 0 calls cfg.paid and sends the rewards to all ranks: then
+    this function is a collective. Raises UserError for a wrong result of cfg.draw_step or cfg.paid.
     """
     is_right = isinstance(samples, list) and len(samples) > 0
     check_result(cfg, "draw_step", is_right, "a list of at least one sample", samples)
@@ -150,8 +155,8 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
         batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
     temperatures = torch.tensor([sample.request.temperature for sample in samples])  # (N,)
     if (temperatures != cfg.temperature).any():
-        # The trainer takes the log-probs of a sample at its own temperature. The range of vLLM
-        # begins at 0.01.
+        # The trainer takes the log-probs of a sample at its own temperature. vLLM allows none below
+        # 0.01.
         is_right = bool((temperatures >= 0.01).all())
         wanted = "samples with temperatures of 0.01 or more"
         check_result(cfg, "draw_step", is_right, wanted, temperatures.min().item())
@@ -173,15 +178,16 @@ def checked_rewards(samples, cfg) -> list[float]:
 
 
 # An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to advantages (N, S),
-# or to scores (N,): then each token of a sample gets the score of the sample. All are float64. If a
-# sample teaches nothing, its advantages must be exactly 0: samples_to_learn_from looks for that.
+# or to scores (N,): then each token of a sample gets the score of the sample. All are float64.
+# `cfg` is the recipe. If a sample teaches nothing, its advantages must be exactly 0, because then
+# it is left out of the update (samples_to_learn_from).
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t
     (arXiv 1506.02438, eq. 16)."""
     if cfg.gamma == cfg.lambd == 1:
-        # In the sum each V but the first stands twice, with + and with -.
+        # (-V_t + V_{t+1}) + (-V_{t+1} + V_{t+2}) + ... + (-V_last + r) = r - V_t
         return (rewards[:, None] - values).mul_(mask)
     last = mask.sum(1, keepdim=True) - 1  # (N, 1)
     # Values are 0 after the response, so the deltas are 0 there. The last token has the reward.
@@ -194,23 +200,24 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """(r - group mean) / group population std (arXiv 2402.03300). In a group with equal
     rewards it is exactly 0."""
-    mean, std, _ = group_stats(rewards, groups)  # (N,), (N,)
-    # group_stats makes a std of rounding errors 0. Without `where` a group of equal rewards could
-    # have 1e-17 instead of 0.
+    mean, std, _ = group_stats(rewards, groups)  # (N,) each
+    # With equal rewards the std is 0 and the quotient is NaN or infinite. `where` drops it.
     return torch.where(std > 0, (rewards - mean) / std, 0.0)
 
 
 def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - mean of the *other* samples of the group (arXiv 2402.14740). It is the same as
     (r - mean of all n samples) * n / (n - 1)."""
-    mean, std, count = group_stats(rewards, groups)  # (N,), (N,), (N,)
+    mean, std, count = group_stats(rewards, groups)  # (N,) each
+    # With equal rewards `where` drops what rounding leaves of the difference, or 0 / 0.
     return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)
 
 
 def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """r - mean of all samples of the batch (Williams 1992 with the batch's mean as baseline). If
     all rewards are equal, it is exactly 0."""
-    mean, std, _ = group_stats(rewards, torch.zeros_like(groups))  # (N,), (N,)
+    all_in_one = torch.zeros_like(groups)  # (N,)
+    mean, std, _ = group_stats(rewards, all_in_one)  # (N,) each
     return torch.where(std > 0, rewards - mean, 0.0)
 
 
@@ -220,12 +227,12 @@ class Estimator:
 
     function: Callable
     needs_critic: bool = False
-    is_whitened: bool = False  # Does `whiten` change the result?
+    is_whitened: bool = False  # Does Recipe.whiten change its advantages?
     least_samples: int = 1  # samples of a problem; 2 if the function compares them
 
 
-# CHANGE HERE: the keys are the values of --estimator. Other code asks for the fields of an entry,
-# and never for a name.
+# CHANGE HERE to add an estimator. The keys are the values of --estimator. Other code never asks for
+# a key: it asks for the fields of the entry.
 ESTIMATORS = {
     "gae": Estimator(gae, needs_critic=True, is_whitened=True),
     "grpo": Estimator(grpo, least_samples=2),
@@ -249,7 +256,8 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     In a group with equal rewards the std is exactly 0.
     """
-    # These tensors are small, so the CPU is faster: on a GPU each round of the loop would wait.
+    # On a GPU each round of the loop would wait for the GPU. These small tensors are faster on the
+    # CPU.
     on_cpu = rewards.cpu()
     groups = groups.cpu()
     mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
@@ -258,7 +266,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
         mean[members] = on_cpu[members].mean()
         std[members] = on_cpu[members].std(correction=0)
         count[members] = members.sum().double()
-    # A std below this is rounding: the rewards are equal.
+    # A std below this comes from rounding: the rewards are equal.
     std[std < 1e-9] = 0.0
     return mean.to(rewards.device), std.to(rewards.device), count.to(rewards.device)
 
@@ -266,7 +274,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 # ---- the recipe ------------------------------------------------------------------------------
 
 
-# CHANGE HERE: the decisions of a run. Edit a method, or write a variant (CONTRIBUTING.md).
+# CHANGE HERE a decision of a run: edit a method, or write a variant (CONTRIBUTING.md).
 @dataclass
 class Recipe:
     """The decisions of a run. The fields are flags, and the methods come in the order of a run.
@@ -275,9 +283,9 @@ class Recipe:
     subclass in a file of its own, and calls `super()`. `Recipe()` alone is enough to use this file
     in a loop of your own.
 
-    All ranks call a method, with the same arguments, and it must return the same on all ranks. Some
-    docstrings name an exception. The results of the methods are checked where they are used. A
-    wrong one raises a UserError, which names the method.
+    All ranks call a method, with the same arguments, and it must return the same on all ranks, if
+    its docstring does not say otherwise. The results of the methods are checked where they are
+    used. A wrong result raises a UserError, which names the method.
     """
 
     seed: int = flag(42, "Each random choice depends on a hash of this seed and of its purpose.")
@@ -285,7 +293,7 @@ class Recipe:
     estimator: str = flag("gae", "How rewards become advantages. gae is PPO with a critic.")
     gamma: float = flag(1.0, "The discount of gae, per token. Below 1 it favours short responses.")
     lambd: float = flag(
-        1.0, "The lambda of gae. Below 1 late rewards count less: less noise, a bias."
+        1.0, "The lambda of gae. Below 1 late rewards count less: that is less noise, and a bias."
     )
     critic_updates: int = flag(
         12, "Updates of the critic in a step, each with an equal part of the samples."
@@ -294,7 +302,7 @@ class Recipe:
     critic_learning_rate: float = flag(
         5e-6, "The critic's rate. It can be higher than the policy's."
     )
-    warmup_updates: int = flag(50, "Updates in which each learning rate rises. 1: no rise.")
+    warmup_updates: int = flag(50, "Each learning rate rises in so many updates. 1: no rise.")
     value_clip: float = flag(0.2, "The critic's loss clips a value's change to this. 1e9: no clip.")
 
     # The next three decide how fast a run is, and not what is learnt. In train.Config they are
@@ -311,8 +319,8 @@ class Recipe:
     def memory(self) -> dict:
         """{name of a variant's class: a dict of what this variant must know after a resume}.
 
-        The dicts have texts as keys, and hold what JSON can hold. A checkpoint has their content at
-        the end of its step. After a resume they are filled before the first step.
+        The dicts have texts as keys, and hold what JSON can hold. A checkpoint saves them, and a
+        resume fills them before the first step.
         """
         return {}
 
@@ -328,7 +336,7 @@ class Recipe:
         It is called before the models are made. `memory` is filled. tools/plan.py does not call it.
         """
 
-    # ---- the models: the methods below get a thing and return it, changed or not
+    # ---- the models: each of these methods gets what the run would use, and returns what it uses
 
     def sampler_settings(self, settings: dict) -> dict:
         """The arguments of vLLM's LLM."""
@@ -396,7 +404,7 @@ class Recipe:
     def samples_that_count(self, batch: Batch) -> list[int]:
         """The indices of the samples that the losses and the whitening use.
 
-        The mean of a group uses all samples of the group, so an estimator stays unbiased.
+        The mean and the std of a group still use all samples of the group.
         """
         return batch.all_indices()
 
@@ -423,7 +431,7 @@ class Recipe:
 
     def raw_advantages(self, batch: Batch) -> Tensor:
         """The estimator's advantages before whitening, (T,) in float64."""
-        # The tensors (N, S) are large. The sampler sleeps, so the GPU has room for them.
+        # The tensors (N, S) are large. In this phase the sampler sleeps, so the GPU has room.
         mask = batch.mask.to(batch.device)  # (N, S)
         values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
         values[mask] = flat_values(batch)
@@ -440,6 +448,7 @@ class Recipe:
         is_right = has_shape(scores, mask.shape) or has_shape(scores, mask.shape[:1])
         wanted = f"a tensor {tuple(mask.shape)} or {tuple(mask.shape[:1])}"
         check_result(self, name, is_right, wanted, scores)
+        # If the values are NaN, the critic has diverged. Its update will say so.
         is_finite = scores.isfinite().all() or not values.isfinite().all()
         check_result(self, name, is_finite, "finite numbers", "NaN or infinity")
         if scores.dim() == 1:
@@ -447,8 +456,7 @@ class Recipe:
             scores = scores[:, None].expand_as(values)  # (N, S)
         advantages = scores[mask]  # (T,)
         if estimator.needs_critic and token_rewards.any():
-            # GAE is linear in rewards and values. So the GAE of the token rewards, with values of
-            # 0, can be added.
+            # GAE(r + x, V) = GAE(r, V) + GAE(x, 0), where x are the token rewards.
             later = torch.zeros_like(values)  # (N, S)
             later[mask] = token_rewards.double()
             advantages = advantages + add_later_(later, self.gamma * self.lambd)[mask]
@@ -467,7 +475,7 @@ class Recipe:
         """
         if not self.estimators[self.estimator].is_whitened:
             return advantages
-        # If no sample counts, use all of them. The mean of nothing would be NaN.
+        # A variant may leave out all samples. The mean of nothing would be NaN, so use all then.
         counted = indices_of(self.samples_that_count, batch) or batch.all_indices()
         parts = batch.split(advantages)
         used = torch.cat([parts[i] for i in counted])
@@ -518,8 +526,8 @@ class Recipe:
         # Each finished step has made one update.
         lr = self.policy_rate(step, total_steps)
         counted = indices_of(self.samples_that_count, batch)
-        denominator = weight_of(batch, policy.name, counted)
-        # A sample without a gradient does not pass through the model. Its tokens still count.
+        denominator = sum_of_weights(batch, policy.name, counted)
+        # A sample without a gradient does not pass through the model. The denominator counts it.
         indices = indices_of(self.samples_to_learn_from, batch)
         return update(policy, self.policy_loss, batch, indices, lr, self, denominator)
 
@@ -543,7 +551,7 @@ class Recipe:
         parts = batch.split(advantages.cpu())
         useful = [i for i in counted if parts[i].any()]
         skipped = sorted(set(counted) - set(useful))
-        if not (skipped and has_other_terms(self, batch, skipped)):
+        if not skipped or not has_other_terms(self, batch, skipped):
             return useful
         if not self._has_told:
             told = "the policy's loss has a gradient where the advantage is 0"
@@ -564,6 +572,7 @@ class Recipe:
         losses = self.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
         shape = tuple(micro.real.shape)
         check_result(self, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
+        # In a pass under torch.no_grad() nothing has a gradient.
         has_gradient = losses.requires_grad or not logprobs.requires_grad
         wanted = "a tensor that depends on logprobs or entropy"
         check_result(self, "token_loss", has_gradient, wanted, "one without a gradient")
@@ -592,7 +601,7 @@ def has_shape(found, shape) -> bool:
 
 
 def indices_of(method, batch: Batch) -> list[int]:
-    """What a method of the recipe returns. Raises UserError if it is no list of indices."""
+    """Calls a method of the recipe that returns indices. Raises UserError for a wrong result."""
     indices = method(batch)
     is_right = isinstance(indices, list) and set(indices) <= set(batch.all_indices())
     is_right = is_right and len(set(indices)) == len(indices)
@@ -604,8 +613,8 @@ def indices_of(method, batch: Batch) -> list[int]:
 def has_other_terms(cfg, batch: Batch, indices: list[int]) -> bool:
     """Has cfg.policy_loss a gradient in these samples if all advantages are 0? A collective.
 
-    An entropy bonus or a KL has one. No model computes anything here: the log-probs and entropies
-    are made up. A term without a gradient at all of these made-up numbers is not found.
+    An entropy bonus or a KL has one. It calls the loss with made-up log-probs and entropies, so no
+    model is needed. A term whose gradient is 0 for all of these numbers is not found.
     """
     zeros = torch.zeros_like(batch.per_token["advantages"])  # (T,)
     batch = replace(batch, per_token=batch.per_token | {"advantages": zeros})
@@ -614,8 +623,12 @@ def has_other_terms(cfg, batch: Batch, indices: list[int]) -> bool:
         count = len(micro.real)
         logprobs = torch.linspace(-9, -1, count, device=batch.device, requires_grad=True)  # (M,)
         entropy = torch.linspace(3, 0.1, count, device=batch.device, requires_grad=True)  # (M,)
-        outputs = logprobs, entropy
-        loss, _ = cfg.policy_loss(lambda *_, outputs=outputs: outputs, batch, micro)
+        outputs = (logprobs, entropy)
+
+        def policy(micro, temperature, outputs=outputs):
+            return outputs
+
+        loss, _ = cfg.policy_loss(policy, batch, micro)
         for gradient in torch.autograd.grad(loss, outputs, allow_unused=True):
             if gradient is not None:
                 found += (gradient != 0).any()
@@ -675,8 +688,16 @@ def cut_by_length(sizes: list[int], indices: list[int], limit: int) -> list[list
 def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     """Makes the tensors of these rows. rows: the indices of the samples of each row.
 
-    alone: each row has one sample. The positions of its padding count on from its last position. No
-    token sees a later token, so the padding changes nothing.
+    alone: each row has one sample. Then the positions go on through the padding, because a model of
+    such a family must not find a second sample in the row. No token sees a later token, so the
+    padding changes nothing.
+
+    Example: a prompt of 2 tokens and a response of 3 in a row of 7.
+
+        position       0  1  2  3  4 | 0  1
+        token          p  p  r  r  r | 0  0
+        predict        -  x  x  x  - | -  -      x: the next token is a response token
+        flat_index        0  1  2                if the response starts at 0
     """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     shape = (len(rows), longest_row)  # (R, L)
@@ -697,14 +718,14 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     lengths = parts[:, 0]  # (P,)
     ends = lengths.cumsum(0)  # (P,)
     # From here on each token has the numbers of its part.
-    length, prompt, start = parts.repeat_interleave(lengths, 0).unbind(1)  # (R * L,) each
-    begin = (ends - lengths).repeat_interleave(lengths)  # (R * L,)
-    position = torch.arange(len(ids)) - begin  # (R * L,) in the part
+    length, prompt, response_start = parts.repeat_interleave(lengths, 0).unbind(1)  # (R * L,) each
+    part_start = (ends - lengths).repeat_interleave(lengths)  # (R * L,) in the rows
+    position = torch.arange(len(ids)) - part_start  # (R * L,) in the part
     # The output at a position predicts the next token. So the last token of the prompt predicts the
     # first token of the response, and the last token of a part predicts nothing.
     last_of_prompt = prompt - 1
     predict = (last_of_prompt <= position) & (position < length - 1)  # (R * L,)
-    flat_index = start + position - last_of_prompt  # (R * L,)
+    flat_index = response_start + position - last_of_prompt  # (R * L,)
     if alone:
         position = torch.arange(longest_row).repeat(len(rows))
     input_ids = torch.tensor(ids)  # (R * L,)
@@ -712,7 +733,8 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
         "input_ids": input_ids.view(shape),
         "position_ids": position.view(shape),
         "predict": predict.view(shape),
-        # `roll` puts the next token at each position.
+        # `roll` puts the next token at each position. At the last one it is wrong, but that one
+        # predicts nothing.
         "token_ids": input_ids.roll(-1)[predict],  # (M,)
         "flat_index": flat_index[predict],  # (M,)
         "real": torch.ones(int(predict.sum())),  # (M,)
@@ -723,8 +745,11 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
 
 
 def filler(device) -> MicroBatch:
-    """Makes a micro-batch of one token that counts nothing, for a rank with fewer micro-batches."""
-    # It has one response token, so that the head is called, too.
+    """Makes a micro-batch of one token that does not count, for a rank with fewer micro-batches.
+
+    All ranks must make the same passes through body and head, because ZeRO has collectives in them.
+    So the token is a response token, which the head gets.
+    """
     zero = torch.zeros(1, dtype=torch.int64, device=device)  # (1,)
     return MicroBatch(
         input_ids=zero[None],  # (1, 1)
@@ -741,32 +766,32 @@ def filler(device) -> MicroBatch:
 def micro_batches(batch: Batch, indices: list[int], cfg):
     """Returns an iterator over (micro-batch of this rank, is it the last one). A collective.
 
-    Each rank gets the same number of micro-batches, because the forward and backward passes of ZeRO
-    have collectives. A rank with fewer samples gets fillers. Without indices there is none.
+    The call deals the samples to the ranks, and the ranks agree on the number of micro-batches: all
+    get the same number, the last of them fillers. Without indices there is none.
     """
     mine = deal(batch.sample_lengths, indices, dist.get_world_size())[dist.get_rank()]
     rows_per_micro = cfg.micro_train_batch_size
     alone = cfg.packing == "alone"
     if alone:
-        # Short samples make short rows, so a micro-batch can have more of them.
+        # Short samples make short rows. So the limit of a micro-batch is a number of tokens: those
+        # of as many full rows.
         limit = rows_per_micro * cfg.packing_max_len
         cuts = cut_by_length(batch.sample_lengths, mine, limit)
     else:
         rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
         starts = range(0, len(rows), rows_per_micro)
         cuts = [rows[start : start + rows_per_micro] for start in starts]
-    # The ranks agree on the number here, before the first pass.
-    most = torch.tensor(len(cuts), device=batch.device)  # ()
+    most = torch.tensor(len(cuts), device=batch.device)  # () of all ranks
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     cuts += [[]] * (int(most) - len(cuts))
     return make_micro_batches(batch, cuts, alone)
 
 
 def make_micro_batches(batch: Batch, cuts: list[list[list[int]]], alone):
-    """Yields (micro-batch, is it the last one). cuts: the rows of each; without rows a filler.
+    """Yields (micro-batch, is it the last one). cuts: the rows of each. [] stands for a filler.
 
-    Each micro-batch is made when the loop asks for it. All of them together would take 36 bytes a
-    token. On a GPU the CPU makes the next one while the GPU computes.
+    Each micro-batch is made when the loop asks for it, because all of them together would take 36
+    bytes a token. While a GPU computes one, the CPU makes the next one.
     """
     for k, rows in enumerate(cuts):
         micro = build_rows(batch, rows, alone) if rows else filler(batch.device)
@@ -812,8 +837,9 @@ def forward_pass(batch: Batch, cfg, forward) -> Tensor:
 
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
-    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log. Raises
-    UserError for a wrong result of cfg.token_passes or of the methods below."""
+    """Adds `advantages`, `returns` and token weights, (T,), to the batch. Returns the numbers to
+    log. Raises UserError for a wrong result of a method of the recipe."""
+    # cfg.token_passes has added these.
     for tensor in batch.per_token.values():
         check_shape(cfg, "token_passes", batch, tensor)
     advantages = cfg.raw_advantages(batch)  # (T,)
@@ -851,7 +877,7 @@ def check_numbers(cfg, method, batch: Batch, tensor):
     check_shape(cfg, method, batch, tensor)
     wanted = f"a tensor of floats, and not of {tensor.dtype}"
     check_result(cfg, method, tensor.is_floating_point(), wanted, tensor)
-    # If the critic has diverged, its values are NaN, and its update says so.
+    # If the critic has diverged, its values are NaN, and its update will say so.
     has_diverged = not all(x.isfinite().all() for x in batch.per_token.values())
     is_finite = has_diverged or tensor.isfinite().all()
     check_result(cfg, method, is_finite, "finite numbers", "NaN or infinity")
@@ -882,9 +908,9 @@ def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=Non
     """Shuffles the samples that count, cuts them into a part for each rate, and makes an update per
     part.
 
-    With fewer samples than rates there is one sample in each part. A part is left out if it has
-    none of the samples `needed`, or if all its token weights are 0: its gradient is 0, but Adam's
-    momentum would move the model. Returns {name: mean over the updates}, to log.
+    With fewer samples than rates there is one sample in each part. A part without a gradient is
+    left out, because Adam's momentum would still move the model: all its token weights are 0, or it
+    has none of the samples `needed`. None: all are needed. Returns {name: mean over the updates}.
     """
     indices = indices_of(cfg.samples_that_count, batch)
     shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
@@ -893,15 +919,15 @@ def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=Non
     for part, lr in zip(parts, rates):
         part = part.tolist()
         is_needed = needed is None or not set(needed).isdisjoint(part)
-        if is_needed and weight_of(batch, learner.name, part) > 0:
+        if is_needed and sum_of_weights(batch, learner.name, part) > 0:
             history.append(update(learner, loss_fn, batch, part, lr, cfg))
     if not history:
-        # This makes no update, and returns the numbers to log.
+        # Without samples `update` only returns the numbers to log.
         return update(learner, loss_fn, batch, [], rates[0], cfg)
     return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
 
 
-def weight_of(batch: Batch, name: str, indices: list[int]):
+def sum_of_weights(batch: Batch, name: str, indices: list[int]):
     """The sum of cfg.token_weights over these samples. By default it is the number of tokens."""
     weights = batch.per_token.get(f"{name}_weights")  # (T,)
     if weights is None:
@@ -920,28 +946,27 @@ def learning_rate(peak, warmup, past_updates):
 def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denominator=None):
     """Makes one update over these samples, dealt to all ranks. Returns global means to log.
 
-    The loss is a sum over response tokens divided by `denominator`. By default this is the number
-    of response tokens of these samples, on all ranks together, or the sum of their weights. It is
-    known before the first pass, so packing, micro-batches and ranks do not change the gradient.
-    Without indices, or if all weights are 0, there is no update. If a number is not finite, the
-    model stays as it is, and all ranks raise FloatingPointError, or a UserError if the loss
-    function is the cause.
+    The loss is a sum over response tokens divided by `denominator`. By default the denominator is
+    the sum of the token weights of these samples, on all ranks together, which is the number of
+    their response tokens if all weights are 1. Each micro-batch is divided by the same number, so
+    packing, micro-batches and ranks do not change the gradient. Without indices, or with a
+    denominator of 0, there is no update. If a number is not finite, the model stays as it is, and
+    all ranks raise an error (check_finite).
     """
     name = f"{learner.name}_loss"
     is_rate = isinstance(lr, Real) and 0 <= lr < float("inf")
     check_result(cfg, f"{learner.name}_rate", is_rate, "a learning rate of 0 or more", lr)
     if denominator is None:
-        denominator = weight_of(batch, learner.name, indices)
+        denominator = sum_of_weights(batch, learner.name, indices)
     weights = batch.per_token.get(f"{learner.name}_weights")  # (T,)
     history = []  # a Stats of each micro-batch
-    # With a denominator of 0 no token counts, so there is no gradient. But Adam's momentum would
-    # move the model. So there is no update.
     for micro, is_last in micro_batches(batch, indices if denominator else [], cfg):
         if weights is not None:
             micro.weights = micro.real * weights[micro.flat_index]
         result = loss_fn(learner, batch, micro)
-        is_pair = isinstance(result, tuple) and len(result) == 2 and has_shape(result[0], ())
-        is_right = is_pair and isinstance(result[1], Stats) and name in result[1].losses
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        is_right = is_pair and has_shape(result[0], ()) and isinstance(result[1], Stats)
+        is_right = is_right and name in result[1].losses
         wanted = f"a pair: a sum over tokens (), and a Stats with {name}"
         check_result(cfg, name, is_right, wanted, result)
         loss, stats = result
@@ -949,32 +974,35 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
         scaled = loss * (dist.get_world_size() / denominator)
         learner.backward(scaled, is_last)
         history.append(stats)
-    stats = {}
+    numbers = {}
     grad_norm = 0.0
     if history:
         response_tokens = int(batch.response_lengths[indices].sum())
-        stats = join_stats(history, denominator, response_tokens)
-        check_finite(cfg, learner.name, name, stats)
+        numbers = join_stats(history, denominator, response_tokens)
+        check_finite(cfg, learner.name, name, numbers)
         grad_norm = learner.apply_update(lr)
-    own_stats = {"grad_norm": grad_norm, "lr": lr, "micro_batches": len(history)}
+    numbers[f"{learner.name}_grad_norm"] = grad_norm
+    numbers[f"{learner.name}_lr"] = lr
+    numbers[f"{learner.name}_micro_batches"] = len(history)
     # Tokens of prompts and responses.
-    own_stats["tokens"] = sum(batch.sample_lengths[i] for i in indices)
-    return stats | {f"{learner.name}_{key}": value for key, value in own_stats.items()}
+    numbers[f"{learner.name}_tokens"] = sum(batch.sample_lengths[i] for i in indices)
+    return numbers
 
 
-def check_finite(cfg, learner_name, loss_name, stats):
+def check_finite(cfg, learner_name, loss_name, numbers):
     """Raises an error on all ranks if a number of an update is NaN or infinite.
 
-    The error is a UserError if the loss function is the cause, and a FloatingPointError if not.
+    The error is a UserError if the loss function is the cause: if the outputs of the model are
+    finite, and the loss is not. Otherwise it is a FloatingPointError.
     """
-    # If the model's own outputs are finite and the loss is not, look at the loss function.
-    outputs = [stats.get("entropy", 0.0), stats.get("critic_values", 0.0)]
-    is_blamed = np.isfinite(outputs).all() and not np.isfinite(stats[loss_name])
-    calls_token_loss = getattr(type(cfg), loss_name) is Recipe.policy_loss
-    method = "token_loss" if calls_token_loss else loss_name
-    told = "NaN or infinity; if the method is right, a learning rate may be too high"
-    check_result(cfg, method, not is_blamed, "finite numbers", told)
-    wrong = {key: number for key, number in stats.items() if not np.isfinite(number)}
+    outputs = [numbers.get("entropy", 0.0), numbers.get("critic_values", 0.0)]
+    is_blamed = np.isfinite(outputs).all() and not np.isfinite(numbers[loss_name])
+    # The policy_loss of the recipe only sums up token_loss. So token_loss is the cause.
+    is_own_loss = getattr(type(cfg), loss_name) is not Recipe.policy_loss
+    method = loss_name if is_own_loss else "token_loss"
+    found = "NaN or infinity; if the method is right, a learning rate may be too high"
+    check_result(cfg, method, not is_blamed, "finite numbers", found)
+    wrong = {key: number for key, number in numbers.items() if not np.isfinite(number)}
     if wrong:
         raise FloatingPointError(f"{learner_name}: numbers are not finite: {wrong}")
 
@@ -987,21 +1015,25 @@ class Stats:
 
     def __init__(self, micro: MicroBatch):
         self.real = micro.real
-        self.losses = {}  # {name: ()} sums over the tokens of the micro-batch
-        self.sums = {}  # {name: ()} the same
-        self.maxima = {}  # {name: ()}
+        # {name: number ()} each. Losses and sums are sums over the tokens of the micro-batch.
+        self.losses = {}
+        self.sums = {}
+        self.maxima = {}
 
     def loss(self, name, total: Tensor):
-        """Logs a sum (), divided by the denominator of the update."""
+        """Logs the loss of the update: the sum over all micro-batches, divided by the denominator.
+
+        total: () of this micro-batch.
+        """
         self.losses[name] = total.detach()
 
     def mean(self, name, numbers: Tensor):
-        """Logs the mean of numbers (M,) over all tokens of the update."""
+        """Logs the mean over all response tokens that pass through the model. numbers: (M,)."""
         self.sums[name] = (numbers.detach() * self.real).sum()
 
     def maximum(self, name, numbers: Tensor):
-        """Logs the maximum of numbers (M,) over all tokens of the update."""
-        # A filler may not win.
+        """Logs the maximum over all response tokens that pass through the model. numbers: (M,)."""
+        # The token of a filler must not be the maximum.
         numbers = numbers.detach().masked_fill(self.real == 0, -float("inf"))
         self.maxima[name] = numbers.max()
 
@@ -1026,5 +1058,5 @@ def join_stats(history: list[Stats], denominator, response_tokens) -> dict[str, 
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         joined = torch.cat([joined, maxima])
     names = [*history[0].losses, *history[0].sums, *history[0].maxima]
-    # On a GPU `tolist` waits for all that was asked of it. It waits once in an update.
+    # On a GPU `tolist` waits until the GPU has computed all numbers. So it is called once.
     return dict(zip(names, joined.tolist()))

@@ -76,7 +76,7 @@ def load_problems(path, template, bos="", columns=("question", "answer"), split=
         unit, rows = load_rows(path, split)
         for number, row in enumerate(rows, start=1):
             place = f"{path}: {unit} {number}"
-            # A line is still text. An item is an object.
+            # A line is a text with JSON. An item is an object.
             if unit == "line":
                 if not row.strip():
                     continue
@@ -113,11 +113,11 @@ def load_rows(path, split):
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             text = file.read()
         if path.endswith(".csv"):
-            # Some programs separate the columns by semicolons or tabs. The first line tells: it has
-            # more separators than other characters of these three.
+            # Some programs separate the columns by semicolons or tabs. Take the character that
+            # stands most often in the first line.
             separator = max(",;\t", key=text.partition("\n")[0].count)
             return "item", list(csv.DictReader(io.StringIO(text), delimiter=separator))
-        # Some files of lines are called .json. A file that is a list begins with [.
+        # Some files called .json have an object on each line. Others have one list, in [].
         if path.endswith(".jsonl") or text.lstrip().startswith("{"):
             return "line", text.split("\n")
         return "item", list(json.loads(text))
@@ -156,8 +156,7 @@ def parse_record(record, columns):
                 "its columns of questions and of answers: FILE?columns=prompt,solution"
             )
         question, value = [record[name] for name in columns]
-    # `encode` raises an error if the text holds half of a surrogate pair. No tokenizer takes such
-    # a text.
+    # If a text has half of a surrogate pair, no tokenizer takes it, and `encode` raises an error.
     if not isinstance(question, str) or not question.encode().strip():
         raise UserError(f"its question is no text: {question!r:.99}")
     # GSM8K puts the worked solution before the label: ... #### 18. Other labels stay whole.
@@ -183,27 +182,37 @@ def extract_answer(text):
     return last_box(block)
 
 
+BRACES = re.compile(
+    # The start of a box.
+    r"\\boxed\{"
+    # A backslash with the character behind it, such as \{, which is no brace. In \\boxed{ the
+    # second backslash belongs to the box, so the first one is not taken together with it.
+    r"|\\(?!\\boxed\{)."
+    # A brace.
+    r"|[{}]",
+    re.DOTALL,
+)
+
+
 def last_box(text):
     r"""The form of most instruct models: the content of the last balanced \boxed{} anywhere.
 
     The last box is the one that begins last. So of nested boxes the inner one is the answer.
     """
     answer = None
-    answer_start = 0
+    answer_start = -1
     # A stack with an entry for each open brace: the position where the content of a box starts, or
-    # 0 for a brace that belongs to no box.
+    # None for a brace that belongs to no box.
     content_starts = []
-    # 1. \boxed{    2. a backslash and a character, such as \{, which is no brace    3. a brace
-    # In \\boxed{ the first backslash is not taken together with the second one, so 1. finds a box.
-    for token in re.finditer(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", text, re.DOTALL):
+    for token in BRACES.finditer(text):
         if token[0] == r"\boxed{":
             content_starts.append(token.end())
         elif token[0] == "{":
-            content_starts.append(0)
+            content_starts.append(None)
         elif token[0] == "}" and content_starts:
             content_start = content_starts.pop()
             # An outer box closes after its inner boxes, and has started before them.
-            if content_start > answer_start:
+            if content_start is not None and content_start > answer_start:
                 answer_start = content_start
                 answer = text[content_start : token.start()]
     return answer
@@ -215,7 +224,7 @@ def last_number(text):
     A minus after a digit, a letter or a bracket is an operation and no sign. The last number of 1/2
     is 2.
     """
-    # -    −$    but not the minus of 9-7 or x-7. The bracket has a hyphen, a minus and a dash.
+    # -    −$    but not the minus of 9-7 or x-7. A minus may be a hyphen, a minus sign or a dash.
     minus = r"(?:(?<![\w)\]}])[-−–]\$?)?"
     # 18    1,234.50    .25
     numbers = re.findall(minus + r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)", text)
@@ -282,7 +291,7 @@ class Grader:
         self.pairs = {}  # {key: its pair}
         self.verdicts = {}  # {pair: is it equal?}
         self.running = {}  # {pair: Future of one of the five ways to end}
-        self.hopeless = {}  # {pair whose comparison used up its CPU time: False}
+        self.too_slow = set()  # pairs whose comparisons used up their CPU time
         self.workers = [Worker(cpu_seconds, wall_seconds) for _ in range(workers)]
         self.idle_workers = self.workers.copy()
         # There are as many threads as workers. A thread waits for the reply of its worker.
@@ -345,11 +354,11 @@ class Grader:
             # A crash or a wall time-out may be an accident, so the next call compares such a pair
             # again.
             if reply == "cpu_timeouts":
-                self.hopeless[pair] = False
+                self.too_slow.add(pair)
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}
-        # Only the verdicts of hopeless pairs are kept.
-        self.verdicts = self.hopeless.copy()
+        # The next call does not compare these pairs again.
+        self.verdicts = dict.fromkeys(self.too_slow, False)
         self.running = {}
         return rewards
 

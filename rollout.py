@@ -1,8 +1,8 @@
 """Requests and samples; the sampler, which is vLLM inside the training process; the rollout.
 
 A request asks for one sample: one response to a problem. The sampler draws the sample, and the
-grader of the task scores it. This file also gives the sampler new weights, and lets it sleep while
-the trainer works. It never sees a loss.
+grader of the task scores it. The sampler also gets new weights here, and sleeps while the trainer
+works. This file never sees a loss.
 
 Deviations from Open-Reasoner-Zero (ORZ):
 - There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
@@ -11,11 +11,11 @@ Deviations from Open-Reasoner-Zero (ORZ):
   again, which often changes the last token.
 - The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in
   the step, and the number of the sample. The rank, the order and earlier samples do not change it.
-- The prefix cache is reset before every call. ORZ has a mode without this reset, and then the cache
-  holds keys of old weights.
+- vLLM's prefix cache is emptied before every call, because it was computed with old weights. ORZ
+  has a mode that does not empty it.
 
 To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/process.py, too. Such a copy works for
-models that have no other part than text. Call `start_distributed` of ranks.py first. A Sampler
+models that read text alone, and no images. Call `start_distributed` of ranks.py first. A Sampler
 reads these fields of cfg: model, bf16, max_len, stop, packing, micro_rollout_batch_size,
 gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. It calls sampler_settings
 and sampling_params of ppo.Recipe. A problem needs the field prompt_ids.
@@ -53,9 +53,9 @@ class Request:
     """Asks for one sample of a problem. All samples of one problem in a step are a group."""
 
     problem: object  # has prompt_ids for the sampler and a label for the grader
-    group: int  # the place of the problem among the problems of the step
+    group: int  # its number: the place of the problem among the problems of the step
     sample_number: int  # the place of the sample among the samples of its group
-    seed: int
+    seed: int  # of this sample alone
     max_tokens: int  # the limit of the response
     temperature: float
     top_p: float
@@ -89,7 +89,7 @@ def problems_of_step(problems, cfg, step) -> list:
     orders = {}  # {number of an episode: its order}
     chosen = []
     start = step * cfg.rollout_batch_size
-    # All episodes stand one after the other. The step takes the problems from `start` on.
+    # Position 0 is the first problem of the first episode. The episodes follow each other.
     for position in range(start, start + cfg.rollout_batch_size):
         episode, place = divmod(position, len(problems))
         if episode not in orders:
@@ -103,7 +103,7 @@ def problems_of_step(problems, cfg, step) -> list:
 
 
 def problem_seeds(seed, step, purpose, problem_count) -> list[int]:
-    """A seed for each problem. Another purpose gives other seeds."""
+    """A seed for each problem. purpose: any text. Another purpose gives other seeds."""
     return [hash64(seed, step, purpose, group) for group in range(problem_count)]
 
 
@@ -124,7 +124,7 @@ class Sampler:
     """vLLM on this rank. `tensor_parallel` consecutive ranks share one sampler.
 
     Ranks that share a sampler must make the same calls. On a GPU the sampler sleeps while the
-    trainer works: it has neither weights nor KV cache then.
+    trainer works: then it has neither weights nor KV cache. `sync` wakes it and gives it weights.
     """
 
     def __init__(self, cfg):
@@ -136,15 +136,15 @@ class Sampler:
         self.cfg = cfg
         self.gpu = torch.cuda.is_available()
         if not self.gpu:
-            # Without this vLLM compiles two small functions, which takes 18 s on a CPU. It holds
-            # for the whole process, and the trainer compiles nothing.
+            # Without this vLLM compiles two small functions, which takes 18 s on a CPU. The trainer
+            # compiles nothing, so this setting of the whole process does not change it.
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
         settings = make_settings(cfg, self.gpu)
         config = AutoConfig.from_pretrained(cfg.model)
         has_other_parts = config.get_text_config() is not config
         if has_other_parts:
-            # A copy of this file does not have families.py.
+            # Here and not at the top, because a copy of this file may not have families.py.
             from nanoorz import families
 
             settings |= families.sampler_settings(cfg.model)
@@ -159,7 +159,7 @@ class Sampler:
         # On a GPU vLLM sets one thread. The trainer needs more for its work on the CPU.
         torch.set_num_threads(threads)
         if has_other_parts:
-            # vLLM has started without weights.
+            # With these settings vLLM has read no weights.
             families.fill_sampler(self.llm, cfg.model)
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
@@ -173,8 +173,8 @@ class Sampler:
         """
         from vllm.inputs import tokens_input
 
-        # A cached prefix would have keys of old weights. It would also change vLLM's schedule, and
-        # with the schedule the last bits of log-probs.
+        # The prefix cache was computed with old weights. A prefix in it would also change vLLM's
+        # schedule, and the schedule changes the last bits of log-probs.
         is_empty = self.llm.reset_prefix_cache()
         assert is_empty, "the cache is not empty: requests of an earlier call are still running"
         llm_engine = self.llm.llm_engine
@@ -206,8 +206,8 @@ class Sampler:
     def sync(self, weights: Iterable[tuple[str, Tensor]]):
         """Wakes the sampler and replaces its weights. weights: (Hugging Face name, tensor) pairs.
 
-        All ranks call this together. The KV cache wakes up last, because the iterator `weights`
-        needs memory: under ZeRO-3 it gathers each weight from all ranks.
+        A collective: under ZeRO-3 the iterator gathers each weight from all ranks. That needs
+        memory, so the KV cache wakes up afterwards.
         """
         if self.gpu:
             self.llm.wake_up(tags=["weights"])
@@ -216,7 +216,8 @@ class Sampler:
             self.llm.wake_up(tags=["kv_cache"])
 
     def sleep(self):
-        """On a GPU, frees weights and KV cache. `sync` brings the weights back (vLLM's level 2)."""
+        """On a GPU, frees weights and KV cache. `sync` gives the sampler new weights."""
+        # At level 1 vLLM would keep a copy of the weights in the memory of the CPU.
         if self.gpu:
             self.llm.sleep(level=2)
 
@@ -239,23 +240,23 @@ def make_settings(cfg, is_gpu) -> dict:
         "use_tqdm_on_load": False,
     }
     if cfg.tensor_parallel > 1:
-        # Where vLLM finds CUDA's compiler, it turns on a pass that joins an all-reduce with a norm.
-        # Then every rank compiles code at the start. So this pass stays off.
+        # If vLLM finds CUDA's compiler, it joins each all-reduce with the norm behind it. For that
+        # every rank would compile code at the start. So this stays off.
         settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
-        # vLLM can compute a long prompt in several chunks. After each chunk it sets the random
-        # generator of the sample back. On a CPU that is not possible, so the seed would not decide
-        # the sample.
+        # If vLLM computes a prompt in several chunks, it draws a token after each chunk, drops it,
+        # and sets the random generator back. On a CPU the generator cannot be set back. Then the
+        # seed would not decide the sample.
         settings["enable_chunked_prefill"] = False
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
         # Models with recurrent layers have --packing alone. Without chunks vLLM cannot keep the
         # states of recurrent layers in its prefix cache.
         settings["enable_prefix_caching"] = cfg.packing != "alone"
-        # Without a size vLLM takes the free memory, which is another size in each run. The size of
-        # the cache changes the schedule of the samples, and with it the last bits of log-probs.
+        # By default vLLM takes the free memory for the KV cache, which is another size in each run.
+        # The size changes the schedule of the samples, and the schedule the last bits of log-probs.
         kv_cache_gb = cfg.kv_cache_gb or 1
     if kv_cache_gb:
         settings["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
@@ -303,14 +304,14 @@ def finished_outputs(llm_engine, must_stop):
                 yield output
 
 
-def special_ids(tokenizer, texts):
+def special_ids(tokenizer, stop_strings):
     """The ids of the stop strings that are special tokens, such as the end of a chat's turn.
 
     vLLM removes special tokens from the text, so it cannot find them there as stop strings.
     """
     ids = []
     for id, token in tokenizer.added_tokens_decoder.items():
-        if token.special and token.content in texts:
+        if token.special and token.content in stop_strings:
             ids.append(id)
     return ids
 
@@ -326,8 +327,9 @@ class Rollout:
         # vLLM sets LOCAL_WORLD_SIZE to 1 when the sampler starts. So read this variable before.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sampler = Sampler(cfg)
-        # This process drives the sampler, and needs a core of its own.
-        workers = max(1, len(os.sched_getaffinity(0)) // ranks_here - 1)
+        # The cores of this rank. One of them is for this process, which runs the sampler.
+        cores = len(os.sched_getaffinity(0)) // ranks_here
+        workers = max(1, cores - 1)
         self.grader = task.Grader(workers, cfg.answer_form)
         self.task = task
         self.signals = signals
@@ -337,19 +339,17 @@ class Rollout:
         """Returns a graded sample for each request, in the order of the requests.
 
         A collective: all ranks call it with the same requests, and get the same samples. If a rank
-        gets a signal or has an error, all ranks raise Stopped. A rank with an error raises it,
-        which leads to the `agree` at the end of a `stop_together`. The other ranks come to one of
-        the two `agree` below, and all ranks meet there (ranks.py).
+        gets a signal or has an error, all ranks raise Stopped (`agree` of ranks.py). Call it inside
+        of a `stop_together`.
         """
         signals = self.signals
         grader = self.grader
-        # Has a rank got a signal since the last call?
         agree(signals.poll())
         lost_before = grader.lost
         with clock("rollout"):
             mine = draw_my_share(self, requests, clock)
         with clock("reward"):
-            # `pending` waits for at most 0.5 s. So a signal is seen soon.
+            # Wait for the grader, and look for a signal every 0.5 s.
             while grader.pending(0.5) and not signals.poll():
                 pass
         with clock("gather"):
@@ -359,7 +359,8 @@ class Rollout:
         with clock("results"), stop_together():
             take_rewards(self, mine)
         with clock("gather"):
-            # The comparisons without a verdict, of all ranks, in this call (reward.py).
+            # `lost` counts comparisons without a verdict since the start (reward.py). The log has
+            # those of this call, of all ranks.
             lost = sum(gather(grader.lost - lost_before))
             clock.numbers["reward_lost"] += lost
             samples = exchange(requests, mine)
@@ -369,8 +370,8 @@ class Rollout:
     def must_stop(self):
         """Must the sampler stop early? The sampler asks this before each decode.
 
-        Ranks that share a sampler must make the same decodes. So they draw all their samples, and
-        look for a signal afterwards.
+        Ranks that share a sampler must make the same decodes, and they see a signal at different
+        times. So they draw all their samples first.
         """
         if self.cfg.tensor_parallel > 1:
             return False
@@ -380,8 +381,8 @@ class Rollout:
 def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
     """Draws this rank's part of the requests, and returns {position: sample}.
 
-    The requests are dealt one by one, like cards. A hard problem has long samples, and so each
-    sampler gets some of them.
+    Of K samplers the first one gets the requests 0, K, 2K and so on. A hard problem has long
+    samples, so the samples of one problem go to all samplers.
     """
     cfg = rollout.cfg
     sampler_number, rank_in_sampler = divmod(dist.get_rank(), cfg.tensor_parallel)
@@ -401,8 +402,8 @@ def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
                 try:
                     submit(rollout, positions[k], sample)
                 except Exception as error:
-                    # The error is raised after the loop, because ranks that share a sampler must
-                    # make the same decodes. `fail` lets all others stop early.
+                    # Ranks that share a sampler must make the same decodes. So the loop goes on,
+                    # and the error is raised after it. `fail` tells other samplers to stop early.
                     grading_error = error
                     rollout.signals.fail()
                 clock.seconds["submit"] += time.perf_counter() - begin
@@ -423,7 +424,7 @@ def submit(rollout, position, sample):
     sample.text_metrics = found
     label = sample.request.problem.label
     sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
-    # A user's task may return True or False by mistake: is the response right?
+    # By mistake a user's task may return True for a right response.
     if not isinstance(sample.answer, str | None):
         raise UserError(
             f"{task}: Grader.submit returned {sample.answer!r:.99}; its last "
@@ -433,7 +434,7 @@ def submit(rollout, position, sample):
 
 def take_rewards(rollout, mine: dict[int, Sample]):
     """Writes the grader's rewards into the samples. Raises UserError for a wrong reward."""
-    # A user's task may return nothing.
+    # By mistake a user's task may return None.
     rewards = rollout.grader.results() or {}
     for position, sample in mine.items():
         reward = rewards.get(position)
@@ -449,7 +450,7 @@ def take_rewards(rollout, mine: dict[int, Sample]):
 
 def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:
     """Gives each rank the samples of all ranks, in the order of the requests."""
-    # Each rank has the requests, so they are not sent.
+    # Each rank has all requests. So a sample is sent without its request, and gets it back below.
     for sample in mine.values():
         sample.request = None
     samples = {}

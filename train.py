@@ -1,26 +1,27 @@
 """nanoORZ: reinforcement learning of reasoning straight on a base model, after Open-Reasoner-Zero.
 
-`python train.py --model MODEL --data FILE` trains in one process. `accelerate launch` starts
-several. If --model is absent, the demo runs: tools/base_model.py makes a tiny base model and a file
-of flags. The run uses these flags and prints them. A flag on the command line has priority.
+`python train.py --model MODEL --data FILE` trains in one process. `accelerate launch train.py ...`
+starts several processes. Without the flag --model the demo runs: tools/base_model.py makes a tiny
+base model and a file of flags. The run prints the flags of this file and uses them. A flag that is
+also on the command line has the value of the command line.
 
 This file has the flags, the set-up, the loop and the evaluation. Words that all files use:
 - rank: one process of the run. Each GPU has one.
 - collective: a function that all ranks must call together, because they wait for each other in it.
 - stage: one of the five files of the root. Each stage does one part of a step.
-- sampler: vLLM, which draws responses. Sampler and learners take turns on the GPU.
+- sampler: vLLM, which draws responses. The sampler and the learners take turns on the GPU.
 - engine: DeepSpeed's object around a model. It shards the model over the ranks and updates it.
-- learner: a model with its engine. There are two: the policy and, for gae, the critic.
-- variant: a file of the user or of variants/ that changes decisions of a run (ppo.Recipe).
+- learner: a model with its engine. The policy is one. The estimator gae has the critic, too.
+- variant: a file that changes decisions of a run: it has a subclass of the class Recipe of ppo.py.
 - task: a file that has problems and grades answers. The default task is reward.py.
 - family: the models of one architecture, such as qwen2.
 
-What an error does:
+What an error does (the loop of `main` numbers the phases of a step):
 - What the user can mend is a UserError. The run prints one line and ends with exit code 2.
-- Any other error in phases 1 to 4 and in phase 6 of the loop, where most people change code: all
-  ranks save the last finished step. The run prints the lines of your code that led to the error,
-  and then one line. RUN/run.log has the whole traceback.
-- Any other error elsewhere: a traceback, and the last checkpoint stays.
+- Another error in the phases 1 to 4 or 6: in these phases most people change code, and no weight
+  has changed yet. All ranks save the last finished step. The run prints the part of the traceback
+  that is not in libraries, and then one line. RUN/run.log has the whole traceback.
+- Another error anywhere else: the run prints the traceback. The last checkpoint stays.
 - A signal, such as Ctrl-C: all ranks save the last finished step. The exit code is 0.
 """
 
@@ -40,9 +41,10 @@ if __name__ == "__main__":
     sys.modules["train"] = sys.modules["__main__"]
     # The imports below take 8 s. If a signal comes meanwhile, it ends this process.
     process.leave_on_signals()
+    # If the launcher ends, this process gets a signal.
     process.follow_launcher()
 if "DS_ACCELERATOR" not in os.environ:
-    # DeepSpeed reads this variable when ckpt.py imports it.
+    # DeepSpeed reads this variable when it is imported, and ckpt.py imports DeepSpeed.
     process.name_accelerator()
 
 import torch
@@ -75,7 +77,8 @@ from rollout import Rollout, make_requests, problem_seeds, requests_of_step
 
 # ---- flags ---------------------------------------------------------------------------------------
 
-# Without stop strings a base model answers, and then invents the user's next question.
+# A response ends behind its answer. Without the other three strings a base model would go on and
+# invent the user's next question.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
@@ -87,22 +90,22 @@ class Learning(ppo.Recipe):
     """
 
     model: str | None = flag(
-        None, "A causal LM: a folder or a name on the hub. Default: the demo's."
+        None, "A causal LM: a folder or a name on the hub. Without it the demo runs."
     )
     template: str = flag(
         "orz", "orz, demo, plain, chat, chat?SWITCH=VALUE (chat.py), or a text with {question}."
     )
     system: str | None = flag(None, "The system message of --template chat.")
     answer_form: str = flag(
-        "orz", "Where the answer stands: orz, boxed_anywhere, last_number, hashes."
+        "orz", "Where a response has its answer: orz, boxed_anywhere, last_number, hashes (####)."
     )
     task: str = flag(
-        "math", "Problems and grader: math, a file of tasks/ without .py, or a .py path."
+        "math", "Problems and grader: math, the name of a file of tasks/, or a path to a .py file."
     )
-    variant: list[str] = flag([], "Files of variants/ without .py, or paths to files.")
+    variant: list[str] = flag([], "Names of files of variants/, or paths to .py files.")
     # ---- sampling
     rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
-    n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if all are wrong.")
+    n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if none is right.")
     top_p: float = flag(1.0, "Draw from the likeliest tokens whose probabilities add up to this.")
     stop: list[str] = flag(ORZ_STOP, 'Texts that end a response. "": none.')
     prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.")
@@ -127,7 +130,7 @@ class Config(Learning):
     resume: str = flag("auto", "auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.")
     # ---- when
     num_episodes: int = flag(20, "An episode is one pass over all problems.")
-    max_steps: int | None = flag(None, "Stop after this step, if --num_episodes has more steps.")
+    max_steps: int | None = flag(None, "The most steps, whatever --num_episodes says.")
     save_interval: int = flag(50, "Steps between checkpoints. 0: save only the last step.")
     keep_last: int = flag(2, "The number of newest checkpoints to keep. 0: keep all.")
     eval_data: list[str] = flag([], "Files or data sets of held-out problems.")
@@ -147,7 +150,7 @@ class Config(Learning):
     )
     offload: str = flag("none", "optimizer: its states stay in CPU memory. Updates are slower.")
     packing: str = flag(
-        "auto", "packed: several samples a row. alone: one. auto: what the family allows."
+        "auto", "packed: several samples a row. alone: one. auto: packed if the family allows it."
     )
     packing_max_len: int = flag(
         16384, "Length of a row of packed samples, in tokens. At least max_len."
@@ -157,7 +160,7 @@ class Config(Learning):
         True, "Saves most activation memory, costs a third more compute."
     )
     attention: str = flag(
-        "auto", "auto: varlen on a GPU with --bf16 true, else sdpa. For Gemma 2 it is eager."
+        "auto", "auto: on a GPU in bf16 varlen (FlashAttention), else sdpa; for Gemma 2 eager."
     )
     micro_rollout_batch_size: int = flag(
         256, "Samples that a sampler draws at the same time. More samples need more memory."
@@ -169,7 +172,9 @@ class Config(Learning):
     )
     enforce_eager: bool = flag(False, "Run the sampler without CUDA graphs: slower, less memory.")
 
-    variant_texts = {}  # {name of a variant: its text}. It is no flag. variants.extend fills it.
+    # {name of a variant: its text}. It has no type, so it is no flag. In a run with variants
+    # `extend` of variants.py makes a subclass with their texts.
+    variant_texts = {}
 
     @property
     def variant_hashes(self) -> list:
@@ -183,6 +188,7 @@ def parse_flags(argv):
     Raises UserError for an unknown flag, a value of the wrong type, or a wrong variant.
     """
     config_class = Config
+    # Variants have flags. So they are loaded before the parser is made.
     variant_names, argv = take_variants(argv)
     if variant_names:
         config_class = extend(Config, variant_names)
@@ -191,7 +197,7 @@ def parse_flags(argv):
     parser.error = refuse_flag
     if wants_help(argv):
         flags.finish_help(parser, flags.CHOICES | {"estimator": config_class.estimators})
-    # If the command line asks for help, this prints the help and exits.
+    # If the command line asks for help, the next call prints the help and exits.
     cfg, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
@@ -219,8 +225,8 @@ def refuse_flag(message):
 
 def check_flags(cfg, world):
     """Raises UserError for the first wrong flag, of the core and then of the variants."""
+    # The fields of Config are the flags of the core. `cfg` may also have flags of variants.
     flags.check_core(cfg, world, [field.name for field in dataclasses.fields(Config)])
-    # Flags of variants, too.
     for name, value in flags_of(cfg).items():
         is_finite = not isinstance(value, float) or math.isfinite(value)
         require(is_finite, f"--{name} {value}: give a finite number")
@@ -237,13 +243,14 @@ def find_inputs(cfg):
     """
     with raise_together():
         task = find_task(cfg)
-        tokenizer = check_model(cfg, cfg.model)
+        tokenizer = load_tokenizer(cfg, cfg.model)
         if cfg.critic:
-            of_critic = check_model(cfg, cfg.critic)
-            is_same = of_critic.get_vocab() == tokenizer.get_vocab()
-            told = f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}"
-            require(is_same, told)
-        families.fill_in(cfg)
+            critic_tokenizer = load_tokenizer(cfg, cfg.critic)
+            require(
+                critic_tokenizer.get_vocab() == tokenizer.get_vocab(),
+                f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}",
+            )
+        families.replace_auto(cfg)
     # Two machines may have different files under this name.
     task_bytes = Path(task.__file__).read_bytes()
     require_same({f"hash of the text of --task {cfg.task}": hash64(task_bytes)})
@@ -272,8 +279,7 @@ def find_task(cfg):
         raise UserError(f"--task {cfg.task}: {path} cannot be used: {name_error(error)}") from error
     for name in ("load_problems", "Grader", "text_metrics"):
         require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
-    # A task without ANSWER_FORMS reads its answers in its own way. Then --answer_form must stay at
-    # its default.
+    # A task without ANSWER_FORMS ignores --answer_form. So only its default, orz, is allowed.
     forms = getattr(task, "ANSWER_FORMS", ["orz"])
     require(
         cfg.answer_form in forms,
@@ -283,8 +289,8 @@ def find_task(cfg):
     return task
 
 
-def check_model(cfg, source):
-    """Refuses a model that cannot be trained, and returns its tokenizer. Raises UserError.
+def load_tokenizer(cfg, source):
+    """The tokenizer of a model. Raises UserError, also for a model that cannot be trained.
 
     source: a folder, or a name on the hub.
     """
@@ -293,7 +299,7 @@ def check_model(cfg, source):
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise UserError(f"{source} has no tokenizer: {one_line(error)}") from error
-    # For a folder without a tokenizer transformers makes one of 1 to 3 special tokens.
+    # If a folder has no tokenizer, transformers makes one, with 1 to 3 special tokens.
     require(len(tokenizer) > 3, f"{source} has no tokenizer; put its tokenizer.json there")
     require(
         tokenizer.eos_token_id is not None,
@@ -322,19 +328,19 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
         for path in paths:
             file, options = flags.split_path(path)
             options = {"split": split} | options
-            # Some templates begin with the tokenizer's bos token.
+            # The template orz begins with the tokenizer's bos token.
             problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
     where = " ".join(paths)
     require_same({f"hash of the problems in {where}": problems_hash(problems)})
     texts = [problem.prompt for problem in problems]
-    # Only the ids have the chat template. problem.prompt keeps the bare question.
+    # For --template chat problem.prompt stays the bare question. Only its ids have the template.
     if template == "chat":
         texts = [chat.as_chat(text, tokenizer, cfg) for text in texts]
     prompts = tokenizer(texts, add_special_tokens=False)
     # A tokenizer may know more tokens than the embedding of the model.
     vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
     kept = []
-    # The index counts all problems of all files, so it also names a problem in the files.
+    # The index of a problem is its place in the files. So it also counts what is left out.
     for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
         if 0 < len(ids) <= cfg.prompt_max_len and max(ids) < vocabulary:
             kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
@@ -373,6 +379,7 @@ def prepare_eval_sets(task, cfg, tokenizer):
 
 
 def count_steps(cfg, problem_count):
+    # If the last problems do not fill a step, they are left out.
     steps = max(1, cfg.num_episodes * problem_count // cfg.rollout_batch_size)
     if cfg.max_steps is not None:
         steps = min(steps, cfg.max_steps)
@@ -385,9 +392,9 @@ def count_steps(cfg, problem_count):
 def check_sampler(sampler, policy, problems, cfg):
     """Compares the log-probs of policy and samplers. Returns a sentence for the screen.
 
-    Each rank draws 32 samples from its own sampler, so each sampler is compared. The log-probs
-    differ if a sampler has old weights, or if models.py computes other logits than vLLM. Raises
-    UserError, which names the cause, if the difference is too large. A collective.
+    Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
+    if a sampler has old weights, or if models.py computes other logits than vLLM. If the difference
+    is too large, it raises a UserError, which names the cause. A collective.
     """
     seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
     # With a lower top_p the sampler's log-probs would be those of a cut distribution.
@@ -398,20 +405,22 @@ def check_sampler(sampler, policy, problems, cfg):
     samples = sum(gather(mine), [])
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
-    mean, worst = find_gap(policy, batch, cfg)
-    told = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
-    limits = cfg.allowed_gap(*gap_limits(cfg, sampler.gpu))
-    if not is_small((mean, worst), limits):
+    gap = find_gap(policy, batch, cfg)
+    sentence = "sampler and trainer differ by {:.0e} a token, {:.0e} in the worst response"
+    sentence = sentence.format(*gap)
+    limits = cfg.allowed_gap(*default_limits(cfg, sampler.gpu))
+    if not is_small(gap, limits):
         cause = find_cause(policy, batch, cfg, limits)
         allowed = "allowed are {} and {}".format(*limits)
-        raise UserError(f"--model {cfg.model}: {told}; {allowed}; the cause is {cause}")
-    return told
+        raise UserError(f"--model {cfg.model}: {sentence}; {allowed}; the cause is {cause}")
+    return sentence
 
 
 def find_gap(policy, batch, cfg) -> tuple[float, float]:
-    """The mean |difference| of the log-probs over all tokens, and over the worst sample's tokens.
+    """How far the log-probs of the policy are from those of the sampler, which the batch has.
 
-    A collective. policy: a learner, or a function like one.
+    Returns the mean |difference| over all tokens, and over the tokens of the worst sample. A
+    collective. policy: a learner, or a function with the arguments and results of one.
     """
     logprobs = ppo.compute_logprobs(policy, batch, cfg)  # (T,)
     gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
@@ -425,11 +434,11 @@ def is_small(gap, limits):
     return gap[0] < limits[0] and gap[1] < limits[1]
 
 
-def gap_limits(cfg, is_gpu):
+def default_limits(cfg, is_gpu):
     """Two limits: of the mean over all tokens, and of the mean over the worst sample's tokens."""
     if cfg.bf16:
-        # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters. Larger
-        # models may need more.
+        # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters. Models of
+        # other sizes were not measured, so the limits leave room.
         return 0.1, 0.5
     if is_gpu:
         return 1e-2, 5e-2
@@ -444,18 +453,20 @@ def find_cause(policy, batch, cfg, limits) -> str:
     for name, weight in models.named_weights(policy):
         if not weight.isfinite().all():
             return f"the model: its weight {name} has NaN or infinity"
+    # Here each row has one sample.
     alone = dataclasses.replace(cfg, packing="alone")
     if cfg.attention == "varlen":
-        # varlen needs packed rows. In rows of length 0 no second sample has room.
+        # varlen needs --packing packed. With a limit of 0 tokens a row has no room for a second
+        # sample.
         alone = dataclasses.replace(cfg, packing_max_len=0)
 
-    def own_logits(micro, temperature):
-        return policy.module.own_logprobs(micro, temperature), None
+    def with_full_logits(micro, temperature):
+        return policy.module.full_logprobs(micro, temperature), None
 
     try:
         if cfg.packing == "packed" and is_small(find_gap(policy, batch, alone), limits):
             return "the packing: the samples of a row see each other; add --packing alone"
-        if is_small(find_gap(own_logits, batch, alone), limits):
+        if is_small(find_gap(with_full_logits, batch, alone), limits):
             return "the head: nanoorz/head.py computes other logits than transformers"
     except torch.OutOfMemoryError:
         return "the head or the sampler; there is not enough memory to find out which"
@@ -475,7 +486,8 @@ def evaluate(rollout, eval_sets, step, log):
         )
         clock = Clock(step)
         with stop_together():
-            log.evaluation(name, rollout.draw(requests, clock), step)
+            samples = rollout.draw(requests, clock)
+            log.evaluation(name, samples, step)
         # `draw` has counted the comparisons that ended without a verdict (reward.py).
         lost = clock.numbers["reward_lost"]
         if lost:
@@ -494,9 +506,9 @@ def open_run_dir(cfg):
     Returns the path and the lock. The folder is locked as long as the lock object exists.
     """
     run_dir = Path(cfg.run_dir).absolute()
-    # The end of the run writes its policy there.
-    is_result = Path(cfg.model).absolute() == run_dir / "policy"
-    require(not is_result, f"--model {cfg.model} is in --run_dir; choose another --run_dir")
+    # The end of the run writes its policy to RUN/policy.
+    is_output = Path(cfg.model).absolute() == run_dir / "policy"
+    require(not is_output, f"--model {cfg.model} is in --run_dir; choose another --run_dir")
     needed = ckpt.needed_bytes(run_dir, cfg.keep_last, cfg.resume, count_parameters(cfg))
     lock = ckpt.claim(run_dir, needed)
     redirect_libraries(run_dir / "run.log")
@@ -518,17 +530,21 @@ def export_all(learners, run_dir, tokenizer):
         ckpt.export(run_dir / learner.name, learner.module.save, weights, tokenizer)
 
 
-def tell_stop(stop, step, save_error):
-    """Prints at which step the run has stopped. Raises UserError for a fault or a failed save."""
+def end_early(stop, step, save_error):
+    """Says why the run ends and from which step a resume goes on. Raises UserError, unless a signal
+    is the reason and the step is saved.
+
+    stop: a Stopped. save_error: the text of an error, or None.
+    """
     if stop.trace and dist.get_rank() == 0:
         print(stop.trace, file=sys.stderr)
-    why = stop.fault or "stopped"
+    reason = stop.fault or "stopped"
     if save_error:
-        raise UserError(f"{why}; step {step} is NOT saved: {save_error}")
-    why += f"; --resume auto goes on from step {step}" if step else "; no step is saved"
+        raise UserError(f"{reason}; step {step} is NOT saved: {save_error}")
+    reason += f"; --resume auto goes on from step {step}" if step else "; no step is saved"
     if stop.fault:
-        raise UserError(why)
-    print0(why)
+        raise UserError(reason)
+    print0(reason)
 
 
 def main(cfg, world, device, store):
@@ -546,7 +562,7 @@ def main(cfg, world, device, store):
     flags.warn(cfg, problems, eval_sets)
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
-    new = ckpt.RunState(
+    new_state = ckpt.RunState(
         step=0,
         total_steps=total_steps,
         world=world,
@@ -554,17 +570,18 @@ def main(cfg, world, device, store):
         problems_hash=problems_hash(problems),
         variants=cfg.variant_hashes,
     )
-    # {name: default} of the flags that a resumed run must keep: all but those of Config itself.
+    # {name: default} of the flags that a resumed run must keep. The flags that Config itself adds
+    # may change. So may the paths of variants, because ckpt.py compares the texts of variants.
     fixed_defaults = flags_of(type(cfg)())
-    # ckpt.py compares the texts of the variants instead of their paths, because a file may move.
     for name in ["variant", *Config.__annotations__]:
         del fixed_defaults[name]
-    source, state = ckpt.find_start(run_dir, cfg.resume, new, fixed_defaults)
+    source, state = ckpt.find_start(run_dir, cfg.resume, new_state, fixed_defaults)
+    # The end of a run writes result.json.
     if state.step >= total_steps and (run_dir / "result.json").exists():
         print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
         return
 
-    # What variants remember (ppo.Recipe.memory).
+    # Give the variants what they remember (ppo.Recipe.memory).
     cfg.memory.update(state.memory)
     with raise_together():
         cfg.check_run(total_steps)
@@ -608,7 +625,7 @@ def main(cfg, world, device, store):
                 rollout.sampler.sleep()
                 batch = ppo.make_batch(samples, device, cfg)
 
-            # 5. Values V(s_t), from the critic before its update. Variants add other passes.
+            # 5. Values V(s_t), from the critic before its update. A variant may add other passes.
             with clock("values"):
                 cfg.token_passes(policy, critic, batch, step)
 
@@ -629,7 +646,7 @@ def main(cfg, world, device, store):
 
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)
-            # Now `state.step` is step + 1.
+            # This sets `state.step` to step + 1.
             state.finish_step(run_dir, cfg.memory)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
@@ -637,16 +654,16 @@ def main(cfg, world, device, store):
     except Stopped as stop:
         if state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        tell_stop(stop, state.step, save_error)
+        end_early(stop, state.step, save_error)
         return
     finally:
         rollout.grader.close()
         log.close()
 
-    # The export comes first, because the result of the run is more than its last checkpoint.
+    # Also after a failed save, because the exported models are the result of the run.
     export_all(learners, run_dir, tokenizer)
     if save_error:
-        raise UserError(f"step {total_steps} is NOT saved; the same command tries again")
+        raise UserError(f"step {total_steps} is NOT saved; the same command tries to save it again")
     log.result(total_steps)
 
 
@@ -681,5 +698,5 @@ if __name__ == "__main__":
         code = run(sys.argv[1:])
     except Exception as error:
         print_crash(error)
-    # After sys.exit the threads of gloo could abort the process, and vLLM would take 2.6 s.
+    # At the end of sys.exit the threads of gloo could abort the process, and vLLM would wait 2.6 s.
     os._exit(code)

@@ -36,7 +36,7 @@ def symbolic_verdict(answer, label):
     symbols = ConversionConfig(lowercase_symbols=False)
     expressions = []
     for text in prepare(answer, label):
-        # Without a digit a word may be the answer itself, and no unit.
+        # A word behind a number is a unit. Without a number the word may be the answer itself.
         if re.search("[0-9]", text):
             text = UNITS.sub("", text)
         # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
@@ -93,9 +93,9 @@ def serve(cpu_seconds):
 
 def limit_process():
     """Lets this process end with its parent, ignore signals to stop, and have 2 GiB at most."""
-    # PR_SET_PDEATHSIG: the process ends with the thread that started it, which is a thread of the
-    # Grader.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # The process ends when the thread that started it ends, which is a thread of the Grader.
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     # Ctrl-C sends a signal to the trainer and to its children. If it ended this process, the answer
     # would count as wrong.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

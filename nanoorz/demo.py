@@ -24,6 +24,7 @@ def demo_flags(cfg) -> list[str]:
     with raise_together():
         refuse_other_run(cfg, folder)
     command = [sys.executable, str(TOOL), "addition", str(folder), "--seed", str(cfg.seed)]
+    # If this run is killed, the tool ends, too.
     command.append("--end_with_parent")
     code = subprocess.call(command) if dist.get_rank() == 0 else 0
     if gather(code)[0] != 0:

@@ -47,7 +47,7 @@ CHARACTERS = {
 # Characters that nobody sees, such as marks of the writing direction.
 INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
-# {pattern: replacement}, in the order of use. A pattern may rely on those before it: behind the
+# {pattern: replacement}, in the order of use. A pattern may rely on those before it: after the
 # pattern of \dfrac, for example, each fraction is a \frac. All of them take a few milliseconds for
 # MAX_TEXT.
 REWRITES = {
@@ -112,18 +112,18 @@ REWRITES = {
 }
 # 2,304    1,234,567, but not a part of 1,2,304
 THOUSANDS = re.compile(r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9,])")
-# What may follow it to the end of the text: brackets only if they open there, as in 2,304(x+1). In
-# (2,304) the comma may separate the members of a pair.
+# The rest of the text after such a number. A bracket may close there only if it also opens there,
+# as in 2,304(x+1). In (2,304) the comma may separate the members of a pair.
 AFTER_THOUSANDS = re.compile(r"(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*")
 
 
 def prepare(answer, label):
-    """Gives both texts one spelling, and removes the name of a value from both: x = 5 -> 5"""
+    """Gives both texts one spelling. Removes the name of a value: x = 5 and 5 -> 5 and 5"""
     return drop_name(respell(answer), respell(label))
 
 
 def respell(text):
-    r"""$\dfrac12$. -> \frac{1}{2}"""
+    r"""Gives a text the spelling of CHARACTERS and REWRITES: $\dfrac12$. -> \frac{1}{2}"""
     text = text.strip()
     for character, latex in CHARACTERS.items():
         text = text.replace(character, latex)
@@ -144,14 +144,14 @@ def drop_commas(match):
 
 # The sign between a name and its value: x = 5 and x \in S, but not <=    >=    !=    :=
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
-# What stands on the left of = is no name if it has one of these: x \not= 5    \log x = 2
-FUNCTION = r"(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z]))"
+# The left side of an equation is no name if it has one of these: x \not= 5    \log x = 2
+NO_NAME = r"(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z]))"
 # A name has braces only after \text, \overline, ^ and _: \text{Area}    \overline{AB}    f^{-1}
 BRACES = r"(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\}"
 # The name of a value, with its sign.
 NAME = re.compile(
     # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =    A_1 =
-    rf"(?![^=]*{FUNCTION})\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|{BRACES})*(?:{EQUALS.pattern}) ?"
+    rf"(?![^=]*{NO_NAME})\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|{BRACES})*(?:{EQUALS.pattern}) ?"
 )
 
 
@@ -159,9 +159,11 @@ def drop_name(answer, label):
     """Removes the name from both texts: x = 5 -> 5. If both have a name, it must be the same."""
     matches = [NAME.match(answer), NAME.match(label)]
     names = {match[0] for match in matches if match}
-    # A label such as x+y = 17 asks for an equation, and not for the value of a name. So both texts
-    # stay whole. In an answer such a sum may be a name.
-    if len(names) != 1 or "+" in label.rpartition("=")[0]:
+    # Without a name, or with two names, both texts stay whole.
+    if len(names) != 1:
+        return answer, label
+    # A label such as x+y = 17 asks for an equation, and not for the value of a name.
+    if "+" in label.rpartition("=")[0]:
         return answer, label
     # In a list the name stands at the start and after each comma or space: x=1, x=2 -> 1, 2
     name = re.compile(rf"(?:^|(?<=[, ])){re.escape(names.pop())}")
@@ -280,6 +282,7 @@ def quick_verdict(answer, label):
     # same_number finds units by their \text{}. The rules below read the words in it.
     answer = unwrap_text(answer)
     label = unwrap_text(label)
+    # The last two rules only refuse.
     for rule in (same_text, same_choice, same_in_base, same_word, same_shape, misread_by_algebra):
         verdict = rule(answer, label)
         if verdict is not None:
@@ -312,7 +315,7 @@ def unwrap_text(text):
 
 
 def same_text(answer, label):
-    """Equal texts are equal. Nothing equals an empty text."""
+    """Two texts with the same characters are equal. Nothing equals an empty text."""
     if not answer or not label:
         return False
     if answer == label:
@@ -455,10 +458,10 @@ class Worker:
         return "crashes"
 
     def start(self):
-        """Waits until the process is ready, so that its imports count against no check."""
+        """Starts the process, and waits until it has made its imports, which take 2 s."""
         command = [sys.executable, "-m", "nanoorz.algebra", str(self.cpu_seconds)]
-        # The order of terms in sympy follows the hashes of texts. A seed makes them the same in
-        # each process.
+        # The order of terms in sympy depends on the hashes of texts. Without a seed these differ
+        # from process to process.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}
         self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)
         # `close` may have run before this process was there. Then no question will come.

@@ -1,14 +1,14 @@
 """Which models can be trained, and what is special in some families of models.
 
-A family is the model_type of a config of transformers. In a plain family nothing is special. What
-is special in another family is the work of one object, `Special`: how its models are loaded, what
-their logits are, and how the names of their weights in memory differ from those in the files.
+A family is the model_type of a config of transformers. The other files ask one object about a
+model: a `Plain` if nothing is special in its family, else a `Special`. This object knows how the
+model is loaded, what its logits are, and how its weights in memory differ from those in the files.
 docs/models.md has a table of the families that were tried.
 
-Some models have more parts than text, such as a part for images. Of these models only the text part
-is trained. Trainer and sampler build only the text part, so the other parts cost no memory. In the
-files the names of its weights have a prefix, such as model.language_model. An export has all parts:
-the trained weights, and the other weights and files of the base model, which are copied.
+Some models read images, too. Only their text part is trained: the language model in them. Trainer
+and sampler build only the text part, so the other parts cost no memory. In the files the names of
+the text part's weights have a prefix, such as model.language_model. An export has all parts: the
+trained weights, and the other weights and files of the base model, which are copied.
 """
 
 import inspect
@@ -33,14 +33,15 @@ from nanoorz.flags import can_use_varlen
 from nanoorz.head import CappedHead, ChunkedHead
 from nanoorz.ranks import UserError, one_line
 
-# In these families all layers have full attention or sliding windows, and the logits are a linear
-# head without bias.
+# Nothing is special in these families: all layers have full attention or sliding windows, and the
+# logits are a linear head without bias.
 PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-# The samples of a packed row do not see each other in these families. tests/test_families.py proves
-# it for each of them. In other families samples may see each other without an error: recurrent and
-# convolution layers carry a state from one sample to the next, and learned positions and ALiBi
-# count the tokens of the row. A few families do not give the positions to transformers, which makes
-# the attention mask. In families outside of this list each sample has a row of its own.
+# In these families the samples of a packed row do not see each other. tests/test_families.py proves
+# it for each of them. In all other families each sample has a row of its own. There samples might
+# see each other, and no error would tell:
+# - Recurrent and convolution layers carry a state from one sample to the next.
+# - Learned positions and ALiBi count the tokens of the row.
+# - A few families do not use the positions for their attention mask.
 PACKED = """
 apertus arcee bitnet cohere cohere2 cwm diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe
 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe
@@ -53,8 +54,8 @@ qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 OTHER_LOGITS = """
 chameleon falcon_h1 hyperclovax inkling_text muse_glimmer recurrent_gemma xlstm
 """
-# In training mode these families draw experts at random.
-RANDOM = "phimoe"
+# In training mode this family draws experts at random.
+DRAWS_EXPERTS = "phimoe"
 
 
 # ---- refusals: before any weight is loaded -------------------------------------------------------
@@ -66,6 +67,7 @@ def load_config(source):
     source: a folder, or a name on the hub.
     """
     path = Path(source)
+    # A folder with this file has all that check_folder looks for.
     if not (path / "model.safetensors").exists():
         check_folder(source)
     try:
@@ -153,7 +155,7 @@ def check_family(config):
         raise ValueError("its head has a bias or is not linear; head.py needs a linear head")
     if text.model_type in OTHER_LOGITS.split():
         raise ValueError(f"head.py does not compute the logits of {text.model_type}")
-    if text.model_type in RANDOM.split():
+    if text.model_type == DRAWS_EXPERTS:
         raise ValueError(f"{text.model_type} draws experts at random while it is trained")
     if getattr(text, "quantization_config", None):
         raise ValueError("its weights are quantized; use the model that it was made from")
@@ -175,11 +177,11 @@ def count_parameters(config):
 # ---- what `auto` means ---------------------------------------------------------------------------
 
 
-def fill_in(cfg):
+def replace_auto(cfg):
     """Replaces `auto` in --packing and --attention by what the models need. Raises UserError."""
     models = [cfg.model, cfg.critic or cfg.model]
     if not all(map(is_plain, models)):
-        fill_in_special(cfg, models)
+        replace_auto_of_special(cfg, models)
     if cfg.packing == "auto":
         cfg.packing = "packed"
     if cfg.attention == "auto":
@@ -190,7 +192,7 @@ def is_plain(source):
     return AutoConfig.from_pretrained(source).model_type in PLAIN
 
 
-def fill_in_special(cfg, models):
+def replace_auto_of_special(cfg, models):
     """Replaces `auto` where a model needs another value than plain models do. Raises UserError.
 
     models: policy and critic, a folder or a name on the hub each.
@@ -201,9 +203,9 @@ def fill_in_special(cfg, models):
         cfg.packing = "alone"
     kinds = {kind for config in configs for kind in getattr(config, "layer_types", None) or []}
     # Layers of other kinds carry a state from one sample of a row to the next.
-    carrying = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if cfg.packing == "packed" and carrying:
-        kind = carrying.pop()
+    recurrent_kinds = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if cfg.packing == "packed" and recurrent_kinds:
+        kind = recurrent_kinds.pop()
         raise UserError(
             f"--packing packed: {cfg.model} has layers of the kind {kind}, in which the samples "
             "of a row see each other; use alone"
@@ -213,27 +215,28 @@ def fill_in_special(cfg, models):
     classes = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] for config in configs]
     if cfg.attention == "auto" and (capped or not all(x._supports_sdpa for x in classes)):
         cfg.attention = "eager"
-    asked = f"--attention {cfg.attention}: {' or '.join(dict.fromkeys(models))}"
+    # dict.fromkeys leaves out the second of two equal names.
+    place = f"--attention {cfg.attention}: {' or '.join(dict.fromkeys(models))}"
     if cfg.attention in ("sdpa", "varlen") and capped:
         raise UserError(
-            f"{asked} has a soft cap of attention, which sdpa and varlen lack; use eager"
+            f"{place} has a soft cap of attention, which sdpa and varlen lack; use eager"
         )
     if cfg.attention == "varlen" and cfg.packing == "alone":
-        raise UserError(f"{asked} needs --packing alone, and varlen needs packed rows; use sdpa")
+        raise UserError(f"{place} needs --packing alone, and varlen needs packed rows; use sdpa")
 
 
 # ---- the special things of a family --------------------------------------------------------------
 
 
 def find_family(source):
-    """The Plain or Special of a model. source: a folder, or a name on the hub."""
+    """The Plain or the Special of a model. source: a folder, or a name on the hub."""
     return Plain(source) if is_plain(source) else Special(source)
 
 
 class Plain:
     """The models of plain families. Nothing is special."""
 
-    has_parts = False  # Has the model more parts than text?
+    has_other_parts = False  # Has the model a part for images, say?
 
     def __init__(self, source):
         self.source = source
@@ -251,21 +254,18 @@ class Plain:
         return ChunkedHead(model.get_output_embeddings().weight)
 
     def saved_buffers(self, model) -> list:
-        """(name, tensor) of the tensors in the files that are no parameters."""
+        """(name, tensor) of the tensors that the files have, but that are no parameters."""
         return []
 
-    def in_files(self, model, weights: dict) -> dict:
-        """Renames weights from their form in memory to their form in the files.
+    def to_files(self, model, weights: dict) -> dict:
+        """Changes weights from the form in memory to the form in the files, which vLLM reads, too.
 
-        {name: tensor} both. vLLM reads the same form.
+        {name: tensor} both.
         """
         return weights
 
     def save(self, model, folder, weights: dict):
         """Writes a model with these weights as a folder that transformers and vLLM load."""
-        # transformers stores a tied output head once, under the name of the embedding.
-        if model.config.tie_word_embeddings:
-            weights.pop("lm_head.weight", None)
         model.save_pretrained(folder, state_dict=weights)
 
 
@@ -276,21 +276,21 @@ class Special(Plain):
         super().__init__(source)
         whole = AutoConfig.from_pretrained(source)
         self.config = text_part(whole)
-        self.has_parts = self.config is not whole
+        self.has_other_parts = self.config is not whole
 
     def load(self, auto_class, **settings):
         """Loads the text part alone. Raises UserError if an export of it would fail."""
-        # Noise in the choice of experts would break ratio = 1, as dropout would.
+        # With noise in the choice of experts trainer and sampler would differ, as with dropout.
         if hasattr(self.config, "router_jitter_noise"):
             self.config.router_jitter_noise = 0.0
-        undo_vllm(self.config)
+        unwrap_class(self.config)
         model, report = super().load(
             auto_class, config=self.config, key_mapping=TEXT_NAMES, **settings
         )
-        # With these conversions save_pretrained would give the text part the names of the whole
-        # model.
+        # transformers notes here how it has renamed the weights of the files. Its save_pretrained
+        # would rename them back, but an export of the text part alone needs the new names.
         model._weight_conversions = None
-        if auto_class is AutoModelForCausalLM and self.has_parts:
+        if auto_class is AutoModelForCausalLM and self.has_other_parts:
             self.check_names(model)
         return model, report
 
@@ -310,9 +310,9 @@ class Special(Plain):
 
     def make_head(self, model):
         config = model.config
-        # Cohere multiplies the logits by the first number, Granite divides them by the second.
-        multiplier = getattr(config, "logit_scale", None) or 1.0
-        scale = multiplier / (getattr(config, "logits_scaling", None) or 1.0)
+        multiplier = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        scale = multiplier / divisor
         weight = model.get_output_embeddings().weight
         cap = getattr(config, "final_logit_softcapping", None)
         return CappedHead(weight, scale, cap) if cap else ChunkedHead(weight, scale)
@@ -321,48 +321,51 @@ class Special(Plain):
         saved = model.state_dict().keys()
         return [(name, x) for name, x in model.named_buffers() if name in saved]
 
-    def in_files(self, model, weights):
-        if not has_tied_head(model.config) and model.config.tie_word_embeddings:
+    def to_files(self, model, weights):
+        if model.config.tie_word_embeddings and model.config.model_type in NO_TIED_HEAD:
             weights.pop("lm_head.weight", None)
-        # check_names has found the names of a model with more parts in its files.
-        if self.has_parts:
+        # Here the names are those of the files already: check_names has found each of them there.
+        if self.has_other_parts:
             return weights
         # In memory all experts of a layer share one weight. In the files each expert has its own.
         return revert_weight_conversion(model, weights)
 
     def save(self, model, folder, weights):
-        if not self.has_parts:
-            return super().save(model, folder, weights)
-        if model.config.tie_word_embeddings:
-            weights.pop("lm_head.weight", None)
-        write_all_parts(self.source, folder, weights)
+        if self.has_other_parts:
+            write_all_parts(self.source, folder, weights)
+        else:
+            super().save(model, folder, weights)
 
 
-def undo_vllm(config):
-    """Takes vLLM's wrappers off a class of transformers, so that the trainer can use the class.
+def unwrap_class(config):
+    """Makes a class of transformers usable for the trainer again, after vLLM has wrapped it.
 
-    vLLM runs families that it has no code for, such as OLMo 2, with the class of transformers. It
-    wraps the methods of that class for itself, in the whole process.
+    vLLM runs families that it has no code for, such as OLMo 2, with the class of transformers. For
+    that it replaces __init__ and __call__ of the class, in the whole process.
     """
     body_class = MODEL_MAPPING[type(config)]
     wrapper = body_class.__init__
     if wrapper.__module__.startswith("vllm."):
+        # The wrapper of vLLM 0.32 is a function inside of a function. It calls the __init__ of
+        # transformers by the name old_init.
         body_class.__init__ = inspect.getclosurevars(wrapper).nonlocals["old_init"]
+        # Without this method of its own the class has that of nn.Module again.
         del body_class.__call__
 
 
 # ---- models with more parts than text ------------------------------------------------------------
 
-# {pattern of a name in the files: the beginning of this name in the text part}
+# {pattern of the beginning of a name in the files: the same beginning in the text part}
 TEXT_NAMES = {
     r"^language_model\.lm_head": "lm_head",
     r"^(model\.)?language_model\.(model\.)?": "model.",
 }
 # The classes of these families in vLLM use the embedding as the head, and refuse a weight with the
 # name of the head.
-HEADLESS = ("gemma", "gemma2")
-# Some folders also have consolidated.safetensors, which has the same weights once more.
-WEIGHTS = "model*.safetensors"
+NO_TIED_HEAD = ("gemma", "gemma2")
+# The files of the weights. Some folders also have consolidated.safetensors, which has the same
+# weights once more.
+WEIGHT_FILES = "model*.safetensors"
 # An export has a copy of these files of the base model.
 COPIED = {".json", ".jinja", ".txt", ".model"}
 
@@ -372,11 +375,12 @@ def text_part(config):
     text = config.get_text_config()
     if text is config:
         return config
-    # Both configs say whether the head is tied to the embedding. If they differ, one of them only
-    # has a default, and the names in the files decide.
-    flags = [getattr(x, "tie_word_embeddings", False) for x in (config, text)]
-    text.tie_word_embeddings = flags[0]
-    if flags[0] != flags[1]:
+    # Is the head tied to the embedding? Both configs say so. If they differ, one of them has only a
+    # default. Then the files decide: only a head that is not tied has a weight there.
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    is_contradicted = is_tied != getattr(text, "tie_word_embeddings", False)
+    text.tie_word_embeddings = is_tied
+    if is_contradicted:
         heads = [name for name in names_in(config.name_or_path) if name.endswith("lm_head.weight")]
         text.tie_word_embeddings = not heads
     return text
@@ -397,13 +401,16 @@ def folder_of(source) -> Path:
     """The folder of a model that is a folder or a name on the hub."""
     if Path(source).is_dir():
         return Path(source)
-    patterns = [WEIGHTS, *(f"*{suffix}" for suffix in COPIED)]
+    patterns = [WEIGHT_FILES, *(f"*{suffix}" for suffix in COPIED)]
     return Path(snapshot_download(source, allow_patterns=patterns))
 
 
 def weights_of(source):
-    """Yields (name in the text part, name in the file, file) of all weights of all parts."""
-    for path in sorted(folder_of(source).glob(WEIGHTS)):
+    """Yields (name in the text part, name in the file, file) of all weights of all parts.
+
+    A weight of another part has the same name twice. The file is open until the next iteration.
+    """
+    for path in sorted(folder_of(source).glob(WEIGHT_FILES)):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 name = key
@@ -416,7 +423,11 @@ def sampler_settings(source) -> dict:
     """Arguments of vLLM's LLM, which make it build the text part and read no weights."""
     text = read_text_part(source)
     text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
-    return {"hf_overrides": lambda config: text, "load_format": "dummy"}
+
+    def replace_config(config):
+        return text
+
+    return {"hf_overrides": replace_config, "load_format": "dummy"}
 
 
 def fill_sampler(llm, source):
@@ -425,19 +436,16 @@ def fill_sampler(llm, source):
 
     def text_weights():
         for name, key, file in weights_of(source):
-            # The names of other parts match no pattern, so they stay as they are.
+            # TEXT_NAMES changes the names of the text part. Only the head may have no prefix.
             if name != key or name == "lm_head.weight":
                 tensor = file.get_tensor(key)
                 yield name, tensor
-                if name == "model.embed_tokens.weight" and has_tied_head(config):
+                # vLLM needs the weight of a tied head, too.
+                is_embedding = name == "model.embed_tokens.weight" and config.tie_word_embeddings
+                if is_embedding and config.model_type not in NO_TIED_HEAD:
                     yield "lm_head.weight", tensor
 
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": text_weights()})
-
-
-def has_tied_head(config):
-    """Does vLLM need the embedding a second time, under the name of the head?"""
-    return config.tie_word_embeddings and config.model_type not in HEADLESS
 
 
 def write_all_parts(source, out: Path, trained: dict):

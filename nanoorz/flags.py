@@ -1,7 +1,7 @@
 """Flags: how a field becomes one, their help, and the values that are refused.
 
-A flag is a field of a dataclass, made by `flag`. train.Config has all of them. This file refuses
-wrong values in one line, before any model is read. families.py refuses models.
+A flag is a field of a dataclass, made by `flag`. train.Config has all of them. A wrong value is
+refused in one line, before any model is read. families.py refuses models.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CHOICES = {
     "packing": ("auto", "packed", "alone"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
-# These numbers must be at least 1, all others at least 0. The functions below limit some further.
+# These numbers must be at least 1, all others at least 0. check_core has more rules for some.
 AT_LEAST_1 = (
     "rollout_batch_size",
     "n_samples_per_prompt",
@@ -44,13 +44,15 @@ AT_LEAST_1 = (
 
 def flag(default, help):
     """A field of a dataclass that becomes a flag of train.py. help: what --help prints."""
-    value = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     # The parser of the command line would take a % for a format.
-    return dataclasses.field(**value, metadata={"help": help.replace("%", "%%")})
+    metadata = {"help": help.replace("%", "%%")}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def flags_of(cfg) -> dict:
-    """{flag: its value}. `vars(cfg)` would also hold what variants keep in `cfg`."""
+    """{flag: its value}. `vars(cfg)` also has other attributes, which variants have set."""
     return {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
 
 
@@ -241,7 +243,7 @@ def check_hardware(cfg, world):
 def warn(cfg, problems, eval_sets):
     """Prints warnings of such settings. eval_sets: {name: problems}."""
     labels = {problem.question: problem.label for problem in problems}
-    # Of a question that stands twice, `labels` has the last label.
+    # If a question stands twice with two labels, `labels` has the second one.
     doubtful = [x.question for x in problems if x.label != labels[x.question]]
     if doubtful:
         first = f"{len(doubtful)} problems have a second label, such as {doubtful[0]!r:.99}"

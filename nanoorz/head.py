@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+KEPT = 2**26  # floats, which take 256 MB
+
 
 class ChunkedLogprob(torch.autograd.Function):
     """log p(token) and entropy from hidden states, chunk by chunk.
@@ -25,7 +27,7 @@ class ChunkedLogprob(torch.autograd.Function):
     def forward(ctx, hidden, weight, token_ids, temperature, chunk, wants_entropy=True):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (M,)
         entropy = torch.empty_like(logprobs) if wants_entropy else None  # (M,)
-        keep_log_p = len(hidden) * len(weight) <= 2**26  # floats, which are 256 MB
+        keep_log_p = len(hidden) * len(weight) <= KEPT
         ctx.kept = []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -37,8 +39,8 @@ class ChunkedLogprob(torch.autograd.Function):
                 entropy[part] = log_p.exp().mul_(log_p).sum(-1).neg()
             if keep_log_p:
                 ctx.kept.append(log_p)
-            # If it is not kept, this frees it now. Without this line it would stay in memory until
-            # the next chunk is computed.
+            # Free log_p if it is not kept. Without this line it would stay in memory until the next
+            # chunk is computed.
             del log_p
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature = temperature
@@ -154,13 +156,13 @@ class ChunkedHead(nn.Module):
     def of_tokens(self, hidden, token_ids, temperature):
         chunk = self.chunk_size(hidden)
         learns = torch.is_grad_enabled()
-        # Logits times the scale are logits at a temperature of 1 / scale.
+        # To multiply logits by the scale is to divide them by 1 / scale.
         temperature = temperature / self.scale
         return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk, learns)
 
     def chunk_size(self, hidden: Tensor):
-        """The number of tokens whose logits take 512 MB on a GPU, or 32 MB on a CPU."""
-        floats = 2**27 if hidden.is_cuda else 2**23
+        """The number of tokens in a chunk, but at least 16."""
+        floats = 2**27 if hidden.is_cuda else 2**23  # 512 MB, or 32 MB
         return max(16, floats // len(self.weight))
 
 
@@ -176,7 +178,7 @@ class CappedHead(ChunkedHead):
 
     def of_tokens(self, hidden, token_ids, temperature):
         size = self.chunk_size(hidden)
-        # The gradient of the weight is a sum over chunks, so the sum is in fp32.
+        # The gradient of the weight is a sum over chunks. It has the dtype of this tensor, fp32.
         weight = self.weight.float()
         outputs = []
         for start in range(0, len(hidden), size):

@@ -38,7 +38,7 @@ from nanoorz.variants import write_variants
 
 
 class Clock:
-    """Measures the phases of a step: `with clock("rollout"): ...`.
+    """Collects numbers of a step, above all the time of its phases: `with clock("rollout"): ...`.
 
     seconds: {phase: seconds}, the sum if a phase is repeated. memory: {phase: GiB}, the maximum if
     a phase is repeated. numbers: {name: number}, other numbers to log.
@@ -76,8 +76,8 @@ class Clock:
 def memory_in_use():
     """GiB in use on this rank's GPU by all processes. On a CPU: the memory of this process.
 
-    While the trainer works, torch keeps the memory that it has used once, until the sampler wakes
-    up. So in the phases from values to policy this is a maximum since the sampler fell asleep.
+    torch gives memory back only when the sampler wakes up. So in the phases of the trainer this is
+    the most that was in use since the sampler fell asleep.
     """
     if not torch.cuda.is_available():
         return psutil.Process().memory_info().rss / 2**30
@@ -94,7 +94,8 @@ def numbers_of_samples(samples, batch):
     """The numbers of a step's samples for metrics.jsonl."""
     lengths = batch.response_lengths.double()  # (N,)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
-    right = rewards >= 1  # (N,) bool; a sample with a part of the reward is not right
+    # Some tasks give a reward below 1 for a part of the answer. That is not right.
+    right = rewards >= 1  # (N,) bool
     line = {
         "reward": rewards.mean().item(),
         "paid": batch.rewards.mean().item(),
@@ -117,8 +118,11 @@ def numbers_of_time(clock, tokens):
     """The seconds of a step, in all and by phase. tokens: prompts and responses of all samples."""
     seconds = time.perf_counter() - clock.start
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    line |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
-    return line | {f"memory_{phase}": memory for phase, memory in clock.memory.items()}
+    for phase, seconds_of_phase in clock.seconds.items():
+        line[f"seconds_{phase}"] = seconds_of_phase
+    for phase, memory in clock.memory.items():
+        line[f"memory_{phase}"] = memory
+    return line
 
 
 def numbers_of_evaluation(samples, n):
@@ -216,8 +220,9 @@ class RunLog:
             return
         write_variants(self.cfg, self.run_dir / "variants")
         own = type(self.cfg)
-        core = own.__bases__[-1]
-        names = [variant.__name__ for variant in own.__mro__[1 : own.__mro__.index(core)]]
+        core = own.__bases__[-1]  # train.Config
+        order = own.__mro__
+        names = [variant.__name__ for variant in order[1 : order.index(core)]]
         print("variants:", *names, "(a call of super() goes from left to right)")
         defaults = flags_of(own())
         for name, value in flags_of(core()).items():
@@ -225,7 +230,8 @@ class RunLog:
                 print(f"variants: the default of --{name} is {defaults[name]}")
 
     def write(self, name, value):
-        """Writes a whole JSON file, or nothing: a part of result.json would look like the whole."""
+        """Writes a JSON file. If the run is killed meanwhile, the old file of this name stays: no
+        file is cut short."""
         part = self.run_dir / f"{name}.part"
         part.write_text(json.dumps(value, indent=1))
         part.replace(self.run_dir / name)
@@ -333,8 +339,13 @@ def whole_groups(batch, count):
     members = {}  # {group: its indices}
     for k, group in enumerate(batch.groups.tolist()):
         members.setdefault(group, []).append(k)
+
+    def is_flat(indices):
+        return len(batch.rewards[indices].unique()) < 2
+
     found = []
-    for indices in sorted(members.values(), key=lambda x: len(batch.rewards[x].unique()) < 2):
+    # False sorts before True.
+    for indices in sorted(members.values(), key=is_flat):
         if len(found) < count:
             found += indices
     return found

@@ -1,7 +1,7 @@
 """Policy and critic: bodies of transformers, our two heads, and a DeepSpeed engine around each.
 
-A learner is a model with its engine: the policy, the critic, or a variant's reference. families.py
-has what is special in some families of models.
+A learner is a model with its engine: the policy, the critic, or the reference of a variant, which
+never learns. families.py has what is special in some families of models.
 
 Shapes: R packed rows, L row length, M response tokens of a micro-batch, V vocabulary, H hidden.
 """
@@ -42,9 +42,10 @@ class Policy(nn.Module):
         self.model = model
         self.family = family
         head = model.get_output_embeddings()
-        [place] = [name for name, module in model.named_modules() if module is head]
-        # The new head has the weight of the old one, so a tied head stays tied.
-        model.set_submodule(place, family.make_head(model))
+        names = [name for name, module in model.named_modules() if module is head]
+        # The new head has the parameter of the old one. If the embedding has this parameter, too,
+        # the head stays tied to it.
+        model.set_submodule(names[0], family.make_head(model))
 
     def forward(self, micro, temperature):
         """Log-probs and entropies of the response tokens, (M,) and (M,).
@@ -55,13 +56,17 @@ class Policy(nn.Module):
         hidden = last_hidden_state(self.family.body(self.model), micro)  # (M, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 
-    def own_logprobs(self, micro, temperature):
+    def full_logprobs(self, micro, temperature):
         """Log-probs (M,) from the logits that transformers computes. All logits are in memory."""
         logits = self.model(**micro.model_inputs()).logits[micro.predict]  # (M, V)
         log_p = (logits.float() / temperature).log_softmax(-1)  # (M, V)
         return log_p.gather(1, micro.token_ids[:, None])[:, 0]
 
     def save(self, folder, weights: dict):
+        """Writes these weights as a folder that transformers and vLLM load."""
+        # transformers stores a tied output head once, under the name of the embedding.
+        if self.model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
         self.family.save(self.model, folder, weights)
 
 
@@ -83,11 +88,12 @@ class Critic(nn.Module):
         self.value_head.weight.data.copy_(weight)
 
     def forward(self, micro) -> Tensor:
-        """V(s_t) of the response tokens, (M,). It is computed *before* the token is read."""
+        """V(s_t) of the response tokens, (M,): what the critic expects before it reads a token."""
         hidden = last_hidden_state(self.model, micro)  # (M, H)
         return self.value_head(hidden).squeeze(-1).float()  # (M,)
 
     def save(self, folder, weights: dict):
+        """Writes these weights of the body as a folder that transformers loads."""
         self.model.save_pretrained(folder, state_dict=weights)
 
 
@@ -107,7 +113,8 @@ def make_policy(cfg):
 
 
 def make_critic(cfg):
-    """Without --critic: the body of the base model with a new head. Raises UserError."""
+    """The model of --critic or, without this flag, the base model with a new value head. Raises
+    UserError."""
     family = find_family(cfg.critic or cfg.model)
     critic = Critic(load_model(cfg, family, AutoModel), family, cfg.seed)
     if cfg.critic:
@@ -128,7 +135,8 @@ def load_model(cfg, family, auto_class):
         # As long as this object exists, from_pretrained shards the model while it loads.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     if cfg.attention == "varlen":
-        # transformers makes attention masks for its own kinds alone. varlen needs none.
+        # For a kind of attention that is not its own transformers makes no attention mask. varlen
+        # needs none.
         AttentionInterface.register("varlen", packed_attention)
     dtype = cfg.training_dtype(torch.bfloat16 if cfg.bf16 else torch.float32)
     model, report = family.load(auto_class, dtype=dtype, attn_implementation=cfg.attention)
@@ -141,14 +149,15 @@ def load_model(cfg, family, auto_class):
         raise UserError(
             f"--model {family.source} has attention code of its own: add --attention sdpa"
         )
-    # With dropout trainer and sampler would differ. Attention layers keep theirs as a number.
+    # With dropout trainer and sampler would differ. In attention layers it is a number.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if "attention_dropout" in vars(module):
             module.attention_dropout = 0.0
     if cfg.gradient_checkpointing:
-        # Without dropout a layer that is computed again needs no state of the random generators.
+        # A layer is computed again in the backward pass. Without dropout it draws nothing, so no
+        # state of the random generators has to be kept for it.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     # from_pretrained returns the model in eval mode, in which gradient checkpointing does nothing.
     return model.train()
@@ -196,12 +205,14 @@ def packed_attention(module, query, key, value, mask, **options):
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
     borders = options["cu_seq_lens_q"]  # (parts + 1,)
     longest = options["max_length_q"]  # tokens
-    # How many tokens before a token it sees: all of them (-1), or those of a sliding window. A
-    # window of w tokens includes the token itself. The 0: it sees no token after itself.
-    window = options.get("sliding_window") or 0
-    settings = {"window_size": (window - 1, 0), "scale": options["scaling"]}
-    # The query may have more heads than the key. PyTorch 2.11 needs no argument for that (seen on
-    # an H200), and later versions need one.
+    # A sliding window of w tokens has the token itself and w - 1 tokens before it. Without a window
+    # a token sees all tokens before it, which the kernel calls -1.
+    window = options.get("sliding_window")
+    before = window - 1 if window else -1
+    after = 0
+    settings = {"window_size": (before, after), "scale": options["scaling"]}
+    # The query may have more heads than the key. Versions after PyTorch 2.11 need an argument for
+    # that, and 2.11 does not know this argument (seen on an H200).
     if "enable_gqa" in arguments_of(varlen_attn):
         settings["enable_gqa"] = True
     out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)
@@ -363,5 +374,5 @@ def gather_weights(learner):
             # The module holds the model under the name `model`. The files do not have that name.
             weights = {name.removeprefix("model."): parameter.data}
             if is_policy:
-                weights = module.family.in_files(model, weights)
+                weights = module.family.to_files(model, weights)
             yield from weights.items()

@@ -22,14 +22,14 @@ from pathlib import Path
 
 # {variable: value}. If the user has set a variable, the user's value stays.
 ENVIRONMENT = {
-    # OpenMP: a thread that waits sleeps. A thread that spins would take a core from another rank.
+    # OpenMP: threads without work sleep. By default they spin, and take a core from another rank.
     "OMP_WAIT_POLICY": "passive",
     # torch: ask the kernel for large pages. On a CPU an update takes up to a third less time.
     "THP_MEM_ALLOC_ENABLE": "1",
     # The hub's client would print two lines for each of its retries.
     "HF_HUB_VERBOSITY": "error",
-    # DeepSpeed compiles its CPU op at the first start and keeps the result in this folder. If two
-    # virtual environments shared the folder, each would compile again after the other.
+    # DeepSpeed compiles its CPU op at the first start and keeps the result in this folder. Each
+    # virtual environment has a folder of its own, because another environment compiles it again.
     "TORCH_EXTENSIONS_DIR": os.path.join(sys.prefix, "torch_extensions"),
     # vLLM: run in this process, and use as many threads as the trainer.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -49,9 +49,9 @@ os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
 
 def name_accelerator():
-    """Tells DeepSpeed the kind of the device. Without that DeepSpeed logs a warning on a CPU.
+    """Sets the variable that tells DeepSpeed the kind of the device.
 
-    Call this before the import of DeepSpeed.
+    Without it DeepSpeed logs a warning on a CPU. Call this before the import of DeepSpeed.
     """
     import torch  # slow, and needs the variables above
 
@@ -84,8 +84,8 @@ def follow_launcher():
 def leave_on_signals():
     """From now on a signal ends this process with one line, until a `Signals` is made.
 
-    The signals are blocked, and a thread waits for them. A handler would not do: Python calls
-    handlers in the main thread only, and the main thread may wait for another rank in a C function.
+    The signals are blocked, and a thread waits for them. A handler would come too late: Python
+    calls handlers in the main thread, which may wait for another rank inside a C function.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     threading.Thread(target=leave, daemon=True).start()
@@ -95,25 +95,28 @@ def leave():
     """Waits for a signal and ends the process. The exit code is 0, or 1 with several ranks.
 
     If a rank ends with 1, the launcher ends the other ranks. After a 0 they would wait for ever.
+
+    This thread waits until the end of the process. So the kernel may also give it a signal that
+    comes later, when a `Signals` has handlers. Then it sends the signal again, to the handler.
     """
     number = signal.sigwait(STOPS)
-    # A `Signals` may have been made while this thread waited. Then its handler must get the signal,
-    # so this thread sends the signal once more, and ends.
-    if callable(signal.getsignal(signal.SIGTERM)):
+    has_handler = callable(signal.getsignal(signal.SIGTERM))
+    if has_handler:
         return os.kill(os.getpid(), number)
     # Ctrl-C may also have ended the program that reads our stderr.
     with contextlib.suppress(OSError):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("stopped during start-up: nothing is lost", file=sys.stderr)
-    os._exit(int(os.environ.get("WORLD_SIZE", "1") != "1"))
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    os._exit(0 if is_alone else 1)
 
 
 class Signals:
-    """Must the sampling stop early, on all ranks? `poll` answers.
+    """Tells all ranks to stop sampling if one of them gets a signal or has an error.
 
-    The sampling stops if a rank gets a signal or has an error. That rank writes into a key-value
-    store, which the other ranks read. A collective would not do, because each rank is busy with
-    its own samples. A second SIGINT ends this process at once.
+    That rank writes into a key-value store, which the other ranks read. A collective would make all
+    ranks wait for each other, and each rank is busy with its own samples. A second SIGINT ends this
+    process at once.
 
     asked: has this rank got a signal, or has another rank written into the store?
     failed: has this rank an error?
@@ -136,7 +139,7 @@ class Signals:
         if number == signal.SIGINT:
             # From now on SIGINT has its default action: the kernel ends the process.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            # A `print` here could interrupt another print of the main thread. os.write cannot.
+            # The handler may interrupt a print. Then a second print would be an error.
             with contextlib.suppress(OSError):
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     os.write(sys.stderr.fileno(), b"stopping; a second Ctrl-C ends at once\n")
@@ -147,15 +150,13 @@ class Signals:
         self.store.set("stop", "1")
 
     def poll(self):
-        """Returns whether any rank got a signal or has an error.
-
-        It is called often, so it reads the store at most twice a second.
-        """
+        """Returns whether any rank got a signal or has an error. Tells the other ranks of a signal
+        to this rank. It is called often, so it reads the store at most twice a second."""
         if self.asked:
             self.store.set("stop", "1")
         elif not self.failed and time.monotonic() > self.next_look:
             self.next_look = time.monotonic() + 0.5
-            # `self.asked = self.store.check(...)` could undo a True that `handle` has just set.
+            # A signal may come during the call of `check`. So never set `asked` to False here.
             if self.store.check(["stop"]):
                 self.asked = True
         return self.asked or self.failed

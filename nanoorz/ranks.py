@@ -1,9 +1,9 @@
 """What the ranks of a run do together: form a process group, gather, stop on an error.
 
 A rank is one process of the run. A collective is a function that all ranks must call together: a
-rank that calls it waits until the other ranks have called it too.
+rank that calls it waits until the other ranks have called it, too.
 
-The stages need this file, so copy it with them. On one machine it needs torch alone.
+Copy this file together with a stage. On one machine it needs torch alone.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-PATIENCE = datetime.timedelta(minutes=30)  # the longest wait for another rank
+TIMEOUT = datetime.timedelta(minutes=30)  # the longest wait for another rank
 
 
 class UserError(Exception):
@@ -26,7 +26,10 @@ class UserError(Exception):
 
 
 def hash64(*parts):
-    """A seed in [0, 2**63) from any printable parts: the same one on every machine."""
+    """A number in [0, 2**63) that depends on all parts, for seeds and to compare texts.
+
+    It is the same on every machine. parts: numbers, texts, and lists of them.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -51,17 +54,17 @@ def here():
 def require_same(values):
     """Raises UserError on all ranks if a rank has another value than rank 0. A collective.
 
-    values: {name: value}. Ranks with different flags would wait for each other without end.
+    values: {name: value}. With other flags a rank would call other collectives, and hang.
     """
-    shown = {name: repr(value) for name, value in values.items()}
-    reports = gather((here(), shown))
-    _, of_rank0 = reports[0]
-    for place, of_rank in reports:
-        for name, value in of_rank0.items():
-            if of_rank.get(name) != value:
+    texts = {name: repr(value) for name, value in values.items()}
+    reports = gather((here(), texts))
+    _, expected = reports[0]
+    for place, found in reports:
+        for name, value in expected.items():
+            if found.get(name) != value:
                 raise UserError(
-                    f"{place}: {name} is {of_rank.get(name)}, but on rank 0 it is {value}; give "
-                    "all ranks the same"
+                    f"{place}: {name} is {found.get(name)}, but on rank 0 it is {value}; give all "
+                    "ranks the same"
                 )
 
 
@@ -74,6 +77,14 @@ def require_same(values):
 #   last finished step, and end.
 # - At the disk (`try_disk` of ckpt.py): the rank keeps the error's text until the ranks gather.
 # - Elsewhere: the rank ends with a traceback, and the launcher ends the other ranks.
+#
+# How `stop_together` works if rank 1 has an error in code inside, and rank 0 has none:
+#
+#     rank 0: works ............................ calls agree(is_asked=False)           -> Stopped
+#     rank 1: raises an error, jumps to the end, calls agree(is_asked=False, fault)    -> Stopped
+#
+# So rank 0 must not call another collective first. The code inside calls `agree` before each of its
+# collectives, if one rank alone can fail before that.
 
 
 class Stopped(Exception):
@@ -95,13 +106,13 @@ def raise_together():
 
     It is for the set-up: a file may be wrong on one machine alone.
     """
-    own_error = None
+    error_here = None
     try:
         yield
     except UserError as error:
-        own_error = error
-    reports = gather((here(), own_error))
-    # If all ranks have the error, the name of a rank would say nothing.
+        error_here = error
+    reports = gather((here(), error_here))
+    # If all ranks have an error, the name of a rank would say nothing.
     if all(error for _, error in reports):
         raise reports[0][1]
     for place, error in reports:
@@ -113,30 +124,30 @@ def raise_together():
 def stop_together():
     """If the code inside raises an error on any rank, all ranks raise Stopped. A collective.
 
-    It is for the loop, where the last finished step can be saved. A rank with an error jumps to the
-    `agree` below. The other ranks must meet that rank there: the next collective that they call
-    must be an `agree`, too. So the code inside calls `agree` after lines that can fail on one rank
-    alone. Rollout.draw does so.
+    It is for the loop, where the last finished step can be saved. See the picture above.
     """
     fault = None
     trace = ""
     try:
         yield
     except Stopped:
-        # This rank has met the other ranks in an `agree` already.
+        # An `agree` in the code inside has raised it, on all ranks.
         raise
     except Exception as error:
         fault, trace = describe_error(error)
-    agree(False, fault, trace)
+    agree(is_asked=False, fault=fault, trace=trace)
 
 
 def agree(is_asked, fault=None, trace=""):
-    """Raises Stopped on all ranks if one of them is asked to stop, or has a fault. A collective."""
+    """Raises Stopped on all ranks if one of them is asked to stop, or has a fault. A collective.
+
+    fault, trace: see Stopped. The fault of the first rank that has one is raised.
+    """
     reports = gather((is_asked, fault, trace))
-    for _, fault, trace in reports:
-        if fault:
-            raise Stopped(fault, trace)
-    if any(is_asked for is_asked, _, _ in reports):
+    for _, fault_there, trace_there in reports:
+        if fault_there:
+            raise Stopped(fault_there, trace_there)
+    if any(is_asked_there for is_asked_there, _, _ in reports):
         raise Stopped()
 
 
@@ -164,14 +175,12 @@ def one_line(error):
 
 
 def describe_error(error) -> tuple[str, str]:
-    """Returns an error in one line, and its trace without the lines of libraries.
-
-    The whole traceback goes to run.log.
-    """
+    """Writes the traceback of an error to run.log. Returns the error in one line, and the traceback
+    without the lines of libraries."""
     if isinstance(error, UserError):
         return str(error), ""
-    # `redirect_libraries` (log.py) has made a new sys.stderr, which is the screen. The old one is
-    # sys.__stderr__, and leads to run.log.
+    # In a run sys.__stderr__ leads to run.log, and sys.stderr to the screen (redirect_libraries of
+    # log.py).
     traceback.print_exception(error, file=sys.__stderr__)
     lines = traceback.format_list(own_places(error))
     trace = "".join(["Traceback without libraries (run.log has the whole one):\n", *lines])
@@ -192,25 +201,26 @@ def own_places(error):
 def name_error(error):
     """An error's class, text and place."""
     text = f"{type(error).__name__}: {one_line(error)}"
+    # A file of a user may be older than the name of this folder.
     if isinstance(error, ModuleNotFoundError) and f"{error.name}.".startswith("lib."):
         text += "; lib is called nanoorz now: lib.common is nanoorz.ranks, lib.check nanoorz.flags"
     # The text of a SyntaxError has its place.
     if isinstance(error, SyntaxError):
         return text
-    # If no place is our own, the last place inside the library says most.
-    place = (own_places(error) or traceback.extract_tb(error.__traceback__))[-1]
+    places = own_places(error) or traceback.extract_tb(error.__traceback__)
+    place = places[-1]
     return f"{text} ({place.filename}, line {place.lineno})"
 
 
 def tell_once(store, text):
-    """Prints an error that several ranks may have. The first rank that comes prints it.
+    """Prints an error that several ranks may have: only the first rank that calls this prints it.
 
-    store: the one of `start_distributed`. None: there is none yet, and one rank of each machine
+    store: the one of `start_distributed`. If there is none yet (None), one rank of each machine
     prints the error.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    # `add` raises if rank 0 has ended, because the store has ended with it. Rank 0 has printed the
-    # error before.
+    # The store is in the process of rank 0. If rank 0 has printed the error and has ended, `add`
+    # raises a RuntimeError.
     with contextlib.suppress(RuntimeError):
         if store:
             is_first = store.add("told", 1) == 1
@@ -223,7 +233,7 @@ def print_crash(error):
     because the other rank tells the cause. Then the traceback goes to run.log."""
     lost = ("by peer", "Broken pipe", "remote process exited")
     if any(words in str(error) for words in lost) and os.environ.get("WORLD_SIZE", "1") != "1":
-        # The two are the same until `redirect_libraries` (log.py) has made a new sys.stderr.
+        # Before `redirect_libraries` of log.py there is no run.log.
         if sys.stderr is not sys.__stderr__:
             traceback.print_exception(error, file=sys.__stderr__)
         place = f"rank {os.environ['RANK']}: another rank has ended"
@@ -265,12 +275,12 @@ def start_distributed():
     world = int(os.environ["WORLD_SIZE"])
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if ranks_here < world:
-        announce_address(os.environ["MASTER_ADDR"])
+        set_address(os.environ["MASTER_ADDR"])
     device = choose_device(ranks_here)
     # A rank without others needs no port. A port could be taken by another process.
     store = dist.HashStore() if is_alone else meet_ranks()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     # The prefix keeps our keys apart from torch's keys.
     return rank, world, device, dist.PrefixStore("nanoorz", store)
 
@@ -278,7 +288,7 @@ def start_distributed():
 def meet_ranks() -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, which rank 0 opens."""
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     except dist.DistError as error:
         raise UserError(
             f"cannot meet the other ranks at {os.environ['MASTER_ADDR']}:"
@@ -288,13 +298,13 @@ def meet_ranks() -> dist.Store:
 
 
 def choose_device(ranks_here):
-    """This rank's GPU, or the CPU on a machine without a GPU. Also sets the number of threads.
+    """Returns this rank's GPU, or the CPU on a machine without a GPU. Sets the number of threads.
 
-    ranks_here: the number of ranks on this machine.
+    ranks_here: the number of ranks on this machine. Raises UserError.
     """
     has_gpu = torch.cuda.is_available()
     check_stack(torch.version.cuda, has_gpu)
-    # accelerate has set one thread. Once vLLM runs on a CPU, the number cannot be changed.
+    # accelerate has set one thread. On a CPU the number cannot be changed after the start of vLLM.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     if not has_gpu:
         return torch.device("cpu")
@@ -307,7 +317,8 @@ def choose_device(ranks_here):
 
 
 def check_stack(cuda, has_gpu):
-    """Refuses a run on the CPU that was meant for a GPU, or warns of it.
+    """Refuses a run on the CPU if torch was built for a GPU. Warns if torch was built for the CPU,
+    and a GPU is there.
 
     cuda: the CUDA version that torch was built for, or None. Raises UserError.
     """
@@ -327,10 +338,10 @@ def check_stack(cuda, has_gpu):
 # ---- several machines ----------------------------------------------------------------------------
 
 
-def announce_address(master):
-    """Tells gloo and vLLM which address of this machine the other machines can reach.
+def set_address(master):
+    """Sets the variables that tell gloo and vLLM this machine's address for other machines.
 
-    Without that, gloo and vLLM look up the name of this machine, which often means 127.0.1.1.
+    Without them gloo and vLLM look up the name of this machine, which often means 127.0.1.1.
     master: the address of the first machine.
     """
     import psutil  # not needed on one machine
@@ -339,8 +350,8 @@ def announce_address(master):
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             interface_of[entry.address] = name
-    # The address that this machine uses to reach the first machine is the right one. On the first
-    # machine itself that is the loopback. There the address towards any machine outside is right:
+    # Take the address that this machine uses on the way to the first machine. On the first machine
+    # itself this is the loopback. So there take the address on the way to any other machine:
     # 192.0.2.1 is reserved for examples.
     for target in (master, "192.0.2.1"):
         address = address_towards(target)
@@ -351,10 +362,8 @@ def announce_address(master):
 
 
 def address_towards(target):
-    """This machine's address on the route to `target`, or None without a route.
-
-    The connect of a UDP socket sends nothing.
-    """
+    """This machine's address on the way to `target`, or None if there is no way."""
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        # The connect of a UDP socket sends nothing. Any port will do.
         probe.connect((target, 9))
         return probe.getsockname()[0]

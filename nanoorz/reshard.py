@@ -40,6 +40,7 @@ def load(folder, engines: dict):
         with safe_open(folder / f"{engine_name}.safetensors", "pt") as file:
             step = float(file.metadata()["step"])
             kinds = ("fp32", *MOMENTS) if step > 0 else ("fp32",)
+            # Before its first update Adam has no moments.
             if step > 0:
                 make_moments(flats, states, step)
             for name, parameter in engine.module.named_parameters():
@@ -64,7 +65,7 @@ def optimizer_tensors(engine) -> tuple[list, dict]:
 
 
 def make_moments(flats, states, step):
-    """Makes moments of 0. A new Adam would make its moments at its first update."""
+    """Makes moments of 0, which `fill` then overwrites. step: the number of Adam's updates."""
     for flat in flats:
         states[flat] = {"step": torch.tensor(step, device=flat.device)}
         for kind in MOMENTS:

@@ -1,11 +1,13 @@
 """Variants: subclasses of ppo.Recipe in files of their own, as in `--variant kl_loss my_idea.py`.
 
-A run with variants has a config class of its own, which `extend` makes. This class inherits from
-the class of each variant and from train.Config. If two variants have the same method, the method of
-the later variant is called, and its `super()` calls the method of the earlier one.
+A run with variants has a config class of its own, which `extend` makes. For `--variant a b` it is
 
-In this file a *word* is what the user has written behind --variant. A *variant* is the class in the
-file of a word. A variant may be built on another class, in a file that it imports.
+    class Config(B, A, train.Config): ...
+
+So the methods of B are called first, and their `super()` calls those of A, and then of the recipe.
+
+In this file a *word* is what the user has written behind --variant, such as `a`. A *variant* is the
+class in the file of a word, such as A. A variant may inherit from a class in another file.
 """
 
 import argparse
@@ -27,8 +29,10 @@ from nanoorz.ranks import UserError, name_error
 
 
 def take_variants(argv) -> tuple[list[str], list[str]]:
-    """Returns the words of all --variant, and the rest of the command line. `none` drops the words
-    before it. Raises UserError."""
+    """Returns the words of all --variant, and the rest of the command line. Raises UserError.
+
+    `none` drops the words before it, for a user whose script has a --variant that is not wanted.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--variant", nargs="*", action="extend")
     args, rest = parser.parse_known_args(argv)
@@ -36,8 +40,8 @@ def take_variants(argv) -> tuple[list[str], list[str]]:
     if words == []:
         raise UserError("--variant names nothing; give a file of variants/, a path, or none")
     words = words or []
-    if "none" in words:
-        words = words[len(words) - words[::-1].index("none") :]
+    while "none" in words:
+        words = words[words.index("none") + 1 :]
     return words, rest
 
 
@@ -50,15 +54,15 @@ def extend(config: type, words: list[str]) -> type:
     classes, fault = put_in_order(variants, config)
     if fault:
         advice = suggest_order(words, variants, config)
-        require(False, f"{' '.join(words)}: {fault}; {advice}")
+        raise UserError(f"--variant {' '.join(words)}: {fault}; {advice}")
     check_shared_names(classes, config)
-    members = {
+    attributes = {
         "variant_texts": find_texts(classes),
         "estimators": join_estimators(variants, config),
     }
-    # With these bases, Python calls the methods of the last variant first.
     bases = (*reversed(variants), config)
-    return dataclasses.make_dataclass("Config", find_flags(classes), bases=bases, namespace=members)
+    flags = find_flags(classes)
+    return dataclasses.make_dataclass("Config", flags, bases=bases, namespace=attributes)
 
 
 def require(holds, message):
@@ -66,8 +70,8 @@ def require(holds, message):
         raise UserError(f"--variant {message}")
 
 
-def near(word, known) -> str:
-    """The names that are spelled almost like `word`, or nothing."""
+def similar(word, known) -> str:
+    """The names of `known` that are spelled almost like `word`, or nothing."""
     return " or ".join(difflib.get_close_matches(word, known))
 
 
@@ -81,25 +85,35 @@ def load(words: list[str], config: type) -> list[type]:
         path = Path(word) if word.endswith(".py") else VARIANTS / f"{word}.py"
         if not path.is_file():
             known = [*(x.stem for x in VARIANTS.glob("*.py")), *map(str, Path().glob("*.py"))]
-            advice = f"choose {near(word, known) or 'a file of variants/'}, or give a path"
+            advice = f"choose {similar(word, known) or 'a file of variants/'}, or give a path"
             raise UserError(f"--variant {word}: there is no file {path}; {advice}")
         require(path.stem not in paths, f"{word}: a variant called {path.stem} is there already")
         paths[path.stem] = path.resolve()
-    # An earlier call may have imported other files under these names.
+    folders = dict.fromkeys(str(path.parent) for path in paths.values())
+    make_package([*folders, str(VARIANTS)])
+    return [load_class(word, path, config) for word, path in zip(words, paths.values())]
+
+
+def make_package(folders: list[str]):
+    """Makes a package `variants` out of the files of several folders, the first folder first.
+
+    A variant may import another one: `from variants.log_kl import LogKL`. It may be a shipped file,
+    or a file of the user.
+    """
+    # The demo reads the command line twice. Then an earlier call has imported files.
     for name in [x for x in sys.modules if x.startswith("variants.")]:
         del sys.modules[name]
-    # A variant may import another one: `from variants.log_kl import LogKL`. Python looks for the
-    # file in the folders of the words, and then in variants/.
-    package = sys.modules["variants"] = types.ModuleType("variants")
-    package.__path__ = [*dict.fromkeys(str(path.parent) for path in paths.values()), str(VARIANTS)]
+    package = types.ModuleType("variants")
+    package.__path__ = folders
+    sys.modules["variants"] = package
     importlib.invalidate_caches()
-    return [load_class(word, path, config) for word, path in zip(words, paths.values())]
 
 
 def load_class(word, path, config) -> type:
     """Imports the file of a word, and returns its variant."""
     try:
-        # Bytecode on the disk has its time in seconds. So it would hide an edit within a second.
+        # Python compares the times of a file and of its bytecode in whole seconds. So after an edit
+        # within a second it would take the bytecode of the old text.
         with mock.patch.object(sys, "dont_write_bytecode", True):
             module = importlib.import_module(f"variants.{path.stem}")
     # A variant is any program. It may raise anything, or call sys.exit.
@@ -109,49 +123,61 @@ def load_class(word, path, config) -> type:
     recipe = config.__mro__[-2]  # ppo.Recipe: the last class is `object`
     subclasses = set()
     for _, member in inspect.getmembers(module, inspect.isclass):
-        # Other classes of the module are imported ones.
+        # The module may also have classes that it has imported.
         if issubclass(member, recipe) and member.__module__ == module.__name__:
             subclasses.add(member)
-    # A file may have a class and a subclass of it. The subclass is the variant.
+    # If the file has a class and a subclass of it, the subclass is the variant.
     bases = {base for member in subclasses for base in member.__mro__[1:]}
     found = [member for member in subclasses if member not in bases]
     fault = f"{word} must have one subclass of {recipe.__name__}"
     require(found, f"{fault}; up to commit {LAST_OF_FUNCTIONS} variants were files of functions")
     require(len(found) == 1, f"{fault}, and has {sorted(x.__name__ for x in found)}")
+    # The variant, and the classes that it is built on.
     for variant in set(found[0].__mro__) - set(config.__mro__):
         check_members(variant, config)
     return found[0]
 
 
 def find_texts(classes) -> dict[str, str]:
-    """{name: text} of the files of these classes, and of the files in variants/ that they import.
+    """{name: text} of the files of these classes, and of other files that they import.
 
-    A variant has the name of its file. Another file has the name variants.NAME.
+    The file of a class has the name NAME. Another file of the package has the name variants.NAME.
     """
-    own = [variant.__module__ for variant in classes]
     texts = {}
-    for module in dict.fromkeys([*own, *(x for x in sys.modules if x.startswith("variants."))]):
-        text = Path(sys.modules[module].__file__).read_text(encoding="utf-8")
-        name = module.removeprefix("variants.") if module in own else module
-        texts[name] = text
+    for variant in classes:
+        texts[variant.__module__.removeprefix("variants.")] = read_module(variant.__module__)
+    # The import of the classes has imported the other files.
+    for module in sys.modules:
+        is_imported = module.startswith("variants.")
+        if is_imported and module.removeprefix("variants.") not in texts:
+            texts[module] = read_module(module)
     return texts
+
+
+def read_module(name) -> str:
+    return Path(sys.modules[name].__file__).read_text(encoding="utf-8")
 
 
 # ---- the order -----------------------------------------------------------------------------------
 
 
 def put_in_order(variants: list[type], config: type) -> tuple[list[type], str]:
-    """Returns the variants with all classes that they are built on, the first on the command line
-    first. If the order cannot work, returns [] and why."""
+    """Returns the variants with all classes that they are built on, in the order of the command
+    line, and "". If this order cannot work, returns [] and why.
+
+    It cannot work if a method of a later class replaces that of an earlier class without a call of
+    super(). Only a class that is built on the earlier class may do so.
+    """
     try:
+        # Python finds the order of all classes.
         order = type("Config", (*reversed(variants), config), {}).__mro__[1:]
     except TypeError:
         return [], "a variant must come after those that it is built on"
     classes = [x for x in reversed(order) if x not in config.__mro__]
     for early, late in combinations(classes, 2):
-        # A class that is built on `early` may replace its methods.
-        shared = set() if issubclass(late, early) else own_methods(early) & own_methods(late)
-        for name in shared:
+        if issubclass(late, early):
+            continue
+        for name in own_methods(early) & own_methods(late):
             if not calls_super(vars(late)[name]):
                 return [], f"{early.__name__}.{name} is lost: {late.__name__}.{name} has no super()"
     return classes, ""
@@ -162,12 +188,13 @@ def own_methods(variant: type) -> set[str]:
 
 
 def calls_super(method) -> bool:
-    # Python gives the variable `__class__` to each function whose text has `super()`.
+    """Does a method call super()? Python gives the variable `__class__` to such a method."""
     return "__class__" in inspect.unwrap(method).__code__.co_freevars
 
 
 def suggest_order(words, variants, config) -> str:
     """What to do if the order of the variants cannot work: another order, if there is one."""
+    # Eight variants have 40,320 orders, which would take too long.
     for order in islice(permutations(variants), 5000):
         classes, _ = put_in_order(order, config)
         if classes:
@@ -187,17 +214,21 @@ def check_members(variant: type, config: type):
         field = vars(variant).get("__dataclass_fields__", {}).get(name)
         advice = f'write @dataclass, `{name}: TYPE = flag(DEFAULT, "HELP")`; helpers have no type'
         require(field and field.metadata.get("help"), f"{where} is no flag yet: {advice}")
+        # A name of the core may be a flag with a new default, which keeps its type.
+        is_new = not hasattr(config, name)
         has_same_type = typing.get_type_hints(variant)[name] == core.get(name)
         fault = f"{where} must have another name, or the type of the core's --{name}"
-        require(has_same_type or not hasattr(config, name), fault)
+        require(is_new or has_same_type, fault)
     methods = dict(inspect.getmembers(config, inspect.isfunction))
     for name in [x for x in vars(variant) if x[0] != "_" and x not in (*flags, "estimators")]:
         where = f"{variant.__name__}.{name}"
         if name not in methods:
-            flag = f"`{name}: TYPE = flag(DEFAULT, 'HELP')`" if name in core else ""
-            advice = f"write {flag or near(name, [*methods, *core]) or 'its method'}, or begin the"
+            advice = similar(name, [*methods, *core]) or "its method"
+            if name in core:
+                advice = f"`{name}: TYPE = flag(DEFAULT, 'HELP')`"
             fault = "is no method of the recipe, and no flag with a type"
-            raise UserError(f"--variant {where} {fault}; {advice} name of a helper with _")
+            advice = f"write {advice}, or begin the name of a helper with _"
+            raise UserError(f"--variant {where} {fault}; {advice}")
         wanted = list(inspect.signature(methods[name]).parameters)
         found = []
         if name in own_methods(variant):
@@ -208,8 +239,9 @@ def check_members(variant: type, config: type):
 def check_shared_names(classes, config):
     """Refuses two classes that both have a flag or a helper, unless one is built on the other."""
     for one, two in combinations(classes, 2):
-        shared = set() if issubclass(two, one) else own_names(one) & own_names(two)
-        for name in sorted(shared):
+        if issubclass(two, one):
+            continue
+        for name in sorted(own_names(one) & own_names(two)):
             # Both may give a flag of the core the same new default.
             is_same = hasattr(config, name) and getattr(one, name) == getattr(two, name)
             fault = f"{one.__name__} and {two.__name__} both have {name}"
@@ -217,7 +249,7 @@ def check_shared_names(classes, config):
 
 
 def own_names(variant: type) -> set[str]:
-    """The names of a class that no other variant may have: of itself, its flags and its helpers."""
+    """The names that no other variant may have, too: of the class, of its flags and helpers."""
     helpers = [name for name in vars(variant) if name[0] == "_" and name[:2] != "__"]
     return {variant.__name__, *get_annotations(variant), *helpers}
 
@@ -225,8 +257,9 @@ def own_names(variant: type) -> set[str]:
 def find_flags(classes) -> list:
     """(name, type, field) of the flags of all classes, with the default of the last class.
 
-    A dataclass also has fields for the flags that it inherits, with the defaults of its own bases.
-    Without this list such a field of a later class would hide the new default of an earlier class.
+    Python alone would give some flags another default. Say A gives --lambd the default 0.95, and B
+    adds a flag. Then the dataclass B also has a field lambd, with the default 1.0 of the recipe,
+    and with B before A in the bases this field would win.
     """
     flags = {}
     for variant in classes:
@@ -241,8 +274,11 @@ def join_estimators(variants, config) -> dict:
     estimators = dict(config.estimators)
     for variant in variants:
         for name, entry in variant.estimators.items():
-            is_new = estimators.setdefault(name, entry) is entry
-            require(is_new and hasattr(entry, "needs_critic"), f"{name} is no new ppo.Estimator")
+            # A variant also has the estimators of the core.
+            is_known = estimators.get(name) is entry
+            is_new = name not in estimators and hasattr(entry, "needs_critic")
+            require(is_known or is_new, f"{name} is no new ppo.Estimator")
+            estimators[name] = entry
     return estimators
 
 

@@ -92,7 +92,7 @@ def scales(model) -> float:
 
 def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
-    families.fill_in(cfg)
+    families.replace_auto(cfg)
     return measure_sampler(cfg)
 
 

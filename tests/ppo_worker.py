@@ -303,7 +303,7 @@ def run(cell: dict) -> dict:
 
 
 if __name__ == "__main__":
-    ranks.PATIENCE = timedelta(seconds=120)  # a hang becomes an error
+    ranks.TIMEOUT = timedelta(seconds=120)  # a hang becomes an error
     ranks.start_distributed()
     folder = Path(sys.argv[1])
     for job in json.loads((folder / "cells.json").read_text()):

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import ckpt
 import ppo
 from nanoorz import models, reshard
+from nanoorz.families import Plain
 from nanoorz.ranks import start_distributed
 
 shipped_config = models.engine_config
@@ -73,7 +74,7 @@ def main():
     for stage in range(4):
         cfg = config(model=model, zero_stage=stage, bf16=stage >= 2, actor_learning_rate=1e-2)
         if stage == 3:
-            body = models.load_model(cfg, AutoModelForCausalLM)
+            body = models.load_model(cfg, Plain(model), AutoModelForCausalLM)
             for parameter in body.parameters():
                 is_sharded = parameter.numel() == 0 and parameter.ds_tensor.numel() > 0
                 assert is_sharded, "this rank held all of it"

@@ -232,7 +232,7 @@ def find_all(rollout, policy, problems) -> dict:
 def main(find, out: str, *argv: str) -> None:
     """find: what a worker finds with (rollout, policy, problems)."""
     cfg = train.parse_flags(list(argv))
-    families.fill_in(cfg)
+    families.replace_auto(cfg)
     rank, _, _, store = start_distributed()
     rollout = Rollout(reward, Signals(store), cfg)
     policy = models.make_policy(cfg)

@@ -41,7 +41,7 @@ def test_half_of_a_launcher_s_variables_is_refused_in_one_line(monkeypatch):
 
 
 def test_ranks_that_cannot_be_met_are_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(ranks, "PATIENCE", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "TIMEOUT", datetime.timedelta(seconds=1))
     monkeypatch.setattr(ranks, "choose_device", lambda ranks_here: torch.device("cpu"))
     with held_port() as port:
         values = ("1", "1", "2", "127.0.0.1", port)

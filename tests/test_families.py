@@ -52,7 +52,7 @@ def folder_of(tmp_path_factory):
 
 def filled_in(folder, **flags):
     cfg = config(folder, attention="auto", **flags)
-    library.fill_in(cfg)
+    library.replace_auto(cfg)
     return cfg
 
 
@@ -205,7 +205,7 @@ def test_auto_is_what_the_models_need(folder_of, tiny, monkeypatch):
     ]:
         cfg = config(folder_of(name), attention=attention)
         with pytest.raises(UserError, match=f"^--attention {attention}: .*{words}$"):
-            library.fill_in(cfg)
+            library.replace_auto(cfg)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

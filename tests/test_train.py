@@ -592,7 +592,7 @@ def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, tm
     resumed = launch(run, code=2, **flags)
     assert "from step 1," in resumed.stdout
     assert re.search("WARNING: step 2 is NOT saved: .*NotADirectoryError", resumed.stdout)
-    assert resumed.stderr == "error: step 4 is NOT saved; the same command tries again\n"
+    assert resumed.stderr == "error: step 4 is NOT saved; the same command tries to save it again\n"
     assert {path.name for path in run.glob("step_*")} == {"step_000001", "step_000003"}
     assert not (run / "result.json").exists()
     assert (run / "policy" / "model.safetensors").exists()

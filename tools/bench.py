@@ -101,7 +101,7 @@ def make_config(model: str, flags: str) -> train.Config:
     own = "--zero_stage 2" if ON_GPU else FP32
     words = shlex.split(f"--model {model} --data - --stop '' --max_norm 0 {own} {flags}")
     cfg = train.parse_flags(words)
-    families.fill_in(cfg)
+    families.replace_auto(cfg)
     return cfg
 
 

@@ -176,7 +176,7 @@ def export(path: Path, out: Path):
         buffers = [key for key, _ in model.named_buffers() if key in tensors]
         family = find_family(flags["model"]) if name == "policy" else Plain(None)
         # An export with other parts has the buffers of the base model.
-        if buffers and not family.has_parts:
+        if buffers and not family.has_other_parts:
             lacking = f"a checkpoint lacks {buffers[0]} and other buffers"
             raise UserError(f"{path}: {lacking}; end the run, and use {path.parent / name}")
         expected = {(key, x.shape) for key, x in tensors.items() if key not in buffers}
