@@ -204,8 +204,9 @@ def checkpoints(run_dir):
 def needed_bytes(run_dir, keep_last, resume, parameters):
     """The bytes that the coming checkpoints need on the disk.
 
-    keep_last, resume: the flags. parameters: those of policy and critic together. A checkpoint
-    takes at most 16 bytes for each parameter: 4 each for weight, fp32 master and two moments.
+    keep_last, resume: the flags. parameters: the number of those of policy and critic together. A
+    checkpoint takes at most 16 bytes for each parameter: 4 each for weight, fp32 master and two
+    moments. Example: with --keep_last 2 and one checkpoint on the disk, two more must fit.
     """
     # A new checkpoint takes the room of an old one. With --resume none the old ones stay, because
     # the run sets them aside.
@@ -524,10 +525,12 @@ def resume(run_dir, source, engines, state: RunState):
 def rewind_folder(run_dir, source, state: RunState):
     """Cuts the logs to the sizes that they had at state.step, and sets other files aside.
 
-    The run makes the steps after state.step again. So later checkpoints go into a new folder
-    RUN/dropped_TIME, and so do the ends of the logs. In a new run all that an earlier run has left
-    goes there. If there is no later checkpoint, the ends of the logs are lost: they belong to steps
-    that were never saved. The user may delete RUN/dropped_TIME.
+    The run makes the steps after state.step again. There are three cases:
+    - A new run: all that an earlier run has left goes into a new folder RUN/dropped_TIME.
+    - A resume from an older checkpoint: the later checkpoints and the ends of the logs go there.
+    - A resume from the newest checkpoint: only the ends of the logs are cut off. They belong to
+      steps that were never saved.
+    The user may delete RUN/dropped_TIME.
     """
     dropped = [path for path in checkpoints(run_dir) if not source or step_of(path) > state.step]
     if not source:

@@ -179,8 +179,8 @@ def checked_rewards(samples, cfg) -> list[float]:
 
 # An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to advantages (N, S),
 # or to scores (N,): then each token of a sample gets the score of the sample. All are float64.
-# `cfg` is the recipe. If a sample teaches nothing, its advantages must be exactly 0, because then
-# it is left out of the update (samples_to_learn_from).
+# `cfg` is the recipe. A sample whose advantages are all exactly 0 is left out of the update
+# (samples_to_learn_from). So an estimator must not return rounding errors in place of 0.
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -456,7 +456,7 @@ class Recipe:
             scores = scores[:, None].expand_as(values)  # (N, S)
         advantages = scores[mask]  # (T,)
         if estimator.needs_critic and token_rewards.any():
-            # GAE(r + x, V) = GAE(r, V) + GAE(x, 0), where x are the token rewards.
+            # GAE is linear: GAE(r + x, V) = GAE(r, V) + GAE(x, 0), where x are the token rewards.
             later = torch.zeros_like(values)  # (N, S)
             later[mask] = token_rewards.double()
             advantages = advantages + add_later_(later, self.gamma * self.lambd)[mask]
@@ -572,7 +572,7 @@ class Recipe:
         losses = self.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
         shape = tuple(micro.real.shape)
         check_result(self, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
-        # In a pass under torch.no_grad() nothing has a gradient.
+        # The log-probs of a made-up policy may have no gradient. Then the loss needs none.
         has_gradient = losses.requires_grad or not logprobs.requires_grad
         wanted = "a tensor that depends on logprobs or entropy"
         check_result(self, "token_loss", has_gradient, wanted, "one without a gradient")
@@ -688,9 +688,9 @@ def cut_by_length(sizes: list[int], indices: list[int], limit: int) -> list[list
 def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     """Makes the tensors of these rows. rows: the indices of the samples of each row.
 
-    alone: each row has one sample. Then the positions go on through the padding, because a model of
-    such a family must not find a second sample in the row. No token sees a later token, so the
-    padding changes nothing.
+    alone: --packing alone, for recurrent models above all. Each row has one sample, and the
+    positions go on through the padding, so that the model finds no second sample in the row. No
+    token sees a later token, so the padding changes nothing.
 
     Example: a prompt of 2 tokens and a response of 3 in a row of 7.
 
@@ -718,12 +718,13 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     lengths = parts[:, 0]  # (P,)
     ends = lengths.cumsum(0)  # (P,)
     # From here on each token has the numbers of its part.
-    length, prompt, response_start = parts.repeat_interleave(lengths, 0).unbind(1)  # (R * L,) each
+    of_tokens = parts.repeat_interleave(lengths, 0)  # (R * L, 3)
+    length, prompt_length, response_start = of_tokens.unbind(1)  # (R * L,) each
     part_start = (ends - lengths).repeat_interleave(lengths)  # (R * L,) in the rows
     position = torch.arange(len(ids)) - part_start  # (R * L,) in the part
     # The output at a position predicts the next token. So the last token of the prompt predicts the
     # first token of the response, and the last token of a part predicts nothing.
-    last_of_prompt = prompt - 1
+    last_of_prompt = prompt_length - 1
     predict = (last_of_prompt <= position) & (position < length - 1)  # (R * L,)
     flat_index = response_start + position - last_of_prompt  # (R * L,)
     if alone:
@@ -977,6 +978,8 @@ def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denomina
     numbers = {}
     grad_norm = 0.0
     if history:
+        # Means are over the response tokens of these samples. Losses are divided by the
+        # denominator, which may also count samples that were left out.
         response_tokens = int(batch.response_lengths[indices].sum())
         numbers = join_stats(history, denominator, response_tokens)
         check_finite(cfg, learner.name, name, numbers)

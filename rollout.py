@@ -142,12 +142,13 @@ class Sampler:
         threads = torch.get_num_threads()
         settings = make_settings(cfg, self.gpu)
         config = AutoConfig.from_pretrained(cfg.model)
+        # A model that reads images, too, has a config of its text part.
         has_other_parts = config.get_text_config() is not config
         if has_other_parts:
             # Here and not at the top, because a copy of this file may not have families.py.
             from nanoorz import families
 
-            settings |= families.sampler_settings(cfg.model)
+            settings |= families.text_part_settings(cfg.model)
         try:
             self.llm = LLM(**settings)
         # vLLM has no error class of its own.

@@ -16,7 +16,10 @@ This file has the flags, the set-up, the loop and the evaluation. Words that all
 - task: a file that has problems and grades answers. The default task is reward.py.
 - family: the models of one architecture, such as qwen2.
 
-What an error does (the loop of `main` numbers the phases of a step):
+A step has nine phases: 1 prompts, 2 rollout, 3 reward, 4 batch, 5 values, 6 advantages, 7 learn,
+8 sync, 9 report. The loop of `main` has a line for each of them.
+
+What an error does:
 - What the user can mend is a UserError. The run prints one line and ends with exit code 2.
 - Another error in the phases 1 to 4 or 6: in these phases most people change code, and no weight
   has changed yet. All ranks save the last finished step. The run prints the part of the traceback
@@ -80,6 +83,10 @@ from rollout import Rollout, make_requests, problem_seeds, requests_of_step
 # A response ends behind its answer. Without the other three strings a base model would go on and
 # invent the user's next question.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
+
+
+# ppo.Recipe has the decisions of a run as methods, and flags as fields. The two classes below add
+# flags. So the config of a run, `cfg`, has all flags and all methods. A variant can change both.
 
 
 @dataclass
@@ -290,9 +297,9 @@ def find_task(cfg):
 
 
 def load_tokenizer(cfg, source):
-    """The tokenizer of a model. Raises UserError, also for a model that cannot be trained.
+    """The tokenizer of a model. source: a folder, or a name on the hub.
 
-    source: a folder, or a name on the hub.
+    Raises UserError, also if the model cannot be trained, or has fewer positions than --max_len.
     """
     config = families.load_config(source)
     try:
@@ -461,6 +468,7 @@ def find_cause(policy, batch, cfg, limits) -> str:
         alone = dataclasses.replace(cfg, packing_max_len=0)
 
     def with_full_logits(micro, temperature):
+        # A policy returns log-probs and entropies. find_gap needs no entropies.
         return policy.module.full_logprobs(micro, temperature), None
 
     try:
@@ -570,8 +578,9 @@ def main(cfg, world, device, store):
         problems_hash=problems_hash(problems),
         variants=cfg.variant_hashes,
     )
-    # {name: default} of the flags that a resumed run must keep. The flags that Config itself adds
-    # may change. So may the paths of variants, because ckpt.py compares the texts of variants.
+    # {name: default} of the flags that a resumed run must keep: those of ppo.Recipe, of Learning
+    # and of variants. Flags in the body of Config may change, and so may the paths of variants,
+    # because ckpt.py compares the texts of variants.
     fixed_defaults = flags_of(type(cfg)())
     for name in ["variant", *Config.__annotations__]:
         del fixed_defaults[name]
@@ -618,7 +627,7 @@ def main(cfg, world, device, store):
                 # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
                 requests = requests_of_step(problems, cfg, step)
 
-                # 2. Rollout, 3. reward: each sample is graded as soon as it ends.
+                # 2. Rollout, 3. reward: each sample is graded as soon as it ends (Rollout.draw).
                 samples = cfg.draw_step(rollout, requests, problems, step, clock)
 
                 # 4. Batch: all samples, the same on every rank. The sampler leaves the GPU.
@@ -698,5 +707,6 @@ if __name__ == "__main__":
         code = run(sys.argv[1:])
     except Exception as error:
         print_crash(error)
-    # At the end of sys.exit the threads of gloo could abort the process, and vLLM would wait 2.6 s.
+    # This ends the process without Python's clean-up, in which the threads of gloo could abort the
+    # process, and vLLM would wait 2.6 s.
     os._exit(code)

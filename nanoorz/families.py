@@ -419,7 +419,7 @@ def weights_of(source):
                 yield name, key, file
 
 
-def sampler_settings(source) -> dict:
+def text_part_settings(source) -> dict:
     """Arguments of vLLM's LLM, which make it build the text part and read no weights."""
     text = read_text_part(source)
     text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]

@@ -132,7 +132,8 @@ def make_reference(cfg):
 def load_model(cfg, family, auto_class):
     """A model's text part, in the training dtype and without dropout. Raises UserError."""
     if cfg.zero_stage == 3:
-        # As long as this object exists, from_pretrained shards the model while it loads.
+        # A side effect: as long as this object exists, from_pretrained shards the model while it
+        # loads.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     if cfg.attention == "varlen":
         # For a kind of attention that is not its own transformers makes no attention mask. varlen

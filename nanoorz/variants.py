@@ -169,7 +169,7 @@ def put_in_order(variants: list[type], config: type) -> tuple[list[type], str]:
     super(). Only a class that is built on the earlier class may do so.
     """
     try:
-        # Python finds the order of all classes.
+        # The class is not used. Python computes the order of all its bases, the last variant first.
         order = type("Config", (*reversed(variants), config), {}).__mro__[1:]
     except TypeError:
         return [], "a variant must come after those that it is built on"

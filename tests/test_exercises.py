@@ -20,7 +20,7 @@ ESTIMATORS = {
 TOP_FIFTH = """        border = entropy.detach().quantile(0.8)
         return -(advantages * logprobs).where(entropy >= border, 0.0)
 """
-BY_LENGTH = """    sums = -values  # (N, S)
+BY_LENGTH = """    deltas = -values  # (N, S)
     lambd = (1 - 1 / (0.05 * mask.sum(1))).clamp(min=0)  # (N,)
 """
 A_TENTH = """for key, pair in self.pairs.items()}
@@ -68,8 +68,8 @@ SOLUTIONS = [
     (1, "ppo.py", "ESTIMATORS = {\n", OPO),
     (2, "ppo.py", "        return -(advantages * logprobs)\n", TOP_FIFTH),
     (3, "ppo.py", "batch, indices, lr, self, denominator)", "batch, indices, lr, self)"),
-    (4, "ppo.py", "    sums = -values  # (N, S)\n", BY_LENGTH),
-    (4, "ppo.py", "(sums, cfg.gamma * cfg.lambd)", "(sums, cfg.gamma * lambd)"),
+    (4, "ppo.py", "    deltas = -values  # (N, S)\n", BY_LENGTH),
+    (4, "ppo.py", "(deltas, cfg.gamma * cfg.lambd)", "(deltas, cfg.gamma * lambd)"),
     (5, "reward.py", "for key, pair in self.pairs.items()}\n", A_TENTH),
     (5, "reward.py", 'bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
     (6, "reward.py", "    return last_box(block)\n", ANY_ANSWER),
