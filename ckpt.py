@@ -15,7 +15,8 @@ Deviations from Open-Reasoner-Zero (ORZ):
 - A run checks its folder before it loads a model. The folder must be shared by all machines,
   writable and large enough (ORZ's issue 22).
 
-In this file an engine is a DeepSpeed engine. `engines` is {name: engine}, of policy and critic.
+In this file an engine is a DeepSpeed engine. `engines` is {name: engine}, of policy and critic. To
+use this file elsewhere, copy ranks.py, reshard.py, variants.py and flags.py of nanoorz/, too.
 """
 
 import contextlib
@@ -81,16 +82,15 @@ class RunState:
 
     def check_types(self):
         """Raises TypeError if a value has another type than this version writes."""
-        defaults = vars(RunState())
-        wrong = [name for name, x in vars(self).items() if type(x) is not type(defaults[name])]
+        for name, default in vars(RunState()).items():
+            if type(getattr(self, name)) is not type(default):
+                raise TypeError(f"{name} is {getattr(self, name)!r:.99}")
         numbers = [*self.log_sizes.values(), self.config.get("zero_stage")]
         are_numbers = all(isinstance(number, int) for number in numbers)
         are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in self.variants)
         are_dicts = all(isinstance(part, dict) for part in self.memory.values())
         if not (are_numbers and are_pairs and are_dicts):
-            wrong.append("a part of log_sizes, config, variants or memory")
-        if wrong:
-            raise TypeError(f"wrong type: {', '.join(wrong)}")
+            raise TypeError("a part of log_sizes, config, variants or memory has a wrong type")
 
     @property
     def layout(self):
@@ -126,7 +126,7 @@ def on_rank0(action, *arguments):
 
 
 def flush(path):
-    """Waits until a file is on the disk, or a folder, which has the names of its files."""
+    """Waits until a file is on the disk. Of a folder these are the names of its files."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -282,7 +282,7 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
     """
     final = run_dir / f"step_{state.step:06d}"
     temporary = run_dir / f".saving_{state.step:06d}"
-    # The run may have saved this step at its end, and was stopped before the next step ended.
+    # A run that is stopped during a step saves the step before, which may be saved already.
     if gather(read_manifest(final))[0]:
         return None
     error = on_rank0(make_folders, temporary, final, engines)
@@ -362,7 +362,7 @@ def prune(run_dir, keep_last):
         return
     complete = [path for path in checkpoints(run_dir) if read_manifest(path)]
     for path in complete[keep_last:]:
-        # If the run is killed during the deletion, no part of a checkpoint has the name of a whole.
+        # If the run is killed during the deletion, the rest must not have the name of a checkpoint.
         renamed = path.rename(path.with_name(f".deleting_{path.name}"))
         remove(renamed)
 
@@ -384,7 +384,7 @@ def find_start(run_dir, choice, new_state: RunState, fixed_defaults):
     misfit = find_misfit(path, run_dir, saved, new_state, fixed_defaults)
     if misfit:
         raise UserError(f"{path} {misfit}, or use --resume none")
-    # The flags are those of this run.
+    # The other fields of the state, such as the flags, are those of this run.
     values = {"step": saved.step, "memory": saved.memory, "log_sizes": saved.log_sizes}
     return path, dataclasses.replace(new_state, **values)
 
@@ -439,7 +439,7 @@ def load_state(path):
         state = RunState(**json.loads((path / "state.json").read_text()))
         state.check_types()
         return state
-    except (OSError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}/state.json is not of this version ({one_line(error)}); resume it with the "
             f"commit that {path.parent}/config.json names, or use --resume none"
@@ -477,7 +477,8 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
         texts = kept_files(path.parent, saved.variants)
         return (
             "was made with other variants, in another order, or with another text in one; use "
-            f"--variant {' '.join(texts) or 'none'}"
+            f"--variant {' '.join(texts) or 'none'}, or begin another --run_dir with its model: "
+            f"run `python tools/convert.py export {path} NEW`"
         )
     if needs_reshard:
         return (

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoorz.flags import flag
-from nanoorz.ranks import check_result, gather, hash64, print0, stop_together
+from nanoorz.ranks import UserError, check_result, gather, hash64, print0, stop_together
 
 # ---- batch -----------------------------------------------------------------------------------
 
@@ -572,10 +572,8 @@ class Recipe:
         losses = self.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
         shape = tuple(micro.real.shape)
         check_result(self, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
-        # The log-probs of a made-up policy may have no gradient. Then the loss needs none.
-        has_gradient = losses.requires_grad or not logprobs.requires_grad
         wanted = "a tensor that depends on logprobs or entropy"
-        check_result(self, "token_loss", has_gradient, wanted, "one without a gradient")
+        check_result(self, "token_loss", losses.requires_grad, wanted, "one without a gradient")
         loss = (losses * micro.weights).sum()
         stats.loss("policy_loss", loss)
         return loss, stats
@@ -1013,7 +1011,8 @@ def check_finite(cfg, learner_name, loss_name, numbers):
 class Stats:
     """Numbers of one micro-batch to log. join_stats joins those of an update.
 
-    All micro-batches of an update must have the same names.
+    All micro-batches of an update must have the same names, on all ranks. Its methods raise
+    UserError.
     """
 
     def __init__(self, micro: MicroBatch):
@@ -1028,21 +1027,44 @@ class Stats:
 
         total: () of this micro-batch.
         """
+        self.check(name, total, ())
         self.losses[name] = total.detach()
 
     def mean(self, name, numbers: Tensor):
         """Logs the mean over all response tokens that pass through the model. numbers: (M,)."""
+        self.check(name, numbers, self.real.shape)
         self.sums[name] = (numbers.detach() * self.real).sum()
 
     def maximum(self, name, numbers: Tensor):
         """Logs the maximum over all response tokens that pass through the model. numbers: (M,)."""
+        self.check(name, numbers, self.real.shape)
         # The token of a filler must not be the maximum.
-        numbers = numbers.detach().masked_fill(self.real == 0, -float("inf"))
+        numbers = numbers.detach().float().masked_fill(self.real == 0, -float("inf"))
         self.maxima[name] = numbers.max()
+
+    def check(self, name, numbers, shape):
+        found = f"{tuple(numbers.shape)}" if isinstance(numbers, Tensor) else f"{numbers!r:.99}"
+        if not has_shape(numbers, shape):
+            raise UserError(f"stats: {name} must be a tensor {tuple(shape)}, and is {found}")
+        if name in self.names():
+            raise UserError(f"stats: {name} is logged twice in a micro-batch; choose another name")
+
+    def names(self) -> list[str]:
+        return [*self.losses, *self.sums, *self.maxima]
+
+    def __setitem__(self, name, number):
+        raise UserError(f"stats: write `stats.mean({name!r}, x)`, where x is (M,)")
 
 
 def join_stats(history: list[Stats], denominator, response_tokens) -> dict[str, float]:
     """The numbers to log of an update. A collective. history: of this rank's micro-batches."""
+    names = history[0].names()
+    for stats in history:
+        require_same_names(names, stats.names())
+    # A rank with other names would call other collectives below, and all would hang.
+    if dist.get_world_size() > 1:
+        for other in gather(names):
+            require_same_names(names, other)
     sums = []
     for name in history[0].losses:
         column = torch.stack([stats.losses[name] for stats in history])  # (micro-batches,)
@@ -1060,6 +1082,13 @@ def join_stats(history: list[Stats], denominator, response_tokens) -> dict[str, 
         maxima = torch.stack(maxima)  # (maxima,)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         joined = torch.cat([joined, maxima])
-    names = [*history[0].losses, *history[0].sums, *history[0].maxima]
     # On a GPU `tolist` waits until the GPU has computed all numbers. So it is called once.
     return dict(zip(names, joined.tolist()))
+
+
+def require_same_names(names, others):
+    if names != others:
+        differing = sorted(set(names) ^ set(others)) or names
+        raise UserError(
+            f"stats: {', '.join(differing)}: log the same names in each micro-batch, in one order"
+        )

@@ -21,9 +21,9 @@ A step has nine phases: 1 prompts, 2 rollout, 3 reward, 4 batch, 5 values, 6 adv
 
 What an error does:
 - What the user can mend is a UserError. The run prints one line and ends with exit code 2.
-- Another error in the phases 1 to 4 or 6: in these phases most people change code, and no weight
-  has changed yet. All ranks save the last finished step. The run prints the part of the traceback
-  that is not in libraries, and then one line. RUN/run.log has the whole traceback.
+- Another error in the phases 1 to 4 or 6, or in an evaluation: there most people change code, and
+  no weight has changed yet. All ranks save the last finished step. The run prints the part of the
+  traceback that is not in libraries, and then one line. RUN/run.log has the whole traceback.
 - Another error anywhere else: the run prints the traceback. The last checkpoint stays.
 - A signal, such as Ctrl-C: all ranks save the last finished step. The exit code is 0.
 """
@@ -47,11 +47,11 @@ if __name__ == "__main__":
     # If the launcher ends, this process gets a signal.
     process.follow_launcher()
 if "DS_ACCELERATOR" not in os.environ:
-    # DeepSpeed reads this variable when it is imported, and ckpt.py imports DeepSpeed.
+    # DeepSpeed reads this variable when it is imported, and ckpt.py imports DeepSpeed. A tool may
+    # import this file, so this does not depend on __main__.
     process.name_accelerator()
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 import ckpt
@@ -338,6 +338,7 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
             # The template orz begins with the tokenizer's bos token.
             problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
     where = " ".join(paths)
+    require(problems, f"{where}: load_problems of --task {cfg.task} has returned no problem")
     require_same({f"hash of the problems in {where}": problems_hash(problems)})
     texts = [problem.prompt for problem in problems]
     # For --template chat problem.prompt stays the bare question. Only its ids have the template.
@@ -496,11 +497,10 @@ def evaluate(rollout, eval_sets, step, log):
         with stop_together():
             samples = rollout.draw(requests, clock)
             log.evaluation(name, samples, step)
-        # `draw` has counted the comparisons that ended without a verdict (reward.py).
+        # `draw` has counted the answers that got no verdict.
         lost = clock.numbers["reward_lost"]
         if lost:
-            told = "comparisons ended without a verdict and counted as wrong"
-            print0(f"WARNING: {name}: {lost} {told}")
+            print0(f"WARNING: {name}: without a verdict, and counted as wrong: {lost} answers")
 
 
 def is_due(step, interval):
@@ -514,9 +514,11 @@ def open_run_dir(cfg):
     Returns the path and the lock. The folder is locked as long as the lock object exists.
     """
     run_dir = Path(cfg.run_dir).absolute()
-    # The end of the run writes its policy to RUN/policy.
-    is_output = Path(cfg.model).absolute() == run_dir / "policy"
-    require(not is_output, f"--model {cfg.model} is in --run_dir; choose another --run_dir")
+    # The run writes RUN/config.json, RUN/policy and RUN/critic.
+    for name in ("model", "critic"):
+        source = getattr(cfg, name)
+        is_output = source and Path(source).absolute() in (run_dir, run_dir / "policy")
+        require(not is_output, f"--{name} {source} is in --run_dir; choose another --run_dir")
     needed = ckpt.needed_bytes(run_dir, cfg.keep_last, cfg.resume, count_parameters(cfg))
     lock = ckpt.claim(run_dir, needed)
     redirect_libraries(run_dir / "run.log")
@@ -544,8 +546,6 @@ def end_early(stop, step, save_error):
 
     stop: a Stopped. save_error: the text of an error, or None.
     """
-    if stop.trace and dist.get_rank() == 0:
-        print(stop.trace, file=sys.stderr)
     reason = stop.fault or "stopped"
     if save_error:
         raise UserError(f"{reason}; step {step} is NOT saved: {save_error}")

@@ -15,8 +15,8 @@ from multiprocessing.connection import wait
 from subprocess import PIPE, Popen
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# An answer with more characters equals only itself. An answer and a label of this length, as JSON,
-# fit into the 64 KB of a pipe, so a write to a process that hangs does not hang.
+# A longer text equals only the same text. The reason: a pipe holds 64 KB, and a write of more would
+# hang if the process hangs.
 MAX_TEXT = 2_500
 
 # ---- spellings: what can be written in many ways gets one spelling -------------------------------
@@ -118,7 +118,7 @@ AFTER_THOUSANDS = re.compile(r"(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*")
 
 
 def prepare(answer, label):
-    """Gives both texts one spelling. Removes the name of a value: x = 5 and 5 -> 5 and 5"""
+    """Gives both texts one spelling. Removes the name of a value, as the x of x = 5."""
     return drop_name(respell(answer), respell(label))
 
 

@@ -38,7 +38,7 @@ from nanoorz.ranks import UserError, one_line
 PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 # In these families the samples of a packed row do not see each other. tests/test_families.py proves
 # it for each of them. In all other families each sample has a row of its own. There samples might
-# see each other, and no error would tell:
+# see each other, and no error would tell. The reasons:
 # - Recurrent and convolution layers carry a state from one sample to the next.
 # - Learned positions and ALiBi count the tokens of the row.
 # - A few families do not use the positions for their attention mask.
@@ -258,9 +258,9 @@ class Plain:
         return []
 
     def to_files(self, model, weights: dict) -> dict:
-        """Changes weights from the form in memory to the form in the files, which vLLM reads, too.
+        """Changes weights from their form in memory to their form in the files, which vLLM reads.
 
-        {name: tensor} both.
+        Gets {name: tensor}, and returns {name: tensor}.
         """
         return weights
 

@@ -158,6 +158,8 @@ def check_core(cfg, world, names):
 
 
 def check_batch(cfg, world):
+    require(all([*cfg.data, *cfg.eval_data]), "--data, --eval_data: a name is empty")
+    require(cfg.data, "--data: name at least one file of training problems")
     table = {
         "rollout_batch_size": (
             cfg.rollout_batch_size % world == 0,
@@ -233,8 +235,6 @@ def check_hardware(cfg, world):
         "log_with": (cfg.log_with != "wandb" or find_spec("wandb"), "`pip install wandb` first"),
     }
     require_all(cfg, table)
-    require(all([*cfg.data, *cfg.eval_data]), "--data, --eval_data: a name is empty")
-    require(cfg.data, "--data: name at least one file of training problems")
 
 
 # ---- values that are allowed, but rarely meant ---------------------------------------------------

@@ -174,7 +174,7 @@ def redirect_libraries(path):
     logging.basicConfig(filename=path)
 
 
-def warn(text):
+def print_warning(text):
     print(f"WARNING: {text}", file=sys.stderr)
 
 
@@ -249,7 +249,9 @@ class RunLog:
             # Remove a part that is in the file. The next call writes all lines.
             if path.exists():
                 os.truncate(path, size)
-            warn(f"{path}: {error.strerror}; {len(lines)} line(s) wait until the disk has room")
+            print_warning(
+                f"{path}: {error.strerror}; {len(lines)} line(s) wait until the disk has room"
+            )
 
     def step(self, step, samples, batch, learned, clock):
         """Writes and prints a finished step. learned: the numbers of the losses and updates."""
@@ -265,7 +267,7 @@ class RunLog:
             self.tracker.add(logged, step)
         if step == 1 and not (line["answered"] or line["reward"]):
             # one sample of each problem
-            warn(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
+            print_warning(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         numbers = f"step {step}  reward {line['reward']:.3f}  length {line['response_length']:.1f}"
         print(numbers, *phases, f"{line['seconds']:.1f} s", sep="  ")
@@ -420,7 +422,7 @@ class Tracker:
                     self.writer.add_scalar(tag_of(key, prefix), value, step)
         except OSError as error:
             self.writer = None
-            warn(f"the tracker has failed and gets no more numbers: {error}")
+            print_warning(f"the tracker has failed and gets no more numbers: {error}")
 
     def close(self):
         """Writes the points that wait in memory. The end of train.py would lose them."""

@@ -136,8 +136,7 @@ def load_model(cfg, family, auto_class):
         # loads.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     if cfg.attention == "varlen":
-        # For a kind of attention that is not its own transformers makes no attention mask. varlen
-        # needs none.
+        # transformers makes attention masks only for its own kinds of attention. varlen needs none.
         AttentionInterface.register("varlen", packed_attention)
     dtype = cfg.training_dtype(torch.bfloat16 if cfg.bf16 else torch.float32)
     model, report = family.load(auto_class, dtype=dtype, attn_implementation=cfg.attention)
@@ -150,7 +149,7 @@ def load_model(cfg, family, auto_class):
         raise UserError(
             f"--model {family.source} has attention code of its own: add --attention sdpa"
         )
-    # With dropout trainer and sampler would differ. In attention layers it is a number.
+    # With dropout trainer and sampler would differ. In an attention layer it is only a number.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

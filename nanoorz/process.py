@@ -1,7 +1,8 @@
 """This process: its environment variables, and the signals that ask it to stop.
 
-The import of this file sets the environment variables. Import it before torch, because libraries
-read these variables when they are imported. This file needs the standard library alone.
+The import of this file sets the environment variables. Libraries read them: OpenMP and torch when
+torch is imported, so train.py imports this file first; vLLM and DeepSpeed later. This file imports
+the standard library alone.
 
 SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 ask a run to stop. Before the models are loaded there is
 nothing to save, and the process ends at once (`leave_on_signals`). Afterwards the run saves its

@@ -54,7 +54,7 @@ def here():
 def require_same(values):
     """Raises UserError on all ranks if a rank has another value than rank 0. A collective.
 
-    values: {name: value}. With other flags a rank would call other collectives, and hang.
+    values: {name: value}. A rank with other flags would call other collectives, and all would hang.
     """
     texts = {name: repr(value) for name, value in values.items()}
     reports = gather((here(), texts))
@@ -91,13 +91,11 @@ class Stopped(Exception):
     """All ranks have agreed to save the last finished step and to end.
 
     fault: one line that says what is broken. None: a signal asked the ranks to stop.
-    trace: the lines of our code and of the user's code that led to the error, or "".
     """
 
-    def __init__(self, fault: str | None = None, trace=""):
+    def __init__(self, fault: str | None = None):
         super().__init__(fault)
         self.fault = fault
-        self.trace = trace
 
 
 @contextlib.contextmanager
@@ -141,12 +139,15 @@ def stop_together():
 def agree(is_asked, fault=None, trace=""):
     """Raises Stopped on all ranks if one of them is asked to stop, or has a fault. A collective.
 
-    fault, trace: see Stopped. The fault of the first rank that has one is raised.
+    fault, trace: what describe_error has returned. If several ranks have a fault, the first one is
+    raised, and rank 0 prints its trace.
     """
     reports = gather((is_asked, fault, trace))
     for _, fault_there, trace_there in reports:
         if fault_there:
-            raise Stopped(fault_there, trace_there)
+            if trace_there and dist.get_rank() == 0:
+                print(trace_there, file=sys.stderr)
+            raise Stopped(fault_there)
     if any(is_asked_there for is_asked_there, _, _ in reports):
         raise Stopped()
 
@@ -182,8 +183,10 @@ def describe_error(error) -> tuple[str, str]:
     # In a run sys.__stderr__ leads to run.log, and sys.stderr to the screen (redirect_libraries of
     # log.py).
     traceback.print_exception(error, file=sys.__stderr__)
-    lines = traceback.format_list(own_places(error))
-    trace = "".join(["Traceback without libraries (run.log has the whole one):\n", *lines])
+    places = "".join(traceback.format_list(own_places(error)))
+    # The phase of a step has its name in a note (Clock of log.py).
+    notes = "\n".join(getattr(error, "__notes__", []))
+    trace = f"Traceback without libraries (run.log has the whole one):\n{places}{notes}"
     return name_error(error), trace.rstrip("\n")
 
 
@@ -201,8 +204,8 @@ def own_places(error):
 def name_error(error):
     """An error's class, text and place."""
     text = f"{type(error).__name__}: {one_line(error)}"
-    # A file of a user may be older than the name of this folder.
-    if isinstance(error, ModuleNotFoundError) and f"{error.name}.".startswith("lib."):
+    # Up to November 2026 the folder nanoorz was called lib. A user's file may still import that.
+    if isinstance(error, ImportError) and f"{error.name}.".startswith("lib."):
         text += "; lib is called nanoorz now: lib.common is nanoorz.ranks, lib.check nanoorz.flags"
     # The text of a SyntaxError has its place.
     if isinstance(error, SyntaxError):

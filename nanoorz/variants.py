@@ -22,7 +22,6 @@ import typing
 from inspect import get_annotations
 from itertools import combinations, islice, permutations
 from pathlib import Path
-from unittest import mock
 
 from nanoorz.flags import VARIANTS
 from nanoorz.ranks import UserError, name_error
@@ -65,7 +64,8 @@ def extend(config: type, words: list[str]) -> type:
     return dataclasses.make_dataclass("Config", flags, bases=bases, namespace=attributes)
 
 
-def require(holds, message):
+def expect(holds, message):
+    """Raises UserError about a variant if a condition does not hold."""
     if not holds:
         raise UserError(f"--variant {message}")
 
@@ -87,7 +87,7 @@ def load(words: list[str], config: type) -> list[type]:
             known = [*(x.stem for x in VARIANTS.glob("*.py")), *map(str, Path().glob("*.py"))]
             advice = f"choose {similar(word, known) or 'a file of variants/'}, or give a path"
             raise UserError(f"--variant {word}: there is no file {path}; {advice}")
-        require(path.stem not in paths, f"{word}: a variant called {path.stem} is there already")
+        expect(path.stem not in paths, f"{word}: a variant called {path.stem} is there already")
         paths[path.stem] = path.resolve()
     folders = dict.fromkeys(str(path.parent) for path in paths.values())
     make_package([*folders, str(VARIANTS)])
@@ -111,16 +111,19 @@ def make_package(folders: list[str]):
 
 def load_class(word, path, config) -> type:
     """Imports the file of a word, and returns its variant."""
+    writes_no_bytecode = sys.dont_write_bytecode
     try:
         # Python compares the times of a file and of its bytecode in whole seconds. So after an edit
         # within a second it would take the bytecode of the old text.
-        with mock.patch.object(sys, "dont_write_bytecode", True):
-            module = importlib.import_module(f"variants.{path.stem}")
+        sys.dont_write_bytecode = True
+        module = importlib.import_module(f"variants.{path.stem}")
     # A variant is any program. It may raise anything, or call sys.exit.
     except (Exception, SystemExit) as error:
         raise UserError(f"--variant {word}: {name_error(error)}") from error
-    require(Path(module.__file__) == path, f"{word}: {module.__file__} has this name; rename one")
-    recipe = config.__mro__[-2]  # ppo.Recipe: the last class is `object`
+    finally:
+        sys.dont_write_bytecode = writes_no_bytecode
+    expect(Path(module.__file__) == path, f"{word}: {module.__file__} has this name; rename one")
+    recipe = config.__mro__[-2]  # ppo.Recipe. The last class of all is `object`.
     subclasses = set()
     for _, member in inspect.getmembers(module, inspect.isclass):
         # The module may also have classes that it has imported.
@@ -130,8 +133,8 @@ def load_class(word, path, config) -> type:
     bases = {base for member in subclasses for base in member.__mro__[1:]}
     found = [member for member in subclasses if member not in bases]
     fault = f"{word} must have one subclass of {recipe.__name__}"
-    require(found, f"{fault}; up to commit {LAST_OF_FUNCTIONS} variants were files of functions")
-    require(len(found) == 1, f"{fault}, and has {sorted(x.__name__ for x in found)}")
+    expect(found, f"{fault}; up to commit {LAST_OF_FUNCTIONS} variants were files of functions")
+    expect(len(found) == 1, f"{fault}, and has {sorted(x.__name__ for x in found)}")
     # The variant, and the classes that it is built on.
     for variant in set(found[0].__mro__) - set(config.__mro__):
         check_members(variant, config)
@@ -213,12 +216,12 @@ def check_members(variant: type, config: type):
         where = f"{variant.__name__}.{name}"
         field = vars(variant).get("__dataclass_fields__", {}).get(name)
         advice = f'write @dataclass, `{name}: TYPE = flag(DEFAULT, "HELP")`; helpers have no type'
-        require(field and field.metadata.get("help"), f"{where} is no flag yet: {advice}")
+        expect(field and field.metadata.get("help"), f"{where} is no flag yet: {advice}")
         # A name of the core may be a flag with a new default, which keeps its type.
         is_new = not hasattr(config, name)
         has_same_type = typing.get_type_hints(variant)[name] == core.get(name)
         fault = f"{where} must have another name, or the type of the core's --{name}"
-        require(is_new or has_same_type, fault)
+        expect(is_new or has_same_type, fault)
     methods = dict(inspect.getmembers(config, inspect.isfunction))
     for name in [x for x in vars(variant) if x[0] != "_" and x not in (*flags, "estimators")]:
         where = f"{variant.__name__}.{name}"
@@ -233,7 +236,7 @@ def check_members(variant: type, config: type):
         found = []
         if name in own_methods(variant):
             found = list(inspect.signature(vars(variant)[name]).parameters)
-        require(found == wanted, f"{where} must be a method with ({', '.join(wanted)})")
+        expect(found == wanted, f"{where} must be a method with ({', '.join(wanted)})")
 
 
 def check_shared_names(classes, config):
@@ -245,7 +248,7 @@ def check_shared_names(classes, config):
             # Both may give a flag of the core the same new default.
             is_same = hasattr(config, name) and getattr(one, name) == getattr(two, name)
             fault = f"{one.__name__} and {two.__name__} both have {name}"
-            require(is_same, f"{fault}; rename one, or leave one out")
+            expect(is_same, f"{fault}; rename one, or leave one out")
 
 
 def own_names(variant: type) -> set[str]:
@@ -277,7 +280,7 @@ def join_estimators(variants, config) -> dict:
             # A variant also has the estimators of the core.
             is_known = estimators.get(name) is entry
             is_new = name not in estimators and hasattr(entry, "needs_critic")
-            require(is_known or is_new, f"{name} is no new ppo.Estimator")
+            expect(is_known or is_new, f"{name} is no new ppo.Estimator")
             estimators[name] = entry
     return estimators
 
@@ -286,8 +289,14 @@ def join_estimators(variants, config) -> dict:
 
 # Up to this commit a variant was a file of functions. Since then it is a class.
 LAST_OF_FUNCTIONS = "229d200"
-# Up to this commit the folder nanoorz/ was called lib/.
+# Up to this commit the folder nanoorz/ was called lib/, and a variant had other names.
 LAST_OF_LIB = "85ba2b3"
+OLD_MODULES = "common|check|flags|models|metrics|signals|head|report|families"
+OLD_NAMES = re.compile(
+    rf"^(from|import) lib\.({OLD_MODULES})\b|^from lib import ({OLD_MODULES})\b"
+    r"|\bmicro\.mask\b|\bstats\[|\brequest\.index\b",
+    re.MULTILINE,
+)
 
 
 def write_variants(cfg, folder):
@@ -317,8 +326,8 @@ def explain_old_run(run_dir, hashes) -> str:
     if not all(re.search(r"^class \w+\(", text, re.MULTILINE) for text in texts):
         fault = "is a file of functions, and variants are classes now"
         last = LAST_OF_FUNCTIONS
-    elif any(re.search(r"^(from|import) lib\b", text, re.MULTILINE) for text in texts):
-        fault = "imports lib, which is called nanoorz now"
+    elif any(OLD_NAMES.search(text) for text in texts):
+        fault = "uses lib or other old names (docs/LOG.md)"
         last = LAST_OF_LIB
     else:
         return ""

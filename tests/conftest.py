@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# nanoorz/models.py does so too.
+# nanoorz/process.py does so, too.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 # The sizes of a whole run that takes seconds.

@@ -1,8 +1,7 @@
 """PPO the slow and obvious way: python loops, one sample at a time, full logits, float64.
 
 Tests compare ppo.py and nanoorz/ with these functions, which import neither. Shapes: T response
-tokens,
-S those of one sample, L its length with the prompt, V vocabulary, H hidden.
+tokens, S those of one sample, L its length with the prompt, V vocabulary, H hidden.
 """
 
 import itertools

@@ -86,7 +86,7 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         ("truncated answers", "25%", well(**SHORTER | {"truncated": 0.25}, reward=0.1)),
         ("truncated answers", "45%", well(truncated=0.45)),
         ("stale sampler", "0.050 nats", well(approx_kl=0.05)),
-        ("lost comparisons", "5%", well(reward_lost=3)),
+        ("lost verdicts", "5%", well(reward_lost=3)),
         ("entropy collapse", "0.010", well(**SURE)),
         ("critic explains nothing", "-0.10", well(explained_variance=-0.1)),
         ("steps too large", "0.90 to 0.70", well(pass_at_n=[0.9] * 10 + [0.7] * 10)),

@@ -1,5 +1,5 @@
-"""nanoorz/head.py, nanoorz/models.py against full logits and padded batches, in the
-order of their functions. test_ppo.py has what needs ranks or ZeRO's stages.
+"""nanoorz/head.py and nanoorz/models.py against full logits and padded batches, in the order of
+their functions. test_ppo.py has what needs ranks or ZeRO's stages.
 """
 
 import functools

@@ -85,7 +85,7 @@ def test_a_table_has_the_numbers_by_step_and_skips_lines_that_are_not_whole(tmp_
 
 
 def sample(step, problem, index, **changes) -> dict:
-    """A line as report.py writes it."""
+    """A line as log.py writes it."""
     row = {"step": step, "set": "train", "problem": problem, "question": "1+1", "label": "2"}
     row |= {"index": index, "response": "it is", "reward": 0.0, "length": 2}
     return row | {"finish_reason": "stop", "tokens": ["it", " is"], "values": [0.5, None]} | changes

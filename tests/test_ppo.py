@@ -168,8 +168,9 @@ def test_each_sample_is_learnt_from_at_the_temperature_at_which_it_was_drawn(pro
     losses = []
 
     def policy(micro, temperature):
-        losses.append(-(8.0 * micro.real / temperature).sum().item())
-        return 8.0 * micro.real / temperature, micro.real
+        logprobs = (8.0 * micro.real / temperature).requires_grad_()
+        losses.append(-logprobs.sum().item())
+        return logprobs, micro.real
 
     assert ppo.compute_logprobs(policy, batch, cfg).tolist() == [4, 4, 16, 16]
     micro = ppo.build_rows(batch, [[0, 1]])
@@ -362,6 +363,41 @@ def test_a_filler_changes_no_number_of_the_log(process_group):
         history.append(stats)
     found = ppo.join_stats(history, denominator=4, response_tokens=2)
     assert found == {"policy_loss": -3 / 4, "x": -3 / 2, "x_max": -1}
+
+
+WRONG_NUMBERS = {
+    "a number": (lambda stats: stats.mean("x", 0.5), "x must be a tensor .2,., and is 0.5"),
+    "another shape": (lambda stats: stats.maximum("x", torch.ones(3)), "x must be .* is .3,."),
+    "a name twice": (
+        lambda stats: (stats.mean("x", torch.ones(2)), stats.maximum("x", torch.ones(2))),
+        "x is logged twice",
+    ),
+    "a dict's form": (lambda stats: stats.__setitem__("x", 1), r"write `stats.mean\('x', x\)`"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NUMBERS)
+def test_a_number_for_the_log_that_cannot_be_is_refused_by_its_name(case):
+    log, told = WRONG_NUMBERS[case]
+    stats = ppo.Stats(ppo.build_rows(batch_of_lists([[1]], [[2, 3]]), [[0]]))
+    with pytest.raises(ranks.UserError, match=f"^stats: .*{told}"):
+        log(stats)
+
+
+@pytest.mark.parametrize("where", ["micro-batch", "rank"])
+def test_other_names_in_a_micro_batch_or_on_a_rank_are_refused(where, process_group, monkeypatch):
+    """Once, a rank with another name waited in a collective that no other rank called."""
+    history = []
+    for names in (["a", "b"], ["b"] if where == "micro-batch" else ["a", "b"]):
+        stats = ppo.Stats(ppo.build_rows(batch_of_lists([[1]], [[2, 3]]), [[0]]))
+        for name in names:
+            stats.mean(name, torch.ones(2))
+        history.append(stats)
+    if where == "rank":
+        monkeypatch.setattr(ppo.dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(ppo, "gather", lambda names: [names, ["b"]])
+    with pytest.raises(ranks.UserError, match="^stats: a: log the same names"):
+        ppo.join_stats(history, denominator=1, response_tokens=2)
 
 
 def tokens_of(batch: ppo.Batch, samples) -> list[int]:

@@ -457,7 +457,7 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
     assert len(set.union(*seeds)) == 7 * 8 * 4
     told = [call.args for call in log.evaluation.call_args_list]
     assert told == [("aime", 0, 0), ("math", 0, 0), ("aime", 1, 1), ("math", 1, 1)]
-    lost = "1 comparisons ended without a verdict and counted as wrong"
+    lost = "without a verdict, and counted as wrong: 1 answers"
     assert capsys.readouterr().out == f"WARNING: aime: {lost}\nWARNING: math: {lost}\n"
 
 

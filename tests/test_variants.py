@@ -182,6 +182,11 @@ REFUSED = [
     # The library folder had another name.
     (["from lib.common import hash64\n"], r"'lib'; lib is called nanoorz now: .*a.py, line 1"),
     (["from lib import check\n"], "'lib'; lib is called nanoorz now: .*lib.check nanoorz.flags"),
+    # After a pull of the new version, lib/__pycache__ may be left, and `lib` is found.
+    (
+        ["import sys, types\nsys.modules['lib'] = types.ModuleType('lib')\nimport lib.check\n"],
+        "No module named 'lib.check'.*; lib is called nanoorz now",
+    ),
     ([ONE + TWICE], "one subclass of Recipe, and has .'One', 'Twice'."),
     # Two that do not go together.
     (
@@ -445,7 +450,9 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
     # A run from before the library folder got its name.
     old = "import ppo\nfrom lib.flags import flag\n\nclass Late(ppo.Recipe):\n    pass\n"
     (tmp_path / "variants" / "late.py").write_text(old)
-    with pytest.raises(UserError, match="imports lib, .* the last commit .* is 85ba2b3; begin"):
+    with pytest.raises(
+        UserError, match="uses lib or other old names .* the last commit .* is 85ba2b3; begin"
+    ):
         find_start(paths)
 
 

@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import logging
 
 import ckpt
-from nanoorz.families import Plain, Special
+from nanoorz import families
 from nanoorz.ranks import UserError
 from nanoorz.reshard import MOMENTS, write
 
@@ -174,7 +174,7 @@ def export(path: Path, out: Path):
         # Parameters that one of the two lacks, or that have two shapes.
         tensors = model.state_dict()
         buffers = [key for key, _ in model.named_buffers() if key in tensors]
-        family = find_family(flags["model"]) if name == "policy" else Plain(None)
+        family = family_of(flags["model"]) if name == "policy" else families.Plain(None)
         # An export with other parts has the buffers of the base model.
         if buffers and not family.has_other_parts:
             lacking = f"a checkpoint lacks {buffers[0]} and other buffers"
@@ -195,15 +195,13 @@ def export(path: Path, out: Path):
         print(f"wrote {out / name}")
 
 
-def find_family(source):
-    """The family of a base model that has other parts than text, because an export has them, too.
-    For another model, or if the base model is not here, Plain."""
+def family_of(source):
+    """The Plain or Special of a base model. If the model is not here, Plain."""
     try:
-        whole = AutoConfig.from_pretrained(source)
+        return families.find_family(source)
     except OSError:
         print(f"{source} is not here, so the export has the text part alone")
-        return Plain(source)
-    return Special(source) if whole.get_text_config() is not whole else Plain(source)
+        return families.Plain(source)
 
 
 def engine_names(path: Path) -> list[str]:

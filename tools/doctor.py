@@ -36,8 +36,8 @@ TEXTS = """
 stale sampler: the sampler and the learner differ by {last.approx_kl:.3f} nats a token (approx_kl;
 usual: below 0.001). Check Sampler.sync, the dtypes, and your changes to the model
 
-lost comparisons: {unchecked:.0%} of the comparisons ended without a verdict, and counted as wrong
-(reward_lost). Read run.log: it may say why a check or its sandbox fails here
+lost verdicts: {unchecked:.0%} of the answers got no verdict, and counted as wrong
+(reward_lost). Read run.log: it may say why the grader or its sandbox fails here
 
 steps too large: the reward was {best:.2f} up to step {best_step} and is {last.reward:.2f} in the
 last steps. pass_at_n went from {first.pass_at_n:.2f} to {late_pass_at_n:.2f}, and truncated from
@@ -172,7 +172,7 @@ def examine(run: Run) -> dict[str, str]:
     seen = {
         # The mean ratio says nothing, because it is 1 for any two distributions.
         "stale sampler": last.approx_kl > 0.02,
-        "lost comparisons": run.unchecked > 0.01,
+        "lost verdicts": run.unchecked > 0.01,
         "steps too large": run.fell or is_lost and not is_cut,
     }
     if not run.fell:

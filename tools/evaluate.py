@@ -217,8 +217,6 @@ def run(argv: list[str]) -> int:
         if isinstance(error, Stopped) and not error.fault:
             tell_once(store, "stopped: an evaluation saves nothing, so start it again")
             return 1
-        if isinstance(error, Stopped) and error.trace and dist.get_rank() == 0:
-            print(error.trace, file=sys.stderr)
         # Errors name the flags of train.py, which have other names here.
         text = re.sub(r"--eval_(?=n\b|temperature|top_p|data)", "--", str(error))
         text = text.replace("--run_dir", "--out").replace("--model, --critic", "MODEL")
