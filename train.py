@@ -517,7 +517,8 @@ def open_run_dir(cfg):
     # The run writes RUN/config.json, RUN/policy and RUN/critic.
     for name in ("model", "critic"):
         source = getattr(cfg, name)
-        is_output = source and Path(source).absolute() in (run_dir, run_dir / "policy")
+        outputs = (run_dir, run_dir / "policy", run_dir / "critic")
+        is_output = source and Path(source).absolute() in outputs
         require(not is_output, f"--{name} {source} is in --run_dir; choose another --run_dir")
     needed = ckpt.needed_bytes(run_dir, cfg.keep_last, cfg.resume, count_parameters(cfg))
     lock = ckpt.claim(run_dir, needed)

@@ -294,7 +294,7 @@ LAST_OF_LIB = "85ba2b3"
 OLD_MODULES = "common|check|flags|models|metrics|signals|head|report|families"
 OLD_NAMES = re.compile(
     rf"^(from|import) lib\.({OLD_MODULES})\b|^from lib import ({OLD_MODULES})\b"
-    r"|\bmicro\.mask\b|\bstats\[|\brequest\.index\b",
+    r"|\bmicro\.mask\b|\brequest\.index\b",
     re.MULTILINE,
 )
 

@@ -158,6 +158,22 @@ def test_without_a_model_another_run_is_not_touched_and_its_flags_are_printed(
     assert str(error.value).endswith(f"add your flags to: python train.py {words}")
 
 
+@pytest.mark.parametrize("flag, name", [("model", ""), ("model", "policy"), ("critic", "critic")])
+def test_a_run_does_not_write_over_its_own_model(flag, name, tmp_path):
+    """The config.json of a model that was also the run folder was lost once."""
+    cfg = config(**{flag: str(tmp_path / name), "run_dir": str(tmp_path)})
+    with pytest.raises(UserError, match=f"^--{flag} .* is in --run_dir; choose another --run_dir$"):
+        train.open_run_dir(cfg)
+
+
+def test_a_task_without_problems_is_refused_in_one_line(process_group):
+    task = SimpleNamespace(load_problems=lambda *inputs, **options: [])
+    with pytest.raises(
+        UserError, match="^a.json: load_problems of --task math has returned no pro"
+    ):
+        train.prepare_problems(task, ["a.json"], config(), maker.char_tokenizer())
+
+
 def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, capsys):
     """A run without its result.json, or before its last step, is not complete."""
     cfg = config(**tiny, max_steps=3)

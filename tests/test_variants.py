@@ -447,6 +447,11 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
         UserError, match="functions, .* the last commit .* is 229d200; begin another run"
     ):
         find_start(paths)
+    # The numbers of train_policy are a dict, so this text is no old one.
+    late_text = "class Late(ppo.Recipe):\n    def train_policy(self):\n        stats['x'] = 1\n"
+    (tmp_path / "variants" / "late.py").write_text(late_text)
+    with pytest.raises(UserError, match="another text in one"):
+        find_start([])
     # A run from before the library folder got its name.
     old = "import ppo\nfrom lib.flags import flag\n\nclass Late(ppo.Recipe):\n    pass\n"
     (tmp_path / "variants" / "late.py").write_text(old)
