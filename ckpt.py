@@ -25,6 +25,7 @@ import datetime
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ from nanoorz.variants import explain_old_run, kept_files
 # The logs of a run. A resume cuts them to the size that they had at the checkpoint.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
 # What a run writes besides its logs and its checkpoints.
-OTHER_OUTPUT = ("config.json", "result.json", "variants", "policy", "critic", "tensorboard")
+OTHER_OUTPUT = ("config.json", "task.py", "variants", "result.json")
+OTHER_OUTPUT += ("policy", "critic", "tensorboard")
 
 
 @dataclass
@@ -57,6 +59,7 @@ class RunState:
     world: int = 1  # number of ranks
     config: dict = field(default_factory=dict)  # every flag
     problems_hash: int = 0
+    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (train.find_inputs)
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
     variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
     memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)
@@ -88,9 +91,10 @@ class RunState:
         numbers = [*self.log_sizes.values(), self.config.get("zero_stage")]
         are_numbers = all(isinstance(number, int) for number in numbers)
         are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in self.variants)
-        are_dicts = all(isinstance(part, dict) for part in self.memory.values())
+        parts = [*self.inputs.values(), *self.memory.values()]
+        are_dicts = all(isinstance(part, dict) for part in parts)
         if not (are_numbers and are_pairs and are_dicts):
-            raise TypeError("a part of log_sizes, config, variants or memory has a wrong type")
+            raise TypeError("a part of log_sizes, config, inputs, variants or memory is wrong")
 
     @property
     def layout(self):
@@ -201,21 +205,26 @@ def checkpoints(run_dir):
     return sorted(run_dir.glob("step_" + "[0-9]" * 6), reverse=True)
 
 
-def needed_bytes(run_dir, keep_last, resume, parameters):
+def needed_bytes(run_dir, cfg, parameters):
     """The bytes that the coming checkpoints need on the disk.
 
-    keep_last, resume: the flags. parameters: the number of those of policy and critic together. A
-    checkpoint takes at most 16 bytes for each parameter: 4 each for weight, fp32 master and two
-    moments. Example: with --keep_last 2 and one checkpoint on the disk, two more must fit.
+    parameters: the number of those of policy and critic together. A checkpoint takes at most 16
+    bytes for each parameter: 4 each for weight, fp32 master and two moments. Example: with
+    --keep_last 2 and one checkpoint on the disk, two more must fit.
     """
     # A new checkpoint takes the room of an old one. With --resume none the old ones stay, because
     # the run sets them aside.
-    saved = 0 if resume == "none" else len(checkpoints(run_dir))
+    saved = 0 if cfg.resume == "none" else len(checkpoints(run_dir))
     count = 1
     # While a checkpoint is written, keep_last older ones are on the disk. With --keep_last 0 all
     # are kept, and only the next one is counted.
-    if keep_last > 0:
-        count = max(1, keep_last + 1 - saved)
+    if cfg.keep_last > 0:
+        count = max(1, cfg.keep_last + 1 - saved)
+    # A short run writes fewer. With --save_interval 0 a run saves its last step alone.
+    if cfg.save_interval == 0:
+        count = 1
+    elif cfg.max_steps is not None:
+        count = min(count, max(1, math.ceil(cfg.max_steps / cfg.save_interval)))
     return count * 16 * parameters
 
 
@@ -468,9 +477,12 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
         return f"is past the {new_state.total_steps} steps of this run; raise --max_steps"
     if changed:
         names = ", --".join(changed)
+        old = "the old value"
+        if "task" in changed:
+            old += f" (--task {path.parent}/task.py)"
         return (
-            f"was made with another --{names}, which changes what is learnt; use the old value, or "
-            f"begin another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
+            f"was made with another --{names}, which changes what is learnt; use {old}, or begin "
+            f"another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
             "--model NEW/policy (and --critic NEW/critic, with a critic)"
         )
     if saved.variants != new_state.variants:
@@ -495,8 +507,15 @@ def find_changes(saved: RunState, new_state: RunState, fixed_defaults):
     for name, value in new_state.config.items():
         if name in old and old[name] != value:
             print0(f"resume: --{name} was {old[name]}, is {value}")
-            if name in fixed_defaults:
+            if name in fixed_defaults and name not in saved.inputs:
                 changed.append(name)
+    # A model, a critic and a task are compared by what they are, because their files may move.
+    for name, parts in saved.inputs.items():
+        found = new_state.inputs.get(name, {})
+        other = [part for part, old_hash in parts.items() if found.get(part) != old_hash]
+        if other:
+            print0(f"resume: --{name} has another {' and '.join(other)}")
+            changed.append(name)
     # Another --template also changes the hash of the problems. Then `changed` has it already.
     if saved.problems_hash != new_state.problems_hash and not changed:
         changed.append("data")
@@ -536,9 +555,9 @@ def rewind_folder(run_dir, source, state: RunState):
     dropped = [path for path in checkpoints(run_dir) if not source or step_of(path) > state.step]
     if not source:
         found = [name for name in (*LOGS, *OTHER_OUTPUT) if (run_dir / name).exists()]
-        # A run that was stopped before its first evaluation leaves only config.json and variants/,
-        # which the new run writes again.
-        if set(found) - {"config.json", "variants"}:
+        # A run that was stopped before its first evaluation leaves only these, which the new run
+        # writes again.
+        if set(found) - {"config.json", "task.py", "variants"}:
             dropped += [run_dir / name for name in found]
     kept_sizes = {}  # {name of a log: bytes that the run keeps}
     for name, size in measure_logs(run_dir).items():

@@ -244,24 +244,30 @@ def check_flags(cfg, world):
 
 
 def find_inputs(cfg):
-    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention.
+    """Returns the task, the tokenizer, and {flag: {part: hash}} of model, critic and task.
 
-    Raises UserError on all ranks, even if only one rank fails.
+    A resume compares the hashes. Replaces `auto` in --packing and --attention. Raises UserError on
+    all ranks, even if only one rank fails.
     """
+    hashes = {}
     with raise_together():
         task = find_task(cfg)
+        hashes["task"] = {"text": hash64(Path(task.__file__).read_bytes())}
         tokenizer = load_tokenizer(cfg, cfg.model)
+        hashes["model"] = families.hashes_of(cfg.model) | {"tokenizer": tokenizer_hash(tokenizer)}
         if cfg.critic:
+            hashes["critic"] = families.hashes_of(cfg.critic)
             critic_tokenizer = load_tokenizer(cfg, cfg.critic)
             require(
                 critic_tokenizer.get_vocab() == tokenizer.get_vocab(),
                 f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}",
             )
         families.replace_auto(cfg)
-    # Two machines may have different files under this name.
-    task_bytes = Path(task.__file__).read_bytes()
-    require_same({f"hash of the text of --task {cfg.task}": hash64(task_bytes)})
-    return task, tokenizer
+    # Two machines may have different files under one name.
+    for name, parts in hashes.items():
+        place = f"--{name} {getattr(cfg, name)}"
+        require_same({f"hash of the {part} of {place}": found for part, found in parts.items()})
+    return task, tokenizer, hashes
 
 
 def find_task(cfg):
@@ -320,6 +326,15 @@ def load_tokenizer(cfg, source):
         f"{source}; lower --max_len, and --prompt_max_len below it",
     )
     return tokenizer
+
+
+def tokenizer_hash(tokenizer):
+    """The hash depends on all that makes token ids of a prompt, the chat template included."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    # Only a tokenizer of the library tokenizers has a backend.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend else tokenizer.init_kwargs
+    return hash64(vocabulary, rules, tokenizer.chat_template, tokenizer.eos_token_id)
 
 
 def prepare_problems(task, paths, cfg, tokenizer, split="train"):
@@ -520,7 +535,7 @@ def open_run_dir(cfg):
         outputs = (run_dir, run_dir / "policy", run_dir / "critic")
         is_output = source and Path(source).absolute() in outputs
         require(not is_output, f"--{name} {source} is in --run_dir; choose another --run_dir")
-    needed = ckpt.needed_bytes(run_dir, cfg.keep_last, cfg.resume, count_parameters(cfg))
+    needed = ckpt.needed_bytes(run_dir, cfg, count_parameters(cfg))
     lock = ckpt.claim(run_dir, needed)
     redirect_libraries(run_dir / "run.log")
     return run_dir, lock
@@ -561,7 +576,7 @@ def main(cfg, world, device, store):
 
     world: the number of ranks. store: what all ranks can read and write (start_distributed).
     """
-    task, tokenizer = find_inputs(cfg)
+    task, tokenizer, input_hashes = find_inputs(cfg)
     run_dir, lock = open_run_dir(cfg)
 
     # ---- data: each problem holds the token ids of its prompt
@@ -577,6 +592,7 @@ def main(cfg, world, device, store):
         world=world,
         config=flags_of(cfg),
         problems_hash=problems_hash(problems),
+        inputs=input_hashes,
         variants=cfg.variant_hashes,
     )
     # {name: default} of the flags that a resumed run must keep: those of ppo.Recipe, of Learning
@@ -612,7 +628,7 @@ def main(cfg, world, device, store):
     rollout.sampler.sync(models.named_weights(policy))
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer)
-    log.start(state, gap)
+    log.start(state, gap, task.__file__)
 
     save_error = None
     try:

@@ -226,12 +226,13 @@ UNIT = (
     # A longer word is a unit, with up to three more words: apple    mile per hour    mile/hour
     "[A-Za-z][a-z]{3,16}(?:[ /][a-z]{1,16}){0,3}"
 )
-# A unit at the end of a text is removed, because a label often lacks it.
+# A unit at the end of a text is removed, because a label often lacks it. A unit of words has 80
+# characters or fewer. The pattern looks no farther back, or a long text would take 0.2 s.
 UNITS = re.compile(
     # 5\text{ cm} -> 5
     rf"(?: ?(?<=[0-9A-Za-z}})% ])\\text\{{(?![^{{}}]*{CHANGES_THE_VALUE})[^{{}}]*\}}"
     # 5 cm -> 5    3 apples -> 3    12 sq. units -> 12
-    rf"|(?<=[0-9}} ])(?![A-Za-z /]{{0,70}}{CHANGES_THE_VALUE})"
+    rf"|(?<=[0-9}} ])(?=.{{1,80}}$)(?![A-Za-z /]{{0,70}}{CHANGES_THE_VALUE})"
     rf"(?:(?:square|sq\.?|cubic) ?)?(?:{UNIT})(?:e?s)?"
     # 20€ -> 20    12^{\text{th}} -> 12
     r"|[€£]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
@@ -459,10 +460,13 @@ class Worker:
 
     def start(self):
         """Starts the process, and waits until it has made its imports, which take 2 s."""
-        command = [sys.executable, "-m", "nanoorz.algebra", str(self.cpu_seconds)]
+        # With -P Python does not look into the current folder, which may have another `nanoorz`.
+        command = [sys.executable, "-P", "-m", "nanoorz.algebra", str(self.cpu_seconds)]
+        paths = [ROOT, os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # The order of terms in sympy depends on the hashes of texts. Without a seed these differ
         # from process to process.
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}
+        environment["PYTHONHASHSEED"] = "0"
         self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)
         # `close` may have run before this process was there. Then no question will come.
         if self.is_closed:

@@ -6,17 +6,20 @@ Rank 0 writes these files:
 - eval.jsonl: one line for each evaluation of each set
 - eval_samples.jsonl: one line for each sample of an evaluation
 - config.json: all flags, and the versions of the libraries
+- task.py, variants/: the texts of the task and of the variants
 - result.json: written when the run is complete
 - run.log: what libraries print, and whole tracebacks
 - tensorboard/: the curves of --log_with
 """
 
 import contextlib
+import faulthandler
 import importlib.metadata
 import json
 import logging
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -152,12 +155,21 @@ def share_truncated(samples):
 # ---- the screen ----------------------------------------------------------------------------------
 
 
+# A script of sh: $0 is the path of run.log. `read` fails if the process ends without an abort.
+PRINT_LAST_LINES = (
+    'read -r line && { echo "$line; the last lines of $0:"; tail -n 20 "$0"; grep File; }'
+)
+
+
 def redirect_libraries(path):
     """Sends the output of libraries to the file `path`. Our own prints stay on the screen.
 
     A library writes to the descriptors 1 and 2, or to the streams that Python had at its start,
     sys.__stdout__ and sys.__stderr__. From now on both lead to the file. sys.stdout and sys.stderr
     become new streams to the screen.
+
+    If a C library aborts the process, its message is in the file. Then a process of `sh` prints the
+    last lines of the file to the screen.
     """
     sys.stdout.flush()
     screen = os.dup(1)
@@ -167,6 +179,13 @@ def redirect_libraries(path):
         os.dup2(log.fileno(), 2)
     sys.stdout = os.fdopen(screen, "w", buffering=1)
     sys.stderr = os.fdopen(errors, "w", buffering=1)
+    command = ["sh", "-c", PRINT_LAST_LINES, str(path)]
+    # In a session of its own `sh` does not get the signal of Ctrl-C.
+    watcher = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True
+    )
+    # From now on Python writes "Fatal Python error: Aborted" and its stack to that process.
+    faulthandler.enable(watcher.stdin, all_threads=False)
     # Progress bars and warnings would go to the new sys.stderr.
     transformers.utils.logging.disable_progress_bar()
     logging.captureWarnings(True)
@@ -192,10 +211,11 @@ class RunLog:
         self.tracker = None
         self.waiting = {}  # {file name: the lines that a full disk has refused}
 
-    def start(self, state, gap):
-        """Prints what the run is, and writes config.json.
+    def start(self, state, gap, task_file):
+        """Prints what the run is, and writes config.json, task.py and variants/.
 
-        state: the RunState that the run begins with. gap: what check_sampler returned.
+        state: the RunState that the run begins with. gap: what check_sampler returned. task_file:
+        the path of the task.
         """
         if self.is_silent:
             return
@@ -206,6 +226,8 @@ class RunLog:
         (self.run_dir / "result.json").unlink(missing_ok=True)
         facts = {"world": state.world, "variants": state.variants, "versions": versions()}
         self.write("config.json", flags_of(cfg) | facts)
+        # A resume compares the texts of task and variants. A user may have edited them meanwhile.
+        shutil.copy(task_file, self.run_dir / "task.py")
         self.keep_variants()
         print(
             f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
@@ -214,8 +236,7 @@ class RunLog:
         )
 
     def keep_variants(self):
-        """Copies the texts of the variants, which a resume compares. Prints their method order and
-        the new defaults."""
+        """Copies the texts of the variants. Prints their method order and the new defaults."""
         if not self.cfg.variant_texts:
             return
         write_variants(self.cfg, self.run_dir / "variants")
@@ -260,7 +281,10 @@ class RunLog:
         line = {"step": step} | numbers_of_samples(samples, batch)
         line |= learned | clock.numbers | numbers_of_time(clock, sum(batch.sample_lengths))
         logged = self.cfg.metrics(line.copy(), samples, batch)
-        check_result(self.cfg, "metrics", isinstance(logged, dict), "a dict", logged)
+        is_right = isinstance(logged, dict) and all(isinstance(key, str) for key in logged)
+        check_result(self.cfg, "metrics", is_right, "a dict with texts as keys", logged)
+        # A variant or a task may have added numbers of numpy or torch.
+        logged = {key: plain(value) for key, value in logged.items()}
         self.append("metrics.jsonl", [logged])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         if self.tracker:
@@ -313,6 +337,20 @@ class RunLog:
             self.tracker.close()
 
 
+def plain(value):
+    """A value as JSON holds it: objects of other kinds become texts. A label may be any object."""
+    try:
+        return json.loads(json.dumps(value, default=to_plain))
+    # A dict has keys that are no texts, or a list holds itself.
+    except (TypeError, ValueError):
+        return repr(value)
+
+
+def to_plain(value):
+    """A number or an array of numpy or torch as plain numbers. Anything else as a text."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
 def versions():
     """The versions of the libraries, and the commit of this project. -dirty: a file is edited."""
     found = {}
@@ -361,7 +399,7 @@ def describe(sample, step, name):
         "set": name,
         "problem": problem.index,
         "question": problem.question,
-        "label": problem.label,
+        "label": plain(problem.label),
         "index": sample.request.sample_number,
         "response": sample.text,
         "reward": sample.reward,

@@ -244,6 +244,11 @@ def print_crash(error):
         print(f"{place} ({one_line(error):.200}); {why}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+    # Of an assertion on the GPU the error says little. CUDA's own message is in run.log, to which
+    # the descriptor 2 leads.
+    if isinstance(error, torch.AcceleratorError) and sys.stderr is not sys.__stderr__:
+        with open("/proc/self/fd/2") as log:
+            print("the last lines of run.log:\n" + "".join(log.readlines()[-20:]), file=sys.stderr)
 
 
 # ---- the process group ---------------------------------------------------------------------------

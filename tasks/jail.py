@@ -26,8 +26,10 @@ The jail does not protect against these things, or does not allow them:
 
 import ctypes
 import errno
+import grp
 import marshal
 import os
+import pwd
 import resource
 import select
 import struct
@@ -208,7 +210,7 @@ def contain(job):
     die_with_parent()
     # The alarm ends this process. Its children then end too.
     call("alarm", job["wall_seconds"] * min(10, 1 + len(job["inputs"])))
-    uid = 32768 + os.getpid() % 32766
+    uid = free_user(os.getpid())
     assert os.getppid() == job["parent"], "the trainer ended before this process could watch it"
     prefix = job["prefix"]
     if "namespaces" in job["mode"]:
@@ -232,6 +234,27 @@ def contain(job):
     drop_capabilities()
     if "landlock" in job["mode"]:
         restrict(prefix)
+
+
+def free_user(number):
+    """A user id from 32768 to 65533 that no user and no group of this machine has.
+
+    Processes with different numbers get different ids, unless an id is taken.
+    """
+    # A container may have no ids above 65535. 65534 is nobody.
+    for offset in range(32766):
+        uid = 32768 + (number + offset) % 32766
+        if not is_taken(pwd.getpwuid, uid) and not is_taken(grp.getgrgid, uid):
+            return uid
+    raise OSError("each id from 32768 to 65533 belongs to a user or a group")
+
+
+def is_taken(find, number):
+    try:
+        find(number)
+    except KeyError:
+        return False
+    return True
 
 
 def die_with_parent():

@@ -212,8 +212,7 @@ def test_the_space_needed_counts_the_checkpoints_to_come(tmp_path):
             (run_dir / f"step_{step:06d}").mkdir(parents=True, exist_ok=True)
         cfg = train.Config(model=larger, run_dir=str(run_dir), **{"keep_last": 1} | changes)
         cfg.estimator = "gae" if has_critic else "grpo"
-        parameters = train.count_parameters(cfg)
-        return ckpt.needed_bytes(run_dir, cfg.keep_last, cfg.resume, parameters)
+        return ckpt.needed_bytes(run_dir, cfg, train.count_parameters(cfg))
 
     assert needed(True, 5, keep_last=0) == 2 * policy, "without a bound it is room for one"
     assert needed(True, 0) == 4 * policy, "one is kept and one is written"

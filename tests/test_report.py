@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -128,7 +129,7 @@ def make_log(process_group):
 
 def start(log, step: int) -> None:
     state = SimpleNamespace(step=step, total_steps=9, world=2, variants={})
-    log.start(state, "GAP")
+    log.start(state, "GAP", __file__)
 
 
 def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatch):
@@ -165,7 +166,8 @@ def test_the_first_and_the_last_lines_of_a_run(make_log, tmp_path, capsys):
     (tmp_path / "result.json").write_text("{}")
     log = make_log(tmp_path, seed=3)
     start(log, 3)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"], "--log_with none"
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "task.py"}, "no curves"
+    assert (tmp_path / "task.py").read_text() == Path(__file__).read_text()
     written = json.loads((tmp_path / "config.json").read_text())
     facts = {"world": 2, "variants": {}, "versions": log_file.versions()}
     assert written == vars(log.cfg) | facts

@@ -226,7 +226,7 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         with pytest.raises(UserError, match=words):
             train.find_inputs(config(**tiny | changes))
     # A critic of another size is fine.
-    _, tokenizer = train.find_inputs(config(**tiny, max_len=256, critic=other_critic))
+    _, tokenizer, _ = train.find_inputs(config(**tiny, max_len=256, critic=other_critic))
     assert len(tokenizer) == 56
 
 
