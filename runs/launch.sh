@@ -2,9 +2,9 @@
 # runs/launch.sh MACHINES GPUS FLAGS... starts train.py on every GPU of this machine. Run it on each machine.
 # The number of this machine and the address of the first machine come from Slurm's variables, or else from torchrun's
 # variables: NODE_RANK or GROUP_RANK, MASTER_ADDR and MASTER_PORT.
-# The script first prints the plan of the run. If the run does not fit the smallest card of this machine, the script ends.
-# With the flag --dry_run the script only prints the plan, with an estimate of the time. The plan is then for the card $CARD
-# (default: H100). --card NAME takes another card of tools/cost.py. --price DOLLARS, for an hour of one GPU, adds the cost.
+# The script first prints the plan of the run. If the plan does not fit the smallest card of this machine, it ends with a
+# warning, and the run starts nevertheless. With the flag --dry_run the script only prints the plan, for cards of $CARD_GB
+# GB (default: 80).
 # In the recipes, the line "Memory" has the planned peak of each phase on one GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ shift 2
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 plan=(python tools/plan.py --machines "$machines" --gpus "$gpus")
 for flag in "$@"; do
-    [ "$flag" = --dry_run ] && exec "${plan[@]}" --card "${CARD:-H100}" "$@"
+    [ "$flag" = --dry_run ] && exec "${plan[@]}" --card_gb "${CARD_GB:-80}" "$@"
 done
 
 # nvidia-smi prints one line in MiB for each card. Rounded to GiB, the number is the size of the card as it is sold. Without

@@ -3,10 +3,9 @@
 # recurrent, so each sample has a row of its own (docs/models.md). Install flash-linear-attention and causal-conv1d first:
 # without these packages transformers computes the recurrent layers with slow code.
 # Memory (planned, not run): start check 21, rollout 20, policy 17, sync 20 of 24 GiB.
-# Time (planned, not run): about 38 seconds a step, 64 minutes for 100 steps on 1 x 4090.
 # Price (planned): $0.43 at $0.40 an hour.
 # This recipe only tests that the run works at these sizes. We know of no published run of these sizes.
-export CARD=4090
+export CARD_GB=24
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen3.5-0.8B --data "openai/gsm8k:main?split=train" \
     --eval_data "openai/gsm8k:main?split=test" --run_dir out/qwen3p5_0p8b_24gb --answer_form boxed_anywhere \
     --template "chat?enable_thinking=false" --system "Put the final answer into \\boxed{}." --stop "" --estimator grpo \

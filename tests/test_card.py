@@ -84,5 +84,5 @@ def test_a_signal_ends_the_part_and_keeps_those_that_have_ended(tmp_path):
     assert (name, part["result"]) == ("zero3", "passed")
     assert part["figures"]["seconds of a step"] > 0
     for phase in ("rollout", "policy", "sync"):
-        for name in ("seconds", "gib", "planned_seconds", "planned_gib"):
+        for name in ("seconds", "gib", "planned_gib"):
             assert part["figures"][f"{phase}: {name}"] > 0

@@ -128,16 +128,9 @@ def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
 @pytest.mark.parametrize(
     "flags, told",
     [
-        (
-            f"{GSM8K} --card h100 --max_steps 467",
-            "time: 6.7 s a step, 0.9 h for 467 steps on 1 x H100",
-        ),
-        (f"{GSM8K} --card H100 --max_steps 467 --price 2.5", r"0.9 GPU-hours x \$2.50 = \$2.18"),
-        (f"{GSM8K} --card H100", " for 100 steps on 1 x H100"),
-        (f"{GSM8K} --card H100 --bf16 false", "time: not estimated with --bf16 false"),
-        # 1.6 s for the policy are four forward passes of 0.4 s. Of parameters there are 0.46 GiB.
-        (f"{GSM8K} --card H100 --variant log_kl", r"weights 1.8 .* moments 5.5 .*\+ policy 2.0 "),
-        (f"{GSM8K} --card H100 --gradient_checkpointing false", r"\+ policy 1.2 "),
+        (GSM8K, "KV cache: 3,177,239 tokens"),
+        # The reference has weights, too. Of parameters there are 0.46 GiB.
+        (f"{GSM8K} --variant log_kl", "weights 1.8 .* moments 5.5 "),
         # The sampler holds 0.34 GiB less, so its cache holds more tokens. No GPU is needed.
         (f"{GSM8K} --variant fp8_rollout", "KV cache: "),
         (f"{GSM8K} --variant lr_end --lr_end 0.1", "KV cache: "),
@@ -148,46 +141,41 @@ def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
         # Without ZeRO the fp32 weights are their own masters.
         (f"{GSM8K} --zero_stage 0 --bf16 false", "always: weights 1.8 .* moments 3.7 "),
         (
-            f"{LARGE} --machines 4 --gpus 8 --gpu_memory_utilization 0.7 --card H100",
-            "check: .* = 69.3\n.*policy: .* = 25.1\n.* 698,460 tokens,.* rollout 233.4 .* 251.5 .* "
-            "policy 217.0 ",
+            f"{LARGE} --machines 4 --gpus 8 --gpu_memory_utilization 0.7",
+            "check: .* = 69.3\n.*policy: .* = 25.1\n.* 698,460 tokens,",
         ),
         (f"{LARGE} --gpus 8 --kv_cache_gb 4", "KV cache: 74,898 tokens"),
-        (f"{GSM8K} --card 2080Ti", "error: --card 2080Ti .*4090.* older than Ampere have no bf16"),
-        (f"{GSM8K} --card B52", "error: --card B52 is not known: .*A100, .*4090.* --card_gb"),
-        (f"{GSM8K} --card H100 --price nan", "error: --price nan: must be a number above 0"),
+        # Of 18 B a parameter ten are pinned, which takes 2 + 2 + 1 GiB. The moments take 3.7 GiB.
+        (f"{GSM8K} --offload optimizer", "CPU memory: 9 GiB"),
+        (f"{GSM8K} --estimator gae", r"policy: .*\+ critic's sums 1.8 "),
         (f"{GSM8K} --gpus x", "error: argument --gpus: invalid int value"),
+        (f"{GSM8K} --card_gb nan", "error: --card_gb nan: must be a number above 0"),
         ("--model no/where --data x", "error: --model no/where cannot be read .*give the folder"),
-        (f"{GSM8K} --price 2.5", "error: --price: also give a --card"),
         (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: use a multiple of 3"),
         (f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 16", "error: .* at least 17"),
         (
             f"{LARGE} --gpus 8 --gpu_memory_utilization 0.7 --zero_stage 2",
-            "error: the plan does not fit: phase start check 106.8, .*sync 104.5 of 75.2 GiB",
+            "WARNING: the plan does not fit: phase start check 106.8, .*sync 104.5 of 75.2 GiB",
         ),
-        (LARGE, "error: .*: phase start .*, critic .*, policy .*, sync .*--offload optimizer"),
+        (LARGE, "WARNING: .*: phase start .*, critic .*, policy .*, sync .*--offload optimizer"),
         (
             f"{LARGE} --gpus 8 --micro_train_batch_size 8",
-            "error: .* fit: phase .*, critic .*, policy ",
+            "WARNING: .* fit: phase .*, critic .*, policy ",
         ),
-        # vLLM's default for a prefill is half as long on an A100.
-        (f"{GSM8K} --card A100", "KV cache: 3,201,473 tokens"),
-        (f"{GSM8K} --card H100", "KV cache: 3,177,239 tokens"),
-        # Of 18 B a parameter ten are pinned, which takes 2 + 2 + 1 GiB. The moments take 3.7 GiB.
-        (f"{GSM8K} --offload optimizer", "CPU memory: 9 GiB"),
-        (f"{GSM8K} --estimator gae", r"policy: .*\+ critic's sums 1.8 "),
-        (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "error: .*rollout: the KV cache .*"),
+        (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "WARNING: .*rollout: the KV cache .*"),
     ],
 )
-def test_a_plan_says_hours_money_and_memory_or_is_refused_in_one_line(flags, told):
-    """There is no time without a card, and no money without a price."""
+def test_a_plan_says_the_memory_and_refuses_or_warns_in_one_line(flags, told):
+    """Wrong flags are refused. A plan that does not fit is a warning, because no card has
+    calibrated the plan."""
     code, output, errors = run_tool("plan", *flags.split())
+    is_line = re.fullmatch(f"{told}.*\n", errors)
     if told.startswith("error: "):
-        assert code == 2 and re.fullmatch(f"{told}.*\n", errors)
+        assert code == 2 and is_line
+    elif told.startswith("WARNING: "):
+        assert code == 0 and is_line
     else:
         assert (code, errors) == (0, "") and re.search(told, output, re.DOTALL)
-        assert ("$" in output) == ("--price" in flags)
-        assert ("\ntime" in output) == ("--card " in flags)
 
 
 # ---- the recipes ---------------------------------------------------------------------------------
@@ -209,7 +197,7 @@ def run_recipe(recipe: str, tmp_path, *words, code=0) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_the_memory_and_the_time_of_its_plan(recipe, tiny, tmp_path):
+def test_a_recipe_says_the_memory_of_its_plan(recipe, tiny, tmp_path):
     folder = [tiny["model"]] if recipe.stem == "smollm2_cpu" else []
     *_, [script, *flags] = run_recipe(recipe.name, tmp_path, *folder, "--dry_run")
     assert script == "tools/plan.py"
@@ -218,41 +206,28 @@ def test_a_recipe_says_the_memory_and_the_time_of_its_plan(recipe, tiny, tmp_pat
     if folder:
         # This recipe has run, and docs/scaling.md has what was measured.
         return
-    memory_line, time_line = re.findall(
-        r"^# (?:Memory|Time) \(planned, not run\): (.*)\.$", recipe.read_text(), re.MULTILINE
+    [memory_line] = re.findall(
+        r"^# Memory \(planned, not run\): (.*)\.$", recipe.read_text(), re.MULTILINE
     )
     assert memory_line == re.search("peaks: (.*)", output)[1]
-    step, unit, total, unit_of_total, count, cards = re.fullmatch(
-        r"about (\d+) (\w+) a step, (\d+) (\w+) for (\d+) steps on (.*)", time_line
-    ).groups()
-    seconds, planned_count, planned_cards = re.search(
-        r"time: (\S+) s a step, .* for (\d+) steps on (.*)", output
-    ).groups()
-    assert (count, cards) == (planned_count, planned_cards)
-    length = {"seconds": 1, "minutes": 60, "hours": 3600}
-    # Half a unit is the rounding of the recipe, and 0.05 s is the rounding of the plan's line.
-    assert abs(int(step) * length[unit] - float(seconds)) <= length[unit] / 2 + 0.05
-    planned_total = float(seconds) * int(count)
-    rounding = length[unit_of_total] / 2 + 0.05 * int(count)
-    assert abs(int(total) * length[unit_of_total] - planned_total) <= rounding
 
 
 @pytest.mark.parametrize(
-    "recipe, nvidia_smi, words, card, code",
+    "nvidia_smi, words, card, code",
     [
-        ("orz_1p5b_24gb", "echo 81559; echo 24564", ["--seed", "7"], "--card_gb 24", 0),
-        ("orz_1p5b_24gb", "echo 8192", [], "--card_gb 8", 2),
-        ("orz_1p5b_24gb", "echo 8192", ["--dry_run"], "--card 4090", 0),
-        ("orz_1p5b_24gb", "echo '[N/A]'; exit 9", [], "--card_gb 80", 0),
+        ("echo 81559; echo 24564", ["--seed", "7"], "24", 0),
+        ("echo 81559; echo 24564", ["--seed", "x"], "24", 2),
+        ("echo 8192", ["--dry_run"], "24", 0),
+        ("echo '[N/A]'; exit 9", [], "80", 0),
     ],
 )
 def test_a_start_is_planned_for_the_smallest_card_of_this_machine(
-    recipe, nvidia_smi, words, card, code, tmp_path
+    nvidia_smi, words, card, code, tmp_path
 ):
-    """A start that does not fit is refused. A dry run is planned for the cards of the recipe."""
+    """Flags that the plan refuses start nothing. A dry run is for the cards of the recipe."""
     stand_in(tmp_path / "bin", "nvidia-smi", nvidia_smi)
-    planned, *launched = run_recipe(f"{recipe}.sh", tmp_path, *words, code=code)
-    assert planned[5:7] == card.split()
+    planned, *launched = run_recipe("orz_1p5b_24gb.sh", tmp_path, *words, code=code)
+    assert planned[5:7] == ["--card_gb", card]
     assert len(launched) == (code == 0 and words != ["--dry_run"])
     for start in launched:
         assert start[start.index("train.py") + 1 :] == planned[7:], "what is planned is run"

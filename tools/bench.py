@@ -48,7 +48,7 @@ import rollout
 import train
 from nanoorz import families, models
 from nanoorz.ranks import start_distributed
-from tools import base_model, cost, memory
+from tools import base_model, memory
 from tools.runs import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,35 +269,27 @@ def bench_step(folder: str, flags: str) -> dict:
     return figures
 
 
-def phases(lines: list[dict], held: float, plan: dict[str, dict]) -> dict[str, dict]:
-    """{phase: seconds, gib and the plan's}, without step 1. held: GiB on the GPU before the run."""
+def phases(lines: list[dict], held: float, plan: dict[str, float]) -> dict[str, dict]:
+    """{phase: {seconds, gib, planned_gib}}, without step 1. held: GiB on the GPU before the run."""
     found = {}
-    for phase in plan:
+    for phase, planned_gib in plan.items():
         # The plan's critic computes the values too.
         names = ["values", "critic"] if phase == "critic" else [phase]
         seconds = sum(median_of(lines, f"seconds_{name}") for name in names)
         gib = max(line[f"memory_{phase}"] for line in lines[1:]) - held
-        found[phase] = {"seconds": seconds, "gib": gib} | plan[phase]
+        found[phase] = {"seconds": seconds, "gib": gib, "planned_gib": planned_gib}
     return found
 
 
-def planned(words: list[str]) -> dict[str, dict]:
-    """Returns {phase: planned_gib, planned_seconds} for this GPU. Without a GPU: for an H100."""
+def planned(words: list[str]) -> dict[str, float]:
+    """Returns {phase: planned GiB} for this GPU. Without a GPU: for a card of 80 GB."""
     cfg = train.parse_flags(words)
-    config = memory.model_config(cfg.model)
-    name, card_gb = "H100", 80.0
+    card_gb = 80.0
     if ON_GPU:
-        name = torch.cuda.get_device_name()
         card_gb = torch.cuda.mem_get_info()[1] / memory.GIB / memory.VISIBLE
-    plan = memory.estimate(cfg, config, 1, card_gb)
+    plan = memory.estimate(cfg, memory.model_config(cfg.model), 1, card_gb)
     # train.py does not measure check_sampler.
-    measured = [phase for phase in plan.phases if phase != "start check"]
-    found = {phase: {"planned_gib": plan.peak(phase)} for phase in measured}
-    for word in set(name.upper().split()) & set(cost.CARDS):
-        times = cost.Times(cfg, config, 1, cost.find_card(word), length_share=1.0)
-        for phase, seconds in times.of_step(plan.kv_tokens).items():
-            found[phase]["planned_seconds"] = seconds
-    return found
+    return {phase: plan.peak(phase) for phase in plan.phases if phase != "start check"}
 
 
 def bench_lab(folder: str) -> dict:

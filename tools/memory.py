@@ -124,9 +124,9 @@ def total(items: dict[str, float]) -> float:
     return sum(items.values())
 
 
-def estimate(cfg, config, world: int, card_gb: float, card_name="") -> Memory:
+def estimate(cfg, config, world: int, card_gb: float) -> Memory:
     """Returns the plan of one rank. card_gb: the card's size as it is sold."""
-    rank = Rank(cfg, config, world, card_gb, card_name)
+    rank = Rank(cfg, config, world, card_gb)
     phases = {"always": rank.always(), "start check": rank.start_check()}
     phases["rollout"] = {"sampler awake": rank.sampler}
     if rank.has_critic:
@@ -146,7 +146,7 @@ def estimate(cfg, config, world: int, card_gb: float, card_name="") -> Memory:
 class Rank:
     """One rank of a run, in bytes."""
 
-    def __init__(self, cfg, config, world: int, card_gb: float = 80, card_name=""):
+    def __init__(self, cfg, config, world: int, card_gb: float = 80):
         self.cfg = cfg
         # The names of the run's variants. log_kl and fp8_rollout change the sums below.
         self.variants = getattr(cfg, "variant_texts", {})
@@ -161,8 +161,8 @@ class Rank:
         # the card with --offload too, and moves them once before its update.
         stays = self.on_card or cfg.zero_stage < 2 or cfg.bf16
         self.has_sums = stays and cfg.zero_stage < 3
-        # vLLM's default for a prefill depends on the card.
-        is_large = self.card > 70 * GIB and not card_name.startswith("A100")
+        # vLLM's default for a prefill depends on the card. An A100 has that of a small card.
+        is_large = self.card > 70 * GIB
         self.plan_sampler(16384 if is_large else 8192)
 
     def shards(self, stage: int) -> int:

@@ -1,13 +1,13 @@
-"""The arithmetic of a run before it starts: batches, tokens, memory per GPU, time and money.
+"""The arithmetic of a run before it starts: batches, tokens, and memory per GPU.
 
 A plan needs no GPU and no weights. Each of these commands checks the flags and prints the numbers:
 
     bash runs/orz_7b_4x8.sh --dry_run
-    python tools/plan.py --machines 4 --gpus 8 --card H100 --model Qwen/Qwen2.5-7B --data x.json
+    python tools/plan.py --machines 4 --gpus 8 --model Qwen/Qwen2.5-7B --data x.json
 
-All flags but those below are train.py's, and `python train.py --help` explains them. The hours are
-those of --max_steps, or of 100 steps. If the peak of a phase does not fit, the exit code is 2, and
-the last line names the phase. No number was measured on a card.
+All flags but those below are train.py's, and `python train.py --help` explains them. Wrong flags
+are refused with exit code 2. If the peak of a phase does not fit, the last line is a warning that
+names the phase: no number of the plan was measured on a card.
 """
 
 import argparse
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train
 from nanoorz import families
 from nanoorz.flags import require
+from nanoorz.log import print_warning
 from nanoorz.ranks import UserError, one_line
-from tools import cost
 from tools.memory import USABLE, Memory, estimate, model_config, total
 
 ADVICE = """use more GPUs or --offload optimizer; critic and policy need less with --zero_stage 3,
@@ -55,7 +55,7 @@ def listed(items: dict[str, float], between: str = " + ") -> str:
 
 
 def print_memory(memory: Memory, cfg) -> None:
-    """Prints the memory of one rank item by item. Raises UserError if a phase does not fit."""
+    """Prints the memory of one rank item by item, and a warning if a phase does not fit."""
     print(f"memory per rank, GiB of the {memory.card:.1f} that the card shows")
     print(f"always: {listed(memory.always)} = {total(memory.always):.1f}")
     peaks = {phase: memory.peak(phase) for phase in memory.phases}
@@ -74,26 +74,12 @@ def print_memory(memory: Memory, cfg) -> None:
     usable = USABLE * memory.card
     too_large = {phase: peak for phase, peak in peaks.items() if peak > usable}
     needs = f"{listed(too_large, ', ')} of {usable:.1f} GiB, {USABLE:.0%} of what the card shows"
-    told = f"the plan does not fit: phase {needs}: {one_line(ADVICE)}"
-    require(not too_large, told)
-    told = f"phase rollout: the KV cache holds {memory.kv_tokens} tokens, less than a sequence of "
-    told += f"--max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
-    require(memory.kv_tokens >= cfg.max_len, told)
-
-
-def print_time(args, cfg, seconds: dict[str, float]) -> None:
-    """The seconds of a step, the hours of the run, and the price."""
-    world = args.machines * args.gpus
-    cards = f"{world} x {args.card.name}"
-    step = total(seconds)
-    steps = 100 if cfg.max_steps is None else cfg.max_steps
-    hours = step * steps / 3600
-    print(f"seconds a step on {cards}: {listed(seconds)} = {step:.1f}")
-    print(f"time: {step:.1f} s a step, {hours:.1f} h for {steps} steps on {cards}")
-    if args.price is not None:
-        dollars = hours * world * args.price
-        print(f"money: {hours * world:.1f} GPU-hours x ${args.price:.2f} = ${dollars:,.2f}")
-    print("The seconds were not measured. docs/scaling.md lists the assumptions.")
+    if too_large:
+        print_warning(f"the plan does not fit: phase {needs}: {one_line(ADVICE)}")
+    elif memory.kv_tokens < cfg.max_len:
+        told = f"phase rollout: the KV cache holds {memory.kv_tokens} tokens, less than a sequence "
+        told += f"of --max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
+        print_warning(told)
 
 
 def read_flags(argv: list[str]):
@@ -104,18 +90,12 @@ def read_flags(argv: list[str]):
     add = functools.partial(parser.add_argument, metavar="N")
     add("--machines", type=int, default=1, help="the number of machines (1)")
     add("--gpus", type=int, default=1, help="the number of GPUs of each machine (1)")
-    add("--card_gb", type=float, help="the size of a card as it is sold (--card's size, or 80)")
-    add("--price", type=float, help="dollars for an hour of one GPU; adds the money")
-    add("--card", metavar="NAME", help=f"adds seconds and hours: {', '.join(cost.CARDS)}")
+    add("--card_gb", type=float, default=80, help="the size of a card as it is sold (80)")
     parser.add_argument("--dry_run", action="store_true", help="runs/launch.sh reads this flag")
     args, others = parser.parse_known_args(argv)
-    for name in ("machines", "gpus", "card_gb", "price"):
+    for name in ("machines", "gpus", "card_gb"):
         value = getattr(args, name)
-        works = value is None or 0 < value < 2**63
-        require(works, f"--{name} {value}: must be a number above 0")
-    if args.card:
-        args.card = cost.find_card(args.card)
-    require(args.card or args.price is None, "--price: also give a --card for the time")
+        require(0 < value < 2**63, f"--{name} {value}: must be a number above 0")
     return args, others
 
 
@@ -131,18 +111,11 @@ def print_plan(args, cfg) -> None:
         told = f"--model {cfg.model} cannot be read ({one_line(error).partition('. ')[0]})"
         raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
     print_batches(cfg, config, world)
-    card_gb = args.card_gb or (args.card.gb if args.card else 80)
-    memory = estimate(cfg, config, world, card_gb, args.card.name if args.card else "")
-    print_memory(memory, cfg)
-    if args.card and not cfg.bf16:
-        print("time: not estimated with --bf16 false, since the table of cards is of bf16")
-    elif args.card:
-        times = cost.Times(cfg, config, world, args.card)
-        print_time(args, cfg, times.of_step(memory.kv_tokens))
+    print_memory(estimate(cfg, config, world, args.card_gb), cfg)
 
 
 def main(argv: list[str]) -> None:
-    """Prints the plan. Raises UserError for flags that cannot work, and for a card too small."""
+    """Prints the plan. Raises UserError for flags that cannot work."""
     args, others = read_flags(argv)
     cfg = train.parse_flags(others)
     if cfg.model is None:

@@ -1,7 +1,7 @@
-"""Runs an entry of the race with five seeds, and checks it. docs/race.md has the rules.
+"""Runs an entry of the race with five seeds, and checks it. studies/race.md has the rules.
 
-    python docs/race.py PLAN NAME              such as: variants/plans/race.txt baseline
-    python docs/race.py PLAN NAME --seeds 1    a first look: seed 1 alone, which is not judged
+    python studies/race.py PLAN NAME              such as: variants/plans/race.txt baseline
+    python studies/race.py PLAN NAME --seeds 1    a first look: seed 1 alone, which is not judged
 
 NAME is a line of the plan. All files go to out/race. All entries use the code that the first entry
 copied to out/race/code. The same command goes on with what is not done. It ends with exit code 1 if

@@ -2,12 +2,12 @@
 
     python tools/lab.py variants/plans/critic.txt --seeds 10             and the other critic plans
     python tools/lab.py variants/plans/critic.txt --seeds 1 --jobs 1 --out out/alone
-    python docs/pays.py out/lab out/alone
+    python studies/pays.py out/lab out/alone
 
-docs/critic_runs.tar.xz has the numbers of the runs that the page is made from:
+studies/critic_runs.tar.xz has the numbers of the runs that the page is made from:
 
-    mkdir -p out/runs && tar xf docs/critic_runs.tar.xz -C out/runs
-    python docs/pays.py out/runs/critic out/runs/alone
+    mkdir -p out/runs && tar xf studies/critic_runs.tar.xz -C out/runs
+    python studies/pays.py out/runs/critic out/runs/alone
 
 A row is the difference of two settings in held-out accuracy, with its 95 % interval. Two runs of
 one seed are a pair. Each step has the seconds of the same step in the runs of the second folder,
