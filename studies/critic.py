@@ -3,10 +3,11 @@
     python tools/lab.py variants/plans/critic_sees.txt --seeds 5
     python studies/critic.py out/lab/ppo_tokens/seed?
 
-It writes docs/critic.png and prints the table. A run must have logged all samples token by token (--log_samples 0 --log_tokens 256). A response of
-the laboratory is a list of tries: a+b=c, and a verdict. The value before a try is that of its first
-token, the value before the verdict that of the verdict, and the value behind it that of the next
-token. So the critic has seen all tokens that stand before.
+It writes docs/critic.png and prints the table. A run must have logged all samples token by token
+(--log_samples 0 --log_tokens 256). A response of the laboratory is a list of tries: a+b=c, and a
+verdict. The value before a try is that of its first token, the value before the verdict that of the
+verdict, and the value behind it that of the next token. So the critic has seen all tokens that
+stand before.
 """
 
 import sys

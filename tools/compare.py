@@ -16,7 +16,7 @@ import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-from textwrap import fill, shorten
+from textwrap import shorten
 from typing import NamedTuple
 
 if __name__ == "__main__":
@@ -61,14 +61,6 @@ HEADER = """\
 | setting | accuracy | difference at equal steps | at equal tokens | at equal seconds | length \
 | truncated | entropy | seconds | seeds |
 |---|---|---|---|---|---|---|---|---|---|
-"""
-LEGEND = """\
-Accuracy: the mean of the last three evaluations, as a mean over seeds, with the range of the seeds.
-Difference: to the baseline's run of the same seed, as a mean over seeds, with its 95 % interval
-(Student's t). If an interval holds 0, the question is open. Seconds are those of training. They
-compare settings only if each run was alone on the machine (--jobs 1). Length (tokens), truncated
-and entropy are means over the last tenth of the steps. {name}.json has the accuracies at equal
-tokens and seconds, and the difference of each seed.
 """
 
 
@@ -243,8 +235,7 @@ def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str)
         cells += [f"{row['entropy']:.2f}", f"{row['seconds_of_training']:.0f}"]
         table += f"| {' | '.join(cells)} | {len(row['seeds'])} |\n"
     print(table)
-    legend = fill(LEGEND.format(name=Path(out).name), 100)
-    Path(f"{out}.md").write_text(f"{table}\n{legend}\n")
+    Path(f"{out}.md").write_text(table)
     Path(f"{out}.json").write_text(json.dumps(rows, indent=1))
     draw(settings, shown, f"{out}{ending}")
     print(f"the table, its numbers and the picture: {out}.md, {out}.json, {out}{ending}")

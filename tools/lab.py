@@ -130,8 +130,6 @@ def read_code(folder: Path) -> dict[Path, bytes]:
 def lab_flags(base: Path) -> list[str]:
     """Makes the laboratory's base model if it is not there. Returns its flags of train.py."""
     command = [sys.executable, str(ROOT / "tools" / "base_model.py"), "countdown", str(base)]
-    if not (base / "flags.txt").exists():
-        print(f"makes the base model in {base}, which takes about a minute", flush=True)
     if subprocess.call(command, stdout=subprocess.DEVNULL) != 0:
         raise UserError(f"the base model {base} was not made; the lines above say why")
     return shlex.split((base / "flags.txt").read_text())
@@ -168,7 +166,7 @@ def prepare(setting: Setting) -> None:
 
 
 def difference(record: Path, setting: Setting, texts: dict[str, str]) -> str:
-    """How the setting that a folder was made for differs from this setting, or "".
+    """What differs between the setting that a folder was made for and this setting, or "".
 
     texts: of the variants and of the files that they import.
     """
@@ -176,18 +174,15 @@ def difference(record: Path, setting: Setting, texts: dict[str, str]) -> str:
         old = json.loads(record.read_text())
     except ValueError:
         return "a damaged setting.json"
-    names, old_names = " + ".join(texts), " + ".join(old["variants"])
-    if names != old_names:
-        return f"the variants {old_names or 'none'}, and the plan has {names or 'none'}"
+    # The order of the variants matters.
+    if list(old["variants"]) != list(texts):
+        return f"the variants {' + '.join(old['variants']) or 'none'}"
     for name, text in texts.items():
         if old["variants"][name] != text:
             return f"another text of the variant {name}"
-    if old["flags"] == setting.flags:
-        return ""
-    before, now = (re.split(" (?=--)", shlex.join(x)) for x in (old["flags"], setting.flags))
-    gone = " ".join(flag for flag in before if flag not in now) or "no other flag"
-    new = " ".join(flag for flag in now if flag not in before) or "no other flag"
-    return f"other flags, or in another order: {gone}, where the plan has {new}"
+    if old["flags"] != setting.flags:
+        return f"the flags {shlex.join(old['flags'])}"
+    return ""
 
 
 def cut_data(word: str, folder: Path) -> str:
@@ -212,7 +207,6 @@ def run_all(runs: dict[Path, list[str]], cores: list[int]) -> int:
             for core in cores:
                 if waiting and core not in active:
                     folder = waiting.pop(0)
-                    print(f"starts {folder}; its log is {folder.with_suffix('.log')}", flush=True)
                     active[core] = (folder, start(folder, runs[folder], core))
             time.sleep(0.5)
             for core, (folder, process) in list(active.items()):
@@ -247,11 +241,13 @@ def start(folder: Path, flags: list[str], core: int) -> subprocess.Popen:
 
 
 def describe_end(folder: Path) -> str:
-    """How a run ended, and the last line of its log."""
+    """How a run ended. Of a run that failed, also the last line of its log."""
+    run = f"{folder.parent.name} {folder.name}"
+    if is_done(folder):
+        return f"{run} is done"
     log = folder.with_suffix(".log")
     lines = log.read_text(errors="replace").strip().splitlines() or ["the log is empty"]
-    verdict = "done" if is_done(folder) else f"FAILED, see {log}"
-    return f"{verdict}: {folder.parent.name} {folder.name}: {one_line(lines[-1])}"
+    return f"{run} FAILED, see {log}: {one_line(lines[-1])}"
 
 
 def run_plan(args) -> int:
