@@ -331,9 +331,9 @@ def load_tokenizer(cfg, source):
 def tokenizer_hash(tokenizer):
     """The hash depends on all that makes token ids of a prompt, the chat template included."""
     vocabulary = sorted(tokenizer.get_vocab().items())
-    # Only a tokenizer of the library tokenizers has a backend.
+    # A tokenizer that is written in Python has no backend.
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend else tokenizer.init_kwargs
+    rules = backend.to_str() if backend else ""
     return hash64(vocabulary, rules, tokenizer.chat_template, tokenizer.eos_token_id)
 
 

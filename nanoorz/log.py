@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -227,7 +226,8 @@ class RunLog:
         facts = {"world": state.world, "variants": state.variants, "versions": versions()}
         self.write("config.json", flags_of(cfg) | facts)
         # A resume compares the texts of task and variants. A user may have edited them meanwhile.
-        shutil.copy(task_file, self.run_dir / "task.py")
+        # The task may also be this very file.
+        (self.run_dir / "task.py").write_bytes(Path(task_file).read_bytes())
         self.keep_variants()
         print(
             f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
