@@ -64,17 +64,16 @@ def test_files_are_read_by_their_form(tmp_path):
     """Lines of objects may be in a .json file. A table may be CSV or Parquet."""
     datasets = pytest.importorskip("datasets")
     rows = [{"question": "1+1?,\nhm", "answer": "007"}, {"question": '"a"', "answer": "2"}]
-    lines = "\n".join(map(json.dumps, rows)) + "\n"
-    paths = [write(tmp_path, "lines.json", lines)]
-    text = 'question,answer\r\n"1+1?,\nhm",007\r\n"""a""",2\r\n'
-    (tmp_path / "table.csv").write_bytes(text.encode())
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    write(tmp_path, "lines.json", "\n".join(map(json.dumps, rows)) + "\n")
+    table = 'question,answer\r\n"1+1?,\nhm",007\r\n"""a""",2\r\n'
+    write(tmp_path, "table.csv", table)
     # Excel writes semicolons where a comma is the decimal sign.
-    paths.append(write(tmp_path, "excel.csv", text.replace(",", ";").replace("?;", "?,")))
-    for path in [*paths, str(tmp_path / "table.csv"), str(tmp_path / "table.parquet")]:
-        problems = reward.load_problems(path, "plain")
+    write(tmp_path, "excel.csv", table.replace(",", ";").replace("?;", "?,"))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    for name in ("lines.json", "table.csv", "excel.csv", "table.parquet"):
+        problems = reward.load_problems(str(tmp_path / name), "plain")
         found = [{"question": p.question, "answer": p.label} for p in problems]
-        assert found == rows, path
+        assert found == rows, name
 
 
 def test_forms_are_told_apart_by_record_and_columns_can_be_named(tmp_path):
@@ -287,14 +286,6 @@ def test_a_form_finds_the_answer_in_what_such_models_write(form, text, answer):
     assert reward.ANSWER_FORMS[form](text) == answer
 
 
-def graded(form, pairs):
-    """The rewards of pairs (response, label) that all ended by themselves."""
-    with reward.Grader(2, form) as grader:
-        for key, (text, label) in enumerate(pairs):
-            grader.submit(key, text, "stop", label)
-        return list(grader.results().values())
-
-
 # How a right response to a problem of GSM8K ends in each form, with the label's number in it.
 GSM8K_WAYS = {
     "orz": ["{work}</think> <answer> \\boxed{{{label}}} </answer>"],
@@ -313,11 +304,14 @@ def test_known_answers_of_gsm8k_in_every_form(form):
         number = int(problem.label.replace(",", ""))
         for way in GSM8K_WAYS[form]:
             right.append((way.format(work=line["answer"], label=number), problem.label))
-    assert graded(form, right) == [1.0] * len(right)
     following = right[1:] + right[:1]
     wrong = [(text, label) for (text, own), (_, label) in zip(right, following) if own != label]
     assert len(wrong) > 75
-    assert not any(graded(form, wrong))
+    expected = dict.fromkeys(right, 1.0) | dict.fromkeys(wrong, 0.0)
+    with reward.Grader(2, form) as grader:
+        for text, label in expected:
+            grader.submit((text, label), text, "stop", label)
+        assert grader.results() == expected
 
 
 # ---- grading ------------------------------------------------------------------------------------
