@@ -386,7 +386,7 @@ def waiting(pipe):
 
 @pytest.mark.engine
 def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
-    """A killed process may be an accident. A check that exceeds its CPU time would do so again."""
+    """The same pair is compared again later, because a killed process may be an accident."""
     with reward.Grader(workers=1) as grader:
         process = only_process(grader)
         # 2 GiB of memory, of which a normal check needs 80 MB.
@@ -410,7 +410,7 @@ def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
         stop(process)
         grader.compare("crashed", "x+2", "2+x")
         grader.compare("next", "x+3", "3+x")
-        # Without a question it would die idle.
+        # The process dies with a question, so this is a crash.
         wait_until(lambda: waiting(process.stdin))
         os.kill(process.pid, signal.SIGKILL)
         assert grader.results() == {"crashed": 0.0, "next": 1.0}
@@ -535,4 +535,4 @@ def test_text_metrics_are_the_repeated_4_grams_and_the_second_thoughts():
     for _ in range(50):
         text = " ".join(rng.choices("abc", k=rng.randint(0, 60)))
         assert reward.text_metrics(text)["repetition"] == pytest.approx(slow_repetition(text))
-    reward.text_metrics("word " * 200_000)  # the slow one would take hours
+    reward.text_metrics("word " * 200_000)  # slow_repetition would take hours

@@ -206,7 +206,7 @@ BY_LANDLOCK_OR_USER = {
 BY_USER = {
     "have its user": "if os.getuid() != USER and os.getgid() and not os.getgroups(): raise OSError"
 }
-# The last three are removed later: locked folders once stayed where the trainer was not root.
+# The Grader removes the links and folders of the last three.
 ALLOWED = {
     "write and read": "open('a', 'w').write('x')\nif open('a').read() != 'x': raise ValueError",
     "import": "import asyncio, decimal, heapq\nasyncio.run(asyncio.sleep(0))",
@@ -358,8 +358,7 @@ BOMBS = {
     "crashes": [
         "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass",
-        # A timer of its own sends it SIGKILL, like the kernel where memory runs out. That once
-        # counted as the limit of CPU time.
+        # Its own timer sends it SIGKILL, like the kernel when memory runs out. This is a crash.
         "import ctypes, signal\nlibc = ctypes.CDLL(None)\ntimer = ctypes.c_void_p()\n"
         "libc.timer_create(1, (ctypes.c_int * 16)(0, 0, 9), ctypes.byref(timer))\n"
         "libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1), None)\n"
@@ -387,7 +386,7 @@ def test_bombs_get_nothing_and_end_and_are_counted(room, mode, monkeypatch):
             submit(grader, code, code, ADDS)
         assert {code: check.result() for code, check in grader.checks.items()} == expected
         grader.results()
-        # The limit comes only now, after the Grader has found out in peace what the machine can do.
+        # With this limit the Grader could have found a wrong mode on a busy machine.
         grader.wall_seconds = 1
         assert grade(grader, SLEEP, ADDS) == 0
         counts = {"checks": len(expected) + 1, "cpu_timeouts": 3, "wall_timeouts": 1, "crashes": 2}
@@ -429,7 +428,7 @@ def test_output_is_read_no_further_than_its_verdict_needs(room):
 
 
 def test_a_program_on_its_way_when_the_grader_closes_is_ended(room):
-    """A job that is taken but not started would else hold up the end of a run for minutes."""
+    """Otherwise a job that is taken but not started holds up the end of a run for minutes."""
     with task.Grader() as grader:
         # `close` sets this before it looks for processes.
         grader.closed = True
