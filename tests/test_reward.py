@@ -241,7 +241,7 @@ def test_an_answer_is_found_in_linear_time(piece):
     assert time.process_time() - start < 8, "50,000 nested braces took seconds: quadratic?"
 
 
-# As models of each kind end their responses.
+# {form: (how a response ends, its answer)}
 ENDS = {
     "boxed_anywhere": [
         ("</think>\n\n**Final Answer**\n\n\\[\n\\boxed{18}\n\\]", "18"),

@@ -113,8 +113,8 @@ PROGRAMS = [
     (IN_JSON, [], ["f = lambda x: '[[2, 2], []]'"]),
     (of_json_calls(["f(1)", "2"]), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
 ]
-# They end early, write replies of their own, have a value that equals all or whose literal never
-# ends, patch the checker or the frames above, or look for what is expected.
+# They end early, write their own replies, return a value that equals every value or whose literal
+# never ends, patch the checker or the frames above, or look for the expected value.
 CHEATS = [
     "raise SystemExit(0)",
     "import os\nprint('True')\nprint('passed')\nos._exit(0)",
@@ -287,7 +287,7 @@ def as_user(user, room):
 @pytest.mark.parametrize("mode", task.MODES)
 @pytest.mark.engine
 def test_the_page_says_what_is_contained(mode, user, room):
-    """The attacks have real targets. At the end the trainer dies, and its program with it."""
+    """The attacks have real targets. When the trainer is killed, its program ends too."""
     if user == "another" and os.getuid():
         pytest.skip("only root can be another user")
     is_root = user == "mine" and os.getuid() == 0
@@ -340,7 +340,7 @@ def test_the_page_says_what_is_contained(mode, user, room):
     shutil.rmtree(room / "jails")
 
 
-# By the way in which their verdicts are lost.
+# {how the verdict is lost, as the counts name it: programs}
 BOMBS = {
     None: [
         "import os\nwhile True: os.fork()",
