@@ -1,4 +1,4 @@
-"""Shared by the tests: a tiny model, problems, and one way to launch the real train.py."""
+"""What the tests share: a tiny model, problems, and functions that start the real train.py."""
 
 import contextlib
 import functools
@@ -24,11 +24,13 @@ ROOT = Path(__file__).parent.parent
 # 500 problems of MATH and 100 of GSM8K, with their license.
 DATA = ROOT / "tests" / "data"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# Two processes run the tests on two cores.
+torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# nanoorz/process.py does so, too.
+# nanoorz/process.py sets the same folder.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
-# The sizes of a whole run that takes seconds.
+# The flags of a whole run that takes seconds.
 SMALL = {"template": "demo", "rollout_batch_size": 4, "n_samples_per_prompt": 4}
 SMALL |= {"critic_updates": 2, "max_steps": 3, "prompt_max_len": 16, "generate_max_len": 32}
 SMALL |= {"max_len": 64, "packing_max_len": 64, "micro_train_batch_size": 4}
@@ -39,7 +41,7 @@ SMALL |= {"bf16": "false", "gradient_checkpointing": "false", "eval_interval": 0
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
-# Files are dealt to two processes in this order. A long one at the end would leave one idle.
+# Two processes take the files in this order. A long file at the end would leave one idle.
 LONGEST_FIRST = "families contributing resume two_machines variant_effects variant_runs train ppo "
 LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab sandbox reward").split()
 
@@ -50,7 +52,7 @@ ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "cpu_found", "runs", 
 
 def pytest_collection_modifyitems(config, items):
     rank = {f"test_{name}": k for k, name in enumerate(LONGEST_FIRST)}
-    # Who asks for the first failure alone has the quick files first.
+    # If pytest stops at the first failure, the quick files come first.
     wants_first = config.getoption("maxfail") == 1
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)), reverse=wants_first)
     for item in items:
@@ -58,24 +60,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("engine")
 
 
-def use_one_thread() -> None:
-    """Each of the two processes that run the tests has one of two cores."""
-    torch.set_num_threads(1)
-
-
-use_one_thread()
-
-
 def arguments(flags: dict) -> list[str]:
-    """The flags as words of a command line. A list becomes several values; None leaves one out."""
+    """The flags as words of a command line. A list has several values. None leaves a flag out."""
     words = []
     for name, value in flags.items():
         if value is not None:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            words += [
-                f"--{name}",
-                *(str(v).lower() if isinstance(v, bool) else str(v) for v in values),
-            ]
+            words.append(f"--{name}")
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                words.append(str(one).lower() if isinstance(one, bool) else str(one))
     return words
 
 
@@ -102,7 +94,7 @@ def run_tool(name, *words) -> tuple[int, str, str]:
 
 
 def start_python(*words, output=None, env=None, **options) -> subprocess.Popen:
-    """A Python process that runs on: each output is a pipe, or both go to the file `output`."""
+    """Starts a Python process. Each output is a pipe, or both outputs go to the file `output`."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with open(output or os.devnull, "w") as file:
         if output:
@@ -113,7 +105,7 @@ def start_python(*words, output=None, env=None, **options) -> subprocess.Popen:
 
 
 def run_python(*words, code=0, timeout=300, env=None, **options) -> subprocess.CompletedProcess:
-    """A Python process and what it said. It must end with this exit code; None allows any."""
+    """Runs a Python process. It must end with this exit code. None allows any exit code."""
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         timeout=timeout,
@@ -126,7 +118,7 @@ def run_python(*words, code=0, timeout=300, env=None, **options) -> subprocess.C
 
 @contextlib.contextmanager
 def started_ranks(words, world=2, env=None):
-    """The ranks of a script, which are killed at the end. The rendezvous has a port of its own."""
+    """The ranks of a script, which are killed at the end. The rendezvous has its own port."""
     ranks = []
     with held_port() as port:
         names = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
@@ -162,8 +154,7 @@ def launch(run_dir, ranks=1, script=ROOT / "train.py", code=0, env=None, **flags
 def held_port():
     """A port for a rendezvous that starts much later.
 
-    It is bound, so that nobody else is given it, but not listened on, so that the rendezvous can.
-    Chosen and released, it could be another test's by then.
+    The port is bound, so no other process gets it. Nobody listens on it, so the rendezvous can.
     """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -172,12 +163,12 @@ def held_port():
 
 
 def clean_environment() -> dict:
-    """Without the process group that a test of this process may have joined."""
+    """The environment without the process group that a test of this process may have joined."""
     return {name: value for name, value in os.environ.items() if name not in PLACE}
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:
-    """A program of this name for the PATH."""
+    """Writes a program of this name. The caller puts the folder into PATH."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -189,13 +180,13 @@ def jsonl(path) -> list[dict]:
 
 
 def same_metrics(line: dict) -> dict:
-    """A metrics line without what may differ between equal runs: times, rates and memory."""
+    """A metrics line without the numbers that differ between equal runs."""
     differ = ("seconds", "tokens_per_second", "memory")
     return {key: value for key, value in line.items() if not key.startswith(differ)}
 
 
 def wait_until(condition, process=None, seconds=300) -> None:
-    """Waits for the condition. The test fails where the process ends first or nothing happens."""
+    """Waits for the condition. The test fails if the process ends first or the time is over."""
     give_up = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, "the process ended"
@@ -204,7 +195,7 @@ def wait_until(condition, process=None, seconds=300) -> None:
 
 
 def is_on_gpu(request) -> bool:
-    """Skips what is meant for a GPU where torch finds none."""
+    """Skips a test for a GPU if torch finds none."""
     if request.param == "cpu":
         return False
     if not torch.cuda.is_available():
@@ -217,7 +208,7 @@ ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.fixture(params=[ON_GPU, pytest.param("cpu", marks=pytest.mark.slow)])
 def device(request):
-    """For tests in this process. The memory that a test left on the GPU is freed behind it."""
+    """For tests in this process. The GPU's memory is freed after each test."""
     if not is_on_gpu(request):
         yield torch.device("cpu")
         return
@@ -227,7 +218,7 @@ def device(request):
 
 @pytest.fixture(params=[ON_GPU, pytest.param("cpu", marks=pytest.mark.long)], scope="module")
 def place(request) -> str:
-    """For tests that start vLLM in a process of its own."""
+    """For tests that start vLLM in its own process."""
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed")
     is_on_gpu(request)
@@ -254,7 +245,7 @@ def folder_of(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A tied tiny model, and files of problems that its tokenizer covers: flags of train.py."""
+    """Flags of train.py: a tied tiny model, and files of problems that its tokenizer covers."""
     import tiny as maker
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -279,10 +270,10 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def other_critic(tmp_path_factory):
-    """A smaller critic than `tiny`'s model, of the same tokenizer: a token classifier of one label.
+    """A token classifier of one label, smaller than `tiny`'s model, with the same tokenizer.
 
-    It has no bias: ZeRO-3 pads that for two ranks with memory that is not initialised, which never
-    counts, but is not the same in two equal runs.
+    It has no bias. For two ranks ZeRO-3 pads a bias with memory that is not initialised, and the
+    padding differs between two equal runs.
     """
     import tiny as maker
     from transformers import Qwen2Config, Qwen2ForTokenClassification
@@ -304,7 +295,7 @@ def equal_runs(a: Path, b: Path) -> None:
     ours, theirs = (jsonl(run / "metrics.jsonl") for run in (a, b))
     assert list(map(same_metrics, ours)) == list(map(same_metrics, theirs))
     last = max({p.name for p in a.glob("step_*")} & {p.name for p in b.glob("step_*")})
-    # These hold the weights, masters and moments of every rank.
+    # These files hold the weights, masters and moments of every rank.
     for file in sorted((a / last).rglob("*.pt")):
         path = file.relative_to(a)
         one, two = (torch.load(run / path, weights_only=False) for run in (a, b))
@@ -333,12 +324,12 @@ def process_group():
 
     if not dist.is_initialized():
         start_distributed()
-        use_one_thread()
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MB (tmpfs), where the machine lets us mount one."""
+    """A disk of 1 MB (tmpfs). If the machine allows no mount, the test is skipped."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
@@ -349,16 +340,16 @@ def small_disk(tmp_path):
 
 
 def fill(disk: Path, room: int) -> None:
-    """Leaves this many bytes free."""
+    """Fills the disk, so that `room` bytes are free."""
     (disk / "ballast").write_bytes(b"x" * max(0, shutil.disk_usage(disk).free - room))
 
 
 @pytest.fixture
 def shared_memory():
-    """Removes what a run whose ranks share a sampler leaves behind, before and after the test.
+    """Before and after the test, removes what a run with a shared sampler leaves behind.
 
-    On a CPU vLLM gives its shared memory the same name in every run, and refuses to start where
-    that of a dead run lies.
+    On a CPU vLLM's shared memory has the same name in every run. If the memory of a dead run is
+    there, vLLM does not start.
     """
 
     def remove():

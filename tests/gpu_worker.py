@@ -93,10 +93,6 @@ def scales(model) -> float:
 def find_of_sampler(*argv: str) -> dict:
     cfg = train.parse_flags(list(argv))
     families.replace_auto(cfg)
-    return measure_sampler(cfg)
-
-
-def measure_sampler(cfg) -> dict:
     start = held_gib()
     start_distributed()
     sampler = Sampler(cfg)

@@ -186,7 +186,7 @@ def test_quick_verdict_takes_bounded_time(piece):
     assert time.process_time() - start < 8
 
 
-# ---- algebra, and the worker that may die of it -------------------------------------------------
+# ---- algebra and its worker process --------------------------------------------------------------
 
 WATCHED_WORKER = """
 import sys
@@ -211,9 +211,9 @@ algebra.serve(5.0)
 
 @pytest.mark.engine
 def test_worker_answers_each_line_empties_sympy_s_cache_and_compiles_no_text():
-    """The audit hook sees whatever eval, exec or compile are given.
+    """The audit hook sees each text that eval, exec or compile gets.
 
-    What sympy remembers of one check would reach the next: its order and its memory.
+    sympy's cache could change the order of terms and the memory of the next check.
     """
     known = [("2x", "x+x"), ("2x", "3x"), ("\ud800", "x"), ("(" * 99, "x")]
     forms = (DATA / "code_in_answers.txt").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""tools/evaluate.py: what training finds at step 0 and at its end. No training run is touched."""
+"""tools/evaluate.py has the numbers of training at step 0 and at its end, and changes no run."""
 
 import itertools
 import json
@@ -90,7 +90,7 @@ class Mine(ppo.Recipe):
 
 @pytest.mark.parametrize("name", [".", "policy"])
 def test_a_run_gives_flags_variants_problems_and_step(run, name, alone, capsys):
-    """Flags of the command line replace the run's. Unknown ones are ignored aloud."""
+    """Flags of the command line replace the run's. A line names the flags that are ignored."""
     cfg, step = evaluate.read_flags([str(run / name)])
     assert (step, cfg.model, cfg.eval_n, cfg.bonus, cfg.seed) == (7, f"{run}/policy", 4, 2.5, 3)
     assert (cfg.stop, cfg.max_len, cfg.bf16) == (["-", "\n"], SMALL["max_len"], False)
@@ -217,8 +217,8 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_000002/manifest.json"])
 def test_a_training_run_is_not_touched(tiny, tmp_path, trace, process_group):
-    """A run without a checkpoint is safe too: an evaluation once emptied its logs. Long answers
-    need no long packed rows here, and three ranks need no batch that three divides."""
+    """A run without a checkpoint is refused too. Long answers need no long packed rows here, and
+    three ranks need no batch that three divides."""
     file = tmp_path / trace
     file.parent.mkdir(exist_ok=True)
     file.write_text('{"step": 1}\n')

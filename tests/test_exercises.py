@@ -48,18 +48,15 @@ class Brevity(ppo.Recipe):
     brevity_cost: float = flag(0.2, "The most that a right response can lose by its length.")
 
     def paid(self, samples):
-        lengths = {}  # of right responses, by group
-        for sample in samples:
+        rewards = super().paid(samples)
+        right = [sample for sample in samples if sample.reward > 0]
+        for k, sample in enumerate(samples):
             if sample.reward > 0:
-                lengths.setdefault(sample.request.group, []).append(len(sample.response_ids))
-        rewards = []
-        for sample, reward in zip(samples, super().paid(samples)):
-            if sample.reward > 0:
-                right = lengths[sample.request.group]
-                excess = len(sample.response_ids) - statistics.mean(right)
-                z = excess / (statistics.pstdev(right) or 1)
-                reward *= 1 - self.brevity_cost / (1 + math.exp(-z))
-            rewards.append(reward)
+                group = [x for x in right if x.request.group == sample.request.group]
+                lengths = [len(x.response_ids) for x in group]
+                excess = len(sample.response_ids) - statistics.mean(lengths)
+                z = excess / (statistics.pstdev(lengths) or 1)
+                rewards[k] *= 1 - self.brevity_cost / (1 + math.exp(-z))
         return rewards
 '''
 # One solution of each exercise: its number, a file, a text that the file has once, and what comes

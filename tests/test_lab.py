@@ -142,6 +142,10 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
         lab.prepare(setting)
         return setting
 
+    def refuse(line: str, told: str):
+        with pytest.raises(UserError, match=f"has runs with .*{told}"):
+            prepare(line)
+
     line = "both: kl_loss + mine.py + --stop '' --data ../train.json[:2]"
     both = prepare(line)
     *words, data = both.flags
@@ -153,34 +157,22 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     texts = [(ROOT / "variants" / f"{name}.py").read_text() for name in names[:2]]
     assert [file.read_text() for file in files] == [*texts, MINE]
     prepare(line)
-    mine = MINE
     # Without a saved step nothing is lost, so the setting may change.
     assert prepare(f"{line} --lambd 1").flags[-1] == "1" and prepare(line).flags == both.flags
     (tmp_path / "out" / "both" / "seed1" / "step_000001").mkdir(parents=True)
-    for other, text, told in (
-        (f"{line} --lambd 1", mine, "order: no other flag, where the plan has --lambd 1;"),
-        (
-            line.replace("kl_loss + ", ""),
-            mine,
-            "variants .* plan has overlong_drop . beside . mine;",
-        ),
-        (
-            line.replace("kl_loss + mine.py", "mine.py + kl_loss"),
-            mine,
-            "has .* mine . log_kl . kl_loss;",
-        ),
-        (line.replace("''", "x"), mine, "order: --stop '', where the plan has --stop x;"),
-        (line, MINE + "# here\n", "another text of the variant mine;"),
-        (line, None, "another text of the variant beside;"),
+    for other, told in (
+        (f"{line} --lambd 1", "order: no other flag, where the plan has --lambd 1;"),
+        (line.replace("kl_loss + ", ""), "variants .* plan has overlong_drop . beside . mine;"),
+        (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), "has .* mine . log_kl . kl_loss;"),
+        (line.replace("''", "x"), "order: --stop '', where the plan has --stop x;"),
     ):
-        if text is None:
-            # An edit of what a variant is built on.
-            (here / "mine.py").write_text(MINE)
-            (here / "beside.py").write_text((here / "beside.py").read_text() + "# here\n")
-        else:
-            (here / "mine.py").write_text(text)
-        with pytest.raises(UserError, match=f"has runs with .*{told}"):
-            prepare(other)
+        refuse(other, told)
+    (here / "mine.py").write_text(MINE + "# here\n")
+    refuse(line, "another text of the variant mine;")
+    (here / "mine.py").write_text(MINE)
+    # An edit of what a variant is built on.
+    (here / "beside.py").write_text((here / "beside.py").read_text() + "# here\n")
+    refuse(line, "another text of the variant beside;")
     assert files[-1].read_text() == MINE
 
 

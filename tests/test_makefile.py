@@ -17,8 +17,8 @@ CUDA = (".venv", "requirements.txt")
 CPU_BESIDE_CUDA = (".venv-cpu", "requirements-cpu.txt")
 
 
-def make(folder, words: str, path: str, **programs) -> list[str]:
-    """What make says in that folder, outside of any other make, with these programs first."""
+def make(folder, words: str, path=os.environ["PATH"], **programs) -> list[str]:
+    """What make prints in that folder, outside of any other make, with these programs first."""
     for name, script in programs.items():
         stand_in(folder / "bin", name.replace("_", "-"), script)
     command = [shutil.which("make"), "-f", ROOT / "Makefile", *words.split()]
@@ -34,16 +34,16 @@ def make(folder, words: str, path: str, **programs) -> list[str]:
         ("test", "exit 127", None, CPU, ".venv/bin/python -m pytest"),
         ("demo", NO_CARD, None, CPU, "tools/compare.py out/run"),
         ("card PARTS=lab", NO_CARD, None, CPU, ".venv/bin/python tools/card.py lab"),
-        # With the CUDA stack `make test` could not pass: two ranks, one GPU, no vLLM for CPUs.
+        # With the CUDA stack `make test` fails: two ranks, one GPU, no vLLM for CPUs.
         ("test", CARD, None, CPU_BESIDE_CUDA, ".venv-cpu/bin/python -m pytest"),
         ("test STACK=cpu", CARD, None, CPU, ".venv/bin/python -m pytest"),
         ("test-slow", CARD, None, CPU_BESIDE_CUDA, ".venv-cpu/bin/python -m pytest -m slow"),
         ("install", CARD, None, CUDA, "touch .venv/.installed-cuda"),
         ("card", CARD, None, CUDA, ".venv/bin/python tools/card.py "),
         ("test-gpu PARTS=kernels", CARD, None, CUDA, "tools/card.py kernels --out out/card"),
-        # As on a login node: nothing is run there that looks for a GPU.
+        # A login node has no GPU, so nothing looks for one.
         ("install STACK=cuda", NO_CARD, None, CUDA, "touch .venv/.installed-cuda"),
-        # That stack stayed once, and the GPU nodes trained on the CPU.
+        # The other stack does not stay.
         ("install", CARD, ".installed", CUDA, "touch .venv/.installed-cuda"),
         ("install", NO_CARD, ".installed-cuda", CPU, "touch .venv/.installed"),
         ("install", NO_CARD, ".installed", None, "Nothing to be done for 'install'."),
@@ -56,7 +56,7 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
     if there:
         (tmp_path / ".venv").mkdir()
         (tmp_path / ".venv" / there).touch()
-    lines = make(tmp_path, f"-n {words}", os.environ["PATH"], nvidia_smi=card)
+    lines = make(tmp_path, f"-n {words}", nvidia_smi=card)
     said = "\n".join(lines)
     found = re.findall(r"^(\S+)/bin/.* -r (\S+)", said, re.MULTILINE)
     if words == "test-slow":
@@ -70,8 +70,8 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
 
 
 def test_make_without_a_target_prints_the_targets(tmp_path):
-    lines = make(tmp_path, "", os.environ["PATH"])
-    assert lines == make(tmp_path, "help", os.environ["PATH"])
+    lines = make(tmp_path, "")
+    assert lines == make(tmp_path, "help")
     assert lines[0].startswith("make demo: train") and lines[-1].startswith("make install: ")
     assert not list(tmp_path.iterdir())
 
@@ -79,7 +79,7 @@ def test_make_without_a_target_prints_the_targets(tmp_path):
 @pytest.mark.parametrize(
     "target, lacks, programs",
     [
-        # The first kernel on a rented card would have died of it.
+        # Triton compiles the first kernel with gcc and Python.h.
         ("install", "gcc not found; Triton ", {"g++": "exit 0"}),
         ("install", "Python.h not found; Triton ", {"g++": "exit 0", "gcc": "exit 0"}),
         ("test-gpu", "nvidia-smi finds no GPU here", {"nvidia_smi": NO_CARD}),
@@ -88,7 +88,7 @@ def test_make_without_a_target_prints_the_targets(tmp_path):
 def test_make_looks_for_compiler_and_gpu_first(target, lacks, programs, tmp_path):
     (tmp_path / "requirements.txt").touch()
     programs = {"nvidia_smi": CARD, "python3.11": "exit 1"} | programs
-    line, end = make(tmp_path, target, "", **programs)
+    line, end = make(tmp_path, target, path="", **programs)
     assert line.startswith(f"error: {lacks}") and "Error 2" in end
     assert not (tmp_path / ".venv").exists()
 

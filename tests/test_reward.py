@@ -64,17 +64,16 @@ def test_files_are_read_by_their_form(tmp_path):
     """Lines of objects may be in a .json file. A table may be CSV or Parquet."""
     datasets = pytest.importorskip("datasets")
     rows = [{"question": "1+1?,\nhm", "answer": "007"}, {"question": '"a"', "answer": "2"}]
-    lines = "\n".join(map(json.dumps, rows)) + "\n"
-    paths = [write(tmp_path, "lines.json", lines)]
-    text = 'question,answer\r\n"1+1?,\nhm",007\r\n"""a""",2\r\n'
-    (tmp_path / "table.csv").write_bytes(text.encode())
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    write(tmp_path, "lines.json", "\n".join(map(json.dumps, rows)) + "\n")
+    table = 'question,answer\r\n"1+1?,\nhm",007\r\n"""a""",2\r\n'
+    write(tmp_path, "table.csv", table)
     # Excel writes semicolons where a comma is the decimal sign.
-    paths.append(write(tmp_path, "excel.csv", text.replace(",", ";").replace("?;", "?,")))
-    for path in [*paths, str(tmp_path / "table.csv"), str(tmp_path / "table.parquet")]:
-        problems = reward.load_problems(path, "plain")
+    write(tmp_path, "excel.csv", table.replace(",", ";").replace("?;", "?,"))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    for name in ("lines.json", "table.csv", "excel.csv", "table.parquet"):
+        problems = reward.load_problems(str(tmp_path / name), "plain")
         found = [{"question": p.question, "answer": p.label} for p in problems]
-        assert found == rows, path
+        assert found == rows, name
 
 
 def test_forms_are_told_apart_by_record_and_columns_can_be_named(tmp_path):
@@ -242,7 +241,7 @@ def test_an_answer_is_found_in_linear_time(piece):
     assert time.process_time() - start < 8, "50,000 nested braces took seconds: quadratic?"
 
 
-# As models of each kind end their responses.
+# {form: (how a response ends, its answer)}
 ENDS = {
     "boxed_anywhere": [
         ("</think>\n\n**Final Answer**\n\n\\[\n\\boxed{18}\n\\]", "18"),
@@ -287,14 +286,6 @@ def test_a_form_finds_the_answer_in_what_such_models_write(form, text, answer):
     assert reward.ANSWER_FORMS[form](text) == answer
 
 
-def graded(form, pairs):
-    """The rewards of pairs (response, label) that all ended by themselves."""
-    with reward.Grader(2, form) as grader:
-        for key, (text, label) in enumerate(pairs):
-            grader.submit(key, text, "stop", label)
-        return list(grader.results().values())
-
-
 # How a right response to a problem of GSM8K ends in each form, with the label's number in it.
 GSM8K_WAYS = {
     "orz": ["{work}</think> <answer> \\boxed{{{label}}} </answer>"],
@@ -313,11 +304,14 @@ def test_known_answers_of_gsm8k_in_every_form(form):
         number = int(problem.label.replace(",", ""))
         for way in GSM8K_WAYS[form]:
             right.append((way.format(work=line["answer"], label=number), problem.label))
-    assert graded(form, right) == [1.0] * len(right)
     following = right[1:] + right[:1]
     wrong = [(text, label) for (text, own), (_, label) in zip(right, following) if own != label]
     assert len(wrong) > 75
-    assert not any(graded(form, wrong))
+    expected = dict.fromkeys(right, 1.0) | dict.fromkeys(wrong, 0.0)
+    with reward.Grader(2, form) as grader:
+        for text, label in expected:
+            grader.submit((text, label), text, "stop", label)
+        assert grader.results() == expected
 
 
 # ---- grading ------------------------------------------------------------------------------------
@@ -392,7 +386,7 @@ def waiting(pipe):
 
 @pytest.mark.engine
 def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
-    """A killed process may be an accident. A check that exceeds its CPU time would do so again."""
+    """The same pair is compared again later, because a killed process may be an accident."""
     with reward.Grader(workers=1) as grader:
         process = only_process(grader)
         # 2 GiB of memory, of which a normal check needs 80 MB.
@@ -416,7 +410,7 @@ def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
         stop(process)
         grader.compare("crashed", "x+2", "2+x")
         grader.compare("next", "x+3", "3+x")
-        # Without a question it would die idle.
+        # The process dies with a question, so this is a crash.
         wait_until(lambda: waiting(process.stdin))
         os.kill(process.pid, signal.SIGKILL)
         assert grader.results() == {"crashed": 0.0, "next": 1.0}
@@ -541,4 +535,4 @@ def test_text_metrics_are_the_repeated_4_grams_and_the_second_thoughts():
     for _ in range(50):
         text = " ".join(rng.choices("abc", k=rng.randint(0, 60)))
         assert reward.text_metrics(text)["repetition"] == pytest.approx(slow_repetition(text))
-    reward.text_metrics("word " * 200_000)  # the slow one would take hours
+    reward.text_metrics("word " * 200_000)  # slow_repetition would take hours

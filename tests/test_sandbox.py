@@ -113,8 +113,8 @@ PROGRAMS = [
     (IN_JSON, [], ["f = lambda x: '[[2, 2], []]'"]),
     (of_json_calls(["f(1)", "2"]), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
 ]
-# They end early, write replies of their own, have a value that equals all or whose literal never
-# ends, patch the checker or the frames above, or look for what is expected.
+# They end early, write their own replies, return a value that equals every value or whose literal
+# never ends, patch the checker or the frames above, or look for the expected value.
 CHEATS = [
     "raise SystemExit(0)",
     "import os\nprint('True')\nprint('passed')\nos._exit(0)",
@@ -164,8 +164,8 @@ OF_PAGE = {
     "ask for the size of a file": "os.stat(f'{FOLDER}/public')",
     "read the trainer's environment in `/proc`": "open(f'/proc/{TRAINER}/environ').read()",
     "open a network socket": "socket.socket()",
-    "send to a UNIX socket that has a file": "pair(2).sendto(b'x', f'{ROOM}/letters')",
-    "send to a UNIX socket that has a name": "pair(2).sendto(b'x', f'\\0{ROOM}/letters')",
+    "send to a UNIX socket that has a file": "datagrams().sendto(b'x', f'{ROOM}/letters')",
+    "send to a UNIX socket that has a name": "datagrams().sendto(b'x', f'\\0{ROOM}/letters')",
     "kill another process": "os.kill(VICTIM, 9)",
     "let the kernel kill it, by `fcntl`": "fcntl.fcntl(0, fcntl.F_SETOWN, VICTIM)",
     "start a second process": "if not os.fork(): os._exit(0)",
@@ -173,33 +173,16 @@ OF_PAGE = {
     "write a file of more than 8 MB": "open('x', 'wb').write(bytes(9 << 20))",
     "write more than 64 MB of files": "for i in range(80): open(str(i), 'wb').write(b' ' * 2**20)",
 }
+# test_the_filter_refuses_the_calls_of_its_table has the calls that seccomp refuses.
 IN_EACH_MODE = {
-    "kill the jail": "os.kill(os.getppid(), 9)",
-    "kill by a descriptor": "signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)",
-    "let the kernel kill it, by `ioctl`": "fcntl.ioctl(pair(1), 0x8902, struct.pack('i', VICTIM))",
-    "trace the jail": "call('ptrace', 16, os.getppid(), 0, 0)",
     "change the jail's memory": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
     "find the trainer's environment": "if 'SECRET' not in os.environ: raise PermissionError",
-    "slow down the jail": "os.setpriority(0, os.getppid(), 19)",
-    "bind the jail to a CPU": "os.sched_setaffinity(os.getppid(), [0])",
-    "limit the jail": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (4, 4))",
-    "outlive the jail": "call('prctl', 1, 0)",
-    "leave the group": "os.setsid()",
-    "start a process by a raw call": "if not call('syscall', CLONE, 17, 0, 0, 0, 0): os._exit(0)",
     "start another program": "os.posix_spawn('/bin/true', ['true'], {})",
     "become root": "os.setuid(0)",
-    "enter a namespace": "call('unshare', 0x10000000)",
-    "start a process in a namespace": "call('syscall', CLONE, 0x10000011, 0, 0, 0, 0)",
-    "mount": "call('mount', b'x', b'.', b'tmpfs', 0, None)",
+    "mount": "mount(b'x', b'.', b'tmpfs', 0, None)",
     "change the root": "os.chroot('.')",
-    "open io_uring": "call('syscall', 425, 8, ctypes.create_string_buffer(256))",
-    "hide memory in a file": "os.memfd_create('x')",
-    "share memory": "call('shmget', 0, 1 << 20, 0o1600)",
     "open many files": "files = [open('x', 'wb') for i in range(99)]",
     "start many threads": "for i in range(40): start_thread(time.sleep, 1)",
-    "change a mode": "os.chmod(f'{FOLDER}/public', 0)",
-    "change a time": "os.utime(f'{FOLDER}/public')",
-    "cut a file": "os.truncate(f'{FOLDER}/public', 0)",
 }
 BY_LANDLOCK = {
     "read a file of the system": "open('/etc/passwd').read()",
@@ -223,7 +206,7 @@ BY_LANDLOCK_OR_USER = {
 BY_USER = {
     "have its user": "if os.getuid() != USER and os.getgid() and not os.getgroups(): raise OSError"
 }
-# The last three are removed later: locked folders once stayed where the trainer was not root.
+# The Grader removes the links and folders of the last three.
 ALLOWED = {
     "write and read": "open('a', 'w').write('x')\nif open('a').read() != 'x': raise ValueError",
     "import": "import asyncio, decimal, heapq\nasyncio.run(asyncio.sleep(0))",
@@ -240,15 +223,12 @@ CELLS |= dict.fromkeys(BY_LANDLOCK_OR_USER, ["yes", "yes", "as root"])
 CELLS |= dict.fromkeys(BY_USER, ["as root", "as root", "as root"])
 CELLS |= dict.fromkeys(ALLOWED, ["no", "no", "no"]) | {"use a thread": ["no", "", ""]}
 # After an error of another kind, or where the jail died, nothing is printed: always wrong.
-PROGRAM = """import ctypes, fcntl, os, resource, signal, socket, struct, threading, time
-CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
-def call(name, *arguments):
-    result = ctypes.CDLL(None)[name](*arguments)
-    if result < 0:
+PROGRAM = """import ctypes, fcntl, os, socket, threading, time
+def mount(*arguments):
+    if ctypes.CDLL(None).mount(*arguments) < 0:
         raise OSError
-    return result
-def pair(kind):
-    return socket.socketpair(socket.AF_UNIX, kind)[0]
+def datagrams():
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]
 def start_thread(*work):
     threading.stack_size(1 << 16)
     threading.Thread(target=work[0], args=work[1:], daemon=True).start()
@@ -307,7 +287,7 @@ def as_user(user, room):
 @pytest.mark.parametrize("mode", task.MODES)
 @pytest.mark.engine
 def test_the_page_says_what_is_contained(mode, user, room):
-    """The attacks have real targets. At the end the trainer dies, and its program with it."""
+    """The attacks have real targets. When the trainer is killed, its program ends too."""
     if user == "another" and os.getuid():
         pytest.skip("only root can be another user")
     is_root = user == "mine" and os.getuid() == 0
@@ -360,13 +340,12 @@ def test_the_page_says_what_is_contained(mode, user, room):
     shutil.rmtree(room / "jails")
 
 
-# By the way in which their verdicts are lost.
+# {how the verdict is lost, as the counts name it: programs}
 BOMBS = {
     None: [
         "import os\nwhile True: os.fork()",
         "import os, time\nfor _ in range(8):\n    if not os.fork(): os.setsid() or time.sleep(600)",
         "x = []\nwhile True: x.append(bytearray(1 << 24))",
-        "x = 'a' * (1 << 40)",
         "while True: print('3' * 10000)",
         # A call of another architecture.
         "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)\nwhile True: pass",
@@ -379,8 +358,7 @@ BOMBS = {
     "crashes": [
         "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass",
-        # A timer of its own sends it SIGKILL, like the kernel where memory runs out. That once
-        # counted as the limit of CPU time.
+        # Its own timer sends it SIGKILL, like the kernel when memory runs out. This is a crash.
         "import ctypes, signal\nlibc = ctypes.CDLL(None)\ntimer = ctypes.c_void_p()\n"
         "libc.timer_create(1, (ctypes.c_int * 16)(0, 0, 9), ctypes.byref(timer))\n"
         "libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1), None)\n"
@@ -408,7 +386,7 @@ def test_bombs_get_nothing_and_end_and_are_counted(room, mode, monkeypatch):
             submit(grader, code, code, ADDS)
         assert {code: check.result() for code, check in grader.checks.items()} == expected
         grader.results()
-        # The limit comes only now, after the Grader has found out in peace what the machine can do.
+        # With this limit the Grader could have found a wrong mode on a busy machine.
         grader.wall_seconds = 1
         assert grade(grader, SLEEP, ADDS) == 0
         counts = {"checks": len(expected) + 1, "cpu_timeouts": 3, "wall_timeouts": 1, "crashes": 2}
@@ -450,7 +428,7 @@ def test_output_is_read_no_further_than_its_verdict_needs(room):
 
 
 def test_a_program_on_its_way_when_the_grader_closes_is_ended(room):
-    """A job that is taken but not started would else hold up the end of a run for minutes."""
+    """Otherwise a job that is taken but not started holds up the end of a run for minutes."""
     with task.Grader() as grader:
         # `close` sets this before it looks for processes.
         grader.closed = True
