@@ -186,6 +186,14 @@ def test_quick_verdict_takes_bounded_time(piece):
     assert time.process_time() - start < 8
 
 
+def test_an_answer_of_many_short_words_takes_milliseconds():
+    """The decode loop waits for it. One such answer took 0.2 s once."""
+    start = time.process_time()
+    for _ in range(100):
+        assert equal.quick_verdict("a " * 1200, "5") is False
+    assert time.process_time() - start < 6
+
+
 # ---- algebra and its worker process --------------------------------------------------------------
 
 WATCHED_WORKER = """

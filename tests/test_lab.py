@@ -161,10 +161,10 @@ def test_a_plan_is_read_and_a_folder_belongs_to_one_of_its_lines(tmp_path, monke
     assert prepare(f"{line} --lambd 1").flags[-1] == "1" and prepare(line).flags == both.flags
     (tmp_path / "out" / "both" / "seed1" / "step_000001").mkdir(parents=True)
     for other, told in (
-        (f"{line} --lambd 1", "order: no other flag, where the plan has --lambd 1;"),
-        (line.replace("kl_loss + ", ""), "variants .* plan has overlong_drop . beside . mine;"),
-        (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), "has .* mine . log_kl . kl_loss;"),
-        (line.replace("''", "x"), "order: --stop '', where the plan has --stop x;"),
+        (f"{line} --lambd 1", "the flags .* --stop '' --data"),
+        (line.replace("kl_loss + ", ""), "the variants overlong_drop . .*kl_loss"),
+        (line.replace("kl_loss + mine.py", "mine.py + kl_loss"), "the variants overlong_drop"),
+        (line.replace("''", "x"), "the flags .* --stop '' --data"),
     ):
         refuse(other, told)
     (here / "mine.py").write_text(MINE + "# here\n")
@@ -267,8 +267,9 @@ def test_runs_have_a_core_each_and_a_failed_one_is_named_while_the_others_go_on(
     assert lab.run_all(runs, [core]) == 1
     told = capsys.readouterr().out
     log = tmp_path / "plain" / "seed1.log"
-    assert f"FAILED, see {log}: plain seed1: ValueError: this seed fails" in told
-    assert f"2 of 3: done: plain seed2: with 1 on {core}\n" in told
+    assert f"plain seed1 FAILED, see {log}: ValueError: this seed fails\n" in told
+    assert "2 of 3: plain seed2 is done\n" in told
+    assert (tmp_path / "plain" / "seed2.log").read_text() == f"with 1 on {core}\n"
     assert not (tmp_path / "plain" / "seed3.log").exists(), "it is done already"
 
 

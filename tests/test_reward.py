@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from conftest import DATA, jsonl, run_python, wait_until
+from conftest import DATA, ROOT, jsonl, run_python, wait_until
 
 import reward
 from nanoorz import equal
@@ -434,6 +434,20 @@ def test_a_process_that_cannot_start_is_an_error_of_results_in_one_line(monkeypa
         told = f"^no grading process can be started: [^\n]*{command}[^\n]*$"
         with pytest.raises(UserError, match=told):
             grader.results()
+
+
+@pytest.mark.engine
+def test_the_grader_works_beside_another_nanoorz_and_keeps_pythonpath(tmp_path):
+    """The user may start it in a folder with a `nanoorz`, and PYTHONPATH may lead to packages."""
+    for name in ("nanoorz", "packages"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "nanoorz" / "__init__.py").write_text("")
+    seen = tmp_path / "seen"
+    (tmp_path / "packages/sitecustomize.py").write_text(f"open({str(seen)!r}, 'a').write('x')")
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}/packages"}
+    code = "import reward; print(reward.is_equiv('2x', 'x+x'))"
+    assert run_python("-P", "-c", code, cwd=tmp_path, env=env).stdout == "True\n"
+    assert seen.read_text() == "xx", "of this process and of the worker"
 
 
 @pytest.mark.engine

@@ -395,6 +395,20 @@ def test_bombs_get_nothing_and_end_and_are_counted(room, mode, monkeypatch):
         assert grade(grader, RECURSION, ADDS) == 0
 
 
+def test_a_program_gets_no_id_of_a_user_or_group(monkeypatch):
+    """Of root's programs each has an id of its own, which could be that of a user once."""
+
+    def find_in(taken):
+        return lambda number: taken.index(number) if number in taken else {}[number]
+
+    monkeypatch.setattr(jail.pwd, "getpwuid", find_in(range(32768, 65530)))
+    monkeypatch.setattr(jail.grp, "getgrgid", find_in([65530, 65531, 65533]))
+    assert {jail.free_user(number) for number in (0, 1, 32765, 10**6)} == {65532}
+    monkeypatch.setattr(jail.grp, "getgrgid", find_in(range(65530, 65534)))
+    with pytest.raises(OSError, match="belongs to a user or a group"):
+        jail.free_user(5)
+
+
 @pytest.mark.slow
 def test_waiting_has_a_limit_for_each_test_and_for_all(room):
     """Each test has `wall_seconds`, and all tests of a program have ten times as many."""
