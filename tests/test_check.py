@@ -145,6 +145,8 @@ def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path
         families.load_config(str(folder))
 
 
+INDEX = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+CONTENTS = {"index": json.dumps(INDEX), "broken_index": "{}"}
 FILES = [
     ("adapter_config.json adapter_model.safetensors", "only an adapter; merge the adapter into"),
     ("model.gguf", "GGUF files, which are quantized; use the model"),
@@ -161,15 +163,9 @@ FILES = [
 @pytest.mark.parametrize("names, words", FILES)
 def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, names, words):
     for name in names.split():
-        if name == "index":
-            files = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-            text = json.dumps({"weight_map": files})
-            (tmp_path / "model.safetensors.index.json").write_text(text)
-        elif name == "broken_index":
-            (tmp_path / "model.safetensors.index.json").write_text("{}")
-        else:
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).touch()
+        path = tmp_path / ("model.safetensors.index.json" if name in CONTENTS else name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(CONTENTS.get(name, ""))
     with pytest.raises(UserError, match=f"^--model, --critic: {tmp_path} cannot be .*{words}"):
         families.load_config(str(tmp_path))
 
@@ -189,7 +185,7 @@ def test_the_advice_on_other_weights_works(tmp_path):
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
     model.save_pretrained(tmp_path / "two", max_shard_size="50KB")
     assert len([*(tmp_path / "two").glob("*.safetensors")]) > 1
-    families.load_config(str(tmp_path / "two"))
+    assert families.load_config(str(tmp_path / "two")).model_type == "qwen2"
 
 
 @pytest.mark.parametrize("tied", [True, False])
