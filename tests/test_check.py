@@ -39,10 +39,8 @@ def test_a_good_config_is_accepted():
 
 # (flags, what the line says): the line names the first flag and its value.
 REFUSED = [
-    # a choice
     ({"zero_stage": 4}, "0 or 1 or 2 or 3"),
     ({"estimator": "ppo"}, "gae"),
-    # a number
     ({"critic_updates": 0}, "at least 1"),
     ({"lambd": -0.5}, "at least 0"),
     ({"gamma": "nan"}, "a number"),
@@ -50,15 +48,12 @@ REFUSED = [
     ({"lambd": 2}, "choose 0 to 1"),
     ({"kv_cache_gb": "inf"}, "a number"),
     ({"seed": 2**63}, "a number"),
-    # a batch
     ({"rollout_batch_size": 3}, "multiple of 2"),
     ({"n_samples_per_prompt": 1, "estimator": "grpo"}, "at least 2"),
     ({"n_samples_per_prompt": 1, "estimator": "rloo"}, "at least 2"),
     ({"critic": "x", "estimator": "grpo"}, "grpo has no critic"),
-    # lengths
     ({"prompt_max_len": 64}, "--max_len 64"),
     ({"packing_max_len": 63}, "--max_len 64"),
-    # sampling
     ({"temperature": 0}, "0.01 to 2"),
     ({"temperature": 2.5}, "0.01 to 2"),
     ({"eval_temperature": 2.5}, "0.01 to 2"),
@@ -66,7 +61,6 @@ REFUSED = [
     ({"eval_top_p": 1.5}, "up to 1"),
     ({"gpu_memory_utilization": 1.5}, "up to 1"),
     ({"system": "Be brief."}, "--template chat"),
-    # engines and packages
     ({"bf16": True, "zero_stage": 1}, "stage 2"),
     ({"attention": "varlen"}, "needs a GPU, --bf16 true and packed rows; or choose sdpa"),
     ({"packing": "none"}, "auto or packed or alone"),
