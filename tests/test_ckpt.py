@@ -360,8 +360,9 @@ def saved_run(group, tmp_path):
     return folder
 
 
-def test_the_same_run_goes_on_where_it_was(saved_run):
+def test_the_same_run_goes_on_where_it_was(saved_run, capsys):
     path, state = find_start(saved_run, total_steps=9, config={"save_interval": 7})
+    assert "resume: --save_interval was 50, is 7\n" in capsys.readouterr().out
     assert path == saved_run / "step_000003"
     assert (state.step, state.total_steps, state.config["save_interval"]) == (3, 9, 7)
     assert state.log_sizes == {"metrics.jsonl": 5}
