@@ -39,10 +39,8 @@ def test_a_good_config_is_accepted():
 
 # (flags, what the line says): the line names the first flag and its value.
 REFUSED = [
-    # a choice
     ({"zero_stage": 4}, "0 or 1 or 2 or 3"),
     ({"estimator": "ppo"}, "gae"),
-    # a number
     ({"critic_updates": 0}, "at least 1"),
     ({"lambd": -0.5}, "at least 0"),
     ({"gamma": "nan"}, "a number"),
@@ -50,15 +48,12 @@ REFUSED = [
     ({"lambd": 2}, "choose 0 to 1"),
     ({"kv_cache_gb": "inf"}, "a number"),
     ({"seed": 2**63}, "a number"),
-    # a batch
     ({"rollout_batch_size": 3}, "multiple of 2"),
     ({"n_samples_per_prompt": 1, "estimator": "grpo"}, "at least 2"),
     ({"n_samples_per_prompt": 1, "estimator": "rloo"}, "at least 2"),
     ({"critic": "x", "estimator": "grpo"}, "grpo has no critic"),
-    # lengths
     ({"prompt_max_len": 64}, "--max_len 64"),
     ({"packing_max_len": 63}, "--max_len 64"),
-    # sampling
     ({"temperature": 0}, "0.01 to 2"),
     ({"temperature": 2.5}, "0.01 to 2"),
     ({"eval_temperature": 2.5}, "0.01 to 2"),
@@ -66,7 +61,6 @@ REFUSED = [
     ({"eval_top_p": 1.5}, "up to 1"),
     ({"gpu_memory_utilization": 1.5}, "up to 1"),
     ({"system": "Be brief."}, "--template chat"),
-    # engines and packages
     ({"bf16": True, "zero_stage": 1}, "stage 2"),
     ({"attention": "varlen"}, "needs a GPU, --bf16 true and packed rows; or choose sdpa"),
     ({"packing": "none"}, "auto or packed or alone"),
@@ -145,6 +139,8 @@ def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path
         families.load_config(str(folder))
 
 
+INDEX = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+CONTENTS = {"index": json.dumps(INDEX), "broken_index": "{}"}
 FILES = [
     ("adapter_config.json adapter_model.safetensors", "only an adapter; merge the adapter into"),
     ("model.gguf", "GGUF files, which are quantized; use the model"),
@@ -161,15 +157,9 @@ FILES = [
 @pytest.mark.parametrize("names, words", FILES)
 def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, names, words):
     for name in names.split():
-        if name == "index":
-            files = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-            text = json.dumps({"weight_map": files})
-            (tmp_path / "model.safetensors.index.json").write_text(text)
-        elif name == "broken_index":
-            (tmp_path / "model.safetensors.index.json").write_text("{}")
-        else:
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).touch()
+        path = tmp_path / ("model.safetensors.index.json" if name in CONTENTS else name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(CONTENTS.get(name, ""))
     with pytest.raises(UserError, match=f"^--model, --critic: {tmp_path} cannot be .*{words}"):
         families.load_config(str(tmp_path))
 
@@ -189,7 +179,7 @@ def test_the_advice_on_other_weights_works(tmp_path):
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
     model.save_pretrained(tmp_path / "two", max_shard_size="50KB")
     assert len([*(tmp_path / "two").glob("*.safetensors")]) > 1
-    families.load_config(str(tmp_path / "two"))
+    assert families.load_config(str(tmp_path / "two")).model_type == "qwen2"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,7 +1,4 @@
-"""Checkpoints are atomic, verified, and resumed to the bit.
-
-And every way to break one that a disk or a user can think of.
-"""
+"""Checkpoints are atomic, verified and resumed to the bit, whatever a disk or a user breaks."""
 
 import dataclasses
 import errno
@@ -9,7 +6,6 @@ import functools
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -193,24 +189,41 @@ def test_all_files_are_flushed_before_a_checkpoint_gets_its_name(group, tmp_path
     assert {name for _, name in names[:-2]} == flushed
 
 
-@pytest.mark.parametrize("sick", ["_optim_states.pt", "manifest.json", "/.saving_000002"])
-def test_a_flush_that_fails_makes_the_save_fail(group, tmp_path, monkeypatch, sick):
-    """The kernel reports a failed flush once. The next fsync of that file succeeds."""
+@pytest.fixture
+def break_flush(monkeypatch):
+    """break_flush(ending): the next flush of a path with this ending fails."""
     fsync = os.fsync
-    told = []
+    sick = []
 
     def sick_fsync(handle):
-        if not told and os.readlink(f"/proc/self/fd/{handle}").endswith(sick):
-            told.append(sick)
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if sick and path.endswith(sick[0]):
+            # The kernel reports a failed flush once.
+            sick.clear()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(handle)
 
+    monkeypatch.setattr(os, "fsync", sick_fsync)
+    return sick.append
+
+
+@pytest.mark.parametrize("sick", ["_optim_states.pt", "manifest.json", "/.saving_000002"])
+def test_a_flush_that_fails_makes_the_save_fail(group, tmp_path, break_flush, sick):
     assert save(tmp_path, 1, group) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", sick_fsync)
-        assert "Input/output error" in save(tmp_path, 2, group)
+    break_flush(sick)
+    assert "Input/output error" in save(tmp_path, 2, group)
     assert steps(tmp_path) == [1]
     assert save(tmp_path, 2, group) is None
+
+
+def test_a_failed_flush_of_the_run_folder_is_told_of_a_step_that_is_saved(
+    group, tmp_path, break_flush, capsys
+):
+    break_flush(tmp_path.name)
+    assert save(tmp_path, 1, group) is None
+    said = capsys.readouterr().out
+    assert "step_000001 is saved, but a loss of power could lose it: [Errno 5] Input/output" in said
+    assert "NOT" not in said and "saved step 1" in said
 
 
 def test_prune_keeps_the_last_complete_ones_or_all(group, tmp_path):
@@ -237,24 +250,18 @@ def test_an_export_to_a_full_disk_is_a_user_error(group, tiny, small_disk):
 # ---- resume --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two_saves(group, tmp_path_factory):
-    run = tmp_path_factory.mktemp("two_saves")
-    for number in (1, 2):
-        assert save(run, number, group) is None
-    return run
-
-
 @pytest.fixture
-def copy(two_saves, tmp_path):
-    """A run folder with steps 1 and 2, to be damaged."""
-    return Path(shutil.copytree(two_saves, tmp_path / "copy"))
+def run(group, tmp_path):
+    """A run folder with checkpoints of steps 1 and 2."""
+    for number in (1, 2):
+        assert save(tmp_path / "run", number, group) is None
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize("how", ["missing", "cut", "flipped"])
-def test_a_damaged_checkpoint_is_passed_over_and_replaced(group, copy, how, capsys):
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(group, run, how, capsys):
     """Only the hash shows one flipped bit, because the size stays the same."""
-    newest = copy / "step_000002"
+    newest = run / "step_000002"
     victim = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
@@ -262,20 +269,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(group, copy, how, caps
     if how != "missing":
         victim.write_bytes(content[: len(content) // 2] if how == "cut" else content)
     assert bool(ckpt.read_manifest(newest)) == (how == "flipped")
-    assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
+    assert ckpt.pick_checkpoint(run, "auto").name == "step_000001"
     told = "does not match its hash" if how == "flipped" else "files are missing or cut short"
     assert told in capsys.readouterr().out
     with pytest.raises(UserError, match=told):
-        ckpt.pick_checkpoint(copy, str(newest))
+        ckpt.pick_checkpoint(run, str(newest))
     if how == "flipped":
         # A save would find it complete. The run that resumes from step 1 renames it.
-        ckpt.resume(copy, copy / "step_000001", {}, run_state(1))
-    (copy / ".saving_000002" / "hf").mkdir(parents=True)
-    assert save(copy, 2, group) is None
-    assert ckpt.pick_checkpoint(copy, "auto").name == "step_000002"
-    for name in ("latest", f"{copy}/step_000003"):
+        ckpt.resume(run, run / "step_000001", {}, run_state(1))
+    (run / ".saving_000002" / "hf").mkdir(parents=True)
+    assert save(run, 2, group) is None
+    assert ckpt.pick_checkpoint(run, "auto").name == "step_000002"
+    for name in ("latest", f"{run}/step_000003"):
         with pytest.raises(UserError, match=f"^--resume {name}: no such folder; give auto"):
-            ckpt.pick_checkpoint(copy, name)
+            ckpt.pick_checkpoint(run, name)
 
 
 ODD = ["", "[]", "null", "3", '"x"', "[" * 100_000, "\udcff", "{}"]
@@ -284,25 +291,26 @@ ODD += ['{"state.json": {"size": NaN}}', '{"absent": {"size": 1}}', '{"a\\u0000b
 ODD += ['{"\\ud800": {"size": 1}}', '{"%s": {"size": 1}}' % ("x" * 5000)]
 
 
-@pytest.mark.parametrize("number", range(len(ODD)))
-def test_a_manifest_of_any_shape_is_damage(group, copy, capsys, number):
+def test_a_manifest_of_any_shape_is_damage(run, capsys):
     """The run goes back one step. Where the manifest of a resharded checkpoint is damaged, the line
     asks for a new reshard."""
-    newest = copy / "step_000002"
-    (newest / "manifest.json").write_text(ODD[number], errors="surrogateescape")
-    assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
-    line = "step_000002 is damaged (files are missing or cut short) and is not used"
-    assert line in capsys.readouterr().out
-    universal = copy / "step_000001" / "universal"
+    newest = run / "step_000002"
+    universal = run / "step_000001" / "universal"
     universal.mkdir()
-    (universal / "manifest.json").write_text(ODD[number], errors="surrogateescape")
-    with pytest.raises(UserError, match="convert.py reshard .*step_000001`"):
-        find_start(copy, str(universal.parent), problems_hash=0, variants=[], world=2)
-    convert.list_checkpoints(copy)
-    _, two, one = capsys.readouterr().out.splitlines()
-    assert two.endswith("TORN") and one.endswith("complete")
-    with pytest.raises(UserError, match="step_000002 is not a complete checkpoint"):
-        convert.verified_state(newest)
+    for text in ODD:
+        (newest / "manifest.json").write_text(text, errors="surrogateescape")
+        assert ckpt.pick_checkpoint(run, "auto").name == "step_000001"
+        line = "step_000002 is damaged (files are missing or cut short) and is not used"
+        assert line in capsys.readouterr().out
+        with pytest.raises(UserError, match="step_000002 is not a complete checkpoint"):
+            convert.verified_state(newest)
+        convert.list_checkpoints(run)
+        _, two, one = capsys.readouterr().out.splitlines()
+        assert two.endswith("TORN") and one.endswith("complete")
+        (universal / "manifest.json").write_text(text, errors="surrogateescape")
+        with pytest.raises(UserError, match="convert.py reshard .*step_000001`"):
+            find_start(run, str(universal.parent), problems_hash=0, variants=[], world=2)
+        capsys.readouterr()
 
 
 # Values of a wrong type, by the name of a field.
@@ -311,49 +319,50 @@ OF_WRONG_TYPE += [("variants", {}), ("variants", [5]), ("memory", {"mine": 5})]
 OF_WRONG_TYPE += [("problems_hash", None)]
 
 
-def test_a_state_of_any_shape_is_damage_or_of_another_version(copy):
+def test_a_state_of_any_shape_is_damage_or_of_another_version(run):
     """A state file that the manifest contradicts is damage. Else it is another version's: somebody
     may have edited both files."""
-    newest = copy / "step_000002"
+    newest = run / "step_000002"
     good = dataclasses.asdict(run_state(2))
     wrong = [json.dumps(good | {name: value}) for name, value in OF_WRONG_TYPE]
     for text in [*ODD[:5], "{}}", '{"of_another_version": 1}', *wrong]:
         (newest / "state.json").write_text(text)
-        assert ckpt.pick_checkpoint(copy, "auto").name == "step_000001"
+        assert ckpt.pick_checkpoint(run, "auto").name == "step_000001"
         entries = json.loads((newest / "manifest.json").read_text())
         entries["state.json"] = ckpt.size_and_hash(newest / "state.json")
         (newest / "manifest.json").write_text(json.dumps(entries))
-        told = rf"^.*2/state.json is not of this version \(.* that {copy}/config.json names.*$"
+        told = rf"^.*2/state.json is not of this version \(.* that {run}/config.json names.*$"
         with pytest.raises(UserError, match=told):
-            find_start(copy)
+            find_start(run)
         with pytest.raises(UserError, match=told):
             convert.verified_state(newest)
 
 
-def test_a_run_never_starts_over_unasked(copy, tmp_path):
+def test_a_run_never_starts_over_unasked(run, tmp_path):
     """Where no checkpoint can be read the run ends. A disk that cannot be read for a minute must
     not cost the run."""
-    for path in ckpt.checkpoints(copy):
+    for path in ckpt.checkpoints(run):
         os.truncate(path / "state.json", 1)
     with pytest.raises(UserError, match="step_000001: files are missing.*--resume none"):
-        ckpt.pick_checkpoint(copy, "auto")
-    assert ckpt.pick_checkpoint(copy, "none") is None
+        ckpt.pick_checkpoint(run, "auto")
+    assert ckpt.pick_checkpoint(run, "none") is None
     assert ckpt.pick_checkpoint(tmp_path / "nothing", "auto") is None, "a new run"
 
 
 @pytest.fixture
 def saved_run(group, tmp_path):
     """A run folder with a checkpoint of step 3 of 6."""
-    run = tmp_path / "saved_run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("12345")
+    folder = tmp_path / "saved_run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("12345")
     changes = {"log_sizes": {"metrics.jsonl": 5}, "memory": {"mine": {"1": 2}}}
-    assert save(run, 3, group, **SAVED | changes) is None
-    return run
+    assert save(folder, 3, group, **SAVED | changes) is None
+    return folder
 
 
-def test_the_same_run_goes_on_where_it_was(saved_run):
+def test_the_same_run_goes_on_where_it_was(saved_run, capsys):
     path, state = find_start(saved_run, total_steps=9, config={"save_interval": 7})
+    assert "resume: --save_interval was 50, is 7\n" in capsys.readouterr().out
     assert path == saved_run / "step_000003"
     assert (state.step, state.total_steps, state.config["save_interval"]) == (3, 9, 7)
     assert state.log_sizes == {"metrics.jsonl": 5}
@@ -370,25 +379,20 @@ def test_flags_that_decide_what_is_learnt_must_stay_and_the_others_may_change(sa
         changed = find_changes(run_state(3), run_state(0, config={name: new}), LEARNING)
         assert changed == ([name] if name in LEARNING else [])
         assert capsys.readouterr().out == f"resume: --{name} was {old}, is {new}\n"
-    with pytest.raises(UserError, match="another --seed, --task, which .*convert.py export "):
-        find_start(saved_run, config={"seed": 7, "task": "code"})
 
 
 def test_other_problems_are_refused():
     """A checkpoint that is older than a flag counts as made with the flag's default."""
-    for then, now, changed in [
-        ({}, {}, []),
-        ({}, {"problems_hash": 7}, ["data"]),
-        ({}, {"problems_hash": 7, "config": {"template": "plain"}}, ["template"]),
-        ({}, {"total_steps": 7}, []),
-    ]:
-        found = find_changes(run_state(3, **then), run_state(0, **now), LEARNING)
-        assert found == changed
     old = run_state(3)
     del old.config["answer_form"]
-    assert find_changes(old, run_state(0), LEARNING) == []
-    new = run_state(0, config={"answer_form": "hashes"})
-    assert find_changes(old, new, LEARNING) == ["answer_form"]
+    for changes, told in [
+        ({}, []),
+        ({"total_steps": 7}, []),
+        ({"problems_hash": 7}, ["data"]),
+        ({"problems_hash": 7, "config": {"template": "plain"}}, ["template"]),
+        ({"config": {"answer_form": "hashes"}}, ["answer_form"]),
+    ]:
+        assert find_changes(old, run_state(0, **changes), LEARNING) == told
 
 
 @pytest.mark.parametrize("changes", [{"config": {"zero_stage": 2}}, {"world": 2}])
@@ -405,16 +409,20 @@ def test_other_ranks_and_stages_ask_for_other_files(saved_run, changes):
     assert find_start(saved_run, **changes)[1].step == 3
 
 
-def test_a_run_that_was_cut_short_is_not_past_its_end(saved_run):
-    assert find_start(saved_run, total_steps=3)[1].step == 3
-    with pytest.raises(UserError, match="past the 2 steps of this run; raise --max_steps"):
-        find_start(saved_run, total_steps=2)
-
-
-def test_a_checkpoint_of_another_folder_is_refused(saved_run, tmp_path):
-    """The logs of that run would be missing here."""
-    with pytest.raises(UserError, match=f"step_000003 is not in {tmp_path}; copy the folder of"):
-        find_start(tmp_path, str(saved_run / "step_000003"))
+def test_what_cannot_go_on_is_refused_in_one_line(saved_run, tmp_path):
+    """Of another folder the logs would be missing here."""
+    assert find_start(saved_run, total_steps=3)[1].step == 3, "not past its end"
+    for run, changes, told in [
+        (saved_run, {"total_steps": 2}, "is past the 2 steps of this run; raise --max_steps"),
+        (
+            saved_run,
+            {"config": {"seed": 7, "task": "code"}},
+            ".*another --seed, --task, which .*export ",
+        ),
+        (tmp_path, {}, f"is not in {tmp_path}; copy the folder of that run"),
+    ]:
+        with pytest.raises(UserError, match=f"^{saved_run}/step_000003 {told}"):
+            find_start(run, f"{saved_run}/step_000003", **changes)
 
 
 def test_save_load_is_exact(group, tmp_path):
@@ -485,20 +493,3 @@ def test_a_new_run_sets_all_of_an_earlier_run_aside_together_and_says_so(tmp_pat
     assert said.startswith(f"the run starts at step 0, so these are moved to {aside}: ")
     assert said.count("\n") == 1
     assert all(name in said for name in [*logs, *folders])
-
-
-def test_a_folder_that_cannot_be_flushed_is_told_of_a_step_that_is_saved(
-    group, tmp_path, monkeypatch, capsys
-):
-    flush = ckpt.flush
-
-    def fail(path):
-        if path == tmp_path:
-            raise OSError("Input/output error")
-        flush(path)
-
-    monkeypatch.setattr(ckpt, "flush", fail)
-    assert save(tmp_path, 1, group) is None
-    said = capsys.readouterr().out
-    assert "step_000001 is saved, but a loss of power could lose it: Input/output" in said
-    assert "NOT" not in said and "saved step 1" in said

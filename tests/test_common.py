@@ -189,12 +189,9 @@ for _ in range(2):
     ],
 )
 def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local_rank, code, lines):
-    """Python calls no handler before a function of C's returns, and a rank may wait there for
-    another one for half an hour. One rank on a machine says a line.
-
-    None: nobody listens, as after Ctrl-C in `python train.py 2>&1 | tee log`. The run went on, deaf
-    to signals.
-    """
+    """Python calls no handler before a function of C's returns, and a rank may wait there for half
+    an hour. One rank on a machine says a line. lines is None: nobody reads the output any more, as
+    after Ctrl-C in `python train.py 2>&1 | tee log`."""
     env = {"WORLD_SIZE": ranks, "LOCAL_RANK": local_rank} if ranks else None
     with start_python("-c", IN_C, env=env) as process:
         assert process.stdout.readline() == "ready\n"

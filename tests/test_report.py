@@ -53,9 +53,8 @@ def test_a_phase_that_comes_twice_adds_up(monkeypatch):
 
 
 def test_memory_is_what_is_in_use_on_the_device(monkeypatch):
-    assert log_file.memory_in_use() == pytest.approx(
-        psutil.Process().memory_info().rss / 2**30, 0.1
-    )
+    gib = psutil.Process().memory_info().rss / 2**30
+    assert log_file.memory_in_use() == pytest.approx(gib, 0.1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     assert log_file.memory_in_use() == 50
@@ -116,20 +115,18 @@ def test_a_run_says_its_libraries_and_its_commit(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make_log(process_group):
-    """make_log(folder, **flags): a RunLog of rank 0 of one."""
+    """make_log(folder, start=STEP, **flags): a RunLog of rank 0 of one, started if STEP is set."""
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     # It imports train.py here: accelerate must not find a stand-in for wandb.
     config()
 
-    def make(folder, **flags) -> log_file.RunLog:
-        return log_file.RunLog(folder, config(**flags), tokenizer)
+    def make(folder, start=None, **flags) -> log_file.RunLog:
+        log = log_file.RunLog(folder, config(**flags), tokenizer)
+        if start is not None:
+            log.start(SimpleNamespace(step=start, world=2, variants={}), "GAP")
+        return log
 
     return make
-
-
-def start(log, step: int) -> None:
-    state = SimpleNamespace(step=step, total_steps=9, world=2, variants={})
-    log.start(state, "GAP", __file__)
 
 
 def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatch):
@@ -137,8 +134,7 @@ def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatc
     wandb = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for begin, end, log_with in ((0, 3, "tensorboard"), (2, 4, "wandb")):
-        log = make_log(tmp_path, log_with=log_with)
-        start(log, begin)
+        log = make_log(tmp_path, start=begin, log_with=log_with)
         for step in range(begin + 1, end + 1):
             log.tracker.add({"reward": begin}, step)
         log.close()
@@ -152,8 +148,7 @@ def test_a_resumed_run_s_curve_has_each_step_once(make_log, tmp_path, monkeypatc
 
 def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):
     monkeypatch.setattr(log_file.dist, "get_rank", lambda: 1)
-    log = make_log(tmp_path)
-    start(log, 0)
+    log = make_log(tmp_path, start=0)
     log.step(1, [sample()], batch_of([sample()]), {}, log_file.Clock(4))
     log.evaluation("x", [sample()], 0)
     log.result(1)
@@ -164,8 +159,7 @@ def test_other_ranks_write_nothing(make_log, monkeypatch, tmp_path):
 def test_the_first_and_the_last_lines_of_a_run(make_log, tmp_path, capsys):
     """A result.json says that a run is complete, so an old one goes when the run goes on."""
     (tmp_path / "result.json").write_text("{}")
-    log = make_log(tmp_path, seed=3)
-    start(log, 3)
+    log = make_log(tmp_path, start=3, seed=3)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "task.py"}, "no curves"
     assert (tmp_path / "task.py").read_text() == Path(__file__).read_text()
     written = json.loads((tmp_path / "config.json").read_text())
@@ -210,8 +204,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(make_log, tmp_path, capsys):
         (fail, ("eval x/reward 0.5 7\n", failed)),
         (print, ("eval x/reward 0.5 7\neval x/length 2 7\n\n", "")),
     ]:
-        log = make_log(tmp_path, log_with="tensorboard")
-        start(log, 0)
+        log = make_log(tmp_path, start=0, log_with="tensorboard")
         log.tracker.writer.close()
         log.tracker.writer = SimpleNamespace(add_scalar=add_scalar, close=fail)
         capsys.readouterr()

@@ -1,7 +1,4 @@
-"""Requests, the real vLLM sampler, and what is shared between ranks.
-
-The sampler is run by rollout_worker.py, in a process of its own.
-"""
+"""Requests, the rollout, and the real vLLM sampler, which rollout_worker.py runs."""
 
 import dataclasses
 import itertools
@@ -70,10 +67,8 @@ def test_every_pass_has_each_problem_once_in_another_order():
 
 
 def run_worker(folder, file: str, ranks=1) -> dict:
-    """What the worker found in fp32, as one of two ranks of a machine.
-
-    The temperature is that of the check alone: log-probs must be taken at it.
-    """
+    """What the worker found in fp32, as one of two ranks of a machine. The temperature is that of
+    the check alone."""
     model = maker.make_model(folder / "model", max_position_embeddings=512)
     flags = {"model": model, "data": "-", "temperature": 0.7, "answer_form": "last_number"}
     flags |= {"max_len": 512, "packing_max_len": 512, "tensor_parallel": ranks}
@@ -140,11 +135,8 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused_in_one_line(cpu_found)
 
 
 def test_every_call_of_the_sampler_starts_with_an_empty_cache(found):
-    """A resumed run checks its sampler, and an evaluation comes before some steps.
-
-    If their blocks stayed in the cache, they would change the schedule of what follows, so the bits
-    could depend on what ran before.
-    """
+    """Blocks of an earlier call would change the schedule, so the bits of a run that is resumed or
+    evaluated could change."""
     assert found["cached"] == [[0, 384]] * 2, "the second prompt has the first one's blocks"
 
 
@@ -162,9 +154,7 @@ def test_a_sample_does_not_depend_on_what_else_is_sampled(found):
 
 
 def test_a_response_ends_at_its_own_limit_or_fills_max_len_to_the_last_token(found):
-    """max_len is 20 here, below vLLM's own, which would hide one token too many.
-
-    A random model may also end its response earlier."""
+    """max_len is 20 here, below vLLM's own, which would hide one token too many."""
     room = 20 - 6  # tokens of "10+20<think>"
     ends = set()
     for k in range(0, len(found["limits"]), 2):
@@ -184,31 +174,23 @@ def test_a_stopped_call_drops_what_has_not_ended(found):
         assert sample == found["limits"][position]
 
 
-def test_a_stop_string_ends_a_response_and_stays_in_it(found):
-    """Its tokens are trained on; the end token is in no text, and in the ids."""
+@pytest.mark.parametrize("kind", ["stop strings", "stop ids"])
+def test_what_ends_a_response_stays_in_it(found, kind):
+    """A stop string, or a special token, which vLLM finds by its id alone. The end token is in the
+    ids and in no text."""
     ended = 0
-    for sample in found["stop strings"].values():
-        assert not re.search("[0-9]", sample["text"][:-1])
-        if sample["text"][-1:].isdigit():
+    for sample in found[kind].values():
+        *before, last = sample["response_ids"]
+        assert set(found["digits"]).isdisjoint(before)
+        if last in found["digits"]:
             ended += 1
             assert sample["finish_reason"] == "stop"
             assert sample["decoded"] == sample["text"]
+            assert sample["text"][-1].isdigit()
     assert ended > 3
     for sample in found["together"].values():
         if sample["finish_reason"] == "stop":
             assert sample["response_ids"][-1] == 0
-
-
-def test_a_special_token_ends_a_response_and_stays_in_it(found):
-    """vLLM never finds a special token as a stop string, so the sampler stops at its id."""
-    ends = set(found["ids to stop at"])
-    ended = 0
-    for sample in found["stop ids"].values():
-        assert ends.isdisjoint(sample["response_ids"][:-1])
-        if sample["response_ids"][-1] in ends:
-            ended += 1
-            assert sample["finish_reason"] == "stop"
-    assert ended > 3
 
 
 def test_temperature_0_takes_the_most_probable_token_and_top_p_stays_in_the_nucleus(found):
@@ -258,23 +240,14 @@ def test_a_rollout_answers_in_the_order_of_its_requests(cpu_found):
 
 
 def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(cpu_found):
-    """Before the sampling nothing is drawn: ranks that share a sampler would draw it all.
-
-    A rank whose task fails does not end alone, because nothing would be saved then."""
+    """Before the sampling nothing is drawn: ranks that share a sampler would draw it all."""
     drawn = ["submit", "rollout", "reward"]
     bug = r"ZeroDivisionError: division by zero \(.*rollout_worker.py, line \d+\)"
-    reward = r"--task math: Grader.results has the reward {} for the answer .*; return a number "
     expected = {
         "before": (None, []),
         "amid": (None, drawn),
         "submit": (bug, ["submit"]),
-        "text_metrics": ("--task math: text_metrics returned {'words': 'seven'}", ["submit"]),
         "results": (bug, [*drawn, "gather"]),
-        "None": (reward.format(r"None \(NoneType\)"), [*drawn, "gather"]),
-        "NaN": (reward.format(r"nan \(float\)"), [*drawn, "gather"]),
-        "text": (reward.format(r"'1' \(str\)"), [*drawn, "gather"]),
-        "large": (reward.format(r"10+ \(int\)"), [*drawn, "gather"]),
-        "missing key": (reward.format(r"None \(NoneType\)"), [*drawn, "gather"]),
     }
     assert list(cpu_found["stops"]) == list(expected)
     for reason, (fault, phases) in expected.items():
@@ -317,17 +290,39 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
     assert sorted(handed_on) == list(range(len(requests)))
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_a_task_that_does_not_return_its_answers_is_refused_in_one_line(said):
-    """`submit` returns the answer's text or None. True and False are refused."""
+ANSWER = "Grader.submit returned {}; its last line must be `return answer`: "
+REWARD = "Grader.results has the reward {} for the answer '3'; return a number below 1e30 in size "
+
+
+@pytest.mark.parametrize(
+    "method, returned, told",
+    [
+        ("text_metrics", {"n": "7"}, "text_metrics returned {'n': '7'}, not {name: number}"),
+        ("text_metrics", None, "text_metrics returned None, not {name: number}"),
+        ("submit", True, ANSWER.format("True")),
+        ("submit", False, ANSWER.format("False")),
+        ("results", None, REWARD.format("None (NoneType)")),
+        ("results", {"another": 1.0}, REWARD.format("None (NoneType)")),
+        ("results", {0: None}, REWARD.format("None (NoneType)")),
+        ("results", {0: "1"}, REWARD.format("'1' (str)")),
+        ("results", {0: float("nan")}, REWARD.format("nan (float)")),
+        ("results", {0: -1e30}, REWARD.format("-1e+30 (float)")),
+        ("results", {0: 10**400}, REWARD.format(f"1{'0' * 98} (int)")),
+    ],
+)
+def test_a_task_that_returns_what_it_must_not_is_refused_in_one_line(method, returned, told):
+    found = {"text_metrics": {}, "submit": "3", "results": {0: 1.0}} | {method: returned}
     one = SimpleNamespace(
         cfg=CFG,
-        task=SimpleNamespace(text_metrics=lambda text: {}),
-        grader=SimpleNamespace(submit=lambda *_: said),
+        task=SimpleNamespace(text_metrics=lambda text: found["text_metrics"]),
+        grader=SimpleNamespace(submit=lambda *_: found["submit"], results=lambda: found["results"]),
     )
     (request,) = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
-    with pytest.raises(UserError, match=f"^--task mine.py: .* returned {said}; .*`return answer`"):
-        rollout.submit(one, 0, Sample(request, [1], None, "", "stop"))
+    sample = Sample(request, [1], None, "", "stop")
+    with pytest.raises(UserError, match=re.escape(f"--task mine.py: {told}")) as error:
+        rollout.submit(one, 0, sample)
+        rollout.take_rewards(one, {0: sample})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("tensor_parallel, stops", [(1, True), (2, False)])
@@ -371,6 +366,6 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("fault, cause", CAUSES.items())
-def test_the_refusal_names_the_cause(cpu_found, fault, cause):
-    assert f"; the cause is the {cause}" in cpu_found[fault]["refused"]
+def test_the_refusal_names_the_cause(cpu_found):
+    for fault, cause in CAUSES.items():
+        assert f"; the cause is the {cause}" in cpu_found[fault]["refused"]

@@ -72,7 +72,6 @@ def test_flags_are_read_and_a_file_of_flags_beside_the_script_is_not(monkeypatch
 def test_wrong_flags_are_refused_in_one_line():
     """The line for an unknown flag names the nearest one."""
     wrong = {
-        ("--actor_learningrate", "1"): ".*did you mean --actor_learning_rate",
         ("--actor_learning", "1"): ".*did you mean --actor_learning_rate",
         ("--dry_run",): "unknown flag --dry_run; `python train.py --help` has all flags$",
         ("--run_dir", ""): "--run_dir: name a folder$",
@@ -100,42 +99,41 @@ def test_help_has_the_advice_the_choices_and_the_default_of_each_flag(capsys):
 
 @pytest.fixture
 def alone(monkeypatch, process_group):
-    """run() finds the process group of one rank."""
-    place = (0, 1, torch.device("cpu"), dist.HashStore())
-    monkeypatch.setattr(train, "start_distributed", lambda: place)
+    """run() finds the process group of one rank. Returns what main() gets beside the flags."""
+    place = [1, torch.device("cpu"), dist.HashStore()]
+    monkeypatch.setattr(train, "start_distributed", lambda: (0, *place))
     return place
 
 
 def test_without_a_model_a_run_is_the_demo(alone, monkeypatch, tmp_path, capsys):
     """The user's flags override the demo's. Of tools/base_model.py only write_flags runs here."""
-    made = []
-    started = []
+    base = str(tmp_path / "base")
+    # One rank alone makes the base.
+    tool = str(ROOT / "tools" / "base_model.py")
+    command = [sys.executable, tool, "addition", base, "--seed", "3", "--end_with_parent"]
 
-    def make_base(command):
-        made.append(command)
-        Path(command[3]).mkdir()
-        write_flags(Path(command[3]), "addition", int(command[5]))
+    def make_base(words):
+        assert words == command
+        Path(base).mkdir()
+        write_flags(Path(base), "addition", 3)
         return 0
 
+    main = mock.Mock()
     monkeypatch.setattr(demo.subprocess, "call", make_base)
-    monkeypatch.setattr(train, "main", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(train, "main", main)
     argv = ["--run_dir", str(tmp_path), "--seed", "3", "--max_steps", "5", "--eval_data", "mine"]
     assert train.run(argv) == 0
-    base = str(tmp_path / "base")
-    cfg, *place = started[0]
+    cfg, *place = main.call_args.args
     assert (cfg.model, cfg.seed, cfg.max_steps, cfg.eval_data) == (base, 3, 5, ["mine"])
     assert (cfg.rollout_batch_size, cfg.stop, cfg.template) == (64, [], "demo")
-    assert place == list(alone[1:])
+    assert place == alone
     said = capsys.readouterr().out
     assert said.startswith("the demo is train.py --model ") and "--rollout_batch_size 64" in said
     monkeypatch.setattr(demo.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(demo.subprocess, "call", None)
     assert demo.demo_flags(cfg)[:2] == ["--model", base]
     assert train.run(["--model", "mine", "--data", "mine"]) == 0
-    assert started[1][0].model == "mine"
-    # One rank alone makes the base, and a model needs none.
-    tool = str(ROOT / "tools" / "base_model.py")
-    words = ["addition", base, "--seed", "3", "--end_with_parent"]
-    assert made == [[sys.executable, tool, *words]]
+    assert main.call_args.args[0].model == "mine"
     monkeypatch.setattr(demo, "gather", lambda _: [1, 0])
     assert train.run([]) == 2
     assert capsys.readouterr().err == "error: the demo's base model was not made, see above\n"
@@ -166,14 +164,6 @@ def test_a_run_does_not_write_over_its_own_model(flag, name, tmp_path):
         train.open_run_dir(cfg)
 
 
-def test_a_task_without_problems_is_refused_in_one_line(process_group):
-    task = SimpleNamespace(load_problems=lambda *inputs, **options: [])
-    with pytest.raises(
-        UserError, match="^a.json: load_problems of --task math has returned no pro"
-    ):
-        train.prepare_problems(task, ["a.json"], config(), maker.char_tokenizer())
-
-
 def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, capsys):
     """A run without its result.json, or before its last step, is not complete."""
     cfg = config(**tiny, max_steps=3)
@@ -191,13 +181,13 @@ def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, ca
     monkeypatch.setattr(train.process, "Signals", lambda store: None)
     monkeypatch.setattr(train, "Rollout", mock.Mock(side_effect=StopIteration))
     with pytest.raises(StopIteration):
-        train.main(cfg, *alone[1:])
+        train.main(cfg, *alone)
     (tmp_path / "result.json").write_text("{}")
-    train.main(cfg, *alone[1:])
+    train.main(cfg, *alone)
     assert "is complete; raise --max_steps" in capsys.readouterr().out
     step = 2
     with pytest.raises(StopIteration):
-        train.main(cfg, *alone[1:])
+        train.main(cfg, *alone)
 
 
 def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, process_group):
@@ -253,6 +243,9 @@ def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_gro
     texts = [""]
     with pytest.raises(UserError, match="mine: no prompt of 0 to .* is left; raise --prompt_max"):
         train.prepare_problems(task, ["mine"], cfg, tokenizer)
+    texts = []
+    with pytest.raises(UserError, match="^mine: load_problems of --task math has returned no pro"):
+        train.prepare_problems(task, ["mine"], cfg, tokenizer)
 
 
 CHAT = """{% for message in messages %}<|{{ message.role }}|>
@@ -262,22 +255,30 @@ CHAT = """{% for message in messages %}<|{{ message.role }}|>
 {% endif %}"""
 
 
-def chat_tokenizer(template=CHAT):
+THINKING = """{% for message in messages %}{{ message.content }}{% endfor %}
+{%- if not enable_thinking | default(true) %}<think></think>{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory):
+    return str(maker.make_model(tmp_path_factory.mktemp("text"), text_tokenizer=True, vocab=600))
+
+
+def chat_tokenizer(template):
     tokenizer = maker.make_text_tokenizer(512)
     tokenizer.chat_template = template
     return tokenizer
 
 
 @pytest.mark.parametrize("system", [None, "Give the answer behind ####."])
-def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, system, tmp_path):
-    """The question is a user's turn, and the model's turn has begun: with a thinking tag, if the
+def test_a_chat_is_what_its_template_makes_of_it(process_group, system, text_model, tmp_path):
+    """The template is the tokenizer's. The model's turn has begun: with a thinking tag, if the
     template ends with one. The ids are those that transformers itself would feed a model."""
-    tokenizer = chat_tokenizer()
+    tokenizer = chat_tokenizer(CHAT)
     rows = [{"question": text, "answer": "#### 2"} for text in (" 1+1?\n", "{question}<end>")]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
     paths = [str(DATA / "gsm8k.jsonl"), str(tmp_path / "odd.jsonl")]
-    model = str(maker.make_model(tmp_path / "model", text_tokenizer=True))
-    cfg = train.Config(model=model, template="chat", system=system)
+    cfg = train.Config(model=text_model, template="chat", system=system)
     problems = train.prepare_problems(reward, paths, cfg, tokenizer)
     assert [problem.index for problem in problems] == list(range(102)), "over both files"
     turns = [{"role": "system", "content": system}] if system else []
@@ -291,57 +292,53 @@ def test_a_chat_is_what_the_tokenizer_s_own_template_makes_of_it(process_group, 
     assert problems[0].label == "18"
 
 
+def first_problem(tiny, template, model, tokenizer, system=None):
+    cfg = train.Config(model=model, template=template, system=system)
+    return train.prepare_problems(reward, [tiny["data"]], cfg, tokenizer)[0]
+
+
+def test_a_switch_of_a_chat_template_is_set(process_group, tiny, text_model):
+    """Qwen3's and SmolLM3's templates have enable_thinking."""
+    tokenizer = chat_tokenizer(THINKING)
+    ends = {"chat": "", "chat?enable_thinking=true": ""}
+    ends["chat?enable_thinking=false"] = "<think></think>"
+    for template, end in ends.items():
+        problem = first_problem(tiny, template, text_model, tokenizer)
+        assert tokenizer.decode(problem.prompt_ids) == problem.question + end
+
+
+# (the tokenizer's template, --template, what the line says)
+REFUSED_CHATS = [
+    (None, "chat", "chat_template is not set"),
+    ("{% if %}", "chat", "Expected an expression"),
+    ("Hello!", "chat", "its chat template leaves the question out"),
+    ("{{ raise_exception('no system') }}", "chat", "no system"),
+    (THINKING, "chat?thinking=1", "no switch thinking; it reads"),
+    (THINKING, "chat?x", "bad query field"),
+    (THINKING, "chat?enable_thinking=False", "False is no value; write true, false"),
+    (THINKING, "chat?enable_thinking=false,x=1", "is no value; write true, false"),
+    (THINKING, "chat?enable_thinking=true&enable_thinking=false", "is set twice"),
+    (THINKING, "chat?messages=1", "no switch messages; it reads"),
+]
+
+
 def test_a_chat_that_cannot_be_made_is_refused_in_one_line(process_group, tiny):
-    cfg = train.Config(model="base", template="chat", system="Be brief.")
-    wrong = [(None, "chat_template is not set"), ("{% if %}", "Expected an expression")]
-    wrong.append(("Hello!", "its chat template leaves the question out"))
-    for template, words in [*wrong, ("{{ raise_exception('no system') }}", "no system")]:
-        told = f"^--template chat: base: .*{words}.*; give another --template$"
+    for template, flag, words in REFUSED_CHATS:
+        told = f"^--template {re.escape(flag)}: base: .*{words}.*; give another --template$"
         with pytest.raises(UserError, match=told):
-            train.prepare_problems(reward, [tiny["data"]], cfg, chat_tokenizer(template))
+            first_problem(tiny, flag, "base", chat_tokenizer(template), system="Be brief.")
 
 
-def test_a_tokenizer_that_adds_a_bos_adds_none_to_a_template(process_group, tiny, tmp_path):
+def test_a_tokenizer_that_adds_a_bos_adds_none_to_a_template(process_group, tiny, text_model):
     """Llama's and Gemma's tokenizers add one. The template decides."""
-    tokenizer = maker.make_text_tokenizer(512)
+    tokenizer = chat_tokenizer("<s>" + CHAT)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     tokenizer.add_bos_token = True
-    tokenizer.chat_template = "<s>" + CHAT
     bos = tokenizer.bos_token_id
     assert tokenizer("1+1")["input_ids"][0] == bos
-    model = str(maker.make_model(tmp_path, text_tokenizer=True, vocab=600))
     for template, count in [("orz", 1), ("{bos}{question}", 1), ("chat", 1), ("plain", 0)]:
-        cfg = train.Config(model=model, template=template)
-        (problem, *_) = train.prepare_problems(reward, [tiny["data"]], cfg, tokenizer)
-        assert problem.prompt_ids.count(bos) == problem.prompt_ids[:1].count(bos) == count
-
-
-THINKING = """{% for message in messages %}{{ message.content }}{% endfor %}
-{%- if not enable_thinking | default(true) %}<think></think>{% endif %}"""
-
-
-def test_switches_of_a_chat_template_are_set_or_refused(process_group, tiny, tmp_path):
-    """Qwen3's and SmolLM3's templates have enable_thinking."""
-    model = str(maker.make_model(tmp_path, text_tokenizer=True))
-
-    def prompt_of(template):
-        cfg = train.Config(model=model, template=template)
-        tokenizer = chat_tokenizer(THINKING)
-        (problem, *_) = train.prepare_problems(reward, [tiny["data"]], cfg, tokenizer)
-        return tokenizer.decode(problem.prompt_ids).removeprefix(problem.question)
-
-    assert prompt_of("chat") == prompt_of("chat?enable_thinking=true") == ""
-    assert prompt_of("chat?enable_thinking=false") == "<think></think>"
-    for query, words in [
-        ("thinking=1", "no switch thinking; it reads"),
-        ("x", "bad query field"),
-        ("enable_thinking=False", "False is no value; write true, false"),
-        ("enable_thinking=false,x=1", "is no value; write true, false"),
-        ("enable_thinking=true&enable_thinking=false", "is set twice"),
-        ("messages=1", "no switch messages; it reads"),
-    ]:
-        with pytest.raises(UserError, match=rf"^--template chat\?{query}: .*{words}"):
-            prompt_of(f"chat?{query}")
+        ids = first_problem(tiny, template, text_model, tokenizer).prompt_ids
+        assert ids.count(bos) == ids[:1].count(bos) == count
 
 
 def test_a_data_set_has_a_split_and_columns(process_group, tiny, tmp_path):
@@ -356,13 +353,13 @@ def test_a_data_set_has_a_split_and_columns(process_group, tiny, tmp_path):
         problems = train.prepare_problems(reward, [path], cfg, tokenizer)
         assert [problem.question for problem in problems] == questions
     assert problems[0].label == "4"
-    file = Path(tiny["data"])
-    with pytest.raises(UserError, match=f"{file.name}.split=nope: it has no split; choose columns"):
-        train.prepare_problems(reward, [f"{file}?split=nope"], config(), tokenizer)
-    with pytest.raises(UserError, match="columns=problem: name two columns, as in FILE.columns="):
-        train.prepare_problems(reward, [f"{file}?columns=problem"], config(), tokenizer)
-    with pytest.raises(UserError, match="it has no splits; choose columns or split"):
-        train.prepare_problems(reward, [f"{saved}?splits=dev"], config(), tokenizer)
+    for path, told in [
+        (f"{tiny['data']}?split=nope", "it has no split; choose columns$"),
+        (f"{tiny['data']}?columns=problem", "name two columns, as in FILE.columns="),
+        (f"{saved}?splits=dev", "it has no splits; choose columns or split$"),
+    ]:
+        with pytest.raises(UserError, match=f"^{re.escape(path)}: {told}"):
+            train.prepare_problems(reward, [path], cfg, tokenizer)
 
 
 def test_eval_sets_are_called_like_their_files(monkeypatch):
@@ -477,13 +474,15 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
     assert capsys.readouterr().out == f"WARNING: aime: {lost}\nWARNING: math: {lost}\n"
 
 
-# The gaps of seven responses and of one: rounding, a little everywhere, one response alone, NaN.
-GAPS = [(5e-5, 5e-5), (5e-4, 5e-4), (0.0, 2e-3), (0.0, float("nan"))]
+TOO_FAR = "allowed are 0.0001 and 0.001; the cause is the "
+SICK = "the cause is the model: its weight second has NaN or infinity"
+# The gaps of seven responses and of one, and what the refusal says.
+GAPS = [(5e-5, 5e-5, ""), (5e-4, 5e-4, TOO_FAR), (0.0, 2e-3, TOO_FAR), (0.0, math.nan, SICK)]
 
 
-@pytest.mark.parametrize("gap, of_one", GAPS)
-def test_the_mean_and_the_worst_response_are_judged_apart(monkeypatch, process_group, gap, of_one):
-    """Of a sampler in fp32 on a CPU, where 1e-4 and 1e-3 are allowed."""
+@pytest.mark.parametrize("gap, of_one, told", GAPS)
+def test_the_mean_and_the_worst_gap_are_judged_apart(monkeypatch, process_group, gap, of_one, told):
+    """Of a sampler in fp32 on a CPU."""
     problems = [reward.Problem(k, "", "", "", [1]) for k in range(9)]
 
     def generate(requests, with_logprobs):
@@ -496,14 +495,11 @@ def test_the_mean_and_the_worst_response_are_judged_apart(monkeypatch, process_g
     policy = SimpleNamespace(device=torch.device("cpu"), module=None)
     weights = [("first", torch.zeros(2)), ("second", torch.tensor([1, of_one]))]
     monkeypatch.setattr(train.models, "named_weights", lambda _: weights)
-    if gap == 5e-5:
+    if told:
+        with pytest.raises(UserError, match=told):
+            train.check_sampler(sampler, policy, problems, config())
+    else:
         assert "5e-05 a token" in train.check_sampler(sampler, policy, problems, config())
-        return
-    told = "allowed are 0.0001 and 0.001; the cause is the "
-    if math.isnan(of_one):
-        told = "the model: its weight second has NaN or infinity"
-    with pytest.raises(UserError, match=told):
-        train.check_sampler(sampler, policy, problems, config())
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""Two machines on one: network namespaces with their own addresses, joined by a cable (veth).
-
-A rank runs on each.
-"""
+"""Two machines on one: a rank in each of two network namespaces, joined by a cable (veth)."""
 
 import contextlib
 import os
@@ -79,10 +76,8 @@ def power_off(machine: int) -> None:
 
 @pytest.mark.slow
 def test_a_machine_that_dies_is_named_and_the_run_goes_on(machines, tiny, tmp_path):
-    """One machine is killed in the middle of a step. The other soon ends and names its address.
-
-    The steps behind the checkpoint are made again, and are the same.
-    """
+    """One machine is killed in the middle of a step. The other soon ends and names its address. The
+    steps behind the checkpoint are made again, and are the same."""
     run = tmp_path / "run"
     flags = tiny | {"zero_stage": 3, "save_interval": 2, "keep_last": 0}
     processes = start(run, **flags | {"max_steps": 500})
