@@ -120,11 +120,13 @@ def shipped(*names):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_each_shipped_variant_makes_a_config_and_its_settings(name):
+def test_each_shipped_variant_has_one_dtype_in_sampler_trainer_and_engine(name):
     """Once fp16 was refused at the start, and no gate had tried it."""
     cfg = shipped(name)
-    assert rollout.make_settings(cfg, is_gpu=True)["dtype"] in ("bfloat16", "float16")
-    assert cfg.engine_settings({"bf16": {"enabled": True}})
+    dtype, setting = ("float16", "fp16") if name == "fp16" else ("bfloat16", "bf16")
+    assert rollout.make_settings(cfg, is_gpu=True)["dtype"] == dtype
+    assert cfg.training_dtype(torch.bfloat16) is getattr(torch, dtype)
+    assert cfg.engine_settings({"bf16": {"enabled": True}}).keys() == {setting}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
