@@ -6,7 +6,6 @@ in FOLDER/cells.json. Their optimizer is mostly SGD, whose step is the gradient 
 """
 
 import ctypes
-import dataclasses
 import functools
 import json
 import os
@@ -40,13 +39,10 @@ M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SETTINGS = {"max_norm": 1e9, "temperature": 1.3, "attention": "sdpa", "warmup_updates": 1}
 SETTINGS |= {"actor_learning_rate": LR, "critic_learning_rate": LR, "critic_updates": 1}
 SETTINGS |= {"micro_train_batch_size": 2, "generate_max_len": 50}
-CONFIG = conftest.config(**SETTINGS)
 
 
 def config(model="-", **changes):
-    if "variant" in changes:
-        return conftest.config(**SETTINGS | {"model": model} | changes)
-    return dataclasses.replace(CONFIG, model=str(model), **changes)
+    return conftest.config(**SETTINGS | {"model": model} | changes)
 
 
 def cell(name: str, kind: str, tied=True, whole=False, spec=None, **settings) -> dict:

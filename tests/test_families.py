@@ -22,15 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ckpt
 import ppo
 from nanoorz import families as library
-from nanoorz.families import PACKED
-from nanoorz.models import (
-    Policy,
-    last_hidden_state,
-    load_model,
-    make_policy,
-    named_weights,
-    packed_attention,
-)
+from nanoorz import models
+from nanoorz.models import load_model, make_policy, named_weights
 from nanoorz.ranks import UserError
 
 PAGE = ROOT / "docs" / "models.md"
@@ -97,7 +90,7 @@ def test_rows_equal_single_samples(name, folder_of, process_group):
     for checkpointing in (False, True):
         cfg = filled_in(folder, gradient_checkpointing=checkpointing, packing_max_len=100)
         family = library.find_family(folder)
-        policy = Policy(load_model(cfg, family, AutoModelForCausalLM), family)
+        policy = models.Policy(load_model(cfg, family, AutoModelForCausalLM), family)
         policy.device = torch.device("cpu")
         got = ppo.compute_logprobs(policy, batch, cfg)
         torch.testing.assert_close(got.double(), logprobs.detach(), rtol=0, atol=2e-5)
@@ -126,7 +119,7 @@ SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", PACKED.split())
+@pytest.mark.parametrize("family", library.PACKED.split())
 def test_families_of_the_list_keep_packed_samples_apart(family):
     """The states of a sample do not depend on the sample before it in the row."""
     config_class = CONFIG_MAPPING[family]
@@ -162,6 +155,7 @@ def test_varlen_gets_the_borders_and_the_window_in_each_layer(name, folder_of, m
         return
     micro = ppo.build_rows(make_batch(), [[0, 1], [2, 3, 4]])
     calls = []
+    packed_attention = models.packed_attention
 
     def spy(module, query, key, value, mask, **options):
         assert mask is None
@@ -171,11 +165,11 @@ def test_varlen_gets_the_borders_and_the_window_in_each_layer(name, folder_of, m
         calls.append((module.layer_idx, options.get("sliding_window")))
         return packed_attention(module, query, key, value, mask, **options)
 
-    monkeypatch.setattr("nanoorz.models.packed_attention", spy)
+    monkeypatch.setattr(models, "packed_attention", spy)
     family = library.find_family(cfg.model)
     body = family.body(load_model(cfg, family, AutoModelForCausalLM))
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        last_hidden_state(body, micro).sum().backward()
+        models.last_hidden_state(body, micro).sum().backward()
     _, fields = families.FAMILIES[name]
     kinds = fields.get("layer_types", ["sliding_attention"] * 2)
     windows = [fields.get("sliding_window") if "sliding" in kind else None for kind in kinds]

@@ -50,8 +50,6 @@ ONE = [  # ranks: 1
     step("grpo, sequence", **FLAT_GROUPS, **SEQUENCE, **SHORT_ROWS),
     step("constant", **CONSTANT, **LONG_ROWS),
 ]
-TEXTBOOK = {"variant": "textbook_ppo", "policy_updates": 3, "actor_learning_rate": 3.0}
-TEXTBOOK = step("textbook", zero_stage=1, **TEXTBOOK, **SHORT_ROWS)
 TWO = [  # ranks: 2
     step("zero0", warmup_updates=2),
     step("zero1, short rows, varlen", zero_stage=1, tied=False, attention="varlen", **SHORT_ROWS),
@@ -118,8 +116,8 @@ def models(tmp_path_factory) -> dict:
 def results(models, tmp_path_factory, process_group):
     """results(ranks, name): what a cell has found."""
     # The first cell of a process can measure its peak memory.
-    two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS, TEXTBOOK]
-    return reader([*ONE, *BF16, TEXTBOOK], two, tmp_path_factory.mktemp("cells"), models)
+    two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS]
+    return reader([*ONE, *BF16], two, tmp_path_factory.mktemp("cells"), models)
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +128,20 @@ def wide(models, tmp_path_factory, process_group):
 # ---- Batch ---------------------------------------------------------------------------------------
 
 
+def draw(prompt, response, group=0, reward=1.0, logprobs=None, temperature=1.3):
+    """A sample, as rollout.py draws it."""
+    problem = SimpleNamespace(prompt_ids=prompt)
+    request = SimpleNamespace(problem=problem, group=group, temperature=temperature)
+    drawn = {"response_ids": response, "reward": reward, "logprobs": logprobs}
+    return SimpleNamespace(request=request, **drawn)
+
+
 def test_a_batch_holds_what_the_sampler_drew(process_group):
     """The mask comes from the lengths, never from a padding id: id 0 is an answer's token here."""
-    samples = []
-    for prompt, group, response, reward, logprobs in (
-        ([5, 6], 1, [0, 0, 3], 0.5, [-1.0, -2.0, -3.0]),
-        ([7], 0, [0], 1.0, [-4.0]),
-    ):
-        request = SimpleNamespace(problem=SimpleNamespace(prompt_ids=prompt), group=group)
-        request.temperature = config().temperature
-        drawn = {"response_ids": response, "reward": reward, "logprobs": logprobs}
-        samples.append(SimpleNamespace(request=request, **drawn))
+    samples = [
+        draw([5, 6], [0, 0, 3], group=1, reward=0.5, logprobs=[-1.0, -2.0, -3.0]),
+        draw([7], [0], logprobs=[-4.0]),
+    ]
     batch = ppo.make_batch(samples, CPU, config())
     assert batch.samples is samples
     assert (batch.prompt_ids, batch.response_ids) == ([[5, 6], [7]], [[0, 0, 3], [0]])
@@ -157,24 +158,16 @@ def test_a_batch_holds_what_the_sampler_drew(process_group):
 def test_each_sample_is_learnt_from_at_the_temperature_at_which_it_was_drawn(process_group):
     """Also if cfg.draw_step gives the requests other temperatures than --temperature."""
     cfg = config(temperature=2.0)
-    samples = []
-    for temperature in (2.0, 0.5):
-        request = SimpleNamespace(problem=SimpleNamespace(prompt_ids=[5]), group=0)
-        request.temperature = temperature
-        drawn = {"response_ids": [1, 2], "reward": 1.0, "logprobs": None}
-        samples.append(SimpleNamespace(request=request, **drawn))
+    samples = [draw([5], [1, 2], temperature=x) for x in (2.0, 0.5)]
     batch = ppo.make_batch(samples, CPU, cfg)
     batch.per_token["advantages"] = torch.ones(4)
-    losses = []
 
     def policy(micro, temperature):
-        logprobs = (8.0 * micro.real / temperature).requires_grad_()
-        losses.append(-logprobs.sum().item())
-        return logprobs, micro.real
+        return (8.0 * micro.real / temperature).requires_grad_(), micro.real
 
     assert ppo.compute_logprobs(policy, batch, cfg).tolist() == [4, 4, 16, 16]
     micro = ppo.build_rows(batch, [[0, 1]])
-    assert cfg.policy_loss(policy, batch, micro)[0].item() == losses[0] == -40
+    assert cfg.policy_loss(policy, batch, micro)[0].item() == -40
     samples[1].request.temperature = 0.0
     with pytest.raises(ranks.UserError, match="samples with temperatures of 0.01 or more"):
         ppo.make_batch(samples, CPU, cfg)
@@ -227,18 +220,25 @@ def test_pack_fills_rows_and_loses_nothing():
         assert len(rows) <= 1.5 * max(tokens / row_len, large) + 1
 
 
-def micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world: int) -> list[list]:
+def fake_dist(monkeypatch, world: int):
+    """Replaces torch.distributed in ppo.py by that of rank 0 of `world`. Returns it, and the list
+    of the numbers that all_reduce has got. It returns their maximum."""
     counts = []
 
     def all_reduce(tensor, op):
-        """The maximum over all calls so far."""
         assert op is dist.ReduceOp.MAX
         counts.append(int(tensor))
         tensor.fill_(max(counts))
 
     dist = mock.Mock(all_reduce=all_reduce)
     dist.get_world_size.return_value = world
+    dist.get_rank.return_value = 0
     monkeypatch.setattr(ppo, "dist", dist)
+    return dist, counts
+
+
+def micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world: int) -> list[list]:
+    dist, _ = fake_dist(monkeypatch, world)
     # The first round finds the maximum over ranks, the second one uses it.
     for _ in range(2):
         ranks = []
@@ -329,34 +329,22 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
 def test_the_ranks_agree_on_the_number_of_micro_batches_before_the_first(monkeypatch):
     """A caller that takes fewer of them leaves no rank alone in a collective. The last of two is a
     filler here, because another rank has two."""
-    calls = []
-
-    def all_reduce(tensor, op):
-        calls.append(int(tensor))
-        tensor.fill_(2)
-
-    dist = mock.Mock(all_reduce=all_reduce, **{"get_world_size.return_value": 1})
-    dist.get_rank.return_value = 0
-    monkeypatch.setattr(ppo, "dist", dist)
-    batch = batch_of_lists([[1]], [[2, 3]])
-    found = ppo.micro_batches(batch, [0], config())
-    assert calls == [1]
-    assert [(micro.real.tolist(), is_last) for micro, is_last in found] == [
-        ([1, 1], False),
-        ([0], True),
-    ]
-    assert calls == [1]
+    _, counts = fake_dist(monkeypatch, world=1)
+    counts.append(2)  # the other rank's
+    found = ppo.micro_batches(batch_of_lists([[1]], [[2, 3]]), [0], config())
+    assert counts == [2, 1]
+    micros = [(micro.real.tolist(), is_last) for micro, is_last in found]
+    assert micros == [([1, 1], False), ([0], True)]
+    assert counts == [2, 1]
 
 
 def test_a_filler_changes_no_number_of_the_log(process_group):
     """Not even a maximum: its token has some number, too."""
-    batch = batch_of_lists([[1]], [[2, 3]])
+    real = ppo.build_rows(batch_of_lists([[1]], [[2, 3]]), [[0]])
     history = []
-    for micro in (ppo.build_rows(batch, [[0]]), ppo.filler(CPU)):
+    for micro, numbers in ((real, [-1.0, -2.0]), (ppo.filler(CPU), [9.0])):
         stats = ppo.Stats(micro)
-        numbers = (
-            torch.full(micro.real.shape, 9.0) if not micro.real.any() else torch.tensor([-1.0, -2])
-        )
+        numbers = torch.tensor(numbers)
         stats.loss("policy_loss", (numbers * micro.real).sum())
         stats.mean("x", numbers)
         stats.maximum("x_max", numbers)
@@ -365,39 +353,37 @@ def test_a_filler_changes_no_number_of_the_log(process_group):
     assert found == {"policy_loss": -3 / 4, "x": -3 / 2, "x_max": -1}
 
 
-WRONG_NUMBERS = {
-    "a number": (lambda stats: stats.mean("x", 0.5), "x must be a tensor .2,., and is 0.5"),
-    "another shape": (lambda stats: stats.maximum("x", torch.ones(3)), "x must be .* is .3,."),
-    "a name twice": (
-        lambda stats: (stats.mean("x", torch.ones(2)), stats.maximum("x", torch.ones(2))),
-        "x is logged twice",
-    ),
-    "a dict's form": (lambda stats: stats.__setitem__("x", 1), r"write `stats.mean\('x', x\)`"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_NUMBERS)
-def test_a_number_for_the_log_that_cannot_be_is_refused_by_its_name(case):
-    log, told = WRONG_NUMBERS[case]
+def stats_of(*names) -> ppo.Stats:
+    """The means of these names, of a micro-batch of two response tokens."""
     stats = ppo.Stats(ppo.build_rows(batch_of_lists([[1]], [[2, 3]]), [[0]]))
+    for name in names:
+        stats.mean(name, torch.ones(2))
+    return stats
+
+
+@pytest.mark.parametrize(
+    "method, name, numbers, told",
+    [
+        ("mean", "x", 0.5, "x must be a tensor .2,., and is 0.5"),
+        ("maximum", "x", torch.ones(3), "x must be .* is .3,."),
+        ("maximum", "a", torch.ones(2), "a is logged twice"),
+        ("__setitem__", "x", 1, r"write `stats.mean\('x', x\)`"),
+    ],
+)
+def test_a_number_for_the_log_that_cannot_be_is_refused_by_its_name(method, name, numbers, told):
     with pytest.raises(ranks.UserError, match=f"^stats: .*{told}"):
-        log(stats)
+        getattr(stats_of("a"), method)(name, numbers)
 
 
-@pytest.mark.parametrize("where", ["micro-batch", "rank"])
-def test_other_names_in_a_micro_batch_or_on_a_rank_are_refused(where, process_group, monkeypatch):
+def test_other_names_in_a_micro_batch_or_on_a_rank_are_refused(process_group, monkeypatch):
     """Once, a rank with another name waited in a collective that no other rank called."""
-    history = []
-    for names in (["a", "b"], ["b"] if where == "micro-batch" else ["a", "b"]):
-        stats = ppo.Stats(ppo.build_rows(batch_of_lists([[1]], [[2, 3]]), [[0]]))
-        for name in names:
-            stats.mean(name, torch.ones(2))
-        history.append(stats)
-    if where == "rank":
-        monkeypatch.setattr(ppo.dist, "get_world_size", lambda: 2)
-        monkeypatch.setattr(ppo, "gather", lambda names: [names, ["b"]])
-    with pytest.raises(ranks.UserError, match="^stats: a: log the same names"):
-        ppo.join_stats(history, denominator=1, response_tokens=2)
+    told = "^stats: a: log the same names"
+    with pytest.raises(ranks.UserError, match=told):
+        ppo.join_stats([stats_of("a", "b"), stats_of("b")], denominator=1, response_tokens=2)
+    monkeypatch.setattr(ppo.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ppo, "gather", lambda names: [names, ["b"]])
+    with pytest.raises(ranks.UserError, match=told):
+        ppo.join_stats([stats_of("a", "b")], denominator=1, response_tokens=2)
 
 
 def tokens_of(batch: ppo.Batch, samples) -> list[int]:
@@ -446,6 +432,7 @@ def test_group_estimators_equal_loops(estimator):
 def test_a_flat_group_is_exactly_zero(estimator, reward):
     """Rounding makes the mean of seven 0.1 differ from 0.1. Divided by a std that is rounding too,
     this would be 1. ORZ's whitening moved flat groups off zero."""
+    cfg = config(estimator=estimator)
     for size in (1, 2, 7, 49):
         count = size + 3
         groups = [5] * size + [1] * 3
@@ -453,32 +440,38 @@ def test_a_flat_group_is_exactly_zero(estimator, reward):
         batch = batch_of_lists([[1]] * count, [[1, 2]] * count, groups, rewards)
         got = np.array(estimate(estimator, batch))
         assert (got[:size] == 0).all() and (got[size:] != 0).all() and np.isfinite(got).all()
-        ppo.compute_advantages(batch, config(estimator=estimator))
+        stats = ppo.compute_advantages(batch, cfg)
+        assert "explained_variance" not in stats and all(map(math.isfinite, stats.values()))
         assert not batch.per_token["advantages"][: 2 * size].any()
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.35, 1 / 3])
-@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_pp"])
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_pp"])
 def test_equal_rewards_of_a_batch_are_exactly_zero(estimator, reward):
-    """Rounding alone would be a direction of an update."""
+    """Rounding alone would be a direction of an update. Those of gae, which has values, are nearly
+    zero: whitening does not divide by zero."""
+    variant = estimator if estimator == "reinforce_pp" else None
+    cfg = config(variant=variant, estimator=estimator)
     for count in range(1, 60):
         groups = [k // 7 for k in range(count)]
         ids = [[1] * (1 + k % 5) for k in range(count)]
         batch = batch_of_lists([[1]] * count, ids, groups, [reward] * count)
-        variant = None if estimator == "reinforce" else estimator
-        cfg = config(variant=variant, estimator=estimator)
+        if estimator == "gae":
+            batch.per_token["values"] = torch.zeros(int(batch.response_lengths.sum()))
+        stats = ppo.compute_advantages(batch, cfg)
+        assert all(map(math.isfinite, stats.values()))
+        if estimator == "gae":
+            assert batch.per_token["advantages"].abs().max() < 1e-6
+            continue
         assert not cfg.raw_advantages(batch).any()
-        ppo.compute_advantages(batch, cfg)
         assert not batch.per_token["advantages"].any()
+        assert "explained_variance" not in stats
 
 
-ESTIMATORS = ["gae", *naive.COMPARES]
-SETTINGS = [{}, SEQUENCE, CONSTANT]
-CASES = list(itertools.product(ESTIMATORS, SETTINGS))
-CASES += [("gae", {"lambd": 0.5})]
+CASES = [*itertools.product(["gae", *naive.COMPARES], [{}, SEQUENCE, CONSTANT])]
 
 
-@pytest.mark.parametrize("estimator, settings", CASES)
+@pytest.mark.parametrize("estimator, settings", [*CASES, ("gae", {"lambd": 0.5})])
 def test_advantages_and_returns_equal_the_naive_ones(estimator, settings):
     """Some estimators are whitened, over all response tokens, with the population's std. The log
     and the critic's targets do not depend on the variant loss_mean."""
@@ -503,22 +496,7 @@ def test_advantages_and_returns_equal_the_naive_ones(estimator, settings):
     assert stats == pytest.approx(numbers, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_flat_rollout_has_no_explained_variance_and_no_nan(estimator):
-    """Where all rewards are equal, whitening does not divide by zero."""
-    batch = make_batch("flat")
-    batch.per_token["values"].zero_()
-    if estimator != "gae":
-        batch.per_token.clear()
-    stats = ppo.compute_advantages(batch, config(estimator=estimator))
-    assert estimator == "gae" or "explained_variance" not in stats
-    assert batch.per_token["advantages"].abs().max() < 1e-6
-    assert all(map(math.isfinite, stats.values()))
-
-
 # ---- passes, losses and updates: one update against its naive gradient ---------------------------
-
-LEARNT = ("estimator", "lambd")
 
 
 def new_head(cfg) -> torch.Tensor:
@@ -527,10 +505,10 @@ def new_head(cfg) -> torch.Tensor:
 
 
 @functools.cache
-def naive_step(folder, batch_kind: str, learnt: tuple, loss_mean: str) -> dict[str, dict]:
+def naive_step(folder, batch_kind, estimator, lambd, loss_mean) -> dict[str, dict]:
     """Gradients of policy and critic. They do not depend on any knob of memory or speed."""
     batch = make_batch(batch_kind)
-    cfg = config(**dict(zip(LEARNT, learnt)))
+    cfg = config(estimator=estimator, lambd=lambd)
     cfg.loss_mean = loss_mean
     policy = naive.policy_gradient(naive.load(folder), batch, cfg)
     body = naive.load(folder, AutoModel)
@@ -572,9 +550,8 @@ def check_step(result: dict, job: dict, models: dict) -> None:
     stats = result["stats"]
     expected = {}
     lr = LR / cfg.warmup_updates
-    learnt = tuple(getattr(cfg, name) for name in LEARNT)
-    loss_mean = getattr(cfg, "loss_mean", "token")
-    for learner, gradient in naive_step(folder, batch_kind, learnt, loss_mean).items():
+    learnt = (cfg.estimator, cfg.lambd, getattr(cfg, "loss_mean", "token"))
+    for learner, gradient in naive_step(folder, batch_kind, *learnt).items():
         start = result[f"{learner}_start"]
         assert start.keys() == starts[learner].keys()
         assert not norm_of(subtract(start, starts[learner]))
@@ -623,30 +600,6 @@ def test_step_on_two_ranks(job, results, models):
     """The numbers are the same, also when one rank has no sample, and when flat groups are skipped
     but counted in the denominator."""
     check_step(results(2, job["name"]), job, models)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_textbook_ppo_makes_the_updates_of_naive_clipped_ppo(ranks, results, models):
-    """At ratios unlike 1: in the last update more than a fifth of the tokens is beyond a clip."""
-    result = results(ranks, "textbook")
-    cfg = config(**TEXTBOOK["settings"])
-    model = naive.load(models[True])
-    batch = make_batch()
-    advantages, _ = naive.advantages(batch, cfg)
-    old = naive.logprobs(model, batch, cfg.temperature)[0].detach()  # (T,)
-    owner = batch.spread(torch.arange(16))  # (T,)
-    shuffled = np.random.default_rng(hash64(cfg.seed, 0, "policy")).permutation(16)
-    sgd = torch.optim.SGD(model.parameters(), lr=3.0)
-    for part in np.array_split(shuffled, 3):
-        mine = torch.isin(owner, torch.tensor(part))
-        current, _ = naive.logprobs(model, batch, cfg.temperature)
-        sgd.zero_grad()
-        naive.clipped_ppo(current, old, advantages)[mine].mean().backward()
-        sgd.step()
-        ratio = (current - old).exp()[mine]
-    assert (ratio < 0.8).double().mean() > 0.2 and (ratio > 1.2).double().mean() > 0.2
-    change = subtract(model.state_dict(), result["policy_start"])
-    assert norm_of(subtract(model.state_dict(), result["policy"])) < 1e-4 * norm_of(change)
 
 
 @pytest.mark.long
@@ -784,9 +737,7 @@ def test_nan_or_inf_stops_all_ranks_with_unchanged_weights(job, results):
     """ZeRO 0 would apply a NaN, ZeRO 1 to 3 skip the update silently, and a rank that goes on alone
     hangs the others. The fault is in one micro-batch of one rank."""
     ranks = results(2, job["name"])["ranks"]
-    told = (
-        "Recipe: token_loss must return finite" if job["name"].startswith("nan") else "not finite"
-    )
+    told = "Recipe: token_loss must return finite" if job["spec"]["how"] == "nan" else "not finite"
     assert [told in raised and unchanged for raised, unchanged in ranks] == [True, True]
 
 

@@ -18,19 +18,10 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+import toy
 import weighted
 from conftest import config, started_ranks
-from toy import (
-    DIFFICULTY,
-    SETTINGS,
-    START,
-    STEPS,
-    TARGETS,
-    TEXTS,
-    make_problems,
-    respond,
-    take_steps,
-)
+from toy import SETTINGS, START, STEPS, TEXTS, make_problems, respond, take_steps
 
 import ckpt
 import ppo
@@ -108,7 +99,7 @@ def draw_curriculum(cfg, requests, problems, memory, step):
     for position in range(4 * step, 4 * step + 4):
         number, offset = divmod(position, 5)
         shuffled = ppo.Recipe.episode_order(cfg, problems, number)
-        chosen.append(problems[sorted(shuffled, key=lambda i: DIFFICULTY[i])[offset]])
+        chosen.append(problems[sorted(shuffled, key=lambda i: toy.DIFFICULTY[i])[offset]])
     seeds = rollout.problem_seeds(cfg.seed, step, "train", 4)
     again = rollout.make_requests(chosen, seeds, 8, cfg.generate_max_len, 1.0, 1.0)
     return [respond(cfg, request) for request in again], {}
@@ -139,7 +130,7 @@ def pay_format_reward(sample, mates, cfg):
 
 
 def pay_lenient_reward(sample, mates, cfg):
-    target = str(TARGETS[sample.request.problem.index])
+    target = str(toy.TARGETS[sample.request.problem.index])
     return sample.finish_reason == "stop" and TEXTS[cfg.task][sample.text][3] == target
 
 
@@ -268,14 +259,13 @@ def expected_step(name, cfg, step, tables, memory):
     other, loss = LOSSES.get(name, ("policy", lambda a, p, _: -a * p))
     shares = []
 
+    def mean_of_sample(numbers):
+        return torch.stack([part.mean() for part in numbers.split(lengths)])[owner]
+
     def policy_loss(now, chosen):
         before = others[other]
         if name == "gspo":
-            # The log-probs of GSPO are the means of samples.
-            now, before = (
-                torch.stack([part.mean() for part in numbers.split(lengths)])[owner]
-                for numbers in (now, before)
-            )
+            now, before = mean_of_sample(now), mean_of_sample(before)
             ratio = (now - before).exp()[chosen]
             shares.append(((ratio < 0.97) | (ratio > 1.04)).double().mean().item())
             log["clipped"] = naive.mean(shares)
@@ -285,10 +275,11 @@ def expected_step(name, cfg, step, tables, memory):
     updates = range(step * count + 1, step * count + count + 1)
     fall = 8.5 / (STEPS * count - 2) if name == "lr_end" else 0
     if name == "critic_first":
-        updates = range(step, step + 1) if step > 0 else []
+        # The first step is the critic's.
+        if step == 0:
+            return log
+        updates = [step]
     rates = [9 * min(1, n / 2) - fall * max(0, n - 2) for n in updates]
-    if not rates:
-        return log
     seed = hash64(cfg.seed, step, "policy")
     shared = (owner, counting, rates, seed, of_tokens["policy"])
     tables["policy"] = learn(tables["policy"], policy_loss, *shared)
@@ -300,11 +291,11 @@ def learn(table, loss, owner, counting, rates, seed, of_tokens):
     weights of the mean, (T,)."""
     shuffle = np.random.default_rng(seed).permutation(counting)
     for part, rate in zip(np.array_split(shuffle, min(len(rates), len(shuffle))), rates):
-        table = table.detach().requires_grad_()
-        if not of_tokens[torch.isin(owner, torch.tensor(part))].any():
-            continue
-        now = table[torch.arange(len(owner)) % 23]
         chosen = torch.isin(owner, torch.tensor(part))
+        if not of_tokens[chosen].any():
+            continue
+        table = table.detach().requires_grad_()
+        now = table[torch.arange(len(owner)) % 23]
         mean = (of_tokens * loss(now, chosen))[chosen].sum() / of_tokens[chosen].sum()
         table = table - rate * torch.autograd.grad(mean, table)[0]
     return table.detach()
@@ -445,13 +436,6 @@ def test_what_a_machine_lacks_is_refused_before_the_models_are_made(monkeypatch)
         train.check_flags(cfg, 2)
         with pytest.raises(UserError, match=f"^--variant {name}.*{words}"):
             cfg.check_run(9)
-
-
-def test_fp16_is_the_dtype_of_sampler_trainer_and_engine():
-    cfg = config(variant="fp16", bf16=True, zero_stage=2)
-    assert rollout.make_settings(cfg, is_gpu=True)["dtype"] == "float16"
-    assert cfg.training_dtype(torch.bfloat16) is torch.float16
-    assert cfg.engine_settings({"bf16": {"enabled": True}}).keys() == {"fp16"}
 
 
 @pytest.mark.slow

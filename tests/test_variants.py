@@ -33,6 +33,10 @@ def paid(name, expression, **options) -> str:
     return variant(name, "def paid(self, samples):", f"    return {expression}", **options)
 
 
+def flagged(name, field, default, **options) -> str:
+    return variant(name, f"{field} = flag({default!r}, 'A number.')", **options)
+
+
 ONE = paid("One", "super().paid(samples)")
 TWICE = paid("Twice", "[2 * x for x in super().paid(samples)]")
 MORE = paid("More", "[1 + x for x in super().paid(samples)]")
@@ -80,15 +84,12 @@ def test_a_run_has_its_own_variants_only(write):
 
 def test_a_variant_builds_on_another_by_importing_it(write):
     """Of variants/, or of a file beside it. A file may have two classes, one built on the other."""
-    number = "own: int = flag(3, 'A number.')"
-    own = variant("Own", number, base="KLLoss", head="from variants.kl_loss import KLLoss")
+    head = "from variants.kl_loss import KLLoss"
+    own = flagged("Own", "own: int", 3, base="KLLoss", head=head)
     more = "[x + self.own for x in super().paid(samples)]"
     child = paid("Child", more, base="Own", head="from variants.own import Own")
-    both = (
-        TWICE
-        + "Alias = Twice\n"
-        + paid("Again", "[2 * x for x in super().paid(samples)]", base="Twice")
-    )
+    again = paid("Again", "[2 * x for x in super().paid(samples)]", base="Twice")
+    both = f"{TWICE}Alias = Twice\n{again}"
     own_path, child_path, both_path = write(own=own, child=child, both=both)
     assert paid_with(child_path) == paid_with(own_path, child_path) == [4.0, 3.0]
     assert paid_with(both_path) == [4.0, 0.0]
@@ -119,12 +120,13 @@ def shipped(*names):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_each_shipped_variant_makes_a_config_and_its_settings(name):
+def test_each_shipped_variant_has_one_dtype_in_sampler_trainer_and_engine(name):
     """Once fp16 was refused at the start, and no gate had tried it."""
     cfg = shipped(name)
-    assert rollout.make_settings(cfg, is_gpu=True)["dtype"] in ("bfloat16", "float16")
-    cfg.engine_settings({"bf16": {"enabled": True}})
-    assert cfg.policy_rate(0, 9) > 0 and cfg.episode_order([SimpleNamespace(question="1+1")], 0)
+    dtype, setting = ("float16", "fp16") if name == "fp16" else ("bfloat16", "bf16")
+    assert rollout.make_settings(cfg, is_gpu=True)["dtype"] == dtype
+    assert cfg.training_dtype(torch.bfloat16) is getattr(torch, dtype)
+    assert cfg.engine_settings({"bf16": {"enabled": True}}).keys() == {setting}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -147,7 +149,6 @@ def test_two_shipped_variants_go_together_or_a_line_names_the_order_in_which_the
 
 # ---- what is refused -----------------------------------------------------------------------------
 
-FLAG = "{} = flag({}, 'A number.')"
 HELPER = "def _help(self):", "    return 1"
 # Texts of variants a and b, and a pattern of the line that refuses them.
 REFUSED = [
@@ -157,28 +158,22 @@ REFUSED = [
     ([variant("A", "paid = 3")], r"A.paid must be a method with \(self, samples\)"),
     ([variant("A", "memory = {}")], "A.memory is no method of the recipe"),
     # A flag that is none.
-    (
-        [variant("A", "lambd = 0.5")],
-        "A.lambd is no method .*; write `lambd: TYPE = flag.DEFAULT",
-    ),
+    ([variant("A", "lambd = 0.5")], "A.lambd is no .*; write `lambd: TYPE = flag.DEFAULT"),
     ([variant("A", "x: int = 1")], "A.x is no flag yet: write @dataclass, `x: TYPE = flag"),
-    ([variant("A", FLAG.format("gamma: str", "'a'"))], "A.gamma must have .* the core's --gamma"),
-    ([variant("A", FLAG.format("paid: int", 1))], "A.paid must have another name"),
+    ([flagged("A", "gamma: str", "a")], "A.gamma must have .* the core's --gamma"),
+    ([flagged("A", "paid: int", 1)], "A.paid must have another name"),
     (
-        [variant("A", FLAG.format("x: int", 1)).replace("@dataclass", "")],
+        [flagged("A", "x: int", 1).replace("@dataclass", "")],
         "A.x is no flag yet: write @dataclass, .*; helpers have no type",
     ),
-    ([variant("A", FLAG.format("x", 1))], "TypeError: 'x' is a field but has no type"),
+    ([flagged("A", "x", 1)], "TypeError: 'x' is a field but has no type"),
     ([variant("A", "x: int")], "TypeError: non-default argument 'x'"),
     # A file that cannot be run, or has no variant.
     (["class A\n"], "SyntaxError: .*a.py, line 1"),
     (["\n1 / 0\n"], r"ZeroDivisionError: division by zero \(.*a.py, line 2\)"),
     (["raise SystemExit(0)\n"], "SystemExit"),
     (["from variants.kl_los import KLLoss\n"], "No module named 'variants.kl_los' .*line 1"),
-    (
-        ["import ppo\n\ndef paid(samples):\n    return []\n"],
-        r"one subclass of Recipe; up to commit 229d200 variants were files of functions",
-    ),
+    (["x = 1\n"], "one subclass of Recipe; up to commit 229d200 variants were files of functions"),
     # The library folder had another name.
     (["from lib.common import hash64\n"], r"'lib'; lib is called nanoorz now: .*a.py, line 1"),
     (["from lib import check\n"], "'lib'; lib is called nanoorz now: .*lib.check nanoorz.flags"),
@@ -195,11 +190,8 @@ REFUSED = [
     ),
     ([TWICE, ZERO], "Twice.paid is lost: Zero.paid has no super.*; use --variant .*b.py .*a.py$"),
     ([variant("A", base="B", head="from variants.b import B"), variant("B")], "use .*b.py .*a.py$"),
-    (
-        [variant("A", FLAG.format("x: int", 1)), variant("B", FLAG.format("x: int", 1))],
-        "A and B both have x; rename",
-    ),
-    ([variant(x, FLAG.format("lambd: float", y)) for x, y in ("A1", "B2")], "both have lambd;"),
+    ([flagged(x, "x: int", 1) for x in "AB"], "A and B both have x; rename"),
+    ([flagged("A", "lambd: float", 1), flagged("B", "lambd: float", 2)], "both have lambd;"),
     ([variant("A", *HELPER), variant("B", *HELPER)], "A and B both have _help; rename"),
     ([variant("A"), variant("A")], "A and A both have A; rename one"),
     ([variant("A", "estimators = {'x': 3}")], "x is no new ppo.Estimator"),
@@ -215,7 +207,7 @@ def test_what_a_variant_must_not_be_is_refused_in_one_line(texts, words, write):
 
 
 def test_two_variants_may_give_a_flag_of_the_core_the_same_default(write):
-    texts = {x: variant(x, FLAG.format("lambd: float", 0.9)) for x in "ab"}
+    texts = {x: flagged(x, "lambd: float", 0.9) for x in "ab"}
     assert config(variant=write(**texts)).lambd == 0.9
 
 
@@ -350,15 +342,14 @@ def test_a_wrong_result_is_refused_in_one_line_that_names_the_class(
 @pytest.mark.parametrize("result", ["WIDE.T", "WIDE[:, 0].sum()", "WIDE[:1]", "None", "[1, 2]"])
 def test_an_estimator_returns_one_number_a_sample_or_a_token(result, write, process_group):
     """A transposed result was scrambled silently once."""
-    text = f"WIDE = torch.ones(2, 3).double()\nE = ppo.Estimator(lambda *_: {result})\n"
-    estimators = "estimators = ppo.ESTIMATORS | {'mine': E}"
-    (path,) = write(mine=variant("Mine", estimators, head=f"import torch\n{text}"))
+    head = "import torch\nWIDE = torch.ones(2, 3).double()\n"
+    estimators = f"estimators = ppo.ESTIMATORS | {{'mine': ppo.Estimator(lambda *_: {result})}}"
+    (path,) = write(mine=variant("Mine", estimators, head=head))
     cfg = config(variant=path, estimator="mine")
     wide = torch.ones(2, 3).double()
     batch = batch_of_lists([[1], [1]], [[2, 3, 4], [5]], [0, 1], [1, 1])
-    with pytest.raises(
-        UserError, match=r"^--estimator mine must return a tensor \(2, 3\) or \(2,\)"
-    ):
+    told = r"^--estimator mine must return a tensor \(2, 3\) or \(2,\)"
+    with pytest.raises(UserError, match=told):
         ppo.compute_advantages(batch, cfg)
     for right in (wide, wide[:, 0]):
         cfg.estimators["mine"] = ppo.Estimator(lambda *_, right=right: right)
@@ -419,6 +410,10 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
         now = ckpt.RunState(0, 9, 1, flags_of(config()), 1, variants=hashes(words))
         return ckpt.find_start(tmp_path, "auto", now, {})[1]
 
+    def refuse(words, told):
+        with pytest.raises(UserError, match=told):
+            find_start(words)
+
     base = variant("Base")
     late = paid("Late", "super().paid(samples)", base="Base", head="from variants.base import Base")
     _, *paths = write(base=base, late=late, more=MORE)
@@ -427,46 +422,33 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
     assert not ckpt.save(tmp_path, state, {}, [], 0)
     assert find_start(paths).variants == hashes(paths)
     kept = " ".join(f"{tmp_path}/variants/{name}.py" for name in ("base", "late", "more"))
-    for words in (
-        paths[::-1],
-        paths[:1],
-        [],
-        {"late": late + "# edited"},
-        {"base": base + "# edited"},
+    for words, edited in (
+        (paths[::-1], {}),
+        (paths[:1], {}),
+        ([], {}),
+        (paths, {"late": late + "# edited"}),
+        (paths, {"base": base + "# edited"}),
     ):
-        if isinstance(words, dict):
-            write(**words)
-            words = paths
-        with pytest.raises(UserError, match=f"another text in one; use --variant {kept}, or"):
-            find_start(words)
-        write(base=base, late=late)
-    # A run of an older version, in which a variant was a file of functions.
-    (tmp_path / "variants").mkdir()
-    (tmp_path / "variants" / "late.py").write_text("class Flags:\n    x: int = 1\n\ndef paid(old):")
-    with pytest.raises(
-        UserError, match="functions, .* the last commit .* is 229d200; begin another run"
-    ):
-        find_start(paths)
+        write(**{"base": base, "late": late} | edited)
+        refuse(words, f"another text in one; use --variant {kept}, or")
+    write(base=base, late=late)
+    # A run of an older version: a variant was a file of functions, or nanoorz/ had another name.
+    kept_late = tmp_path / "variants" / "late.py"
+    kept_late.parent.mkdir()
+    kept_late.write_text("class Flags:\n    x: int = 1\n\ndef paid(old):")
+    refuse(paths, "functions, .* the last commit .* is 229d200; begin another run")
+    kept_late.write_text("import ppo\nfrom lib.flags import flag\n\nclass Late(ppo.Recipe):")
+    refuse(paths, "uses lib or other old names .* the last commit .* is 85ba2b3; begin")
     # The numbers of train_policy are a dict, so this text is no old one.
-    late_text = "class Late(ppo.Recipe):\n    def train_policy(self):\n        stats['x'] = 1\n"
-    (tmp_path / "variants" / "late.py").write_text(late_text)
-    with pytest.raises(UserError, match="another text in one"):
-        find_start([])
-    # A run from before the library folder got its name.
-    old = "import ppo\nfrom lib.flags import flag\n\nclass Late(ppo.Recipe):\n    pass\n"
-    (tmp_path / "variants" / "late.py").write_text(old)
-    with pytest.raises(
-        UserError, match="uses lib or other old names .* the last commit .* is 85ba2b3; begin"
-    ):
-        find_start(paths)
+    kept_late.write_text("class Late(ppo.Recipe):\n        stats['x'] = 1\n")
+    refuse([], "another text in one")
 
 
 def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys):
     """The kept files are the same variants again, also where the originals were edited. A file that
     a variant imports is kept too, although it has no variant."""
-    base = variant(
-        "Base", "own: int = flag(FIVE, 'A number.')", head="from variants.five import FIVE"
-    )
+    own = "own: int = flag(FIVE, 'A number.')"
+    base = variant("Base", own, head="from variants.five import FIVE")
     more = "[x + self.own for x in super().paid(samples)]"
     late = paid("Late", more, base="Base", head="from variants.base import Base")
     _, _, late_path, twice_path = write(five="FIVE = 5\n", base=base, late=late, twice=TWICE)

@@ -117,11 +117,9 @@ def take_steps(names, flags):
 
     def draw(requests, clock):
         samples = [respond(cfg, request) for request in requests]
-        return (
-            samples
-            if "log_ratio" in cfg.variant_texts
-            else [replace(x, logprobs=None) for x in samples]
-        )
+        if "log_ratio" in cfg.variant_texts:
+            return samples
+        return [replace(x, logprobs=None) for x in samples]
 
     train.check_flags(cfg, 2)
     cfg.check_run(STEPS)
