@@ -211,3 +211,10 @@ def test_the_space_needed_counts_the_checkpoints_to_come(tmp_path):
     assert needed(True, 1, resume="none") == 4 * policy, "the old one is set aside, and stays"
     assert needed(True, 0, keep_last=0, critic=smaller) == policy + critic
     assert needed(False, 1) == policy
+    # A short run writes fewer.
+    assert (
+        needed(False, 0, keep_last=2) == needed(False, 0, keep_last=2, max_steps=101) == 3 * policy
+    )
+    assert needed(False, 0, keep_last=2, max_steps=51) == 2 * policy
+    for changes in ({"save_interval": 0}, {"max_steps": 50}, {"max_steps": 0}):
+        assert needed(False, 0, keep_last=2, **changes) == policy, changes

@@ -395,6 +395,24 @@ def test_other_problems_are_refused():
         assert find_changes(old, run_state(0, **changes), LEARNING) == told
 
 
+def test_models_and_tasks_are_compared_by_what_they_are_and_not_by_their_paths(capsys):
+    old = {"model": {"config": 1, "weights": 2}, "task": {"text": 3}, "critic": {"weights": 4}}
+    no_critic = {name: old[name] for name in ("model", "task")}
+    moved = {"model": "b", "critic": "b", "task": "b.py"}
+    for before, now, told in [
+        (old, old, []),
+        (old, old | {"model": {"config": 1, "weights": 7}}, ["model"]),
+        (old, old | {"task": {"text": 7}}, ["task"]),
+        (old, no_critic, ["critic"]),
+        (no_critic, old, ["critic"]),
+        # A checkpoint of an older version has no hashes.
+        ({}, old, ["model", "task", "critic"]),
+    ]:
+        new = run_state(0, inputs=now, config=moved)
+        assert set(find_changes(run_state(3, inputs=before), new, LEARNING)) == set(told)
+    assert "resume: --model has another weights\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("changes", [{"config": {"zero_stage": 2}}, {"world": 2}])
 def test_other_ranks_and_stages_ask_for_other_files(saved_run, changes):
     with pytest.raises(UserError, match="convert.py reshard .*step_000003`"):

@@ -689,6 +689,14 @@ def test_an_all_flat_rollout_makes_no_update(settings, results):
     assert norm_of(subtract(result["before"], result["start"])), "the healthy step did nothing"
 
 
+def test_flat_returns_have_no_explained_variance():
+    """It would be a division by zero."""
+    batch = make_batch("flat")
+    flat = torch.ones_like(batch.per_token["values"]).double()
+    stats = ppo.advantage_stats(batch, flat, flat)
+    assert stats == {"advantage": 1, "advantage_abs": 1, "return": 1}
+
+
 def test_with_lr_end_the_rate_falls_linearly():
     words = ["--variant", "lr_end", "--actor_learning_rate", "1e-6", "--warmup_updates", "4"]
     cfg = train.parse_flags([*words, "--lr_end", "3e-7"])

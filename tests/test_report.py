@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,11 +15,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import config, fill, jsonl
+from conftest import config, fill, jsonl, run_python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
 from nanoorz import log as log_file
+from nanoorz.ranks import UserError
 from reward import Problem
 from rollout import Request, Sample
 
@@ -123,7 +126,7 @@ def make_log(process_group):
     def make(folder, start=None, **flags) -> log_file.RunLog:
         log = log_file.RunLog(folder, config(**flags), tokenizer)
         if start is not None:
-            log.start(SimpleNamespace(step=start, world=2, variants={}), "GAP")
+            log.start(SimpleNamespace(step=start, world=2, variants={}), "GAP", __file__)
         return log
 
     return make
@@ -265,6 +268,49 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
     assert re.match("WARNING: no response has an .*--task math and --answer_form hashes", line)
     assert re.findall(r"the answer is (\d)", line) == ["0", "2", "4"], "of three problems"
     assert len(line) < 1200
+
+
+def test_numbers_of_numpy_and_labels_that_json_refuses_are_written(make_log, tmp_path):
+    """A float32 of a user's text_metrics, or a set as a label, ended the run in phase 9 once."""
+    log = make_log(tmp_path)
+    labels = ["1", Fraction(1, 2), {(1, 2): 3}, {"a": {1}}, np.float32(0.5)]
+    samples = [sample(k, words=np.float32(k)) for k in range(5)]
+    for one, label in zip(samples, labels):
+        one.request = replace(one.request, problem=replace(one.request.problem, label=label))
+    added = {"mine": np.float32(0.5), "two": torch.tensor(2)}
+    log.cfg.metrics = lambda line, samples, batch: line | added
+    log.step(1, samples, batch_of(samples), {}, log_file.Clock(1))
+    (line,) = jsonl(tmp_path / "metrics.jsonl")
+    assert (line["words"], line["mine"], line["two"]) == (2.0, 0.5, 2)
+    found = [line["label"] for line in jsonl(tmp_path / "samples.jsonl")]
+    assert found == ["1", "Fraction(1, 2)", "{(1, 2): 3}", {"a": "{1}"}, 0.5]
+    log.cfg.metrics = lambda line, samples, batch: {1: 2}
+    with pytest.raises(UserError, match="metrics must return a dict with texts as keys, and"):
+        log.step(2, samples, batch_of(samples), {}, log_file.Clock(2))
+
+
+ABORT = """
+import os, sys
+from nanoorz import log, ranks
+import torch
+log.redirect_libraries(sys.argv[1])
+os.write(2, b"NCCL says why\\n")
+if sys.argv[2] == "abort":
+    os.abort()
+if sys.argv[2] == "assert":
+    ranks.print_crash(torch.AcceleratorError("device-side assert triggered"))
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("end, code", [("abort", -6), ("assert", 3), ("exit", 3)])
+def test_an_abort_leaves_the_last_lines_of_run_log_on_the_screen(tmp_path, end, code):
+    """The screen was blank once: what C libraries print goes to run.log."""
+    done = run_python("-c", ABORT, tmp_path / "run.log", end, code=code)
+    assert (tmp_path / "run.log").read_text() == "NCCL says why\n"
+    said = done.stdout + done.stderr
+    assert ("NCCL says why" in said) == (end != "exit")
+    assert ("Fatal Python error: Aborted; the last lines of" in said) == (end == "abort")
 
 
 def test_an_evaluation_is_a_line_and_its_answers(make_log, tmp_path, capsys):

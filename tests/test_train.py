@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ import tiny as maker
 import torch
 import torch.distributed as dist
 from conftest import DATA, ROOT, SMALL, arguments, config, equal_runs, jsonl, launch, run_ranks
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -218,6 +220,62 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     # A critic of another size is fine.
     _, tokenizer, _ = train.find_inputs(config(**tiny, max_len=256, critic=other_critic))
     assert len(tokenizer) == 56
+
+
+def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group, tiny):
+    """A copy in another folder and in several files is the same model. Base and instruct models of
+    a family differ in their weights alone."""
+    model = maker.make_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    names = sorted(weights)
+
+    def hashes(model, **flags):
+        return train.find_inputs(config(**tiny | {"model": model, **flags}))[2]
+
+    def other(name="", **changes):
+        folder = tmp_path / "other"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(model, folder)
+        if name:
+            text = json.loads((folder / name).read_text()) | changes
+            (folder / name).write_text(json.dumps(text))
+        return folder
+
+    def changed(folder):
+        parts = hashes(folder)["model"]
+        return [part for part in parts if parts[part] != first["model"][part]]
+
+    first = hashes(model)
+    moved = other("config.json", _name_or_path="/elsewhere", transformers_version="4.0")
+    (moved / "model.safetensors").unlink()
+    index = {}
+    for number, part in enumerate((names[:3], names[3:])):
+        index |= dict.fromkeys(part, f"model-{number}.safetensors")
+        save_file({name: weights[name] for name in part}, moved / f"model-{number}.safetensors")
+    (moved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert hashes(moved) == first
+    assert changed(other("config.json", rope_theta=5.0)) == ["config"]
+    assert changed(other("tokenizer_config.json", chat_template="{{ messages }}")) == ["tokenizer"]
+    for name in names:
+        edited = {key: tensor.clone() for key, tensor in weights.items()}
+        edited[name].view(-1)[0] += 1
+        folder = other()
+        save_file(edited, folder / "model.safetensors", metadata={"format": "pt"})
+        assert changed(folder) == ["weights"], name
+
+    critic = other()
+    heads = []
+    for number in (1.0, 2.0):
+        save_file(
+            {"value_head.weight": torch.tensor([[number]])}, critic / "value_head.safetensors"
+        )
+        heads.append(hashes(model, critic=critic)["critic"]["weights"])
+    assert heads[0] != heads[1]
+    task = tmp_path / "mine.py"
+    shutil.copy(ROOT / "reward.py", task)
+    assert hashes(model, task=task)["task"] == first["task"]
+    task.write_text(task.read_text() + "# edited\n")
+    assert hashes(model, task=task)["task"] != first["task"]
 
 
 # ---- problems, tasks, steps, evaluate, check_sampler ---------------------------------------------
