@@ -83,12 +83,13 @@ def test_a_run_has_its_own_variants_only(write):
 
 
 def test_a_variant_builds_on_another_by_importing_it(write):
-    """Of variants/, or of a file beside it. A file may have two classes, one built on the other."""
+    """Of variants/, or of a file beside it. A file may have two classes, one built on the other. It
+    may import a variant that it is not built on."""
     head = "from variants.kl_loss import KLLoss"
     own = flagged("Own", "own: int", 3, base="KLLoss", head=head)
     more = "[x + self.own for x in super().paid(samples)]"
     child = paid("Child", more, base="Own", head="from variants.own import Own")
-    again = paid("Again", "[2 * x for x in super().paid(samples)]", base="Twice")
+    again = paid("Again", "[2 * x for x in super().paid(samples)]", base="Twice", head=head)
     both = f"{TWICE}Alias = Twice\n{again}"
     own_path, child_path, both_path = write(own=own, child=child, both=both)
     assert paid_with(child_path) == paid_with(own_path, child_path) == [4.0, 3.0]
