@@ -57,6 +57,14 @@ def test_a_file_can_be_copied():
         assert imports(ROOT / name) <= others, name
 
 
+def test_the_library_has_no_circle():
+    graph = {f"nanoorz.{path.stem}": imports(path) for path in (ROOT / "nanoorz").glob("*.py")}
+    while graph:
+        free = {name for name, needed in graph.items() if not needed & graph.keys()}
+        assert free, f"these import each other: {sorted(graph)}"
+        graph = {name: needed for name, needed in graph.items() if name not in free}
+
+
 def test_every_setting_is_read_and_has_advice():
     texts = [path.read_text() for path in FILES if path.parent.name != "tools"]
     # In the recipe `self` is the config.
