@@ -11,7 +11,7 @@ from conftest import ROOT, run_python
 
 import train
 from nanoorz.ranks import UserError
-from studies import race
+from studies import race, ratio_one
 
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md"]
 for folder in ("docs", "studies"):
@@ -101,6 +101,11 @@ def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_de
     for name, words in (told | {"baseline": "line 3: baseline: .* another name"}).items():
         with pytest.raises(UserError, match=words):
             race.find_entry(plan, name)
+
+
+def test_at_ratio_one_only_the_mean_of_a_loss_matters():
+    """The losses of other algorithms, as their papers write them, have one of four gradients."""
+    assert {ratio_one.mean_of(name) for name in ratio_one.LOSSES} == ratio_one.LEFT.keys()
 
 
 def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):

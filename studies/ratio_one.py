@@ -1,16 +1,20 @@
 """What named losses become at ratio 1, where pi = pi_old = sampler: docs/stripped.md.
 
+    python studies/ratio_one.py
+
 Each loss is written as it was published, as the mean that is maximised, and differentiated in
-float64 on a toy. test_ppo.py shows that `update` takes PPO's mean. The variant loss_mean takes
-GRPO's mean.
+float64 on a toy. Its gradient must be that of one of four means, to 1e-12. At another ratio it must
+not be. tests/test_ppo.py shows that `update` takes PPO's mean. The variant loss_mean takes GRPO's.
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo
 
 LENGTHS = [2, 3, 5, 6, 8, 9]  # of six sequences
@@ -181,9 +185,8 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_at_ratio_one_only_the_mean_of_a_loss_matters(name):
-    """Each loss has the gradient of one of four means. At another ratio the gradients differ."""
+def mean_of(name: str) -> str:
+    """The mean whose gradient this loss has at ratio 1. Raises AssertionError if there is none."""
     terms, mean, kind = LOSSES[name]
 
     def difference(toy: Toy, left: str) -> float:
@@ -193,3 +196,9 @@ def test_at_ratio_one_only_the_mean_of_a_loss_matters(name):
     assert difference(Toy(), kind) < 1e-12
     assert all(difference(Toy(), other) > 0.01 for other in LEFT.keys() - {kind})
     assert difference(Toy(moved=0.5), kind) > 0.01
+    return kind
+
+
+if __name__ == "__main__":
+    for name in LOSSES:
+        print(f"{name}: {mean_of(name)}")
