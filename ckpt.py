@@ -466,9 +466,11 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
     needs_reshard = False
     if saved.layout != new_state.layout:
         needs_reshard = find_damage(path / "universal") is not None
-    too_old = explain_old_run(path.parent, saved.variants)
-    if too_old:
-        return too_old
+    # Variants with the same texts are not too old: this run has loaded them.
+    if saved.variants != new_state.variants:
+        too_old = explain_old_run(path.parent, saved.variants)
+        if too_old:
+            return too_old
     # The user should see all changed flags, whatever else is wrong.
     changed = find_changes(saved, new_state, fixed_defaults)
     if not path.parent.samefile(run_dir):

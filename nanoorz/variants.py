@@ -323,7 +323,7 @@ def explain_old_run(run_dir, hashes) -> str:
     """
     files = [Path(file) for file in kept_files(run_dir, hashes)]
     texts = [file.read_text(encoding="utf-8") for file in files if file.exists()]
-    if not all(re.search(r"^class \w+\(", text, re.MULTILINE) for text in texts):
+    if not all(re.search(r"^class \w+ *\(", text, re.MULTILINE) for text in texts):
         fault = "is a file of functions, and variants are classes now"
         last = LAST_OF_FUNCTIONS
     elif any(OLD_NAMES.search(text) for text in texts):

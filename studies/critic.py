@@ -261,7 +261,7 @@ def main() -> None:
     except (OSError, UserError) as error:
         parser.exit(2, f"error: {error}\n")
     tell_table(runs)
-    draw(runs, Path(__file__).with_name("critic.png"))
+    draw(runs, Path(__file__).resolve().parent.parent / "docs" / "critic.png")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ PPO's clip removes the gradient of tokens whose ratio is outside the clip. MiniM
 2506.13585) claims that the rare tokens that begin a reflection lose their gradient first. In CISPO
 every token keeps its gradient. The ratio has no lower bound, as in the paper. The paper does not
 say which cap it uses.
-Measured in the laboratory (GRPO, 8 updates, 3 seeds): the accuracy is 0.03 with cispo, and 0.53
-with PPO's clip. All three runs reached 0.5 and fell between steps 9 and 18. After 40 steps two runs
-were at 0.000, and one run was at 0.097.
+Measured in the laboratory (GRPO, 8 updates, 3 seeds): the last accuracy is 0.03 with cispo, and
+0.53 with PPO's clip. All three runs reached 0.5 and fell between steps 9 and 18. After 40 steps two
+runs were at 0.000, and one run was at 0.097.
 """
 
 from dataclasses import dataclass
