@@ -480,8 +480,8 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
     if changed:
         names = ", --".join(changed)
         old = "the old value"
-        if "task" in changed:
-            old += f" (--task {path.parent}/task.py)"
+        if "task" in changed and saved.inputs:
+            old += f" (the old text of the task is {path.parent}/task.py)"
         return (
             f"was made with another --{names}, which changes what is learnt; use {old}, or begin "
             f"another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
@@ -516,7 +516,7 @@ def find_changes(saved: RunState, new_state: RunState, fixed_defaults):
         found = new_state.inputs.get(name, {})
         other = [part for part, old_hash in parts.items() if found.get(part) != old_hash]
         if other:
-            print0(f"resume: --{name} has another {' and '.join(other)}")
+            print0(f"resume: --{name} differs in: {', '.join(other)}")
             changed.append(name)
     # Another --template also changes the hash of the problems. Then `changed` has it already.
     if saved.problems_hash != new_state.problems_hash and not changed:

@@ -422,7 +422,8 @@ def submit(rollout, position, sample):
     found = rollout.task.text_metrics(sample.text)
     if not isinstance(found, dict) or not all(isinstance(x, Real) for x in found.values()):
         raise UserError(f"{task}: text_metrics returned {found!r:.99}, not {{name: number}}")
-    sample.text_metrics = found
+    # The numbers may be numpy's, and the log takes means of them.
+    sample.text_metrics = {key: float(number) for key, number in found.items()}
     label = sample.request.problem.label
     sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
     # By mistake a user's task may return True for a right response.

@@ -244,30 +244,40 @@ def check_flags(cfg, world):
 
 
 def find_inputs(cfg):
-    """Returns the task, the tokenizer, and {flag: {part: hash}} of model, critic and task.
+    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention.
 
-    A resume compares the hashes. Replaces `auto` in --packing and --attention. Raises UserError on
-    all ranks, even if only one rank fails.
+    Raises UserError on all ranks, even if only one rank fails.
     """
-    hashes = {}
     with raise_together():
         task = find_task(cfg)
-        hashes["task"] = {"text": hash64(Path(task.__file__).read_bytes())}
         tokenizer = load_tokenizer(cfg, cfg.model)
-        hashes["model"] = families.hashes_of(cfg.model) | {"tokenizer": tokenizer_hash(tokenizer)}
         if cfg.critic:
-            hashes["critic"] = families.hashes_of(cfg.critic)
             critic_tokenizer = load_tokenizer(cfg, cfg.critic)
             require(
                 critic_tokenizer.get_vocab() == tokenizer.get_vocab(),
                 f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}",
             )
         families.replace_auto(cfg)
-    # Two machines may have different files under one name.
+    return task, tokenizer
+
+
+def hash_inputs(cfg, task_text, tokenizer):
+    """{flag: {part: hash}}: what model, critic and task are, wherever their files are.
+
+    A resume compares these hashes. task_text: the bytes of the task's file. Raises UserError on all
+    ranks, also if two machines have different files under one name.
+    """
+    hashes = {"task": {"text": hash64(task_text)}}
+    with raise_together():
+        hashes["model"] = families.hashes_of(cfg.model) | {"tokenizer": tokenizer_hash(tokenizer)}
+        if cfg.critic:
+            hashes["critic"] = families.hashes_of(cfg.critic)
+    found = {}
     for name, parts in hashes.items():
-        place = f"--{name} {getattr(cfg, name)}"
-        require_same({f"hash of the {part} of {place}": found for part, found in parts.items()})
-    return task, tokenizer, hashes
+        for part, number in parts.items():
+            found[f"hash of the {part} of --{name} {getattr(cfg, name)}"] = number
+    require_same(found)
+    return hashes
 
 
 def find_task(cfg):
@@ -576,7 +586,8 @@ def main(cfg, world, device, store):
 
     world: the number of ranks. store: what all ranks can read and write (start_distributed).
     """
-    task, tokenizer, input_hashes = find_inputs(cfg)
+    task, tokenizer = find_inputs(cfg)
+    task_text = Path(task.__file__).read_bytes()
     run_dir, lock = open_run_dir(cfg)
 
     # ---- data: each problem holds the token ids of its prompt
@@ -592,7 +603,7 @@ def main(cfg, world, device, store):
         world=world,
         config=flags_of(cfg),
         problems_hash=problems_hash(problems),
-        inputs=input_hashes,
+        inputs=hash_inputs(cfg, task_text, tokenizer),
         variants=cfg.variant_hashes,
     )
     # {name: default} of the flags that a resumed run must keep: those of ppo.Recipe, of Learning
@@ -628,7 +639,7 @@ def main(cfg, world, device, store):
     rollout.sampler.sync(models.named_weights(policy))
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer)
-    log.start(state, gap, task.__file__)
+    log.start(state, gap, task_text)
 
     save_error = None
     try:

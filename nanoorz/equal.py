@@ -462,8 +462,9 @@ class Worker:
         """Starts the process, and waits until it has made its imports, which take 2 s."""
         # With -P Python does not look into the current folder, which may have another `nanoorz`.
         command = [sys.executable, "-P", "-m", "nanoorz.algebra", str(self.cpu_seconds)]
-        paths = [ROOT, os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # An empty path would also mean the current folder.
+        paths = [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         # The order of terms in sympy depends on the hashes of texts. Without a seed these differ
         # from process to process.
         environment["PYTHONHASHSEED"] = "0"

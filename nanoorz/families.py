@@ -180,19 +180,30 @@ def hashes_of(source) -> dict[str, int]:
     """What a model is, wherever its folder is: {"config": hash, "weights": hash}.
 
     The hash of the weights depends on the first 64 KiB of every tensor, and not on the files that
-    the tensors are in.
+    the tensors are in. Raises UserError.
     """
-    config, _ = PreTrainedConfig.get_config_dict(source)
-    facts = [(key, config[key]) for key in sorted(config) if key not in NO_FACTS]
     tensors = []
-    for path in folder_of(source).glob("*.safetensors"):
-        if path.match(WEIGHT_FILES) or path.name == "value_head.safetensors":
-            tensors += tensor_starts(path)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(source)
+        for path in folder_of(source).glob("*.safetensors"):
+            # Some folders have the same weights twice.
+            if not path.name.startswith("consolidated"):
+                tensors += tensor_starts(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model, --critic: {source} cannot be read: {one_line(error)}") from error
+    facts = json.dumps(without_origin(config), sort_keys=True, default=str)
     return {"config": hash64(facts), "weights": hash64(sorted(tensors))}
 
 
 # These keys of a config say where a model was, and which version has written it.
-NO_FACTS = ("_name_or_path", "_commit_hash", "transformers_version")
+ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
+
+
+def without_origin(config):
+    """A config, with those inside it, without the keys of ORIGIN."""
+    if not isinstance(config, dict):
+        return config
+    return {key: without_origin(value) for key, value in config.items() if key not in ORIGIN}
 
 
 def tensor_starts(path):

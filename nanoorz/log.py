@@ -55,7 +55,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase):
-        """Measures the code inside. Adds phase and step to an error that the code raises."""
+        """Measures the code inside. Adds phase and step to a RuntimeError or FloatingPointError."""
         begin = time.perf_counter()
         try:
             yield
@@ -210,11 +210,11 @@ class RunLog:
         self.tracker = None
         self.waiting = {}  # {file name: the lines that a full disk has refused}
 
-    def start(self, state, gap, task_file):
+    def start(self, state, gap, task_text):
         """Prints what the run is, and writes config.json, task.py and variants/.
 
-        state: the RunState that the run begins with. gap: what check_sampler returned. task_file:
-        the path of the task.
+        state: the RunState that the run begins with. gap: what check_sampler returned. task_text:
+        the bytes of the task's file.
         """
         if self.is_silent:
             return
@@ -225,9 +225,8 @@ class RunLog:
         (self.run_dir / "result.json").unlink(missing_ok=True)
         facts = {"world": state.world, "variants": state.variants, "versions": versions()}
         self.write("config.json", flags_of(cfg) | facts)
-        # A resume compares the texts of task and variants. A user may have edited them meanwhile.
-        # The task may also be this very file.
-        (self.run_dir / "task.py").write_bytes(Path(task_file).read_bytes())
+        # A resume compares the texts of task and variants, which a user may have edited since.
+        (self.run_dir / "task.py").write_bytes(task_text)
         self.keep_variants()
         print(
             f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
@@ -423,7 +422,9 @@ GROUP_OF = {word: group for group, words in GROUPS.items() for word in words.spl
 
 
 def tag_of(name, prefix):
-    """The tag GROUP/NAME. Numbers of tasks and of a user's variants belong to the group other.
+    """The tag GROUP/NAME, or "eval SET/NAME".
+
+    Numbers of tasks and of a user's variants belong to the group other.
 
     prefix: the evaluation set with a slash, or nothing.
     """

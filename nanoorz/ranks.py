@@ -247,7 +247,7 @@ def print_crash(error):
     # Of an assertion on the GPU the error says little. CUDA's own message is in run.log, to which
     # the descriptor 2 leads.
     if isinstance(error, torch.AcceleratorError) and sys.stderr is not sys.__stderr__:
-        with open("/proc/self/fd/2") as log:
+        with open("/proc/self/fd/2", errors="replace") as log:
             print("the last lines of run.log:\n" + "".join(log.readlines()[-20:]), file=sys.stderr)
 
 

@@ -210,7 +210,8 @@ def contain(job):
     die_with_parent()
     # The alarm ends this process. Its children then end too.
     call("alarm", job["wall_seconds"] * min(10, 1 + len(job["inputs"])))
-    uid = free_user(os.getpid())
+    # Look for an id here, because the number of this process changes in new namespaces.
+    uid = free_user(os.getpid()) if os.getuid() == 0 else None
     assert os.getppid() == job["parent"], "the trainer ended before this process could watch it"
     prefix = job["prefix"]
     if "namespaces" in job["mode"]:

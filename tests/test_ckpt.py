@@ -410,7 +410,7 @@ def test_models_and_tasks_are_compared_by_what_they_are_and_not_by_their_paths(c
     ]:
         new = run_state(0, inputs=now, config=moved)
         assert set(find_changes(run_state(3, inputs=before), new, LEARNING)) == set(told)
-    assert "resume: --model has another weights\n" in capsys.readouterr().out
+    assert "resume: --model differs in: weights\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("changes", [{"config": {"zero_stage": 2}}, {"world": 2}])

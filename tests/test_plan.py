@@ -218,6 +218,8 @@ def test_a_recipe_says_the_memory_of_its_plan(recipe, tiny, tmp_path):
         ("echo 81559; echo 24564", ["--seed", "7"], "24", 0),
         ("echo 81559; echo 24564", ["--seed", "x"], "24", 2),
         ("echo 8192", ["--dry_run"], "24", 0),
+        # The plan only warns.
+        ("echo 8192", [], "8", 0),
         ("echo '[N/A]'; exit 9", [], "80", 0),
     ],
 )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -126,7 +125,7 @@ def make_log(process_group):
     def make(folder, start=None, **flags) -> log_file.RunLog:
         log = log_file.RunLog(folder, config(**flags), tokenizer)
         if start is not None:
-            log.start(SimpleNamespace(step=start, world=2, variants={}), "GAP", __file__)
+            log.start(SimpleNamespace(step=start, world=2, variants={}), "GAP", b"x = 1")
         return log
 
     return make
@@ -164,7 +163,7 @@ def test_the_first_and_the_last_lines_of_a_run(make_log, tmp_path, capsys):
     (tmp_path / "result.json").write_text("{}")
     log = make_log(tmp_path, start=3, seed=3)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "task.py"}, "no curves"
-    assert (tmp_path / "task.py").read_text() == Path(__file__).read_text()
+    assert (tmp_path / "task.py").read_text() == "x = 1"
     written = json.loads((tmp_path / "config.json").read_text())
     facts = {"world": 2, "variants": {}, "versions": log_file.versions()}
     assert written == vars(log.cfg) | facts

@@ -444,6 +444,7 @@ def test_the_grader_works_beside_another_nanoorz_and_keeps_pythonpath(tmp_path):
     (tmp_path / "nanoorz" / "__init__.py").write_text("")
     seen = tmp_path / "seen"
     (tmp_path / "packages/sitecustomize.py").write_text(f"open({str(seen)!r}, 'a').write('x')")
+    (tmp_path / "sympy.py").write_text("raise ImportError")
     env = {"PYTHONPATH": f"{ROOT}:{tmp_path}/packages"}
     code = "import reward; print(reward.is_equiv('2x', 'x+x'))"
     assert run_python("-P", "-c", code, cwd=tmp_path, env=env).stdout == "True\n"

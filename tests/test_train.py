@@ -213,12 +213,14 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         ({"critic": short}, f"--max_len 64.* exceed the 32 positions of {short}"),
         ({"critic": other}, f"^--critic {other}: its tokenizer is not the tokenizer of"),
         ({"critic": no_tokenizer}, f"^{no_tokenizer} has no tokenizer"),
+        ({"critic": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
+        ({"critic": cut_short}, "model.safetensors is damaged .*; copy the file again"),
     ]
     for changes, words in wrong:
         with pytest.raises(UserError, match=words):
             train.find_inputs(config(**tiny | changes))
     # A critic of another size is fine.
-    _, tokenizer, _ = train.find_inputs(config(**tiny, max_len=256, critic=other_critic))
+    _, tokenizer = train.find_inputs(config(**tiny, max_len=256, critic=other_critic))
     assert len(tokenizer) == 56
 
 
@@ -230,7 +232,9 @@ def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group
     names = sorted(weights)
 
     def hashes(model, **flags):
-        return train.find_inputs(config(**tiny | {"model": model, **flags}))[2]
+        cfg = config(**tiny | {"model": model, **flags})
+        task, tokenizer = train.find_inputs(cfg)
+        return train.hash_inputs(cfg, Path(task.__file__).read_bytes(), tokenizer)
 
     def other(name="", **changes):
         folder = tmp_path / "other"

@@ -185,7 +185,7 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     lock = train.ckpt.claim(folder, needed_bytes=0)  # noqa: F841
     log.redirect_libraries(folder / "run.log")
 
-    task, tokenizer, _ = train.find_inputs(cfg)
+    task, tokenizer = train.find_inputs(cfg)
     eval_sets = train.prepare_eval_sets(task, cfg, tokenizer)
     results = Results(cfg)
     rollout = Rollout(task, Signals(store), cfg)
