@@ -239,6 +239,33 @@ def test_a_rollout_answers_in_the_order_of_its_requests(cpu_found):
     assert "repetition" in cpu_found["text metrics"]
 
 
+def test_answers_without_a_verdict_are_counted_by_call(process_group):
+    """The grader counts them since its start. The log has those of one step."""
+    requests = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
+    grader = SimpleNamespace(lost=2, pending=lambda seconds: 0)
+    grader.submit = lambda position, text, reason, label: None
+
+    def results():
+        grader.lost += 3
+        return {0: 0.0}
+
+    def generate(share, stopped):
+        yield 0, Sample(share[0], [1], None, "", "stop")
+
+    grader.results = results
+    one = SimpleNamespace(
+        cfg=config(),
+        sampler=SimpleNamespace(generate=generate),
+        signals=SimpleNamespace(poll=lambda: False),
+        must_stop=bool,
+        task=SimpleNamespace(text_metrics=lambda text: {}),
+        grader=grader,
+    )
+    clock = Clock(1)
+    rollout.Rollout.draw(one, requests, clock)
+    assert clock.numbers["reward_lost"] == 3
+
+
 def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(cpu_found):
     """Before the sampling nothing is drawn: ranks that share a sampler would draw it all."""
     drawn = ["submit", "rollout", "reward"]
