@@ -2,8 +2,8 @@
 # runs/launch.sh MACHINES GPUS FLAGS... starts train.py on every GPU of this machine. Run it on each machine.
 # The number of this machine and the address of the first machine come from Slurm's variables, or else from torchrun's
 # variables: NODE_RANK or GROUP_RANK, MASTER_ADDR and MASTER_PORT.
-# The script first prints the plan of the run. If the plan does not fit the smallest card of this machine, it ends with a
-# warning, and the run starts nevertheless. With the flag --dry_run the script only prints the plan, for cards of $CARD_GB
+# The script first prints the plan of the run. If the plan does not fit the smallest card of this machine, the script prints
+# a warning, and the run starts nevertheless. With the flag --dry_run the script only prints the plan, for cards of $CARD_GB
 # GB (default: 80).
 # In the recipes, the line "Memory" has the planned peak of each phase on one GPU.
 set -euo pipefail

@@ -161,7 +161,7 @@ class Rank:
         # the card with --offload too, and moves them once before its update.
         stays = self.on_card or cfg.zero_stage < 2 or cfg.bf16
         self.has_sums = stays and cfg.zero_stage < 3
-        # vLLM's default for a prefill depends on the card. An A100 has that of a small card.
+        # vLLM's default for a prefill depends on the card. The plan counts an A100 as an H100.
         is_large = self.card > 70 * GIB
         self.plan_sampler(16384 if is_large else 8192)
 
