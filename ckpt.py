@@ -59,7 +59,7 @@ class RunState:
     world: int = 1  # number of ranks
     config: dict = field(default_factory=dict)  # every flag
     problems_hash: int = 0
-    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (train.find_inputs)
+    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (train.hash_inputs)
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
     variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
     memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)

@@ -340,8 +340,8 @@ def plain(value):
     """A value as JSON holds it: objects of other kinds become texts. A label may be any object."""
     try:
         return json.loads(json.dumps(value, default=to_plain))
-    # A dict has keys that are no texts, or a list holds itself.
-    except (TypeError, ValueError):
+    # A dict has keys that are no texts, or a list holds itself or is nested too deep.
+    except (TypeError, ValueError, RecursionError):
         return repr(value)
 
 
