@@ -59,7 +59,7 @@ class RunState:
     world: int = 1  # number of ranks
     config: dict = field(default_factory=dict)  # every flag
     problems_hash: int = 0
-    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (train.hash_inputs)
+    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (hashes.py)
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
     variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
     memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)
@@ -212,14 +212,18 @@ def needed_bytes(run_dir, cfg, parameters):
     bytes for each parameter: 4 each for weight, fp32 master and two moments. Example: with
     --keep_last 2 and one checkpoint on the disk, two more must fit.
     """
-    # A new checkpoint takes the room of an old one. With --resume none the old ones stay, because
-    # the run sets them aside.
-    saved = 0 if cfg.resume == "none" else len(checkpoints(run_dir))
+    # A new checkpoint takes the room of an old one. But checkpoints that are later than the start of
+    # this run are set aside, and stay on the disk.
+    saved = checkpoints(run_dir)
+    if cfg.resume == "none":
+        saved = []
+    elif cfg.resume != "auto":
+        saved = [path for path in saved if path.name <= Path(cfg.resume).name]
     count = 1
     # While a checkpoint is written, keep_last older ones are on the disk. With --keep_last 0 all
     # are kept, and only the next one is counted.
     if cfg.keep_last > 0:
-        count = max(1, cfg.keep_last + 1 - saved)
+        count = max(1, cfg.keep_last + 1 - len(saved))
     # A short run writes fewer. With --save_interval 0 a run saves its last step alone.
     if cfg.save_interval == 0:
         count = 1

@@ -59,6 +59,7 @@ import ppo
 from nanoorz import chat, families, flags, models
 from nanoorz.demo import demo_flags
 from nanoorz.flags import flag, flags_of, require
+from nanoorz.hashes import hash_inputs, hash_problems
 from nanoorz.log import Clock, RunLog, redirect_libraries
 from nanoorz.ranks import (
     Stopped,
@@ -261,25 +262,6 @@ def find_inputs(cfg):
     return task, tokenizer
 
 
-def hash_inputs(cfg, task_text, tokenizer):
-    """{flag: {part: hash}}: what model, critic and task are, wherever their files are.
-
-    A resume compares these hashes. task_text: the bytes of the task's file. Raises UserError on all
-    ranks, also if two machines have different files under one name.
-    """
-    hashes = {"task": {"text": hash64(task_text)}}
-    with raise_together():
-        hashes["model"] = families.hashes_of(cfg.model) | {"tokenizer": tokenizer_hash(tokenizer)}
-        if cfg.critic:
-            hashes["critic"] = families.hashes_of(cfg.critic)
-    found = {}
-    for name, parts in hashes.items():
-        for part, number in parts.items():
-            found[f"hash of the {part} of --{name} {getattr(cfg, name)}"] = number
-    require_same(found)
-    return hashes
-
-
 def find_task(cfg):
     """The module of --task. It has load_problems, Grader and text_metrics. Raises UserError."""
     path = cfg.task
@@ -338,15 +320,6 @@ def load_tokenizer(cfg, source):
     return tokenizer
 
 
-def tokenizer_hash(tokenizer):
-    """The hash depends on all that makes token ids of a prompt, the chat template included."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    # A tokenizer that is written in Python has no backend.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend else ""
-    return hash64(vocabulary, rules, tokenizer.chat_template, tokenizer.eos_token_id)
-
-
 def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     """The problems of these files or data sets, with the token ids of their prompts.
 
@@ -364,7 +337,7 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
             problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
     where = " ".join(paths)
     require(problems, f"{where}: load_problems of --task {cfg.task} has returned no problem")
-    require_same({f"hash of the problems in {where}": problems_hash(problems)})
+    require_same({f"hash of the problems in {where}": hash_problems(problems)})
     texts = [problem.prompt for problem in problems]
     # For --template chat problem.prompt stays the bare question. Only its ids have the template.
     if template == "chat":
@@ -389,10 +362,6 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
             "--prompt_max_len or change --template"
         )
     return kept
-
-
-def problems_hash(problems):
-    return hash64([(problem.prompt, problem.label) for problem in problems])
 
 
 def prepare_eval_sets(task, cfg, tokenizer):
@@ -499,7 +468,8 @@ def find_cause(policy, batch, cfg, limits) -> str:
 
     try:
         if cfg.packing == "packed" and is_small(find_gap(policy, batch, alone), limits):
-            return "the packing: the samples of a row see each other; add --packing alone"
+            other = " --attention sdpa" if cfg.attention == "varlen" else ""
+            return f"the packing: the samples of a row see each other; add --packing alone{other}"
         if is_small(find_gap(with_full_logits, batch, alone), limits):
             return "the head: nanoorz/head.py computes other logits than transformers"
     except torch.OutOfMemoryError:
@@ -602,7 +572,7 @@ def main(cfg, world, device, store):
         total_steps=total_steps,
         world=world,
         config=flags_of(cfg),
-        problems_hash=problems_hash(problems),
+        problems_hash=hash_problems(problems),
         inputs=hash_inputs(cfg, task_text, tokenizer),
         variants=cfg.variant_hashes,
     )
@@ -700,7 +670,9 @@ def main(cfg, world, device, store):
     # Also after a failed save, because the exported models are the result of the run.
     export_all(learners, run_dir, tokenizer)
     if save_error:
-        raise UserError(f"step {total_steps} is NOT saved; the same command tries to save it again")
+        raise UserError(
+            f"step {total_steps} is NOT saved; the same command goes on from the last checkpoint"
+        )
     log.result(total_steps)
 
 

@@ -11,7 +11,6 @@ the text part's weights have a prefix, such as model.language_model. An export h
 trained weights, and the other weights and files of the base model, which are copied.
 """
 
-import hashlib
 import inspect
 import json
 import re
@@ -27,13 +26,12 @@ from transformers import (
     MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
 from nanoorz.flags import can_use_varlen
 from nanoorz.head import CappedHead, ChunkedHead
-from nanoorz.ranks import UserError, hash64, one_line
+from nanoorz.ranks import UserError, one_line
 
 # Nothing is special in these families: all layers have full attention or sliding windows, and the
 # logits are a linear head without bias.
@@ -69,7 +67,7 @@ def load_config(source):
     source: a folder, or a name on the hub.
     """
     path = Path(source)
-    # A folder with this file has all that check_folder looks for.
+    # If this file is absent, check_folder looks for the reason.
     if not (path / "model.safetensors").exists():
         check_folder(source)
     try:
@@ -174,52 +172,6 @@ def skeleton(config):
 
 def count_parameters(config):
     return sum(p.numel() for p in skeleton(config).parameters())
-
-
-def hashes_of(source) -> dict[str, int]:
-    """What a model is, wherever its folder is: {"config": hash, "weights": hash}.
-
-    The hash of the weights depends on the first 64 KiB of every tensor, and not on the files that
-    the tensors are in. Raises UserError.
-    """
-    tensors = []
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(source)
-        for path in folder_of(source).glob("*.safetensors"):
-            # Some folders have the same weights twice.
-            if not path.name.startswith("consolidated"):
-                tensors += tensor_starts(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model, --critic: {source} cannot be read: {one_line(error)}") from error
-    facts = json.dumps(without_origin(config), sort_keys=True, default=str)
-    return {"config": hash64(facts), "weights": hash64(sorted(tensors))}
-
-
-# These keys of a config say where a model was, and which version has written it.
-ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
-
-
-def without_origin(config):
-    """A config, with those inside it, without the keys of ORIGIN."""
-    if not isinstance(config, dict):
-        return config
-    return {key: without_origin(value) for key, value in config.items() if key not in ORIGIN}
-
-
-def tensor_starts(path):
-    """Yields [name, type, shape, hash of the first 64 KiB] of each tensor of a file.
-
-    The file begins with 8 bytes: the length of its header. The header is JSON.
-    """
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            file.seek(8 + length + begin)
-            start = file.read(min(end - begin, 2**16))
-            yield [name, entry["dtype"], entry["shape"], hashlib.sha256(start).hexdigest()]
 
 
 # ---- what `auto` means ---------------------------------------------------------------------------

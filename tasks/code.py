@@ -27,6 +27,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, run
 
 from nanoorz.ranks import UserError
+from tasks import jail
 from tasks.code_data import Problem, load_problems
 
 __all__ = ["Grader", "Problem", "load_problems", "text_metrics"]
@@ -35,7 +36,8 @@ __all__ = ["Grader", "Problem", "load_problems", "text_metrics"]
 MODES = ("namespaces landlock", "landlock", "plain")
 # The ways in which a check ends without a verdict.
 LOST_WAYS = ("cpu_timeouts", "wall_timeouts", "crashes")
-JAIL = str(Path(__file__).resolve().with_name("jail.py"))
+# A run keeps a copy of this file (RUN/task.py), and none of the jail.
+JAIL = str(Path(jail.__file__).resolve())
 
 
 def extract_answer(text: str) -> str | None:

@@ -209,6 +209,7 @@ def test_the_space_needed_counts_the_checkpoints_to_come(tmp_path):
     assert needed(True, 1) == 2 * policy, "the first of them is there"
     assert needed(True, 1, keep_last=2) == 4 * policy
     assert needed(True, 1, resume="none") == 4 * policy, "the old one is set aside, and stays"
+    assert needed(True, 5, keep_last=4, resume="run/step_000001") == 6 * policy, "three are later"
     assert needed(True, 0, keep_last=0, critic=smaller) == policy + critic
     assert needed(False, 1) == policy
     # A short run writes fewer.

@@ -1,7 +1,9 @@
 """What the ranks do together: errors reported once, process group, signals."""
 
 import datetime
+import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -32,6 +34,14 @@ def test_an_error_of_several_ranks_is_reported_once(capsys, monkeypatch):
             monkeypatch.setenv("LOCAL_RANK", local_rank)
         ranks.tell_once(None, "early")
         assert capsys.readouterr().err == told
+
+
+def test_the_line_of_an_error_has_the_last_place_outside_of_libraries():
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    assert re.fullmatch(
+        r"JSONDecodeError: .* \(\S+test_common.py, line \d+\)", ranks.name_error(caught.value)
+    )
 
 
 def test_half_of_a_launcher_s_variables_is_refused_in_one_line(monkeypatch):

@@ -289,10 +289,12 @@ def test_numbers_of_numpy_and_labels_that_json_refuses_are_written(make_log, tmp
 
 
 ABORT = """
-import os, sys
+import os, signal, sys
 from nanoorz import log, ranks
 import torch
+signal.signal(signal.SIGINT, lambda *_: None)
 log.redirect_libraries(sys.argv[1])
+os.killpg(0, signal.SIGINT)
 os.write(2, b"NCCL says why\\n")
 if sys.argv[2] == "abort":
     os.abort()
@@ -304,9 +306,11 @@ os._exit(3)
 
 @pytest.mark.parametrize("end, code", [("abort", -6), ("assert", 3), ("exit", 3)])
 def test_an_abort_leaves_the_last_lines_of_run_log_on_the_screen(tmp_path, end, code):
-    """The screen was blank once: what C libraries print goes to run.log."""
-    done = run_python("-c", ABORT, tmp_path / "run.log", end, code=code)
-    assert (tmp_path / "run.log").read_text() == "NCCL says why\n"
+    """The screen was blank once: what C libraries print goes to run.log. Ctrl-C comes before."""
+    log = tmp_path / "run.log"
+    # Without a session of its own the signal would also reach pytest.
+    done = run_python("-c", ABORT, log, end, code=code, start_new_session=True)
+    assert log.read_text() == "NCCL says why\n"
     said = done.stdout + done.stderr
     assert ("NCCL says why" in said) == (end != "exit")
     assert ("Fatal Python error: Aborted; the last lines of" in said) == (end == "abort")

@@ -124,6 +124,11 @@ def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch, tiny):
     assert sampler.stop_ids == [end], "stops that are special tokens are known"
 
 
+def test_the_kv_cache_has_the_size_of_its_flag():
+    settings = rollout.make_settings(config(kv_cache_gb=0.25), is_gpu=True)
+    assert settings["kv_cache_memory_bytes"] == 2**28
+
+
 def test_vllm_sends_no_report_of_its_use(cpu_found):
     assert cpu_found["reports usage"] is False
 
@@ -191,6 +196,7 @@ def test_what_ends_a_response_stays_in_it(found, kind):
     for sample in found["together"].values():
         if sample["finish_reason"] == "stop":
             assert sample["response_ids"][-1] == 0
+            assert sample["text"] + found["end token"] == sample["decoded"]
 
 
 def test_temperature_0_takes_the_most_probable_token_and_top_p_stays_in_the_nucleus(found):

@@ -22,8 +22,9 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 import pytest
-from conftest import ROOT, wait_until
+from conftest import ROOT, config, wait_until
 
+import train
 from nanoorz.ranks import UserError
 from tasks import code as task
 from tasks import jail
@@ -588,6 +589,12 @@ def test_problems_of_every_form_are_read_and_graded(room):
             assert problem.prompt.startswith("<s>") and problem.question in problem.prompt
             submit(grader, problem.index, program, problem.label)
         assert grader.results() == dict.fromkeys(range(len(FORMS)), 1)
+
+
+def test_the_copy_of_the_task_that_a_run_keeps_finds_the_jail(tmp_path):
+    copy = shutil.copy(task.__file__, tmp_path / "task.py")
+    with train.find_task(config(task=copy)).Grader() as grader:
+        assert grade(grader, ADD, label(*PAIRS)) == 1
 
 
 BAD = [{"question": None}, {"question": " "}, {"question": "\ud800"}, {"tests": None}]

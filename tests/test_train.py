@@ -29,6 +29,7 @@ import reward
 import train
 from nanoorz import demo
 from nanoorz.flags import flags_of
+from nanoorz.hashes import hash_inputs
 from nanoorz.ranks import UserError
 from rollout import Sample, requests_of_step
 from tools.base_model import write_flags
@@ -234,7 +235,7 @@ def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group
     def hashes(model, **flags):
         cfg = config(**tiny | {"model": model, **flags})
         task, tokenizer = train.find_inputs(cfg)
-        return train.hash_inputs(cfg, Path(task.__file__).read_bytes(), tokenizer)
+        return hash_inputs(cfg, Path(task.__file__).read_bytes(), tokenizer)
 
     def other(name="", **changes):
         folder = tmp_path / "other"
@@ -666,7 +667,10 @@ def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, tm
     resumed = launch(run, code=2, **flags)
     assert "from step 1," in resumed.stdout
     assert re.search("WARNING: step 2 is NOT saved: .*NotADirectoryError", resumed.stdout)
-    assert resumed.stderr == "error: step 4 is NOT saved; the same command tries to save it again\n"
+    assert (
+        resumed.stderr
+        == "error: step 4 is NOT saved; the same command goes on from the last checkpoint\n"
+    )
     assert {path.name for path in run.glob("step_*")} == {"step_000001", "step_000003"}
     assert not (run / "result.json").exists()
     assert (run / "policy" / "model.safetensors").exists()
