@@ -212,8 +212,8 @@ def needed_bytes(run_dir, cfg, parameters):
     bytes for each parameter: 4 each for weight, fp32 master and two moments. Example: with
     --keep_last 2 and one checkpoint on the disk, two more must fit.
     """
-    # A new checkpoint takes the room of an old one. But checkpoints that are later than the start of
-    # this run are set aside, and stay on the disk.
+    # A new checkpoint takes the room of an old one. But those that are later than the start of this
+    # run are set aside, and stay on the disk.
     saved = checkpoints(run_dir)
     if cfg.resume == "none":
         saved = []
