@@ -59,7 +59,7 @@ class RunState:
     world: int = 1  # number of ranks
     config: dict = field(default_factory=dict)  # every flag
     problems_hash: int = 0
-    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (hashes.py)
+    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (hashes.hash_inputs)
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
     variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
     memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)
@@ -212,12 +212,10 @@ def needed_bytes(run_dir, cfg, parameters):
     bytes for each parameter: 4 each for weight, fp32 master and two moments. Example: with
     --keep_last 2 and one checkpoint on the disk, two more must fit.
     """
-    # A new checkpoint takes the room of an old one. But those that are later than the start of this
-    # run are set aside, and stay on the disk.
+    # A new checkpoint takes the room of an old one. Checkpoints later than --resume are set aside,
+    # and stay on the disk. With none these are all, because "none" sorts before "step_".
     saved = checkpoints(run_dir)
-    if cfg.resume == "none":
-        saved = []
-    elif cfg.resume != "auto":
+    if cfg.resume != "auto":
         saved = [path for path in saved if path.name <= Path(cfg.resume).name]
     count = 1
     # While a checkpoint is written, keep_last older ones are on the disk. With --keep_last 0 all

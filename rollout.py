@@ -360,8 +360,8 @@ class Rollout:
         with clock("results"), stop_together():
             take_rewards(self, mine)
         with clock("gather"):
-            # `lost` counts comparisons since the start. The log has those of this call, of all
-            # ranks.
+            # `lost` counts comparisons without a verdict since the start. The log has those of
+            # this call, of all ranks.
             lost = sum(gather(grader.lost - lost_before))
             clock.numbers["reward_lost"] += lost
             samples = exchange(requests, mine)

@@ -468,8 +468,7 @@ def find_cause(policy, batch, cfg, limits) -> str:
 
     try:
         if cfg.packing == "packed" and is_small(find_gap(policy, batch, alone), limits):
-            other = " --attention sdpa" if cfg.attention == "varlen" else ""
-            return f"the packing: the samples of a row see each other; add --packing alone{other}"
+            return "the packing: the samples of a row see each other; add --packing alone"
         if is_small(find_gap(with_full_logits, batch, alone), limits):
             return "the head: nanoorz/head.py computes other logits than transformers"
     except torch.OutOfMemoryError:
@@ -492,10 +491,10 @@ def evaluate(rollout, eval_sets, step, log):
         with stop_together():
             samples = rollout.draw(requests, clock)
             log.evaluation(name, samples, step)
-        # `draw` has counted the answers that got no verdict.
+        # `draw` has counted the comparisons that gave no verdict.
         lost = clock.numbers["reward_lost"]
         if lost:
-            print0(f"WARNING: {name}: without a verdict, and counted as wrong: {lost} answers")
+            print0(f"WARNING: {name}: without a verdict, and counted as wrong: {lost} comparisons")
 
 
 def is_due(step, interval):
@@ -671,7 +670,7 @@ def main(cfg, world, device, store):
     export_all(learners, run_dir, tokenizer)
     if save_error:
         raise UserError(
-            f"step {total_steps} is NOT saved; the same command goes on from the last checkpoint"
+            f"step {total_steps} is NOT saved; --resume auto goes on from the newest checkpoint"
         )
     log.result(total_steps)
 

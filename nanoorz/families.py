@@ -67,7 +67,7 @@ def load_config(source):
     source: a folder, or a name on the hub.
     """
     path = Path(source)
-    # If this file is absent, check_folder looks for the reason.
+    # Without this file the folder may be incomplete.
     if not (path / "model.safetensors").exists():
         check_folder(source)
     try:

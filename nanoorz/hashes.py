@@ -1,4 +1,4 @@
-"""What model, critic, task and problems of a run are, wherever their files are.
+"""Hashes of model, critic, task and problems of a run. They do not depend on where the files are.
 
 A checkpoint keeps these hashes, and a resume compares them (ckpt.py). The ranks compare them, too,
 because two machines may have different files under one name.
@@ -14,10 +14,10 @@ from nanoorz.ranks import UserError, hash64, one_line, raise_together, require_s
 
 
 def hash_inputs(cfg, task_text, tokenizer):
-    """{flag: {part: hash}} of model, critic and task.
+    """{flag: {part: hash}} of model, critic and task. A collective.
 
-    task_text: the bytes of the task's file. Raises UserError on all ranks, also if the hashes of
-    two ranks differ.
+    task_text: the bytes of the task's file. Raises UserError, also if the hashes of two ranks
+    differ.
     """
     hashes = {"task": {"text": hash64(task_text)}}
     with raise_together():

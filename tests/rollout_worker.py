@@ -95,7 +95,6 @@ def of_sampler(sampler, policy, requests, problems) -> dict:
     """How the sampler behaves with these mixed requests, and in a check with these problems."""
     cfg = sampler.cfg
     found = {"cached": cached_tokens(sampler), "mass above": []}
-    found["end token"] = sampler.tokenizer.eos_token
     found["together"] = generated(sampler, requests, with_logprobs=True)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
     for position, request in enumerate(requests):

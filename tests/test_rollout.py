@@ -193,10 +193,11 @@ def test_what_ends_a_response_stays_in_it(found, kind):
             assert sample["decoded"] == sample["text"]
             assert sample["text"][-1].isdigit()
     assert ended > 3
-    for sample in found["together"].values():
-        if sample["finish_reason"] == "stop":
-            assert sample["response_ids"][-1] == 0
-            assert sample["text"] + found["end token"] == sample["decoded"]
+    stopped = [sample for sample in found["together"].values() if sample["finish_reason"] == "stop"]
+    assert stopped
+    for sample in stopped:
+        assert sample["response_ids"][-1] == 0
+        assert sample["text"] + maker.EOS == sample["decoded"]
 
 
 def test_temperature_0_takes_the_most_probable_token_and_top_p_stays_in_the_nucleus(found):

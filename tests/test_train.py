@@ -533,7 +533,7 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
     assert len(set.union(*seeds)) == 7 * 8 * 4
     told = [call.args for call in log.evaluation.call_args_list]
     assert told == [("aime", 0, 0), ("math", 0, 0), ("aime", 1, 1), ("math", 1, 1)]
-    lost = "without a verdict, and counted as wrong: 1 answers"
+    lost = "without a verdict, and counted as wrong: 1 comparisons"
     assert capsys.readouterr().out == f"WARNING: aime: {lost}\nWARNING: math: {lost}\n"
 
 
@@ -667,10 +667,7 @@ def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, tm
     resumed = launch(run, code=2, **flags)
     assert "from step 1," in resumed.stdout
     assert re.search("WARNING: step 2 is NOT saved: .*NotADirectoryError", resumed.stdout)
-    assert (
-        resumed.stderr
-        == "error: step 4 is NOT saved; the same command goes on from the last checkpoint\n"
-    )
+    assert resumed.stderr.startswith("error: step 4 is NOT saved; ")
     assert {path.name for path in run.glob("step_*")} == {"step_000001", "step_000003"}
     assert not (run / "result.json").exists()
     assert (run / "policy" / "model.safetensors").exists()
