@@ -50,6 +50,8 @@ ONE = [  # ranks: 1
     step("grpo, sequence", **FLAT_GROUPS, **SEQUENCE, **SHORT_ROWS),
     step("constant", **CONSTANT, **LONG_ROWS),
 ]
+TEXTBOOK = {"variant": "textbook_ppo", "policy_updates": 3, "actor_learning_rate": 3.0}
+TEXTBOOK = step("textbook", zero_stage=1, **TEXTBOOK, **SHORT_ROWS)
 TWO = [  # ranks: 2
     step("zero0", warmup_updates=2),
     step("zero1, short rows, varlen", zero_stage=1, tied=False, attention="varlen", **SHORT_ROWS),
@@ -116,8 +118,8 @@ def models(tmp_path_factory) -> dict:
 def results(models, tmp_path_factory, process_group):
     """results(ranks, name): what a cell has found."""
     # The first cell of a process can measure its peak memory.
-    two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS]
-    return reader([*ONE, *BF16], two, tmp_path_factory.mktemp("cells"), models)
+    two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS, TEXTBOOK]
+    return reader([*ONE, *BF16, TEXTBOOK], two, tmp_path_factory.mktemp("cells"), models)
 
 
 @pytest.fixture(scope="module")
@@ -600,6 +602,30 @@ def test_step_on_two_ranks(job, results, models):
     """The numbers are the same, also when one rank has no sample, and when flat groups are skipped
     but counted in the denominator."""
     check_step(results(2, job["name"]), job, models)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_textbook_ppo_makes_the_updates_of_naive_clipped_ppo(ranks, results, models):
+    """At ratios unlike 1: in the last update more than a fifth of the tokens is beyond a clip."""
+    result = results(ranks, "textbook")
+    cfg = config(**TEXTBOOK["settings"])
+    model = naive.load(models[True])
+    batch = make_batch()
+    advantages, _ = naive.advantages(batch, cfg)
+    old = naive.logprobs(model, batch, cfg.temperature)[0].detach()  # (T,)
+    owner = batch.spread(torch.arange(16))  # (T,)
+    shuffled = np.random.default_rng(hash64(cfg.seed, 0, "policy")).permutation(16)
+    sgd = torch.optim.SGD(model.parameters(), lr=3.0)
+    for part in np.array_split(shuffled, 3):
+        mine = torch.isin(owner, torch.tensor(part))
+        current, _ = naive.logprobs(model, batch, cfg.temperature)
+        sgd.zero_grad()
+        naive.clipped_ppo(current, old, advantages)[mine].mean().backward()
+        sgd.step()
+        ratio = (current - old).exp()[mine]
+    assert (ratio < 0.8).double().mean() > 0.2 and (ratio > 1.2).double().mean() > 0.2
+    change = subtract(model.state_dict(), result["policy_start"])
+    assert norm_of(subtract(model.state_dict(), result["policy"])) < 1e-4 * norm_of(change)
 
 
 @pytest.mark.long
