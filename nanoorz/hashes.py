@@ -33,6 +33,7 @@ def hash_inputs(cfg, task_text, tokenizer):
 
 
 def hash_problems(problems):
+    """The hash depends on prompts and labels. A label must have the same repr in each process."""
     return hash64([(problem.prompt, problem.label) for problem in problems])
 
 

@@ -307,8 +307,8 @@ os._exit(3)
 
 @pytest.mark.parametrize("end, code", [("abort", -6), ("assert", 3), ("exit", 3)])
 def test_an_abort_leaves_the_last_lines_of_run_log_on_the_screen(tmp_path, end, code):
-    """The screen was blank once: what C libraries print goes to run.log. A Ctrl-C before
-    it does not end the process that prints them."""
+    """The screen was blank once: what C libraries print goes to run.log. A Ctrl-C does not end the
+    process that prints the lines."""
     log = tmp_path / "run.log"
     # Without a session of its own the signal would also reach pytest.
     done = run_python("-c", ABORT, log, end, code=code, start_new_session=True)

@@ -246,7 +246,7 @@ def test_a_rollout_answers_in_the_order_of_its_requests(cpu_found):
     assert "repetition" in cpu_found["text metrics"]
 
 
-def test_answers_without_a_verdict_are_counted_by_call(process_group):
+def test_comparisons_without_a_verdict_are_counted_by_call(process_group):
     """The grader counts them since its start. The log has those of one step."""
     requests = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
     grader = SimpleNamespace(lost=2, pending=lambda seconds: 0)
