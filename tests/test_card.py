@@ -15,11 +15,16 @@ from tools import card
 
 @pytest.mark.engine
 def test_what_a_part_started_ends_with_it(tmp_path):
-    """A process of another session ends too, because a train.py once stayed and held the GPU."""
+    """A process of another session ends too, because a train.py once stayed and held the GPU.
+
+    The part gets SIGINT first. On an H100 the reason of a failed test was lost without it.
+    """
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     child = f"setsid sh -c 'echo started; sleep 1000' > {tmp_path}/pipe & wait"
-    assert card.run_process(["sh", "-c", child], tmp_path / "log", 3, str(tmp_path)) == "timed out"
+    part = ["sh", "-c", f"trap 'echo stopped; exit' INT; {child}"]
+    assert card.run_process(part, tmp_path / "log", 3, str(tmp_path)) == "timed out"
+    assert (tmp_path / "log").read_text() == "stopped\n"
     with open(reader, "rb", buffering=0) as pipe:
         assert pipe.read() == b"started\n"
         wait_until(lambda: pipe.read() == b"", seconds=60)  # None while the child lives

@@ -99,6 +99,14 @@ def run_process(command: list[str], log: Path, timeout: float, folder: str) -> s
         try:
             return "failed" if process.wait(timeout) else "passed"
         except subprocess.TimeoutExpired:
+            started = psutil.Process(process.pid).children(recursive=True)
+            # pytest then prints why tests have failed so far.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            for child in started:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             return "timed out"
         finally:
             kill_all(process.pid)
