@@ -2,7 +2,10 @@
 # STACK=cuda or STACK=cpu chooses the packages that .venv gets. Both stacks have the same versions. The default is cuda if
 # nvidia-smi finds a GPU, else cpu. `make check` and `make test` run on the CPU. If .venv has the CUDA stack, they use a
 # second environment, .venv-cpu.
-PYTHON ?= python3.11
+# PYTHON is the first of these three that runs. `command -v` would also find a shim of pyenv that leads to no Python.
+ifndef PYTHON
+PYTHON := $(shell for python in python3.11 python3.12 python3.13; do $$python -c "" 2>/dev/null && echo $$python && break; done)
+endif
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 STACK := $(STACK)
 ifeq ($(filter cuda cpu,$(STACK)),)
@@ -71,34 +74,51 @@ lint: $(INSTALLED) ## run ruff
 
 install: $(INSTALLED) ## install the packages into .venv
 
+PIP = $(@D)/bin/python -m pip
+UV = $(@D)/bin/python -m uv
 # requirements-cpu.txt names all packages, so pip resolves nothing (--no-deps). Otherwise pip would install a torchvision for
-# CUDA into the CPU stack. A compilation that was killed leaves a lock, and later compilations wait for this lock without
-# end. So the folder torch_extensions is removed first. COMPILE compiles DeepSpeed's op, which only the CPU stack needs. So
-# the CUDA stack can be installed on a machine without a GPU. COMPILE ends by os._exit, because gloo's threads can abort an
-# interpreter that exits normally.
+# CUDA into the CPU stack. torch comes first, in one of three ways. PyPI has no CPU build of it, so pip finds the CPU build
+# only where an index or a folder with it is configured. uv knows PyTorch's own index of CPU builds.
+define INSTALL_CPU
+@echo "pip installs torch 2.13.0 for CPUs"
+@$(PIP) install --quiet --no-deps "$$(grep '^torch==' $<)" || { \
+	echo "pip finds no such torch; uv looks for it in PyTorch's own index"; \
+	$(PIP) install --quiet uv && \
+	$(UV) pip install --quiet --python $(@D)/bin/python --torch-backend cpu --no-deps "$$(grep '^torch==' $<)"; } || { \
+	echo "uv cannot get it; pip installs PyPI's torch 2.13.0 for CUDA, which runs on CPUs too (5.9 GB in place of 2.9)"; \
+	$(PIP) install --quiet --no-deps -r requirements-torch.txt; } || $(FAILED)
+@echo "pip installs the other packages"
+@grep -v '^torch==' $< > $(@D)/other_packages.txt
+@$(PIP) install --quiet --no-deps -r $(@D)/other_packages.txt || $(FAILED)
+endef
+FAILED = { echo "error: the installation failed; the lines above say why; the same command tries it again"; exit 2; }
+# A compilation that was killed leaves a lock, and later compilations wait for this lock without end. So the folder
+# torch_extensions is removed first. COMPILE compiles DeepSpeed's op, which only the CPU stack needs. So the CUDA stack can be
+# installed on a machine without a GPU. COMPILE ends by os._exit, because gloo's threads can abort an interpreter that exits
+# normally.
 COMPILE = $(@D)/bin/python -c "import os; from nanoorz import models, ranks; ranks.start_distributed(); \
 	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
 # On a GPU Triton compiles C files. These files include Python.h.
 CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} not found; Triton compiles with it (Debian: \
 	apt install gcc)"; exit 2; }; $(PYTHON) -c "import os, sysconfig as s; os.stat(s.get_path('include') + '/Python.h')" \
-	2>/dev/null || { echo "error: Python.h not found; Triton includes it (Debian: apt install python3.11-dev)"; exit 2; }
+	2>/dev/null || { echo "error: Python.h not found; Triton includes it (Debian: apt install python3-dev)"; exit 2; }
 .venv/.installed .venv-cpu/.installed: requirements-cpu.txt
 .venv/.installed-cuda: requirements.txt
 .venv/.installed .venv-cpu/.installed .venv/.installed-cuda:
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or set PYTHON="; exit 2; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: no python3.11, python3.12 or python3.13 runs here; install one of \
+	them, or name it: make PYTHON=/path/to/python3.11"; exit 2; }
 	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
 	$(if $(findstring cpu,$<),,$(CAN_COMPILE))
 	$(PYTHON) -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
-	$(@D)/bin/python -m pip install --quiet --upgrade pip
-	$(@D)/bin/python -m pip install --quiet $(if $(findstring cpu,$<),--no-deps) -r $< || { echo "error: install failed; \
-	the CPU build of torch comes from PyTorch's own CPU wheel index: put its address into PIP_EXTRA_INDEX_URL"; exit 2; }
+	$(PIP) install --quiet --upgrade pip
+	$(if $(findstring cpu,$<),$(INSTALL_CPU),$(PIP) install --quiet -r $< || $(FAILED))
 	rm -rf $(@D)/torch_extensions
 	$(if $(findstring cpu,$<),$(COMPILE))
 	touch $@
 
 $(CPU_VENV)/triton/.installed: requirements-triton.txt | $(CPU_VENV)/.installed
 	rm -rf $(@D)
-	$(CPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $<
+	$(CPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $< || $(FAILED)
 	touch $@
 
 .PHONY: help demo lab check test test-slow test-gpu find-gpu card bench lint install

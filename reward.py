@@ -10,21 +10,22 @@ answer. The file deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
   the grammar and the comparison of math-verify are used (nanoorz/algebra.py).
 
-To use this file elsewhere, copy equal.py, algebra.py and ranks.py of nanoorz/, too. Then try
+`python reward.py FILE` shows what is read of a file. To use reward.py elsewhere, copy equal.py,
+algebra.py, ranks.py and records.py of nanoorz/, too. Then try
 `python -c "import reward; print(reward.is_equiv('1/2', '0.5'))"`.
 """
 
-import csv
-import io
-import json
-import os
+import math
 import re
+import sys
 from collections import Counter
 from concurrent import futures
 from dataclasses import dataclass
+from decimal import Decimal
 
-from nanoorz.equal import Worker, quick_verdict
-from nanoorz.ranks import UserError, one_line
+from nanoorz.equal import Worker, parse_number, quick_verdict
+from nanoorz.ranks import UserError, tell_once
+from nanoorz.records import Unusable, list_turns, parse_text, read_file, split_path
 
 # ---- problems ------------------------------------------------------------------------------------
 
@@ -54,116 +55,80 @@ class Problem:
     label: object
     prompt: str  # the template with the question in it; for --template chat the question
     prompt_ids: list[int] | None = None  # train.py fills it
+    system: str = ""  # the record's own system turn, for --template chat
 
 
-def load_problems(path, template, bos="", columns=("question", "answer"), split="train"):
-    """The problems of a JSON, JSONL, CSV or Parquet file, or of a dataset.
+def load_problems(path, template, bos="", columns=None, split="train"):
+    """The problems of a JSON, JSONL, CSV or Parquet file (also .gz), or of a dataset.
 
-    The records may have the form of ORZ's training data, of ORZ's evaluation data or of GSM8K, or
-    they have these `columns`. A path that is no file is a dataset's folder or "name:config".
-    `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names the
-    file, the line or item (counted from 1) and what is missing or wrong there.
+    A path that is no file is a dataset's folder or "name:config". columns: the paths of question
+    and label, or None (records.py finds them). `template` is a key of TEMPLATES or a text with
+    {question}. What cannot be used is left out, and a line on stderr says how many and why. Raises
+    UserError, also if that is the larger part of the file.
     """
-    template = TEMPLATES.get(template, template).replace("{bos}", bos)
-    if "{question}" not in template:
+    prompt_form = TEMPLATES.get(template, template).replace("{bos}", bos)
+    if "{question}" not in prompt_form:
         raise UserError(
             f"template {template!r} is unknown and lacks {{question}}; choose "
             f"{', '.join(TEMPLATES)}, or write a text with {{question}}"
         )
-    problems = []
-    place = path
     try:
-        unit, rows = load_rows(path, split)
-        for number, row in enumerate(rows, start=1):
-            place = f"{path}: {unit} {number}"
-            # A line is a text with JSON. An item is an object.
-            if unit == "line":
-                if not row.strip():
-                    continue
-                row = json.loads(row)
-            question, label = parse_record(row, columns)
-            prompt = template.replace("{question}", question)
-            problems.append(Problem(len(problems), question, label, prompt))
+        reading = read_file(path, parse_label, columns, split)
     except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{place} is no JSON ({error}); give a list in a .json file, an object on each line of "
-            "a .jsonl file, or a .csv or .parquet file"
-        ) from None
-    # The datasets library alone has a dozen classes of errors for "not found".
-    except Exception as error:
-        raise UserError(
-            f"{place} cannot be read: {type(error).__name__}: {one_line(error)}; give a list of "
-            f"ORZ's or GSM8K's items, columns {columns}, or a dataset with split {split!r}"
-        ) from None
-    if not problems:
-        raise UserError(f"{path}: holds no problems; give a file or split with at least one")
+        raise UserError(f"{error}; `python reward.py {path}` tries to read it alone") from None
+    problems = []
+    for record in reading.records.values():
+        prompt = prompt_form.replace("{question}", record["question"])
+        problems.append(Problem(len(problems), prompt=prompt, **record))
+    notes = reading.describe()
+    lost = sum(bool(problem.system) for problem in problems)
+    if lost and template != "chat":
+        notes.append(f"{lost} with a system turn, which --template {template:.20} leaves out")
+    for note in notes:
+        tell_once(None, f"warning: {path}: {note}")
     return problems
 
 
-def load_rows(path, split):
-    """("line", lines of JSON), or ("item", the items of a list, a table or a dataset)."""
-    has_suffix = path.endswith((".json", ".jsonl", ".csv", ".parquet"))
-    if has_suffix and not os.path.exists(path):
-        raise UserError("no such file")
-    is_file = has_suffix or os.path.isfile(path)
-    if is_file and not path.endswith(".parquet"):
-        # Only \n ends a line, because a question may hold other ends of line.
-        with open(path, encoding="utf-8-sig", newline="\n") as file:
-            text = file.read()
-        if path.endswith(".csv"):
-            # Some programs separate the columns by semicolons or tabs. Take the character that
-            # stands most often in the first line.
-            separator = max(",;\t", key=text.partition("\n")[0].count)
-            return "item", list(csv.DictReader(io.StringIO(text), delimiter=separator))
-        # Some files called .json have an object on each line. Others have one list, in [].
-        if path.endswith(".jsonl") or text.lstrip().startswith("{"):
-            return "line", text.split("\n")
-        return "item", list(json.loads(text))
-    import datasets  # slow, and seldom needed
-
-    if is_file:
-        return "item", datasets.Dataset.from_parquet(path)
-    try:
-        dataset = datasets.load_from_disk(path)
-    except FileNotFoundError:
-        # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
-        dataset = datasets.load_dataset(*path.split(":", 1))
-    return "item", dataset[split] if isinstance(dataset, dict) else dataset
+# What public sets write where they have no answer.
+NO_ANSWERS = ("proof", "notfound", "not found", "nan", "none", "null", "n/a")
 
 
-def parse_record(record, columns):
-    """The question and the label of a record.
+def parse_label(value, is_solution=False):
+    r"""The label of a record, as one line of text. Raises Unusable.
 
-    columns: the names of its two columns, if it has neither of ORZ's forms. A wrong form raises
-    any error, which load_problems turns into a UserError.
+    GSM8K puts the worked solution before the label: ... #### 18. MATH puts the label into a
+    \boxed{} of the solution. is_solution: the value must have one of these two marks.
     """
-    if not isinstance(record, list | dict):
-        raise UserError(f"it is no object with columns: {record!r:.99}")
-    if isinstance(record, list):  # ORZ, training
-        question = record[0]["value"]
-        value = record[1]["ground_truth"]["value"]
-    # The user may have named a column final_answer in a file of another form.
-    elif "final_answer" in record and "final_answer" not in columns:  # ORZ, evaluation
-        question = record["prompt"][0]["value"]
-        value = record["final_answer"]
-    else:
-        missing = [name for name in columns if name not in record]
-        if missing:
-            raise UserError(
-                f"it has the columns {', '.join(record)} and lacks {' and '.join(missing)}; name "
-                "its columns of questions and of answers: FILE?columns=prompt,solution"
-            )
-        question, value = [record[name] for name in columns]
-    # If a text has half of a surrogate pair, no tokenizer takes it, and `encode` raises an error.
-    if not isinstance(question, str) or not question.encode().strip():
-        raise UserError(f"its question is no text: {question!r:.99}")
-    # GSM8K puts the worked solution before the label: ... #### 18. Other labels stay whole.
-    label = str(value).rpartition("####")[2].strip()
-    if type(value) not in (str, int, float) or not label or "\n" in label:
-        raise UserError(f"it lacks an answer of one line (GSM8K: after '#### '): {value!r:.99}")
-    return question, label
+    _, has_hashes, label = to_text(value).rpartition("####")
+    box = last_box(label)
+    if box is not None:
+        label = box
+    elif is_solution and not has_hashes or "\\boxed" in label:
+        raise Unusable(r"a solution without #### and without a closed \boxed{}")
+    label = label.strip()
+    if not label or label.lower() in NO_ANSWERS:
+        raise Unusable(f"the label {label!r}")
+    if "\n" in label:
+        raise Unusable(r"a label of several lines, without #### and without \boxed{}")
+    return label
+
+
+def to_text(value):
+    """The text of a label or of a solution. Raises Unusable."""
+    # Some sets have a list with one label, or the text of such a list.
+    if isinstance(value, str) and re.match(r"\s*\[\s*[\"'{]", value):
+        value = parse_text(value)
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], dict):
+        [value] = value
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        # The last turn of a conversation has the solution.
+        value = list_turns(value)[-1][1]
+    if isinstance(value, float) and math.isfinite(value):
+        # In digits: the text 1e22 would not equal 10000000000000000000000.
+        value = f"{Decimal(str(value)):f}"
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise Unusable(f"a label that is no text and no finite number: {value!r:.40}")
+    return str(value)
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -393,3 +358,44 @@ def text_metrics(text):
     repetition = (len(grams) - len(set(grams))) / max(1, len(grams))
     reflections = re.findall("wait,|recheck|retry|alternatively,|however,", text.lower())
     return {"repetition": repetition, "reflection": float(len(reflections))}
+
+
+# ---- python reward.py FILE -----------------------------------------------------------------------
+
+
+def show(path, options):
+    """Prints what a run would read of a file, and whether the grader knows the labels."""
+    reading = read_file(path, parse_label, **options)
+    records = list(reading.records.items())
+    print(f"{path}: {len(records)} {reading.unit}s are read")
+    for sentence in reading.describe():
+        print(f"  {sentence}")
+    for (question, label), count in reading.forms.items():
+        print(f"  {count} with the question in {question}, the label in {label}")
+    for number, record in [records[0], records[len(records) // 2], records[-1]]:
+        print(f"{reading.unit} {number}")
+        for name, text in record.items():
+            if text:
+                print(f"  {name:9} {text!r:.300}")
+    with Grader(workers=2) as grader:
+        for number, record in records:
+            response = rf"<answer>\boxed{{{record['label']}}}</answer>"
+            grader.submit(number, response, "stop", record["label"])
+        rewards = grader.results()
+    wrong = [number for number, reward in rewards.items() if not reward]
+    numbers = sum(parse_number(record["label"]) is not None for _, record in records)
+    share = (len(records) - len(wrong)) / len(records)
+    print(f"the grader accepts {share:.2%} of the labels as an answer to themselves")
+    for number in wrong[:3]:
+        print(f"  not that of {reading.unit} {number}: {reading.records[number]['label']!r:.300}")
+    print(f"  {numbers / len(records):.2%} of the labels are numbers")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python reward.py FILE, or 'FILE?columns=QUESTION,LABEL'")
+    try:
+        show(*split_path(sys.argv[1]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

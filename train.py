@@ -76,6 +76,7 @@ from nanoorz.ranks import (
     stop_together,
     tell_once,
 )
+from nanoorz.records import split_path
 from nanoorz.variants import extend, take_variants
 from rollout import Rollout, make_requests, problem_seeds, requests_of_step
 
@@ -331,7 +332,7 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     template = "chat" if flags.is_chat(cfg.template) else cfg.template
     with raise_together():
         for path in paths:
-            file, options = flags.split_path(path)
+            file, options = split_path(path)
             options = {"split": split} | options
             # The template orz begins with the tokenizer's bos token.
             problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
@@ -341,7 +342,10 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     texts = [problem.prompt for problem in problems]
     # For --template chat problem.prompt stays the bare question. Only its ids have the template.
     if template == "chat":
-        texts = [chat.as_chat(text, tokenizer, cfg) for text in texts]
+        # The Problem of another task may have no field for a system's turn.
+        systems = [getattr(problem, "system", "") for problem in problems]
+        pairs = zip(texts, systems)
+        texts = [chat.as_chat(text, tokenizer, cfg, system) for text, system in pairs]
     prompts = tokenizer(texts, add_special_tokens=False)
     # A tokenizer may know more tokens than the embedding of the model.
     vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
@@ -369,7 +373,7 @@ def prepare_eval_sets(task, cfg, tokenizer):
     names a split."""
     sets = {}
     for path in cfg.eval_data:
-        file, options = flags.split_path(path)
+        file, options = split_path(path)
         name = Path(file).stem
         if options.get("split"):
             name += f"-{options['split']}"

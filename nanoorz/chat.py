@@ -16,11 +16,14 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from nanoorz.ranks import UserError, one_line
 
 
-def as_chat(text, tokenizer, cfg):
-    """The text as a user's turn in the tokenizer's own chat template. Raises UserError."""
+def as_chat(text, tokenizer, cfg, system=""):
+    """The text as a user's turn in the tokenizer's own chat template. Raises UserError.
+
+    system: the text of a system's turn before it. --system replaces this text.
+    """
     turns = [{"role": "user", "content": text}]
-    if cfg.system:
-        turns = [{"role": "system", "content": cfg.system}, *turns]
+    if cfg.system or system:
+        turns = [{"role": "system", "content": cfg.system or system}, *turns]
     try:
         switches = find_switches(cfg.template, tokenizer.get_chat_template())
         prompt = tokenizer.apply_chat_template(

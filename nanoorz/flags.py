@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import difflib
 import re
-import urllib.parse
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -106,25 +105,6 @@ def explain_unknown(word, known) -> str:
     if nearest:
         return f"unknown flag {word}: did you mean --{nearest[0]}?"
     return f"unknown flag {word}; `python train.py --help` has all flags"
-
-
-def split_path(path) -> tuple[str, dict]:
-    """Splits FILE?split=test&columns=question,answer into FILE and options of load_problems.
-
-    Raises UserError.
-    """
-    file, _, query = path.partition("?")
-    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-    # A file has no splits. A data set has.
-    known = {"columns"} if Path(file).is_file() else {"columns", "split"}
-    unknown = set(options) - known
-    advice = f"choose {' or '.join(sorted(known))}"
-    require(not unknown, f"{path}: it has no {', '.join(unknown)}; {advice}")
-    if "columns" in options:
-        options["columns"] = tuple(options["columns"].split(","))
-        advice = "name two columns, as in FILE?columns=prompt,solution"
-        require(len(options["columns"]) > 1, f"{path}: {advice}")
-    return file, options
 
 
 def is_chat(template):
@@ -242,6 +222,10 @@ def check_hardware(cfg, world):
 
 def warn(cfg, problems, eval_sets):
     """Prints warnings of such settings. eval_sets: {name: problems}."""
+    for name, group in {"--data": problems, **eval_sets}.items():
+        distinct = len({problem.question for problem in group})
+        if distinct < len(group):
+            print0(f"WARNING: {name}: {len(group)} problems have {distinct} different questions")
     labels = {problem.question: problem.label for problem in problems}
     # If a question stands twice with two labels, `labels` has the second one.
     doubtful = [x.question for x in problems if x.label != labels[x.question]]

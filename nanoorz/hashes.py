@@ -34,7 +34,13 @@ def hash_inputs(cfg, task_text, tokenizer):
 
 def hash_problems(problems):
     """The hash depends on prompts and labels. A label must have the same repr in each process."""
-    return hash64([(problem.prompt, problem.label) for problem in problems])
+    parts = []
+    for problem in problems:
+        parts.append((problem.prompt, problem.label))
+        # The Problem of another task may have no field for a system's turn.
+        if getattr(problem, "system", ""):
+            parts.append(problem.system)
+    return hash64(parts)
 
 
 def hash_tokenizer(tokenizer):

@@ -130,16 +130,22 @@ def numbers_of_time(clock, tokens):
 def numbers_of_evaluation(samples, n):
     """The numbers of an evaluated set with n samples of each problem, in the order of problems.
 
-    stderr is the standard error of accuracy over problems.
+    stderr is the standard error of accuracy over questions. A set may have a question many times.
     """
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
     lengths = [len(sample.response_ids) for sample in samples]
+    questions = [sample.request.problem.question for sample in samples[::n]]
+    _, places = np.unique(questions, return_inverse=True)  # (problems,)
+    # For each question: the sum over its problems of accuracy minus mean accuracy.
+    sums = np.bincount(places, rewards.mean(1) - rewards.mean())  # (questions,)
+    # If no question is repeated, this is std(ddof=1) / sqrt(problems).
+    factor = math.sqrt(len(sums) / max(1, len(sums) - 1))
+    standard_error = factor * np.linalg.norm(sums) / len(rewards)
     return {
         "problems": len(rewards),
         "n": n,
         "accuracy": rewards.mean(),
-        # std() / sqrt(P - 1) is the same as std(ddof=1) / sqrt(P), and works for one problem too.
-        "stderr": rewards.mean(1).std() / math.sqrt(max(1, len(rewards) - 1)),
+        "stderr": standard_error,
         # The share of problems with a right sample.
         f"pass@{n}": (rewards >= 1).any(1).mean(),
         "length": statistics.mean(lengths),

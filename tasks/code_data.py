@@ -18,6 +18,7 @@ import sys
 import zlib
 from dataclasses import dataclass
 
+from nanoorz import records
 from nanoorz.ranks import UserError
 
 TEMPLATES: dict[str, str] = {
@@ -52,11 +53,10 @@ class Problem:
 def load_problems(
     path: str, template: str, bos: str = "", columns=("question", "tests"), split: str = "train"
 ) -> list[Problem]:
-    """Returns the problems with usable tests, from a file of reward.load_rows or a data set.
+    """Returns the problems with usable tests, from a file or a data set (see reward.py).
 
-    If no file has this path, the path is a data set's folder or "name:config". `template` is a key
-    of TEMPLATES or a text with {question}. Raises UserError, which names the file, the item
-    (counted from 1) and what is missing or wrong in this item.
+    `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names the
+    file, the item (counted from 1) and what is missing or wrong in this item.
     """
     template = TEMPLATES.get(template, template).replace("{bos}", bos)
     if "{question}" not in template:
@@ -92,10 +92,7 @@ def load_problems(
 
 def load_rows(path: str, split: str):
     """Returns the records of a file or of a data set. Raises UserError if the file is absent."""
-    # reward.py imports much, and no other function of this file needs it.
-    import reward
-
-    unit, rows = reward.load_rows(path, split)
+    unit, rows = records.load_rows(path, split)
     if unit == "line":
         return [json.loads(row) for row in rows if row.strip()]
     return rows

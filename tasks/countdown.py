@@ -50,8 +50,9 @@ ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
 TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]{1,20})(?P<verdict>[<>!]?)")
 
 
-def load_problems(path, template, bos="", columns=("nums", "target"), split="train"):
-    """The problems of a file of reward.load_rows, or of a dataset.
+def load_problems(path, template, bos="", columns=None, split="train"):
+    """The problems of a file or of a dataset (see reward.py). columns: those of the numbers and of
+    the target, or None: nums and target.
 
     A label is {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or
     None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names
@@ -61,9 +62,7 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
     if "{question}" not in template:
         names = ", ".join(TEMPLATES)
         raise UserError(f"template {template!r}: give one of {names}, or a text with {{question}}")
-    if columns == ("question", "answer"):
-        # train.py gives these names of reward.py if the user names no columns.
-        columns = ("nums", "target")
+    columns = columns or ("nums", "target")
     problems = []
     try:
         for record in load_rows(path, split):

@@ -64,7 +64,7 @@ def test_both_kinds_of_records_are_read_from_files_and_from_folders(tmp_path, mo
     path = tmp_path / "problems.json"
     mini = {"nums": [5, 9, 8, 4], "target": 17, "pick": 2}
     path.write_text(json.dumps([mini, {"nums": [19, 36, 55, 7], "target": 65}]))
-    small, real = countdown.load_problems(str(path), "mini", columns=("question", "answer"))
+    small, real = countdown.load_problems(str(path), "mini", columns=("nums", "target"))
     assert (small.prompt, small.label) == ("5,9,8,4=17:", MINI)
     assert real.label == REAL and "[19, 36, 55, 7]" in real.prompt and "equals 65" in real.prompt
     (wide, _) = countdown.load_problems(str(path), "orz", bos="<s>")

@@ -58,15 +58,83 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
         (tmp_path / ".venv" / there).touch()
     lines = make(tmp_path, f"-n {words}", nvidia_smi=card)
     said = "\n".join(lines)
-    found = re.findall(r"^(\S+)/bin/.* -r (\S+)", said, re.MULTILINE)
+    found = re.findall(r"^(\S+)/bin/\S+ -m pip .*?(requirements(?:-cpu)?\.txt)", said, re.MULTILINE)
     if words == "test-slow":
         # Triton is not in site-packages, where other code would find it.
         assert "--target .venv-cpu/triton -r requirements-triton.txt" in said
-        found.pop()
     assert found == ([installed] if installed else [])
     assert lines[-1].endswith(end)
     assert ("start_distributed" in said) == (installed in (CPU, CPU_BESIDE_CUDA))
     assert ("--clear" in said) == bool(there and installed)
+
+
+@pytest.mark.parametrize(
+    "refused, said, calls",
+    [
+        ("nothing", [], ["pip --no-deps torch==2.13.0+cpu"]),
+        (
+            "pip*+cpu",
+            ["pip finds no such torch; uv looks for it in PyTorch's own index"],
+            [
+                "pip uv",
+                "uv --python .venv/bin/python --torch-backend cpu --no-deps torch==2.13.0+cpu",
+            ],
+        ),
+        (
+            "*+cpu",
+            [
+                "pip finds no such torch",
+                "uv cannot get it; pip installs PyPI's torch 2.13.0 for CUDA",
+            ],
+            ["pip uv", "pip --no-deps -r requirements-torch.txt"],
+        ),
+        ("*torch*", ["pip finds", "uv cannot", "error: the installation failed; "], None),
+    ],
+)
+def test_torch_for_cpus_comes_in_one_of_three_ways(refused, said, calls, tmp_path):
+    """Stand-ins for pip and uv write down their calls, and fail at calls of the form `refused`."""
+    (tmp_path / "requirements-cpu.txt").write_text("absl-py==2.5.1\ntorch==2.13.0+cpu\ntqdm==4\n")
+    for name in ("my_pip", "my_uv"):
+        script = (
+            f'call="{name[3:]} $*"; case "$call" in {refused}) exit 1;; esac; echo "$call" >> calls'
+        )
+        stand_in(tmp_path / "bin", name, script)
+    stand_in(tmp_path / "bin", "python", "mkdir .venv")
+    lines = make(tmp_path, "install STACK=cpu PYTHON=python PIP=my_pip UV=my_uv COMPILE=")
+    said = ["pip installs torch 2.13.0 for CPUs", *said]
+    if calls:
+        said.append("pip installs the other packages")
+    told = [line for line in lines if line.startswith(("pip ", "uv ", "error:"))]
+    assert all(line.startswith(start) for line, start in zip(told, said, strict=True))
+    assert (tmp_path / ".venv/.installed").exists() == (calls is not None)
+    if calls:
+        _, *found = (tmp_path / "calls").read_text().replace(" install --quiet", "").splitlines()
+        found = [call.replace(" pip ", " ") for call in found]
+        assert found == [*calls, "pip --no-deps -r .venv/other_packages.txt"]
+        others = (tmp_path / ".venv/other_packages.txt").read_text()
+        assert others == "absl-py==2.5.1\ntqdm==4\n"
+
+
+def test_both_lists_have_the_same_torch():
+    """requirements-torch.txt has PyPI's build for CUDA, in the version of the CPU build."""
+    version = re.search(r"^torch==(\S+)\+cpu$", (ROOT / "requirements-cpu.txt").read_text(), re.M)[
+        1
+    ]
+    assert f"\ntorch=={version}\n" in (ROOT / "requirements-torch.txt").read_text()
+
+
+@pytest.mark.parametrize("works", [["python3.13"], ["python3.12", "python3.13"], []])
+def test_make_takes_the_first_python_that_runs(works, tmp_path):
+    """A shim of pyenv is there and does not run."""
+    (tmp_path / "requirements-cpu.txt").touch()
+    names = ("python3.11", "python3.12", "python3.13")
+    programs = {name: "exit 0" if name in works else "exit 127" for name in names}
+    lines = make(tmp_path, "-n install STACK=cpu", **programs)
+    if works:
+        assert f"{works[0]} -m venv  .venv" in lines
+    else:
+        line, *_ = make(tmp_path, "install STACK=cpu", **programs)
+        assert line.startswith("error: no python3.11, python3.12 or python3.13 runs here")
 
 
 def test_make_without_a_target_prints_the_targets(tmp_path):
@@ -87,7 +155,7 @@ def test_make_without_a_target_prints_the_targets(tmp_path):
 )
 def test_make_looks_for_compiler_and_gpu_first(target, lacks, programs, tmp_path):
     (tmp_path / "requirements.txt").touch()
-    programs = {"nvidia_smi": CARD, "python3.11": "exit 1"} | programs
+    programs = {"nvidia_smi": CARD, "python3.11": 'test -z "$2"'} | programs
     line, end = make(tmp_path, target, path="", **programs)
     assert line.startswith(f"error: {lacks}") and "Error 2" in end
     assert not (tmp_path / ".venv").exists()

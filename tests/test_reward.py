@@ -1,6 +1,8 @@
 """reward.py, in the order of its functions. Equality and hostile text are in test_equal.py."""
 
+import csv
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -51,11 +53,10 @@ def test_prompt_is_filled_without_format(tmp_path):
         assert problem.prompt == prompt
 
 
-@pytest.mark.parametrize("record", [ORZ_TRAIN, ORZ_EVAL, GSM8K, {"question": "1+1?", "answer": 2}])
-def test_every_form_is_read_as_json_and_as_jsonl(tmp_path, record):
+def test_a_byte_order_mark_and_empty_lines_are_no_records(tmp_path):
     expected = [reward.Problem(index, "1+1?", "2", "1+1?<think>") for index in (0, 1)]
-    lines = f"\ufeff{json.dumps(record)}\n\n{json.dumps(record)}\n"
-    contents = {"a.json": [record] * 2, "no_suffix": [record] * 2, "a.jsonl": lines}
+    lines = f"\ufeff{json.dumps(GSM8K)}\n\n{json.dumps(GSM8K)}\n"
+    contents = {"no_suffix": [GSM8K] * 2, "a.jsonl": lines}
     for name, content in contents.items():
         assert reward.load_problems(write(tmp_path, name, content), "demo") == expected, name
 
@@ -76,47 +77,130 @@ def test_files_are_read_by_their_form(tmp_path):
         assert found == rows, name
 
 
-def test_forms_are_told_apart_by_record_and_columns_can_be_named(tmp_path):
-    other = {"problem": "1+1?", "solution": "2"}
-    path = write(tmp_path, "a.json", [ORZ_TRAIN, ORZ_EVAL, other])
-    problems = reward.load_problems(path, "plain", columns=("problem", "solution"))
-    assert problems == [reward.Problem(index, "1+1?", "2", "1+1?") for index in range(3)]
+TURN = {"role": "user", "content": "1+1?"}
+CHAT = [{"role": "system", "content": "Be brief."}, TURN]
+SOLVED = {"role": "assistant", "content": "One and one:\n\\boxed{2}"}
+LAYOUTS = {line["layout"]: line for line in jsonl(DATA / "layouts.jsonl")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_published_sets_are_read(layout, tmp_path, capsys):
+    """In each of them the question is 1+1?. A table has objects and lists as text."""
+    datasets = pytest.importorskip("datasets")
+    record = LAYOUTS[layout]["record"]
+    paths = [write(tmp_path, "a.json", [record]), write(tmp_path, "b.jsonl", json.dumps(record))]
+    for path in paths.copy():
+        paths.append(f"{path}.gz")
+        with gzip.open(paths[-1], "wt") as file:
+            file.write(Path(path).read_text())
+    paths.append(write(tmp_path, "c.json", {"data": [record]}))
+    if isinstance(record, dict):
+        paths.append(str(tmp_path / "d.parquet"))
+        datasets.Dataset.from_list([record]).to_parquet(paths[-1])
+        for to_text in (json.dumps, repr):
+            cells = [x if isinstance(x, str) else to_text(x) for x in record.values()]
+            paths.append(str(tmp_path / f"{to_text.__name__}.csv"))
+            with open(paths[-1], "w", newline="") as file:
+                csv.writer(file).writerows([record, cells])
+    for path in paths:
+        [problem] = reward.load_problems(path, "chat")
+        found = (problem.question, problem.label, problem.system)
+        assert found == ("1+1?", LAYOUTS[layout]["label"], LAYOUTS[layout].get("system", "")), path
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_large_numbers_are_read_digit_by_digit(tmp_path):
+    numbers = {10**400: f"1{'0' * 400}", 1e22: f"1{'0' * 22}", 0.1: "0.1", -3.0: "-3.0"}
+    records = [{"question": "?", "answer": number} for number in numbers]
+    problems = reward.load_problems(write(tmp_path, "a.json", records), "plain")
+    assert [problem.label for problem in problems] == list(numbers.values())
+
+
+UNUSABLE = {
+    "no JSON": "{broken",
+    "no JSON ": '{"question": "1+1?", "answer": ' + "9" * 5000 + "}",
+    "no object with columns": '"text"',
+    "no text as question": {"question": "", "answer": "2"},
+    "no text as question ": {"question": 5, "answer": "2"},
+    "no text as question  ": {"messages": [SOLVED]},
+    "half of a surrogate pair in the question": {"question": "1+\ud8001", "answer": "2"},
+    "a list that is no conversation": {"prompt": ["1+1?"], "answer": "2"},
+    "a turn that is not text alone": {
+        "messages": [{"role": "user", "content": [{"type": "image"}, {"text": "1+1?"}]}],
+        "answer": "2",
+    },
+    "the label ''": {"question": "1+1?", "answer": "It is 2\n#### "},
+    "the label 'proof'": {"problem": "1+1?", "answer": "proof"},
+    "the label 'NaN'": {"problem": "1+1?", "answer": "NaN"},
+    "a label that is no text and no finite number: None": {"question": "1+1?", "answer": None},
+    "a label that is no text and no finite number: True": {"question": "1+1?", "answer": True},
+    "a label that is no text and no finite number: nan": '{"question": "1+1?", "answer": NaN}',
+    "a label that is no text and no finite number: inf": '{"question": "1+1?", "answer": 1e999}',
+    "a label that is no text and no finite number: ['2', '3']": {
+        "question": "1+1?",
+        "answer": '["2", "3"]',
+    },
+    "a label of several lines, without ####": {"question": "1+1?", "answer": "2\n3"},
+    "a solution without #### and without a closed": {"problem": "1+1?", "solution": "It is 2."},
+    "a solution without #### and without a closed ": {"problem": "?", "answer": r"\boxed{2"},
+    "the columns question, and without question or label": {"question": "1+1?"},
+    "the columns id, answer, and without": {"id": 1, "answer": "2"},
+    "the columns of no name, and without": [{"value": "1+1?"}],
+}
+
+
+@pytest.mark.parametrize("reason", UNUSABLE)
+def test_what_cannot_be_used_is_left_out_and_counted(reason, tmp_path, capsys):
+    """A file of which most is left out is refused."""
+    bad = UNUSABLE[reason]
+    bad = bad if isinstance(bad, str) else json.dumps(bad)
+    path = write(tmp_path, "a.jsonl", f"{json.dumps(GSM8K)}\n\n{bad}\n")
+    [problem] = reward.load_problems(path, "plain")
+    assert problem.label == "2"
+    warning = f"warning: {path}: 1 of 2 lines are left out: 1 with {reason.strip()}"
+    said = capsys.readouterr().err
+    assert said.startswith(warning) and "(first: line 3)\n" in said
+    path = write(tmp_path, "b.jsonl", f"{json.dumps(GSM8K)}\n{bad}\n{bad}")
+    with pytest.raises(UserError) as caught:
+        reward.load_problems(path, "plain")
+    message = str(caught.value)
+    assert message.startswith(f"{path}: 2 of 3 lines are left out: 2 with {reason.strip()}")
+    assert "\n" not in message and message.endswith(
+        f"`python reward.py {path}` tries to read it alone"
+    )
+
+
+def test_columns_can_be_named_by_a_path(tmp_path):
+    record = {"a": {"b": [{"c": "1+1?"}]}, "d": "Two.", "question": "no", "answer": "no"}
+    path = write(tmp_path, "a.json", [record])
+    [problem] = reward.load_problems(path, "plain", columns=("a.b.0.c", "d"))
+    assert (problem.question, problem.label) == ("1+1?", "Two.")
+    with pytest.raises(UserError, match="the columns a, d, question, answer, and without e and d"):
+        reward.load_problems(path, "plain", columns=("e", "d"))
+
+
+def test_a_conversation_gives_its_last_question_and_its_system_turn(tmp_path, capsys):
+    turns = [*CHAT, SOLVED, {"role": "user", "content": "2+2?"}]
+    path = write(tmp_path, "a.json", [{"messages": turns, "answer": "4"}])
+    [problem] = reward.load_problems(path, "chat")
+    assert (problem.question, problem.prompt, problem.system) == ("2+2?", "2+2?", "Be brief.")
+    note = f"warning: {path}: 1 with several turns of a user, of which the last one is the question"
+    assert capsys.readouterr().err == f"{note} (first: item 1)\n"
+    reward.load_problems(path, "plain")
+    assert "1 with a system turn, which --template plain leaves out" in capsys.readouterr().err
 
 
 BAD_FILES = [
     ("absent.json", None, ["absent.json: no such file"]),
-    ("absent.jsonl", None, ["absent.jsonl: no such file"]),
+    ("absent.jsonl.gz", None, ["absent.jsonl.gz: no such file"]),
+    ("broken.jsonl.gz", "no gzip", ["broken.jsonl.gz cannot be read: BadGzipFile"]),
     ("empty.json", "", ["empty.json", "JSON"]),
     ("empty.jsonl", "\n \n", ["empty.jsonl", "no problems"]),
     ("none.json", "[]", ["none.json", "no problems"]),
-    ("broken.jsonl", f"{json.dumps(GSM8K)}\n\n{{broken\n", ["broken.jsonl: line 3 is no JSON"]),
     ("broken.json", "[1, 2", ["broken.json", "JSON"]),
     ("number.json", "5", ["number.json"]),
-    ("dict.json", {"data": [GSM8K]}, ["dict.json: line 1: it has the columns data and lacks"]),
-    ("deep.jsonl", "[" * 100_000, ["deep.jsonl: line 1"]),
+    ("deep.jsonl", "[" * 100_000, ["deep.jsonl: 1 of 1 lines are left out: 1 with no JSON"]),
 ]
-BAD_RECORDS = [
-    ({"question": "1+1?"}, "it has the columns question and lacks answer; "),
-    ({"id": 1, "answer": "2"}, "it has the columns id, answer and lacks question; "),
-    ({"prompt": "1+1?", "solution": "2"}, "FILE?columns=prompt,solution"),
-    ({"question": "1+\ud8001", "answer": "2"}, "surrogate"),
-    ({"question": "", "answer": "2"}, "question"),
-    ({"question": 5, "answer": "2"}, "question"),
-    ({"question": "1+1?", "answer": None}, "answer"),
-    ({"question": "1+1?", "answer": True}, "answer"),
-    ({"question": "1+1?", "answer": "  "}, "answer"),
-    ({"question": "1+1?", "answer": "It is\ntwo lines"}, "#### "),
-    ({"question": "1+1?", "answer": "It is 2\n#### "}, "answer"),
-    ({"prompt": [], "final_answer": "2"}, "list index"),
-    ({"final_answer": "2"}, "'prompt'"),
-    (ORZ_TRAIN[:1], "list index"),
-    ([ORZ_TRAIN[0], {"from": "assistant"}], "'ground_truth'"),
-    ("text", "it is no object with columns: 'text'"),
-]
-for bad, missing in BAD_RECORDS:
-    lines = f"{json.dumps(GSM8K)}\n\n{json.dumps(bad)}\n"
-    BAD_FILES.append(("bad.json", [GSM8K, bad], ["bad.json: item 2", missing]))
-    BAD_FILES.append(("bad.jsonl", lines, ["bad.jsonl: line 3", missing]))
 
 
 @pytest.mark.parametrize("name, content, parts", BAD_FILES)
@@ -158,7 +242,7 @@ def test_datasets_are_read_by_folder_name_and_split(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="dev"):
             reward.load_problems(path, "plain", split="dev")
     for path in ("saved", "openai/gsm8k:main"):
-        with pytest.raises(UserError, match="columns question, answer and lacks problem"):
+        with pytest.raises(UserError, match="columns question, answer, and without problem"):
             reward.load_problems(path, "plain", columns=("problem", "answer"))
     for path in ("nowhere", "openai/gsm8k:other"):
         with pytest.raises(UserError, match=path):

@@ -23,7 +23,7 @@ BELOW = {
 # from models of text alone.
 COPIED_WITH = {
     "rollout.py": {"nanoorz.families", "nanoorz.process", "nanoorz.ranks"},
-    "reward.py": {"nanoorz.ranks", "nanoorz.equal"},
+    "reward.py": {"nanoorz.ranks", "nanoorz.equal", "nanoorz.records"},
     "ppo.py": {"nanoorz.ranks", "nanoorz.flags"},
     "ckpt.py": {"nanoorz.ranks", "nanoorz.reshard", "nanoorz.variants"},
     "nanoorz/head.py": set(),

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 import train
 from nanoorz import log
-from nanoorz.flags import flags_of, require, split_path
+from nanoorz.flags import flags_of, require
 from nanoorz.ranks import (
     Stopped,
     UserError,
@@ -47,6 +47,7 @@ from nanoorz.ranks import (
     start_distributed,
     tell_once,
 )
+from nanoorz.records import split_path
 from nanoorz.variants import explain_old_run, kept_files
 from rollout import Rollout
 
