@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from nanoorz.equal import Worker, parse_number, quick_verdict
-from nanoorz.ranks import UserError, tell_once
+from nanoorz.ranks import UserError, one_line, tell_once
 from nanoorz.records import Unusable, list_turns, parse_text, read_file, split_path
 
 # ---- problems ------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def text_metrics(text):
 
 
 def show(path, options):
-    """Prints what a run would read of a file, and whether the grader knows the labels."""
+    """Prints what a run would read of a file, and which labels the grader accepts as an answer."""
     reading = read_file(path, parse_label, **options)
     records = list(reading.records.items())
     print(f"{path}: {len(records)} {reading.unit}s are read")
@@ -372,23 +372,25 @@ def show(path, options):
         print(f"  {sentence}")
     for (question, label), count in reading.forms.items():
         print(f"  {count} with the question in {question}, the label in {label}")
-    for number, record in [records[0], records[len(records) // 2], records[-1]]:
+    for place in sorted({0, len(records) // 2, len(records) - 1}):
+        number, record = records[place]
         print(f"{reading.unit} {number}")
-        for name, text in record.items():
-            if text:
-                print(f"  {name:9} {text!r:.300}")
+        for name in ("system", "question", "label"):
+            if record[name]:
+                print(f"  {name:8}  {one_line(record[name])}")
     with Grader(workers=2) as grader:
         for number, record in records:
             response = rf"<answer>\boxed{{{record['label']}}}</answer>"
             grader.submit(number, response, "stop", record["label"])
         rewards = grader.results()
-    wrong = [number for number, reward in rewards.items() if not reward]
+    right = sum(rewards.values()) / len(records)
     numbers = sum(parse_number(record["label"]) is not None for _, record in records)
-    share = (len(records) - len(wrong)) / len(records)
-    print(f"the grader accepts {share:.2%} of the labels as an answer to themselves")
+    print(f"{numbers / len(records):.2%} of the labels are numbers")
+    print(f"{right:.2%} of the labels are accepted as an answer to themselves")
+    wrong = [number for number, reward in rewards.items() if not reward]
     for number in wrong[:3]:
-        print(f"  not that of {reading.unit} {number}: {reading.records[number]['label']!r:.300}")
-    print(f"  {numbers / len(records):.2%} of the labels are numbers")
+        label = one_line(reading.records[number]["label"])
+        print(f"  not accepted: {reading.unit} {number}: {label}")
 
 
 if __name__ == "__main__":

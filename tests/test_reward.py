@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -188,6 +189,24 @@ def test_a_conversation_gives_its_last_question_and_its_system_turn(tmp_path, ca
     assert capsys.readouterr().err == f"{note} (first: item 1)\n"
     reward.load_problems(path, "plain")
     assert "1 with a system turn, which --template plain leaves out" in capsys.readouterr().err
+
+
+def test_reward_py_shows_what_is_read_as_the_page_says(tmp_path):
+    """A label whose braces do not close is no answer in any box."""
+    records = []
+    for question, label in (("6 times 7", "42"), ("half of 7", r'["\\frac{7}{2}"]'), ("5 + 5", "")):
+        prompt = [{"role": "user", "content": f"What is {question}?"}]
+        records.append({"prompt": prompt, "reward_model": {"ground_truth": label}})
+    path = write(tmp_path, "mine.jsonl", "\n".join(map(json.dumps, records)))
+    said = run_python(ROOT / "reward.py", path).stdout.replace(path, "mine.jsonl")
+    assert f"```\n{said}```\n" in (ROOT / "docs/rewards.md").read_text()
+    path = write(tmp_path, "odd.csv", "id,task,key\n1,2+2?,4\n2,3+3?,}6\n")
+    done = run_python(ROOT / "reward.py", path, code=2)
+    assert re.fullmatch(
+        "error: .* columns id, task, key, and without question or label.*\n", done.stderr
+    )
+    said = run_python(ROOT / "reward.py", f"{path}?columns=task,key").stdout
+    assert "50.00% of the labels are accepted" in said and "not accepted: item 2: }6" in said
 
 
 BAD_FILES = [
