@@ -81,7 +81,7 @@ UV = $(@D)/bin/python -m uv
 # only where an index or a folder with it is configured. uv knows PyTorch's own index of CPU builds.
 define INSTALL_CPU
 @echo "pip installs torch 2.13.0 for CPUs"
-@$(PIP) install --quiet --no-deps "$$(grep '^torch==' $<)" || { \
+@$(PIP) install --quiet --no-deps "$$(grep '^torch==' $<)" 2>/dev/null || { \
 	echo "pip finds no such torch; uv looks for it in PyTorch's own index"; \
 	$(PIP) install --quiet uv && \
 	$(UV) pip install --quiet --python $(@D)/bin/python --torch-backend cpu --no-deps "$$(grep '^torch==' $<)"; } || { \

@@ -126,8 +126,10 @@ def to_text(value):
     if isinstance(value, float) and math.isfinite(value):
         # In digits: the text 1e22 would not equal 10000000000000000000000.
         value = f"{Decimal(str(value)):f}"
+    if value is None or isinstance(value, float):
+        raise Unusable(f"the label {value}")  # NaN or infinite
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Unusable(f"a label that is no text and no finite number: {value!r:.40}")
+        raise Unusable(f"a label of the type {type(value).__name__}")
     return str(value)
 
 

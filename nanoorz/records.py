@@ -67,10 +67,11 @@ class Reading:
         lost = self.count_left_out()
         if lost:
             groups = sorted(self.left_out.items(), key=lambda group: -len(group[1]))
-            reasons = "; ".join(self.describe_group(*group) for group in groups)
-            sentences.append(
-                f"{lost} of {lost + len(self.records)} {self.unit}s are left out: {reasons}"
-            )
+            reasons = [self.describe_group(*group) for group in groups[:5]]
+            if len(groups) > 5:
+                reasons.append(f"{lost - sum(len(group[1]) for group in groups[:5])} others")
+            count = lost + len(self.records)
+            sentences.append(f"{lost} of {count} {self.unit}s are left out: {'; '.join(reasons)}")
         return sentences + [self.describe_group(*group) for group in self.notes.items()]
 
     def describe_group(self, what, numbers) -> str:
@@ -157,9 +158,10 @@ def load_rows(path, split):
             separator = max(",;\t", key=text.partition("\n")[0].count)
             csv.field_size_limit(len(text) + 1)
             return "item", list(csv.DictReader(io.StringIO(text), delimiter=separator))
-        if plain.endswith(".jsonl"):
+        # Some files called .json have an object on each line. Others have one list, in [].
+        if plain.endswith(".jsonl") or text.lstrip().startswith("{"):
             return "line", text.split("\n")
-        return load_json(text)
+        return "item", list(json.loads(text))
     import datasets  # slow, and seldom needed
 
     if is_file:
@@ -170,20 +172,6 @@ def load_rows(path, split):
         # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
     return "item", dataset[split] if isinstance(dataset, dict) else dataset
-
-
-def load_json(text):
-    """The rows of a .json file: a list, an object with a list in it, or an object on each line."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        if text.lstrip().startswith("{"):
-            return "line", text.split("\n")
-        raise
-    if isinstance(found, dict):
-        lists = [value for value in found.values() if isinstance(value, list)]
-        found = lists[0] if len(lists) == len(found) == 1 else [found]
-    return "item", list(found)
 
 
 def parse_line(text):
@@ -197,6 +185,8 @@ def find_form(record, columns):
     """The paths of question and label in a record."""
     if not isinstance(record, list | dict):
         raise Unusable("no object with columns")
+    if not columns and {"choices", "options"} & set(map(str, record)):
+        raise Unusable("choices in a column of their own; write them into the question")
     form = []
     for paths in [[path] for path in columns] if columns else (QUESTIONS, LABELS):
         form += [path for path in paths if find(record, path) is not MISSING][:1]
@@ -239,10 +229,10 @@ def parse_text(value):
 def parse_question(value) -> tuple[str, str, str]:
     """The question; the text of a system turn, or ""; a note, or ""."""
     # In a table a conversation is a text.
-    if isinstance(value, str) and value.lstrip().startswith(("[{", '{"', "{'")):
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
         value = parse_text(value)
     system = note = ""
-    if isinstance(value, list | dict):
+    if isinstance(value, list):
         turns = list_turns(value)
         system = "\n".join(text for role, text in turns if role == "system")
         questions = [text for role, text in turns if role in ("user", "human")]
@@ -261,22 +251,15 @@ def parse_question(value) -> tuple[str, str, str]:
 
 def list_turns(value) -> list[tuple[str, str]]:
     """(role, text) of each turn of a conversation. Raises Unusable."""
-    if isinstance(value, dict):
-        # One turn. Or a dataset has a list of turns as an object of lists.
-        are_lists = all(isinstance(column, list) for column in value.values())
-        rows = zip(*value.values()) if are_lists else [value.values()]
-        value = [dict(zip(value, row)) for row in rows]
     turns = []
     for turn in value:
         if not isinstance(turn, dict):
             raise Unusable("a list that is no conversation")
         text = turn.get("content", turn.get("value"))
-        if isinstance(text, list):
-            # The parts of a turn, such as a text and an image.
-            parts = [part.get("text") for part in text if isinstance(part, dict)]
-            are_texts = all(isinstance(part, str) for part in parts)
-            text = "".join(parts) if are_texts else None
-        if not isinstance(text, str):
+        # A turn may have several parts, such as a text and an image.
+        parts = text if isinstance(text, list) else [{"text": text}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
             raise Unusable("a turn that is not text alone")
-        turns.append((turn.get("role", turn.get("from")), text))
+        turns.append((turn.get("role", turn.get("from")), "".join(texts)))
     return turns

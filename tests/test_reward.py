@@ -94,7 +94,6 @@ def test_layouts_of_published_sets_are_read(layout, tmp_path, capsys):
         paths.append(f"{path}.gz")
         with gzip.open(paths[-1], "wt") as file:
             file.write(Path(path).read_text())
-    paths.append(write(tmp_path, "c.json", {"data": [record]}))
     if isinstance(record, dict):
         paths.append(str(tmp_path / "d.parquet"))
         datasets.Dataset.from_list([record]).to_parquet(paths[-1])
@@ -133,11 +132,11 @@ UNUSABLE = {
     "the label ''": {"question": "1+1?", "answer": "It is 2\n#### "},
     "the label 'proof'": {"problem": "1+1?", "answer": "proof"},
     "the label 'NaN'": {"problem": "1+1?", "answer": "NaN"},
-    "a label that is no text and no finite number: None": {"question": "1+1?", "answer": None},
-    "a label that is no text and no finite number: True": {"question": "1+1?", "answer": True},
-    "a label that is no text and no finite number: nan": '{"question": "1+1?", "answer": NaN}',
-    "a label that is no text and no finite number: inf": '{"question": "1+1?", "answer": 1e999}',
-    "a label that is no text and no finite number: ['2', '3']": {
+    "the label None": {"question": "1+1?", "answer": None},
+    "a label of the type bool": {"question": "1+1?", "answer": True},
+    "the label nan": '{"question": "1+1?", "answer": NaN}',
+    "the label inf": '{"question": "1+1?", "answer": 1e999}',
+    "a label of the type list": {
         "question": "1+1?",
         "answer": '["2", "3"]',
     },
@@ -145,6 +144,7 @@ UNUSABLE = {
     "a solution without #### and without a closed": {"problem": "1+1?", "solution": "It is 2."},
     "a solution without #### and without a closed ": {"problem": "?", "answer": r"\boxed{2"},
     "the columns question, and without question or label": {"question": "1+1?"},
+    "choices in a column of their own": {"question": "?", "choices": ["1", "2"], "answer": 1},
     "the columns id, answer, and without": {"id": 1, "answer": "2"},
     "the columns of no name, and without": [{"value": "1+1?"}],
 }
@@ -218,6 +218,7 @@ BAD_FILES = [
     ("none.json", "[]", ["none.json", "no problems"]),
     ("broken.json", "[1, 2", ["broken.json", "JSON"]),
     ("number.json", "5", ["number.json"]),
+    ("dict.json", {"data": [GSM8K]}, ["the columns data, and without question or label"]),
     ("deep.jsonl", "[" * 100_000, ["deep.jsonl: 1 of 1 lines are left out: 1 with no JSON"]),
 ]
 
