@@ -359,6 +359,9 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
             f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are left out: they "
             f"are empty, exceed --prompt_max_len, or have a token beyond the model's {vocabulary}"
         )
+    questions = {problem.question for problem in kept}
+    if len(questions) < len(kept):
+        print0(f"WARNING: {where}: {len(kept)} problems have {len(questions)} different questions")
     if not kept:
         lengths = [len(ids) for ids in prompts["input_ids"]]
         raise UserError(

@@ -222,10 +222,6 @@ def check_hardware(cfg, world):
 
 def warn(cfg, problems, eval_sets):
     """Prints warnings of such settings. eval_sets: {name: problems}."""
-    for name, group in {"--data": problems, **eval_sets}.items():
-        distinct = len({problem.question for problem in group})
-        if distinct < len(group):
-            print0(f"WARNING: {name}: {len(group)} problems have {distinct} different questions")
     labels = {problem.question: problem.label for problem in problems}
     # If a question stands twice with two labels, `labels` has the second one.
     doubtful = [x.question for x in problems if x.label != labels[x.question]]

@@ -319,6 +319,13 @@ def test_an_abort_leaves_the_last_lines_of_run_log_on_the_screen(tmp_path, end, 
     assert ("Fatal Python error: Aborted; the last lines of" in said) == (end == "abort")
 
 
+def test_a_repeated_question_makes_no_evaluation_more_certain():
+    samples = [sample(k // 2, k % 2, reward, 2) for k, reward in enumerate([1.0, 0, 1, 1, 0, 0])]
+    once = log_file.numbers_of_evaluation(samples, 2)["stderr"]
+    assert log_file.numbers_of_evaluation(samples * 32, 2)["stderr"] == pytest.approx(once)
+    assert log_file.numbers_of_evaluation(samples[:2] * 32, 2)["stderr"] == 0
+
+
 def test_an_evaluation_is_a_line_and_its_answers(make_log, tmp_path, capsys):
     log = make_log(tmp_path, eval_n=2)
     log.tracker = mock.Mock()

@@ -29,7 +29,7 @@ import reward
 import train
 from nanoorz import demo
 from nanoorz.flags import flags_of
-from nanoorz.hashes import hash_inputs
+from nanoorz.hashes import hash_inputs, hash_problems
 from nanoorz.ranks import UserError
 from rollout import Sample, requests_of_step
 from tools.base_model import write_flags
@@ -289,7 +289,7 @@ def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group
 def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_group, tiny, capsys):
     texts = ["1", "", "1+1+1+", "1+1+1", "<image>"]
     task = SimpleNamespace()
-    task.load_problems = lambda *_, **__: [reward.Problem(9, "", "", text) for text in texts]
+    task.load_problems = lambda *_, **__: [reward.Problem(9, text, "", text) for text in texts]
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     # As Gemma 3's, this tokenizer has a token that the embedding has no row for.
     tokenizer.add_tokens([*map("<{}>".format, range(8)), "<image>"])
@@ -303,6 +303,8 @@ def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_gro
     texts = ["1+1"]
     assert len(train.prepare_problems(task, ["mine"], cfg, tokenizer)) == 1
     assert capsys.readouterr().out == ""
+    train.prepare_problems(task, ["mine", "mine"], cfg, tokenizer)
+    assert capsys.readouterr().out == "WARNING: mine mine: 2 problems have 1 different questions\n"
     texts = [""]
     with pytest.raises(UserError, match="mine: no prompt of 0 to .* is left; raise --prompt_max"):
         train.prepare_problems(task, ["mine"], cfg, tokenizer)
@@ -339,20 +341,26 @@ def test_a_chat_is_what_its_template_makes_of_it(process_group, system, text_mod
     template ends with one. The ids are those that transformers itself would feed a model."""
     tokenizer = chat_tokenizer(CHAT)
     rows = [{"question": text, "answer": "#### 2"} for text in (" 1+1?\n", "{question}<end>")]
+    own = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    rows.append({"messages": own, "ground_truth": "4"})
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
     paths = [str(DATA / "gsm8k.jsonl"), str(tmp_path / "odd.jsonl")]
     cfg = train.Config(model=text_model, template="chat", system=system)
     problems = train.prepare_problems(reward, paths, cfg, tokenizer)
-    assert [problem.index for problem in problems] == list(range(102)), "over both files"
-    turns = [{"role": "system", "content": system}] if system else []
+    assert [problem.index for problem in problems] == list(range(103)), "over both files"
     for problem in problems:
+        # --system replaces the record's own system turn.
+        text = system or problem.system
+        turns = [{"role": "system", "content": text}] if text else []
         chat = [*turns, {"role": "user", "content": problem.question}]
         options = {"add_generation_prompt": True, "return_dict": False}
         assert problem.prompt_ids == tokenizer.apply_chat_template(chat, **options)
     prompt = tokenizer.decode(problems[0].prompt_ids)
     assert prompt.startswith("<|system|>\nGive" if system else "<|user|>\nJanet")
     assert prompt.endswith("?<end>\n<|assistant|>\n<think>\n")
-    assert problems[0].label == "18"
+    assert problems[0].label == "18" and problems[-1].system == "Be brief."
+    edited = [*problems[:-1], dataclasses.replace(problems[-1], system="Be long.")]
+    assert hash_problems(edited) != hash_problems(problems)
 
 
 def first_problem(tiny, template, model, tokenizer, system=None):
