@@ -80,18 +80,17 @@ UV = $(@D)/bin/python -m uv
 # CUDA into the CPU stack. torch comes first, in one of three ways. PyPI has no CPU build of it, so pip finds the CPU build
 # only where an index or a folder with it is configured. uv knows PyTorch's own index of CPU builds.
 define INSTALL_CPU
-@echo "pip installs torch 2.13.0 for CPUs"
-@$(PIP) install --quiet --no-deps "$$(grep '^torch==' $<)" 2>/dev/null || { \
-	echo "pip finds no such torch; uv looks for it in PyTorch's own index"; \
+@echo "pip installs torch for CPUs"
+@$(PIP) install --quiet --no-deps "$$(grep '^torch==' $<)" || { \
+	echo "pip cannot get it; uv looks for it in PyTorch's own index"; \
 	$(PIP) install --quiet uv && \
 	$(UV) pip install --quiet --python $(@D)/bin/python --torch-backend cpu --no-deps "$$(grep '^torch==' $<)"; } || { \
-	echo "uv cannot get it; pip installs PyPI's torch 2.13.0 for CUDA, which runs on CPUs too (5.9 GB in place of 2.9)"; \
+	echo "uv cannot get it; pip installs PyPI's torch for CUDA, which runs on CPUs too (6.0 GB in place of 2.9)"; \
 	$(PIP) install --quiet --no-deps -r requirements-torch.txt; } || $(FAILED)
 @echo "pip installs the other packages"
-@grep -v '^torch==' $< > $(@D)/other_packages.txt
-@$(PIP) install --quiet --no-deps -r $(@D)/other_packages.txt || $(FAILED)
+@grep -v '^torch==' $< | $(PIP) install --quiet --no-deps -r /dev/stdin || $(FAILED)
 endef
-FAILED = { echo "error: the installation failed; the lines above say why; the same command tries it again"; exit 2; }
+FAILED = { echo "error: the installation failed; the lines above say why; run the same command to try again"; exit 2; }
 # A compilation that was killed leaves a lock, and later compilations wait for this lock without end. So the folder
 # torch_extensions is removed first. COMPILE compiles DeepSpeed's op, which only the CPU stack needs. So the CUDA stack can be
 # installed on a machine without a GPU. COMPILE ends by os._exit, because gloo's threads can abort an interpreter that exits
@@ -110,7 +109,7 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
 	$(if $(findstring cpu,$<),,$(CAN_COMPILE))
 	$(PYTHON) -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
-	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet --upgrade pip || $(FAILED)
 	$(if $(findstring cpu,$<),$(INSTALL_CPU),$(PIP) install --quiet -r $< || $(FAILED))
 	rm -rf $(@D)/torch_extensions
 	$(if $(findstring cpu,$<),$(COMPILE))

@@ -17,6 +17,7 @@ algebra.py, ranks.py and records.py of nanoorz/, too. Then try
 
 import math
 import re
+import signal
 import sys
 from collections import Counter
 from concurrent import futures
@@ -59,36 +60,39 @@ class Problem:
 
 
 def load_problems(path, template, bos="", columns=None, split="train"):
-    """The problems of a JSON, JSONL, CSV or Parquet file (also .gz), or of a dataset.
+    """The problems of a JSON, JSONL or CSV file (also .gz), of a Parquet file, or of a dataset.
 
     A path that is no file is a dataset's folder or "name:config". columns: the paths of question
     and label, or None (records.py finds them). `template` is a key of TEMPLATES or a text with
     {question}. What cannot be used is left out, and a line on stderr says how many and why. Raises
-    UserError, also if that is the larger part of the file.
+    UserError, also if more records are left out than read.
     """
-    prompt_form = TEMPLATES.get(template, template).replace("{bos}", bos)
-    if "{question}" not in prompt_form:
+    prompt_template = TEMPLATES.get(template, template).replace("{bos}", bos)
+    if "{question}" not in prompt_template:
         raise UserError(
             f"template {template!r} is unknown and lacks {{question}}; choose "
             f"{', '.join(TEMPLATES)}, or write a text with {{question}}"
         )
-    try:
-        reading = read_file(path, parse_label, columns, split)
-    except UserError as error:
-        raise UserError(f"{error}; `python reward.py {path}` tries to read it alone") from None
+    reading = read_file(path, parse_label, columns, split)
+    if reading.is_refused():
+        where = f"{path}?columns={','.join(columns)}" if columns else path
+        why = "; ".join(reading.describe()) or "holds no problems"
+        raise UserError(f"{path}: {why}; `python reward.py '{where}'` shows more; {COLUMNS}")
     problems = []
     for record in reading.records.values():
-        prompt = prompt_form.replace("{question}", record["question"])
+        prompt = prompt_template.replace("{question}", record["question"])
         problems.append(Problem(len(problems), prompt=prompt, **record))
-    notes = reading.describe()
-    lost = sum(bool(problem.system) for problem in problems)
-    if lost and template != "chat":
-        notes.append(f"{lost} with a system turn, which --template {template:.20} leaves out")
-    for note in notes:
-        tell_once(None, f"warning: {path}: {note}")
+    warnings = reading.describe()
+    with_system = sum(bool(problem.system) for problem in problems)
+    if with_system and template != "chat":
+        name = f"--template {one_line(template):.20}"
+        warnings.append(f"{with_system} problems have a system turn, and {name} leaves it out")
+    for warning in warnings:
+        tell_once(None, f"warning: {path}: {warning}")
     return problems
 
 
+COLUMNS = "FILE?columns=prompt,reward_model.ground_truth names the columns to read"
 # What public sets write where they have no answer.
 NO_ANSWERS = ("proof", "notfound", "not found", "nan", "none", "null", "n/a")
 
@@ -99,38 +103,46 @@ def parse_label(value, is_solution=False):
     GSM8K puts the worked solution before the label: ... #### 18. MATH puts the label into a
     \boxed{} of the solution. is_solution: the value must have one of these two marks.
     """
-    _, has_hashes, label = to_text(value).rpartition("####")
-    box = last_box(label)
-    if box is not None:
-        label = box
-    elif is_solution and not has_hashes or "\\boxed" in label:
-        raise Unusable(r"a solution without #### and without a closed \boxed{}")
+    text = to_text(value)
+    label = last_box(text)
+    if label is None:
+        # Without #### the third part is the whole text.
+        _, hashes, label = text.rpartition("####")
+        if "\\boxed" in label:
+            raise Unusable(r"a \boxed{} that is not closed")
+        if is_solution and not hashes:
+            raise Unusable(r"a solution without \boxed{} and without ####")
     label = label.strip()
     if not label or label.lower() in NO_ANSWERS:
         raise Unusable(f"the label {label!r}")
     if "\n" in label:
-        raise Unusable(r"a label of several lines, without #### and without \boxed{}")
+        raise Unusable("a label of several lines")
+    # In a list that is written as a text, \times may have become a tab and "imes".
+    if re.search("[\x00-\x1f\ud800-\udfff]", label):
+        raise Unusable("a character in the label that is no text")
     return label
 
 
 def to_text(value):
     """The text of a label or of a solution. Raises Unusable."""
-    # Some sets have a list with one label, or the text of such a list.
+    # The text of a list of texts, or of turns. [1,2] stays, because it may be an interval.
     if isinstance(value, str) and re.match(r"\s*\[\s*[\"'{]", value):
         value = parse_text(value)
-    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], dict):
-        [value] = value
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         # The last turn of a conversation has the solution.
-        value = list_turns(value)[-1][1]
-    if isinstance(value, float) and math.isfinite(value):
-        # In digits: the text 1e22 would not equal 10000000000000000000000.
-        value = f"{Decimal(str(value)):f}"
-    if value is None or isinstance(value, float):
-        raise Unusable(f"the label {value}")  # NaN or infinite
-    if isinstance(value, bool) or not isinstance(value, str | int):
+        role, value = list_turns(value)[-1]
+        if role in ("user", "human", "system"):
+            raise Unusable("a conversation that does not end with a solution")
+    if isinstance(value, list) and len(value) == 1:
+        [value] = value
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, float) and not math.isfinite(value):
+        raise Unusable(f"the label {value}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unusable(f"a label of the type {type(value).__name__}")
-    return str(value)
+    # All digits: the text 1e22 would not equal 10000000000000000000000.
+    return f"{Decimal(str(value)):f}"
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -366,14 +378,19 @@ def text_metrics(text):
 
 
 def show(path, options):
-    """Prints what a run would read of a file, and which labels the grader accepts as an answer."""
+    """Prints what a run would read of a file. Returns whether the run would take it."""
     reading = read_file(path, parse_label, **options)
     records = list(reading.records.items())
     print(f"{path}: {len(records)} {reading.unit}s are read")
     for sentence in reading.describe():
         print(f"  {sentence}")
-    for (question, label), count in reading.forms.items():
+    for row in list(reading.first.values())[:5]:
+        print(f"  left out: {one_line(row)}")
+    for (question, label), count in reading.paths.items():
         print(f"  {count} with the question in {question}, the label in {label}")
+    if reading.is_refused():
+        print(f"A run refuses this file, because more is left out than read; {COLUMNS}.")
+        return False
     for place in sorted({0, len(records) // 2, len(records) - 1}):
         number, record = records[place]
         print(f"{reading.unit} {number}")
@@ -385,21 +402,26 @@ def show(path, options):
             response = rf"<answer>\boxed{{{record['label']}}}</answer>"
             grader.submit(number, response, "stop", record["label"])
         rewards = grader.results()
-    right = sum(rewards.values()) / len(records)
     numbers = sum(parse_number(record["label"]) is not None for _, record in records)
     print(f"{numbers / len(records):.2%} of the labels are numbers")
+    right = sum(rewards.values()) / len(records)
     print(f"{right:.2%} of the labels are accepted as an answer to themselves")
     wrong = [number for number, reward in rewards.items() if not reward]
     for number in wrong[:3]:
         label = one_line(reading.records[number]["label"])
         print(f"  not accepted: {reading.unit} {number}: {label}")
+    return True
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python reward.py FILE, or 'FILE?columns=QUESTION,LABEL'")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # The reader of the output may end first.
     try:
-        show(*split_path(sys.argv[1]))
+        if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+            raise UserError(
+                "give one path: python reward.py FILE, or 'FILE?columns=QUESTION,LABEL'"
+            )
+        is_taken = show(*split_path(sys.argv[1]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    sys.exit(0 if is_taken else 2)

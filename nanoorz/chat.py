@@ -19,11 +19,13 @@ from nanoorz.ranks import UserError, one_line
 def as_chat(text, tokenizer, cfg, system=""):
     """The text as a user's turn in the tokenizer's own chat template. Raises UserError.
 
-    system: the text of a system's turn before it. --system replaces this text.
+    system: the text of the record's own system turn. --system replaces this text.
     """
     turns = [{"role": "user", "content": text}]
-    if cfg.system or system:
-        turns = [{"role": "system", "content": cfg.system or system}, *turns]
+    if cfg.system is not None:
+        system = cfg.system
+    if system:
+        turns = [{"role": "system", "content": system}, *turns]
     try:
         switches = find_switches(cfg.template, tokenizer.get_chat_template())
         prompt = tokenizer.apply_chat_template(

@@ -33,13 +33,13 @@ def hash_inputs(cfg, task_text, tokenizer):
 
 
 def hash_problems(problems):
-    """The hash depends on prompts and labels. A label must have the same repr in each process."""
+    """The hash depends on prompts, labels and system turns. A label must have the same repr in each
+    process."""
     parts = []
     for problem in problems:
-        parts.append((problem.prompt, problem.label))
-        # The Problem of another task may have no field for a system's turn.
-        if getattr(problem, "system", ""):
-            parts.append(problem.system)
+        # The Problem of another task may have no field for a system turn.
+        system = getattr(problem, "system", "")
+        parts.append((problem.prompt, problem.label, *([system] if system else [])))
     return hash64(parts)
 
 

@@ -130,14 +130,15 @@ def numbers_of_time(clock, tokens):
 def numbers_of_evaluation(samples, n):
     """The numbers of an evaluated set with n samples of each problem, in the order of problems.
 
-    stderr is the standard error of accuracy over questions. A set may have a question many times.
+    stderr is the clustered standard error of accuracy: a set may have a question many times, and
+    each question is a cluster.
     """
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
     lengths = [len(sample.response_ids) for sample in samples]
-    questions = [sample.request.problem.question for sample in samples[::n]]
-    _, places = np.unique(questions, return_inverse=True)  # (problems,)
+    first = {}  # {question: its number}
+    numbers = [first.setdefault(x.request.problem.question, len(first)) for x in samples[::n]]
     # For each question: the sum over its problems of accuracy minus mean accuracy.
-    sums = np.bincount(places, rewards.mean(1) - rewards.mean())  # (questions,)
+    sums = np.bincount(numbers, weights=rewards.mean(1) - rewards.mean())  # (questions,)
     # If no question is repeated, this is std(ddof=1) / sqrt(problems).
     factor = math.sqrt(len(sums) / max(1, len(sums) - 1))
     standard_error = factor * np.linalg.norm(sums) / len(rewards)

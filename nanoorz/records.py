@@ -1,6 +1,6 @@
 """Reads the records of a data set: where a record has its question and its label.
 
-Public sets lay out their records in many ways. QUESTIONS and LABELS are the table of them, and
+Public sets lay out their records in many ways. QUESTIONS and LABELS list the known paths, and
 docs/rewards.md names the sets. A record without a question or a label is left out and counted.
 reward.py says what a label is.
 """
@@ -12,26 +12,27 @@ import gzip
 import io
 import json
 import os
+import re
 import urllib.parse
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanoorz.ranks import UserError, one_line
 
-# The first path that a record has is used. A path leads through objects and lists.
+# A path leads through objects and lists. The first path that leads to a value is used.
 QUESTIONS = (
     "0.value",  # ORZ's training data: a list of two turns
     "question",  # GSM8K
     "problem",  # MATH, MATH-500, DeepScaleR, Big-Math, NuminaMath, OpenR1-Math
-    "prompt",  # verl's form: DAPO-Math, Skywork-OR1; ORZ's evaluation data
+    "prompt",  # verl's layout: DAPO-Math, Skywork-OR1; ORZ's evaluation data
     "messages",  # RLVR-MATH
     "conversations",
 )
 LABELS = (
     "1.ground_truth.value",  # ORZ's training data
     "final_answer",  # ORZ's evaluation data
-    "reward_model.ground_truth",  # verl's form
+    "reward_model.ground_truth",  # verl's layout
     "ground_truth",  # RLVR-MATH
     "answer",  # GSM8K, MATH-500, DeepScaleR, Big-Math, NuminaMath, OpenR1-Math
     "expected_answer",
@@ -39,13 +40,13 @@ LABELS = (
     "messages",
     "conversations",
 )
-# These hold a solution, and the label is a part of it.
+# These hold a solution, in which the label is marked. GSM8K's `answer` holds one too, but other
+# sets have the label alone under this name.
 SOLUTIONS = ("solution", "messages", "conversations")
-MISSING = object()
 
 
 class Unusable(Exception):
-    """A record cannot be used. The text is the reason, and completes `3 lines with ...`."""
+    """A record cannot be used. The text is the reason. It stands behind "3 with"."""
 
 
 @dataclass
@@ -53,29 +54,42 @@ class Reading:
     """What a file holds. A number is that of a line or an item, counted from 1."""
 
     unit: str  # line or item
-    records: dict[int, dict]  # {number: {"question", "label" and "system": text}}
-    left_out: dict[str, list[int]]  # {reason: numbers}
-    notes: dict[str, list[int]]  # {what is special: numbers}
-    forms: Counter  # {(path of the question, path of the label): count}
+    # {number: {"question", "label" and "system": text}}
+    records: dict[int, dict] = field(default_factory=dict)
+    # {(path of the question, path of the label): how many records}
+    paths: Counter = field(default_factory=Counter)
+    several_turns: list[int] = field(default_factory=list)  # numbers
+    left_out: dict[str, list[int]] = field(default_factory=dict)  # {reason: numbers}
+    first: dict[str, str] = field(default_factory=dict)  # {reason: the first record of it}
 
     def count_left_out(self):
         return sum(map(len, self.left_out.values()))
 
+    def is_refused(self):
+        return not self.records or self.count_left_out() > len(self.records)
+
     def describe(self) -> list[str]:
-        """Sentences about what is left out, and about what is special."""
+        """Sentences about what is left out, and about conversations of several turns."""
         sentences = []
         lost = self.count_left_out()
         if lost:
-            groups = sorted(self.left_out.items(), key=lambda group: -len(group[1]))
-            reasons = [self.describe_group(*group) for group in groups[:5]]
-            if len(groups) > 5:
-                reasons.append(f"{lost - sum(len(group[1]) for group in groups[:5])} others")
+            counts = Counter({reason: len(numbers) for reason, numbers in self.left_out.items()})
+            common = counts.most_common(5)
+            reasons = [
+                f"{n} with {why} (first: {self.name(self.left_out[why])})" for why, n in common
+            ]
+            if len(counts) > 5:
+                reasons.append(f"{lost - sum(n for _, n in common)} for other reasons")
             count = lost + len(self.records)
             sentences.append(f"{lost} of {count} {self.unit}s are left out: {'; '.join(reasons)}")
-        return sentences + [self.describe_group(*group) for group in self.notes.items()]
+        turns = self.several_turns
+        if turns:
+            what = f"{len(turns)} {self.unit}s have several turns of a user"
+            sentences.append(f"{what}, the last one is the question (first: {self.name(turns)})")
+        return sentences
 
-    def describe_group(self, what, numbers) -> str:
-        return f"{len(numbers)} with {what} (first: {self.unit} {numbers[0]})"
+    def name(self, numbers):
+        return f"{self.unit} {numbers[0]}"
 
 
 def split_path(path) -> tuple[str, dict]:
@@ -98,32 +112,36 @@ def split_path(path) -> tuple[str, dict]:
 
 
 def read_file(path, parse_label, columns=None, split="train"):
-    """A Reading of a JSON, JSONL, CSV or Parquet file (also .gz), or of a dataset.
+    """A Reading of a JSON, JSONL or CSV file (also .gz), of a Parquet file, or of a dataset.
 
-    A path that is no file is a dataset's folder or "name:config". parse_label(value, is_solution)
-    returns the label, or raises Unusable. columns: the paths of question and label, or None. Raises
-    UserError, also if more records are left out than read.
+    A path that is no file is a dataset's folder or "name:config". columns: the paths of question
+    and label, or None. parse_label(value, is_solution) returns the label or raises Unusable.
+    is_solution: the value may be a solution that has no label. Raises UserError.
     """
+    if columns and len(columns) != 2:
+        raise UserError(f"{path}: name two columns, as in FILE?columns=prompt,solution")
     try:
         unit, rows = load_rows(path, split)
-        reading = Reading(unit, {}, {}, {}, Counter())
+        reading = Reading(unit)
         for number, row in enumerate(rows, start=1):
             # A line is a text with JSON. An item is an object.
             if unit == "line" and not row.strip():
                 continue
             try:
                 record = parse_line(row) if unit == "line" else row
-                form = find_form(record, columns)
-                question, system, note = parse_question(find(record, form[0]))
-                is_solution = columns is None and form[1] in SOLUTIONS
-                label = parse_label(find(record, form[1]), is_solution)
+                paths, (question, label) = find_parts(record, columns)
+                question, system, has_several = parse_question(question)
+                # A column that the user names has the label.
+                label = parse_label(label, columns is None and paths[1] in SOLUTIONS)
             except Unusable as error:
-                reading.left_out.setdefault(str(error), []).append(number)
+                reason = str(error)
+                reading.left_out.setdefault(reason, []).append(number)
+                reading.first.setdefault(reason, str(row))
                 continue
             reading.records[number] = {"question": question, "label": label, "system": system}
-            reading.forms[form] += 1
-            if note:
-                reading.notes.setdefault(note, []).append(number)
+            reading.paths[paths] += 1
+            if has_several:
+                reading.several_turns.append(number)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     # The datasets library alone has a dozen classes of errors for "not found".
@@ -133,10 +151,6 @@ def read_file(path, parse_label, columns=None, split="train"):
             ".json file, an object on each line of a .jsonl file, a .csv or .parquet file, or a "
             f"dataset with split {split!r}"
         ) from None
-    if reading.count_left_out() > len(reading.records):
-        raise UserError(f"{path}: {'; '.join(reading.describe())}")
-    if not reading.records:
-        raise UserError(f"{path}: holds no problems; give a file or split with at least one")
     return reading
 
 
@@ -150,7 +164,8 @@ def load_rows(path, split):
     if is_file and not path.endswith(".parquet"):
         # Only \n ends a line, because a question may hold other ends of line.
         open_file = open if plain == path else gzip.open
-        with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+        options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "\n"}
+        with open_file(path, "rt", **options) as file:
             text = file.read()
         if plain.endswith(".csv"):
             # Some programs separate the columns by semicolons or tabs. Take the character that
@@ -181,38 +196,42 @@ def parse_line(text):
         raise Unusable("no JSON") from error
 
 
-def find_form(record, columns):
-    """The paths of question and label in a record."""
+def find_parts(record, columns):
+    """(path, path) and (value, value) of question and label. A value is neither None nor ""."""
     if not isinstance(record, list | dict):
         raise Unusable("no object with columns")
-    if not columns and {"choices", "options"} & set(map(str, record)):
+    names = record if isinstance(record, dict) else {}
+    if not columns and (names.get("choices") or names.get("options")):
         raise Unusable("choices in a column of their own; write them into the question")
-    form = []
-    for paths in [[path] for path in columns] if columns else (QUESTIONS, LABELS):
-        form += [path for path in paths if find(record, path) is not MISSING][:1]
-    if len(form) == 2:
-        return tuple(form)
-    names = ", ".join(map(str, record)) if isinstance(record, dict) else "of no name"
-    wanted = " and ".join(columns) if columns else "question or label"
-    raise Unusable(
-        f"the columns {names:.300}, and without {wanted}; name the columns of questions and of "
-        "labels: FILE?columns=prompt,reward_model.ground_truth"
-    )
+    parts = {}
+    for part, known in (("question", QUESTIONS), ("label", LABELS)):
+        candidates = [columns[len(parts)]] if columns else known
+        for path in candidates:
+            value = find(record, path)
+            if value not in (None, ""):
+                parts[part] = (path, value)
+                break
+        else:
+            wanted = candidates[0] if columns else part
+            there = ", ".join(map(str, names)) or "of a list"
+            raise Unusable(f"nothing as {wanted}; the columns are {there:.300}")
+    return zip(*parts.values())
 
 
 def find(record, path):
-    """What stands at a path such as reward_model.ground_truth, or MISSING."""
-    # A table may have a column with this name, or a column whose text holds an object.
+    """What stands at a path such as reward_model.ground_truth, or None."""
+    # A table may have a column with this name.
     if isinstance(record, dict) and path in record:
         return record[path]
     for name in path.split("."):
+        # A column of a table may hold the text of an object.
         record = parse_text(record)
         if isinstance(record, list) and name.isdecimal() and int(name) < len(record):
             record = record[int(name)]
-        elif isinstance(record, dict) and name in record:
-            record = record[name]
+        elif isinstance(record, dict):
+            record = record.get(name)
         else:
-            return MISSING
+            return None
     return record
 
 
@@ -226,27 +245,27 @@ def parse_text(value):
     return value
 
 
-def parse_question(value) -> tuple[str, str, str]:
-    """The question; the text of a system turn, or ""; a note, or ""."""
+def parse_question(value) -> tuple[str, str, bool]:
+    """(question, text of a system turn or "", is it the last of several turns of a user?)."""
     # In a table a conversation is a text.
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         value = parse_text(value)
-    system = note = ""
+    system = ""
+    questions = [value]
     if isinstance(value, list):
         turns = list_turns(value)
         system = "\n".join(text for role, text in turns if role == "system")
         questions = [text for role, text in turns if role in ("user", "human")]
-        if len(questions) > 1:
-            note = "several turns of a user, of which the last one is the question"
-        value = questions[-1] if questions else None
-    if not isinstance(value, str) or not value.strip():
+    question = questions[-1] if questions else None
+    if not isinstance(question, str) or not question.strip():
         raise Unusable("no text as question")
-    try:
-        (system + value).encode()
-    except UnicodeEncodeError as error:
-        # No tokenizer takes half of a surrogate pair.
-        raise Unusable("half of a surrogate pair in the question") from error
-    return value, system, note
+    if SURROGATE.search(system + question):
+        raise Unusable("a question that is no Unicode text")
+    return question, system, len(questions) > 1
+
+
+# No tokenizer takes half of a surrogate pair. `open` writes one for a byte that is no UTF-8.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def list_turns(value) -> list[tuple[str, str]]:

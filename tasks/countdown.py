@@ -50,9 +50,9 @@ ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
 TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]{1,20})(?P<verdict>[<>!]?)")
 
 
-def load_problems(path, template, bos="", columns=None, split="train"):
-    """The problems of a file or of a dataset (see reward.py). columns: those of the numbers and of
-    the target, or None: nums and target.
+def load_problems(path, template, bos="", columns=("nums", "target"), split="train"):
+    """The problems of a file or of a dataset (see reward.py). columns: the names of the columns
+    with the numbers and with the target.
 
     A label is {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or
     None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names
@@ -62,7 +62,6 @@ def load_problems(path, template, bos="", columns=None, split="train"):
     if "{question}" not in template:
         names = ", ".join(TEMPLATES)
         raise UserError(f"template {template!r}: give one of {names}, or a text with {{question}}")
-    columns = columns or ("nums", "target")
     problems = []
     try:
         for record in load_rows(path, split):

@@ -82,6 +82,7 @@ def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
     """Else an old driver, or a job on the wrong machine, would train on the CPU without a word."""
     ranks.check_stack("13.0", has_gpu=True)
     # PyPI's torch is a build for CUDA. Beside vLLM's build for CPUs it is right without a GPU.
+    monkeypatch.setattr(process, "has_cpu_stack", lambda: True)
     ranks.check_stack("13.0", has_gpu=False)
     monkeypatch.setattr(process, "has_cpu_stack", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -98,7 +99,7 @@ def test_a_torch_for_cpus_beside_a_gpu_warns(answer, is_told, tmp_path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     ranks.check_stack(None, has_gpu=False)
-    assert ("the packages are those for CPUs" in capsys.readouterr().err) == is_told
+    assert ("the packages for CPUs are installed" in capsys.readouterr().err) == is_told
 
 
 # ---- signals -------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
         ("nothing", [], ["pip --no-deps torch==2.13.0+cpu"]),
         (
             "pip*+cpu",
-            ["pip finds no such torch; uv looks for it in PyTorch's own index"],
+            ["pip cannot get it; uv looks for it in PyTorch's own index"],
             [
                 "pip uv",
                 "uv --python .venv/bin/python --torch-backend cpu --no-deps torch==2.13.0+cpu",
@@ -83,25 +83,24 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
         (
             "*+cpu",
             [
-                "pip finds no such torch",
-                "uv cannot get it; pip installs PyPI's torch 2.13.0 for CUDA",
+                "pip cannot get it",
+                "uv cannot get it; pip installs PyPI's torch for CUDA",
             ],
             ["pip uv", "pip --no-deps -r requirements-torch.txt"],
         ),
-        ("*torch*", ["pip finds", "uv cannot", "error: the installation failed; "], None),
+        ("*torch*", ["pip cannot", "uv cannot", "error: the installation failed; "], None),
     ],
 )
 def test_torch_for_cpus_comes_in_one_of_three_ways(refused, said, calls, tmp_path):
     """Stand-ins for pip and uv write down their calls, and fail at calls of the form `refused`."""
     (tmp_path / "requirements-cpu.txt").write_text("absl-py==2.5.1\ntorch==2.13.0+cpu\ntqdm==4\n")
     for name in ("my_pip", "my_uv"):
-        script = (
-            f'call="{name[3:]} $*"; case "$call" in {refused}) exit 1;; esac; echo "$call" >> calls'
-        )
+        call = f'call="{name[3:]} $*"; case "$call" in {refused}) exit 1;; esac; echo "$call"'
+        script = f'{call} >> calls; case "$call" in *stdin) cat >> calls; esac'
         stand_in(tmp_path / "bin", name, script)
     stand_in(tmp_path / "bin", "python", "mkdir .venv")
     lines = make(tmp_path, "install STACK=cpu PYTHON=python PIP=my_pip UV=my_uv COMPILE=")
-    said = ["pip installs torch 2.13.0 for CPUs", *said]
+    said = ["pip installs torch for CPUs", *said]
     if calls:
         said.append("pip installs the other packages")
     told = [line for line in lines if line.startswith(("pip ", "uv ", "error:"))]
@@ -110,9 +109,7 @@ def test_torch_for_cpus_comes_in_one_of_three_ways(refused, said, calls, tmp_pat
     if calls:
         _, *found = (tmp_path / "calls").read_text().replace(" install --quiet", "").splitlines()
         found = [call.replace(" pip ", " ") for call in found]
-        assert found == [*calls, "pip --no-deps -r .venv/other_packages.txt"]
-        others = (tmp_path / ".venv/other_packages.txt").read_text()
-        assert others == "absl-py==2.5.1\ntqdm==4\n"
+        assert found == [*calls, "pip --no-deps -r /dev/stdin", "absl-py==2.5.1", "tqdm==4"]
 
 
 def test_both_lists_have_the_same_torch():

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import resource
 import signal
 import sys
@@ -116,59 +115,96 @@ def test_large_numbers_are_read_digit_by_digit(tmp_path):
     assert [problem.label for problem in problems] == list(numbers.values())
 
 
-UNUSABLE = {
-    "no JSON": "{broken",
-    "no JSON ": '{"question": "1+1?", "answer": ' + "9" * 5000 + "}",
-    "no object with columns": '"text"',
-    "no text as question": {"question": "", "answer": "2"},
-    "no text as question ": {"question": 5, "answer": "2"},
-    "no text as question  ": {"messages": [SOLVED]},
-    "half of a surrogate pair in the question": {"question": "1+\ud8001", "answer": "2"},
-    "a list that is no conversation": {"prompt": ["1+1?"], "answer": "2"},
-    "a turn that is not text alone": {
-        "messages": [{"role": "user", "content": [{"type": "image"}, {"text": "1+1?"}]}],
-        "answer": "2",
-    },
-    "the label ''": {"question": "1+1?", "answer": "It is 2\n#### "},
-    "the label 'proof'": {"problem": "1+1?", "answer": "proof"},
-    "the label 'NaN'": {"problem": "1+1?", "answer": "NaN"},
-    "the label None": {"question": "1+1?", "answer": None},
-    "a label of the type bool": {"question": "1+1?", "answer": True},
-    "the label nan": '{"question": "1+1?", "answer": NaN}',
-    "the label inf": '{"question": "1+1?", "answer": 1e999}',
-    "a label of the type list": {
-        "question": "1+1?",
-        "answer": '["2", "3"]',
-    },
-    "a label of several lines, without ####": {"question": "1+1?", "answer": "2\n3"},
-    "a solution without #### and without a closed": {"problem": "1+1?", "solution": "It is 2."},
-    "a solution without #### and without a closed ": {"problem": "?", "answer": r"\boxed{2"},
-    "the columns question, and without question or label": {"question": "1+1?"},
-    "choices in a column of their own": {"question": "?", "choices": ["1", "2"], "answer": 1},
-    "the columns id, answer, and without": {"id": 1, "answer": "2"},
-    "the columns of no name, and without": [{"value": "1+1?"}],
-}
+# (a line of JSON, or the record; the reason)
+UNUSABLE = [
+    ("{broken", "no JSON"),
+    ('{"question": "1+1?", "answer": ' + "9" * 5000 + "}", "no JSON"),
+    ('"text"', "no object with columns"),
+    ({"question": 5, "answer": "2"}, "no text as question"),
+    ({"messages": [SOLVED], "answer": "2"}, "no text as question"),
+    ({"question": "1+\ud8001", "answer": "2"}, "a question that is no Unicode text"),
+    ({"prompt": ["1+1?"], "answer": "2"}, "a list that is no conversation"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, TURN]}], "answer": "2"},
+        "a turn that is not text alone",
+    ),
+    ({"messages": [TURN]}, "a conversation that does not end with a solution"),
+    ({"question": "1+1?", "answer": "It is 2\n#### "}, "the label ''"),
+    *(({"problem": "1+1?", "answer": word}, f"the label {word!r}") for word in reward.NO_ANSWERS),
+    ('{"question": "1+1?", "answer": NaN}', "the label nan"),
+    ('{"question": "1+1?", "answer": -Infinity}', "the label -inf"),
+    ('{"question": "1+1?", "answer": 1e999}', "the label inf"),
+    ({"question": "1+1?", "answer": True}, "a label of the type bool"),
+    ({"question": "1+1?", "answer": '["2", "3"]'}, "a label of the type list"),
+    ({"question": "1+1?", "answer": "2\n3"}, "a label of several lines"),
+    ({"question": "1+1?", "answer": r'["3\times 2"]'}, "a character in the label that is no text"),
+    ({"question": "1+1?", "answer": "2\ud800"}, "a character in the label that is no text"),
+    ({"problem": "1+1?", "solution": "It is 2."}, r"a solution without \boxed{} and without ####"),
+    ({"problem": "?", "answer": r"\boxed{2"}, r"a \boxed{} that is not closed"),
+    ({"question": "1+1?"}, "nothing as label; the columns are question"),
+    ({"question": "", "answer": "2"}, "nothing as question; the columns are question, answer"),
+    ({"question": "1+1?", "answer": None}, "nothing as label; the columns are question, answer"),
+    ([{"value": "1+1?"}], "nothing as label; the columns are of a list"),
+    (
+        {"question": "?", "choices": ["1", "2"], "answer": 1},
+        "choices in a column of their own; write them into the question",
+    ),
+]
 
 
-@pytest.mark.parametrize("reason", UNUSABLE)
-def test_what_cannot_be_used_is_left_out_and_counted(reason, tmp_path, capsys):
-    """A file of which most is left out is refused."""
-    bad = UNUSABLE[reason]
-    bad = bad if isinstance(bad, str) else json.dumps(bad)
-    path = write(tmp_path, "a.jsonl", f"{json.dumps(GSM8K)}\n\n{bad}\n")
+@pytest.mark.parametrize("bad, reason", UNUSABLE)
+def test_what_cannot_be_used_is_left_out_and_counted(bad, reason, tmp_path, capsys):
+    """A file of which more is left out than read is refused."""
+    good, bad = json.dumps(GSM8K), bad if isinstance(bad, str) else json.dumps(bad)
+    path = write(tmp_path, "a.jsonl", f"{good}\n\n{bad}\n")
     [problem] = reward.load_problems(path, "plain")
     assert problem.label == "2"
-    warning = f"warning: {path}: 1 of 2 lines are left out: 1 with {reason.strip()}"
-    said = capsys.readouterr().err
-    assert said.startswith(warning) and "(first: line 3)\n" in said
-    path = write(tmp_path, "b.jsonl", f"{json.dumps(GSM8K)}\n{bad}\n{bad}")
+    told = f"warning: {path}: 1 of 2 lines are left out: 1 with {reason} (first: line 3)\n"
+    assert capsys.readouterr().err == told
+    path = write(tmp_path, "b.jsonl", f"{good}\n{bad}\n{bad}")
     with pytest.raises(UserError) as caught:
         reward.load_problems(path, "plain")
-    message = str(caught.value)
-    assert message.startswith(f"{path}: 2 of 3 lines are left out: 2 with {reason.strip()}")
-    assert "\n" not in message and message.endswith(
-        f"`python reward.py {path}` tries to read it alone"
-    )
+    why = f"2 of 3 lines are left out: 2 with {reason} (first: line 2)"
+    advice = f"`python reward.py '{path}'` shows more; {reward.COLUMNS}"
+    assert str(caught.value) == f"{path}: {why}; {advice}"
+
+
+def test_a_byte_that_is_no_text_costs_its_line_alone(tmp_path, capsys):
+    path = write(tmp_path, "a.jsonl", f"{json.dumps(GSM8K)}\n" * 2)
+    with open(path, "ab") as file:
+        file.write(b'{"question": "na\xefve?", "answer": "2"}\n')
+    assert len(reward.load_problems(path, "plain")) == 2
+    assert "1 with a question that is no Unicode text (first: line 3)" in capsys.readouterr().err
+
+
+def test_many_reasons_are_not_all_told(tmp_path, capsys):
+    records = [GSM8K] * 9 + [{f"column {k}": k} for k in range(7)]
+    reward.load_problems(write(tmp_path, "a.json", records), "plain")
+    told = capsys.readouterr().err
+    assert "7 of 16 items are left out" in told and "; 2 for other reasons\n" in told
+
+
+def test_an_empty_column_of_a_merged_set_is_passed_over(tmp_path):
+    merged = {
+        "question": None,
+        "problem": "1+1?",
+        "final_answer": "",
+        "options": None,
+        "answer": "2",
+    }
+    [problem] = reward.load_problems(write(tmp_path, "a.json", [merged]), "plain")
+    assert (problem.question, problem.label) == ("1+1?", "2")
+
+
+@pytest.mark.parametrize("separator", ",;\t")
+def test_a_csv_file_may_have_any_separator_and_long_fields(separator, tmp_path):
+    long = "1" * 200_000
+    text = f"question{separator}answer\n{long}{separator}2\n"
+    with gzip.open(tmp_path / "a.csv.gz", "wt") as file:
+        file.write(text)
+    for path in (write(tmp_path, "a.csv", text), str(tmp_path / "a.csv.gz")):
+        [problem] = reward.load_problems(path, "plain")
+        assert (problem.question, problem.label) == (long, "2")
 
 
 def test_columns_can_be_named_by_a_path(tmp_path):
@@ -176,8 +212,12 @@ def test_columns_can_be_named_by_a_path(tmp_path):
     path = write(tmp_path, "a.json", [record])
     [problem] = reward.load_problems(path, "plain", columns=("a.b.0.c", "d"))
     assert (problem.question, problem.label) == ("1+1?", "Two.")
-    with pytest.raises(UserError, match="the columns a, d, question, answer, and without e and d"):
+    with pytest.raises(UserError, match=r"nothing as e; the columns are a, d, question, answer \("):
+        reward.load_problems(path, "plain", columns=("d", "e"))
+    with pytest.raises(UserError, match=r"`python reward.py '.*/a.json\?columns=e,d'` shows more"):
         reward.load_problems(path, "plain", columns=("e", "d"))
+    with pytest.raises(UserError, match="a.json: name two columns"):
+        reward.load_problems(path, "plain", columns=("a.b.0.c", "d", "question"))
 
 
 def test_a_conversation_gives_its_last_question_and_its_system_turn(tmp_path, capsys):
@@ -185,10 +225,11 @@ def test_a_conversation_gives_its_last_question_and_its_system_turn(tmp_path, ca
     path = write(tmp_path, "a.json", [{"messages": turns, "answer": "4"}])
     [problem] = reward.load_problems(path, "chat")
     assert (problem.question, problem.prompt, problem.system) == ("2+2?", "2+2?", "Be brief.")
-    note = f"warning: {path}: 1 with several turns of a user, of which the last one is the question"
-    assert capsys.readouterr().err == f"{note} (first: item 1)\n"
-    reward.load_problems(path, "plain")
-    assert "1 with a system turn, which --template plain leaves out" in capsys.readouterr().err
+    note = "1 items have several turns of a user, the last one is the question (first: item 1)"
+    assert capsys.readouterr().err == f"warning: {path}: {note}\n"
+    reward.load_problems(path, "{question}\n")
+    told = "1 problems have a system turn, and --template {question} leaves it out\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_reward_py_shows_what_is_read_as_the_page_says(tmp_path):
@@ -202,9 +243,7 @@ def test_reward_py_shows_what_is_read_as_the_page_says(tmp_path):
     assert f"```\n{said}```\n" in (ROOT / "docs/rewards.md").read_text()
     path = write(tmp_path, "odd.csv", "id,task,key\n1,2+2?,4\n2,3+3?,}6\n")
     done = run_python(ROOT / "reward.py", path, code=2)
-    assert re.fullmatch(
-        "error: .* columns id, task, key, and without question or label.*\n", done.stderr
-    )
+    assert "2 of 2 items are left out" in done.stdout and "left out: {'id': '1', " in done.stdout
     said = run_python(ROOT / "reward.py", f"{path}?columns=task,key").stdout
     assert "50.00% of the labels are accepted" in said and "not accepted: item 2: }6" in said
 
@@ -218,7 +257,7 @@ BAD_FILES = [
     ("none.json", "[]", ["none.json", "no problems"]),
     ("broken.json", "[1, 2", ["broken.json", "JSON"]),
     ("number.json", "5", ["number.json"]),
-    ("dict.json", {"data": [GSM8K]}, ["the columns data, and without question or label"]),
+    ("dict.json", {"data": [GSM8K]}, ["nothing as question; the columns are data"]),
     ("deep.jsonl", "[" * 100_000, ["deep.jsonl: 1 of 1 lines are left out: 1 with no JSON"]),
 ]
 
@@ -262,7 +301,7 @@ def test_datasets_are_read_by_folder_name_and_split(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="dev"):
             reward.load_problems(path, "plain", split="dev")
     for path in ("saved", "openai/gsm8k:main"):
-        with pytest.raises(UserError, match="columns question, answer, and without problem"):
+        with pytest.raises(UserError, match="nothing as problem; the columns are question, answer"):
             reward.load_problems(path, "plain", columns=("problem", "answer"))
     for path in ("nowhere", "openai/gsm8k:other"):
         with pytest.raises(UserError, match=path):

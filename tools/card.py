@@ -27,6 +27,7 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import nanoorz.process  # noqa: F401  # It hides a GPU from the CPU stack.
 from nanoorz.log import versions
 from nanoorz.ranks import UserError, check_stack, one_line
 
