@@ -99,16 +99,16 @@ COMPILE = $(@D)/bin/python -c "import os; from nanoorz import models, ranks; ran
 	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
 # On a GPU Triton compiles C files. These files include Python.h.
 CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} not found; Triton compiles with it (Debian: \
-	apt install gcc)"; exit 2; }; $(PYTHON) -c "import os, sysconfig as s; os.stat(s.get_path('include') + '/Python.h')" \
+	apt install gcc)"; exit 2; }; "$(PYTHON)" -c "import os, sysconfig as s; os.stat(s.get_path('include') + '/Python.h')" \
 	2>/dev/null || { echo "error: Python.h not found; Triton includes it (Debian: apt install python3-dev)"; exit 2; }
 .venv/.installed .venv-cpu/.installed: requirements-cpu.txt
 .venv/.installed-cuda: requirements.txt
 .venv/.installed .venv-cpu/.installed .venv/.installed-cuda:
-	@command -v "$(PYTHON)" >/dev/null || { echo "error: no python3.11, python3.12 or python3.13 runs here; install one of \
-	them, or name it: make PYTHON=/path/to/python3.11"; exit 2; }
+	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))" 2>/dev/null || { \
+	echo "error: no Python 3.11, 3.12 or 3.13 runs here; install one, or name it: make PYTHON=/path/to/python3.11"; exit 2; }
 	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
 	$(if $(findstring cpu,$<),,$(CAN_COMPILE))
-	$(PYTHON) -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
+	"$(PYTHON)" -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
 	$(PIP) install --quiet --upgrade pip || $(FAILED)
 	$(if $(findstring cpu,$<),$(INSTALL_CPU),$(PIP) install --quiet -r $< || $(FAILED))
 	rm -rf $(@D)/torch_extensions

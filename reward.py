@@ -26,7 +26,7 @@ from decimal import Decimal
 
 from nanoorz.equal import Worker, parse_number, quick_verdict
 from nanoorz.ranks import UserError, one_line, tell_once
-from nanoorz.records import Unusable, list_turns, parse_text, read_file, split_path
+from nanoorz.records import NO_TEXT, Unusable, list_turns, parse_text, read_file, split_path
 
 # ---- problems ------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ def load_problems(path, template, bos="", columns=None, split="train"):
     for record in reading.records.values():
         prompt = prompt_template.replace("{question}", record["question"])
         problems.append(Problem(len(problems), prompt=prompt, **record))
-    warnings = reading.describe()
+    warnings = reading.describe() + describe_sentences(reading)
     with_system = sum(bool(problem.system) for problem in problems)
     if with_system and template != "chat":
         name = f"--template {one_line(template):.20}"
@@ -93,56 +93,72 @@ def load_problems(path, template, bos="", columns=None, split="train"):
 
 
 COLUMNS = "FILE?columns=prompt,reward_model.ground_truth names the columns to read"
-# What public sets write where they have no answer.
-NO_ANSWERS = ("proof", "notfound", "not found", "nan", "none", "null", "n/a")
+# What files have where they have no answer.
+NO_ANSWERS = """proof, notfound, not found, no answer, unknown, see figure, -,
+    nan, none, null, n/a, na, <na>, inf, -inf, #n/a, #ref!, #value!, #div/0!"""
+NO_ANSWERS = re.split(r",\s+", NO_ANSWERS)
 
 
 def parse_label(value, is_solution=False):
     r"""The label of a record, as one line of text. Raises Unusable.
 
-    GSM8K puts the worked solution before the label: ... #### 18. MATH puts the label into a
-    \boxed{} of the solution. is_solution: the value must have one of these two marks.
+    MATH puts the label into the last \boxed{} of the worked solution. GSM8K puts it behind the
+    solution: ... #### 18. is_solution: the value must have one of these two marks.
     """
-    text = to_text(value)
+    text = to_text(value).replace(r"\fbox{", r"\boxed{")
     label = last_box(text)
+    if "\\boxed" in text and not text.rpartition("\\boxed")[2].startswith(f"{{{label}}}"):
+        raise Unusable(r"a \boxed{} that is not closed")
     if label is None:
-        # Without #### the third part is the whole text.
-        _, hashes, label = text.rpartition("####")
-        if "\\boxed" in label:
-            raise Unusable(r"a \boxed{} that is not closed")
-        if is_solution and not hashes:
+        *solution, label = text.split("####")
+        if len(solution) > 1:
+            raise Unusable("#### in several places")
+        if is_solution and not solution:
             raise Unusable(r"a solution without \boxed{} and without ####")
-    label = label.strip()
+    label = label.strip(" \r\n")
     if not label or label.lower() in NO_ANSWERS:
         raise Unusable(f"the label {label!r}")
     if "\n" in label:
         raise Unusable("a label of several lines")
-    # In a list that is written as a text, \times may have become a tab and "imes".
-    if re.search("[\x00-\x1f\ud800-\udfff]", label):
+    if NO_TEXT.search(label) or "\t" in label:
         raise Unusable("a character in the label that is no text")
     return label
 
 
 def to_text(value):
     """The text of a label or of a solution. Raises Unusable."""
-    # The text of a list of texts, or of turns. [1,2] stays, because it may be an interval.
-    if isinstance(value, str) and re.match(r"\s*\[\s*[\"'{]", value):
+    # The text of a list of texts, or of objects. [1,2] stays, because it may be an interval.
+    if isinstance(value, str) and re.match(r"\s*[\[{]\s*[\"'{]", value):
         value = parse_text(value)
+        if isinstance(value, str):
+            raise Unusable("a list that cannot be read as label")
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         # The last turn of a conversation has the solution.
         role, value = list_turns(value)[-1]
-        if role in ("user", "human", "system"):
+        if role not in ("assistant", "gpt", "model"):
             raise Unusable("a conversation that does not end with a solution")
     if isinstance(value, list) and len(value) == 1:
         [value] = value
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise Unusable(f"the label {value}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unusable(f"a label of the type {type(value).__name__}")
     # All digits: the text 1e22 would not equal 10000000000000000000000.
     return f"{Decimal(str(value)):f}"
+
+
+def describe_sentences(reading) -> list[str]:
+    """A sentence about labels of five words or more, or nothing."""
+    # \frac is no word.
+    words = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+    records = reading.records.items()
+    numbers = [number for number, x in records if len(words.findall(x["label"])) >= 5]
+    if not numbers:
+        return []
+    first = f"{reading.unit} {numbers[0]}"
+    return [f"{len(numbers)} labels are sentences, which few answers will equal (first: {first})"]
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -382,10 +398,11 @@ def show(path, options):
     reading = read_file(path, parse_label, **options)
     records = list(reading.records.items())
     print(f"{path}: {len(records)} {reading.unit}s are read")
-    for sentence in reading.describe():
+    for sentence in reading.describe() + describe_sentences(reading):
         print(f"  {sentence}")
     for row in list(reading.first.values())[:5]:
-        print(f"  left out: {one_line(row)}")
+        # Bytes that are no text would steer the terminal.
+        print("  left out:", "".join(x if x.isprintable() else "?" for x in one_line(row)))
     for (question, label), count in reading.paths.items():
         print(f"  {count} with the question in {question}, the label in {label}")
     if reading.is_refused():
@@ -402,6 +419,8 @@ def show(path, options):
             response = rf"<answer>\boxed{{{record['label']}}}</answer>"
             grader.submit(number, response, "stop", record["label"])
         rewards = grader.results()
+    questions = {record["question"] for _, record in records}
+    print(f"{len(questions)} of the questions are different")
     numbers = sum(parse_number(record["label"]) is not None for _, record in records)
     print(f"{numbers / len(records):.2%} of the labels are numbers")
     right = sum(rewards.values()) / len(records)

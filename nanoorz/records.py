@@ -34,8 +34,8 @@ LABELS = (
     "final_answer",  # ORZ's evaluation data
     "reward_model.ground_truth",  # verl's layout
     "ground_truth",  # RLVR-MATH
+    "expected_answer",  # OpenMathReasoning
     "answer",  # GSM8K, MATH-500, DeepScaleR, Big-Math, NuminaMath, OpenR1-Math
-    "expected_answer",
     "solution",  # MATH
     "messages",
     "conversations",
@@ -98,9 +98,12 @@ def split_path(path) -> tuple[str, dict]:
     Raises UserError.
     """
     file, _, query = path.partition("?")
+    if Path(path).is_file():
+        return path, {}  # The file has a ? in its name.
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-    # A file has no splits. A data set has.
-    known = {"columns"} if Path(file).is_file() else {"columns", "split"}
+    # A file has no splits, and a data set that was saved without splits has none.
+    has_none = Path(file).is_file() or Path(file, "state.json").is_file()
+    known = {"columns"} if has_none else {"columns", "split"}
     unknown = ", ".join(options.keys() - known)
     if unknown:
         raise UserError(f"{path}: it has no {unknown}; choose {' or '.join(sorted(known))}")
@@ -156,37 +159,51 @@ def read_file(path, parse_label, columns=None, split="train"):
 
 def load_rows(path, split):
     """("line", lines of JSON), or ("item", the items of a list, a table or a dataset)."""
-    plain = path.removesuffix(".gz")
-    has_suffix = plain.endswith((".json", ".jsonl", ".csv", ".parquet"))
+    plain = path.lower().removesuffix(".gz")
+    is_table = plain.endswith((".csv", ".tsv"))
+    has_suffix = is_table or plain.endswith((".json", ".jsonl", ".parquet"))
     if has_suffix and not os.path.exists(path):
         raise UserError("no such file")
-    is_file = has_suffix or os.path.isfile(path)
-    if is_file and not path.endswith(".parquet"):
+    if plain.endswith(".parquet") and os.path.isfile(path):
+        import pyarrow.parquet  # slow, and seldom needed
+
+        return "item", pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    if has_suffix or os.path.isfile(path):
         # Only \n ends a line, because a question may hold other ends of line.
-        open_file = open if plain == path else gzip.open
+        open_file = gzip.open if path.lower().endswith(".gz") else open
         options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "\n"}
         with open_file(path, "rt", **options) as file:
             text = file.read()
-        if plain.endswith(".csv"):
-            # Some programs separate the columns by semicolons or tabs. Take the character that
-            # stands most often in the first line.
-            separator = max(",;\t", key=text.partition("\n")[0].count)
-            csv.field_size_limit(len(text) + 1)
-            return "item", list(csv.DictReader(io.StringIO(text), delimiter=separator))
+        if is_table:
+            return "item", read_table(text)
         # Some files called .json have an object on each line. Others have one list, in [].
         if plain.endswith(".jsonl") or text.lstrip().startswith("{"):
             return "line", text.split("\n")
         return "item", list(json.loads(text))
     import datasets  # slow, and seldom needed
 
-    if is_file:
-        return "item", datasets.Dataset.from_parquet(path)
     try:
         dataset = datasets.load_from_disk(path)
     except FileNotFoundError:
         # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
+    if isinstance(dataset, dict) and split not in dataset:
+        raise UserError(f"it has no split {split!r}, but {', '.join(dataset)}")
     return "item", dataset[split] if isinstance(dataset, dict) else dataset
+
+
+def read_table(text):
+    # Some programs separate the columns by another character than a comma. Take the one that stands
+    # most often in the first line.
+    separator = max(",;\t|", key=text.partition("\n")[0].count)
+    csv.field_size_limit(len(text) + 1)
+    # strict: a quote that does not close would swallow the rows behind it.
+    reader = csv.DictReader(io.StringIO(text), delimiter=separator, strict=True)
+    names = [name.strip() for name in reader.fieldnames or ()]
+    if len(set(names)) < len(names):
+        raise UserError(f"two columns have one name: {', '.join(names)}")
+    reader.fieldnames = names
+    return list(reader)
 
 
 def parse_line(text):
@@ -196,13 +213,24 @@ def parse_line(text):
         raise Unusable("no JSON") from error
 
 
+# A question does not stand alone beside one of these.
+PARTS_OF_QUESTIONS = ("choices", "options", "context", "passage", "body", "image", "images")
+
+
 def find_parts(record, columns):
     """(path, path) and (value, value) of question and label. A value is neither None nor ""."""
     if not isinstance(record, list | dict):
         raise Unusable("no object with columns")
-    names = record if isinstance(record, dict) else {}
-    if not columns and (names.get("choices") or names.get("options")):
-        raise Unusable("choices in a column of their own; write them into the question")
+    if isinstance(record, list) and len(record) != 2:
+        raise Unusable("a list that is not a question and a label")
+    if isinstance(record, dict) and record.get(None):
+        raise Unusable("more cells than columns: a comma without quotes?")
+    names = list(map(str, record)) if isinstance(record, dict) else ["of a list"]
+    if not columns and isinstance(record, dict):
+        record = {name.lower(): value for name, value in zip(names, record.values())}
+        for name in PARTS_OF_QUESTIONS:
+            if record.get(name):
+                raise Unusable(f"a column {name}; write it into the question, and name the columns")
     parts = {}
     for part, known in (("question", QUESTIONS), ("label", LABELS)):
         candidates = [columns[len(parts)]] if columns else known
@@ -213,8 +241,7 @@ def find_parts(record, columns):
                 break
         else:
             wanted = candidates[0] if columns else part
-            there = ", ".join(map(str, names)) or "of a list"
-            raise Unusable(f"nothing as {wanted}; the columns are {there:.300}")
+            raise Unusable(f"nothing as {wanted}; the columns are {', '.join(names):.300}")
     return zip(*parts.values())
 
 
@@ -239,9 +266,12 @@ def parse_text(value):
     """The list or the object that a text holds, as JSON or as Python writes it. Else the value."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
-    for parse in (json.loads, ast.literal_eval):
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(value)
+    # numpy writes ['1' '2'], and Python would join the two texts.
+    if not re.search(r"""['"}]\s+['"{]""", value):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return parse(value.strip())
+            return ast.literal_eval(value.strip())
     return value
 
 
@@ -250,22 +280,25 @@ def parse_question(value) -> tuple[str, str, bool]:
     # In a table a conversation is a text.
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         value = parse_text(value)
+        if isinstance(value, str):
+            raise Unusable("a conversation that cannot be read")
     system = ""
     questions = [value]
     if isinstance(value, list):
         turns = list_turns(value)
-        system = "\n".join(text for role, text in turns if role == "system")
+        system = "\n".join(text for role, text in turns if role in ("system", "developer"))
         questions = [text for role, text in turns if role in ("user", "human")]
     question = questions[-1] if questions else None
     if not isinstance(question, str) or not question.strip():
         raise Unusable("no text as question")
-    if SURROGATE.search(system + question):
-        raise Unusable("a question that is no Unicode text")
+    if NO_TEXT.search(system + question):
+        raise Unusable("a character in the question that is no text")
     return question, system, len(questions) > 1
 
 
-# No tokenizer takes half of a surrogate pair. `open` writes one for a byte that is no UTF-8.
-SURROGATE = re.compile("[\ud800-\udfff]")
+# Control characters: JSON reads "\frac" with one backslash as a form feed and "rac". And half of a
+# surrogate pair, which no tokenizer takes: `open` writes one for a byte that is no UTF-8.
+NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
 
 
 def list_turns(value) -> list[tuple[str, str]]:

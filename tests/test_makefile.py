@@ -98,7 +98,7 @@ def test_torch_for_cpus_comes_in_one_of_three_ways(refused, said, calls, tmp_pat
         call = f'call="{name[3:]} $*"; case "$call" in {refused}) exit 1;; esac; echo "$call"'
         script = f'{call} >> calls; case "$call" in *stdin) cat >> calls; esac'
         stand_in(tmp_path / "bin", name, script)
-    stand_in(tmp_path / "bin", "python", "mkdir .venv")
+    stand_in(tmp_path / "bin", "python", "mkdir -p .venv")
     lines = make(tmp_path, "install STACK=cpu PYTHON=python PIP=my_pip UV=my_uv COMPILE=")
     said = ["pip installs torch for CPUs", *said]
     if calls:
@@ -128,10 +128,10 @@ def test_make_takes_the_first_python_that_runs(works, tmp_path):
     programs = {name: "exit 0" if name in works else "exit 127" for name in names}
     lines = make(tmp_path, "-n install STACK=cpu", **programs)
     if works:
-        assert f"{works[0]} -m venv  .venv" in lines
+        assert f'"{works[0]}" -m venv  .venv' in lines
     else:
         line, *_ = make(tmp_path, "install STACK=cpu", **programs)
-        assert line.startswith("error: no python3.11, python3.12 or python3.13 runs here")
+        assert line.startswith("error: no Python 3.11, 3.12 or 3.13 runs here")
 
 
 def test_make_without_a_target_prints_the_targets(tmp_path):
@@ -152,7 +152,10 @@ def test_make_without_a_target_prints_the_targets(tmp_path):
 )
 def test_make_looks_for_compiler_and_gpu_first(target, lacks, programs, tmp_path):
     (tmp_path / "requirements.txt").touch()
-    programs = {"nvidia_smi": CARD, "python3.11": 'test -z "$2"'} | programs
+    programs = {
+        "nvidia_smi": CARD,
+        "python3.11": 'case "$2" in *Python.h*) exit 1; esac',
+    } | programs
     line, end = make(tmp_path, target, path="", **programs)
     assert line.startswith(f"error: {lacks}") and "Error 2" in end
     assert not (tmp_path / ".venv").exists()

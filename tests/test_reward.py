@@ -20,7 +20,7 @@ import pytest
 from conftest import DATA, ROOT, jsonl, run_python, wait_until
 
 import reward
-from nanoorz import equal
+from nanoorz import equal, records
 from nanoorz.ranks import UserError
 
 # ---- problems -----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ UNUSABLE = [
     ('"text"', "no object with columns"),
     ({"question": 5, "answer": "2"}, "no text as question"),
     ({"messages": [SOLVED], "answer": "2"}, "no text as question"),
-    ({"question": "1+\ud8001", "answer": "2"}, "a question that is no Unicode text"),
+    ({"question": "1+\ud8001", "answer": "2"}, "a character in the question that is no text"),
     ({"prompt": ["1+1?"], "answer": "2"}, "a list that is no conversation"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image"}, TURN]}], "answer": "2"},
@@ -144,11 +144,28 @@ UNUSABLE = [
     ({"question": "1+1?"}, "nothing as label; the columns are question"),
     ({"question": "", "answer": "2"}, "nothing as question; the columns are question, answer"),
     ({"question": "1+1?", "answer": None}, "nothing as label; the columns are question, answer"),
-    ([{"value": "1+1?"}], "nothing as label; the columns are of a list"),
+    ([{"value": "1+1?"}, {}], "nothing as label; the columns are of a list"),
+    (ORZ_TRAIN[:1], "a list that is not a question and a label"),
     (
         {"question": "?", "choices": ["1", "2"], "answer": 1},
-        "choices in a column of their own; write them into the question",
+        "a column choices; write it into the question, and name the columns",
     ),
+    ('{"question": "1+1?", "answer": "\\frac{4}{2}"}', "a character in the label that is no text"),
+    (
+        '{"question": "Half of \\frac12?", "answer": "1"}',
+        "a character in the question that is no text",
+    ),
+    ({"question": "1+1?", "answer": "['2' '3']"}, "a list that cannot be read as label"),
+    ({"question": "1+1?", "answer": '{"inputs": ["1"]}'}, "a label of the type dict"),
+    (
+        {"prompt": "[{'role': 'user'}\n {'role': 'user'}]", "answer": "2"},
+        "a conversation that cannot be read",
+    ),
+    (
+        {"problem": "1+1?", "solution": r"\boxed{1}, then \boxed{2"},
+        r"a \boxed{} that is not closed",
+    ),
+    ({"question": "1+1?", "answer": "#### Step 1\n#### Step 2"}, "#### in several places"),
 ]
 
 
@@ -174,7 +191,50 @@ def test_a_byte_that_is_no_text_costs_its_line_alone(tmp_path, capsys):
     with open(path, "ab") as file:
         file.write(b'{"question": "na\xefve?", "answer": "2"}\n')
     assert len(reward.load_problems(path, "plain")) == 2
-    assert "1 with a question that is no Unicode text (first: line 3)" in capsys.readouterr().err
+    assert (
+        "1 with a character in the question that is no text (first: line 3)"
+        in capsys.readouterr().err
+    )
+
+
+BAD_TABLES = [
+    # An unquoted comma shifts the columns.
+    ("question,answer\n1,000+1?,1001\n2+2?,4\n", "1 with more cells than columns"),
+    ('question,answer\nA,1\n"B, no end,7\nC,3\n', "cannot be read: Error: unexpected end of data"),
+    ("question,answer,answer\n1+1?,2,3\n", "two columns have one name: question, answer, answer"),
+]
+
+
+@pytest.mark.parametrize("text, told", BAD_TABLES)
+def test_a_table_whose_cells_are_shifted_is_not_read(text, told, tmp_path, capsys):
+    path = write(tmp_path, "a.csv", text)
+    try:
+        reward.load_problems(path, "plain")
+        assert told in capsys.readouterr().err
+    except UserError as error:
+        assert told in str(error)
+
+
+def test_labels_that_are_sentences_are_told(tmp_path, capsys):
+    answers = [r"\frac{\sqrt{a}}{\text{cm}}", "two apples", "We add one and one and get 2."]
+    rows = [{"question": "1+1?", "answer": answer} for answer in answers]
+    path = write(tmp_path, "a.json", rows)
+    assert len(reward.load_problems(path, "plain")) == 3
+    told = "1 labels are sentences, which few answers will equal (first: item 3)"
+    assert capsys.readouterr().err == f"warning: {path}: {told}\n"
+
+
+def test_names_of_files_are_no_patterns(tmp_path):
+    """The datasets library took a[1].parquet for a1.parquet."""
+    datasets = pytest.importorskip("datasets")
+    for name, question in (("a[1].parquet", "mine"), ("a1.parquet", "other")):
+        rows = [{"Question": question, "Answer": 2}]
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "b"))
+        (tmp_path / "b").rename(tmp_path / name)
+    [problem] = reward.load_problems(str(tmp_path / "a[1].parquet"), "plain")
+    assert problem.question == "mine"
+    path = write(tmp_path, "a?b=c.json", [GSM8K])
+    assert records.split_path(path) == (path, {})
 
 
 def test_many_reasons_are_not_all_told(tmp_path, capsys):
@@ -298,8 +358,10 @@ def test_datasets_are_read_by_folder_name_and_split(tmp_path, monkeypatch):
         assert [(p.question, p.label) for p in problems] == [("1+1?", "2"), ("2+2?", "4")], path
     for path in ("splits", "openai/gsm8k:main"):
         assert len(reward.load_problems(path, "plain", split="test")) == 1
-        with pytest.raises(UserError, match="dev"):
+        with pytest.raises(UserError, match="it has no split 'dev', but train, test"):
             reward.load_problems(path, "plain", split="dev")
+    with pytest.raises(UserError, match="saved.split=test: it has no split; choose columns"):
+        records.split_path("saved?split=test")
     for path in ("saved", "openai/gsm8k:main"):
         with pytest.raises(UserError, match="nothing as problem; the columns are question, answer"):
             reward.load_problems(path, "plain", columns=("problem", "answer"))
