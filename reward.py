@@ -406,7 +406,7 @@ def show(path, options):
     for (question, label), count in reading.paths.items():
         print(f"  {count} with the question in {question}, the label in {label}")
     if reading.is_refused():
-        print(f"A run refuses this file, because more is left out than read; {COLUMNS}.")
+        print(f"A run refuses this file, because too little of it is read; {COLUMNS}.")
         return False
     for place in sorted({0, len(records) // 2, len(records) - 1}):
         number, record = records[place]
