@@ -93,10 +93,15 @@ def load_problems(path, template, bos="", columns=None, split="train"):
 
 
 COLUMNS = "FILE?columns=prompt,reward_model.ground_truth names the columns to read"
-# What files have where they have no answer.
-NO_ANSWERS = """proof, notfound, not found, no answer, unknown, see figure, -,
-    nan, none, null, n/a, na, <na>, inf, -inf, #n/a, #ref!, #value!, #div/0!"""
-NO_ANSWERS = re.split(r",\s+", NO_ANSWERS)
+# What files have where they have no answer. The last one is an error of a spreadsheet.
+NO_ANSWER = re.compile(
+    r"proof|not ?found|no answer|not available|see figure|nan|none|null|n/a|<na>|-?inf|tbd|\?|\[\]"
+    r"|#[a-z0/]+[!?a]",
+    re.IGNORECASE,
+)
+
+
+BLANKS = " \n\xa0\u200b\ufeff"
 
 
 def parse_label(value, is_solution=False):
@@ -115,23 +120,22 @@ def parse_label(value, is_solution=False):
             raise Unusable("#### in several places")
         if is_solution and not solution:
             raise Unusable(r"a solution without \boxed{} and without ####")
-    label = label.strip(" \r\n")
-    if not label or label.lower() in NO_ANSWERS:
+    # At the start a \r may be that of \rho.
+    label = label.rstrip(BLANKS + "\r").lstrip(BLANKS)
+    if not label or NO_ANSWER.fullmatch(label):
         raise Unusable(f"the label {label!r}")
     if "\n" in label:
         raise Unusable("a label of several lines")
-    if NO_TEXT.search(label) or "\t" in label:
+    if NO_TEXT.search(label) or "\t" in label or "\r" in label:
         raise Unusable("a character in the label that is no text")
     return label
 
 
 def to_text(value):
     """The text of a label or of a solution. Raises Unusable."""
-    # The text of a list of texts, or of objects. [1,2] stays, because it may be an interval.
-    if isinstance(value, str) and re.match(r"\s*[\[{]\s*[\"'{]", value):
-        value = parse_text(value)
-        if isinstance(value, str):
-            raise Unusable("a list that cannot be read as label")
+    value = parse_text(value)
+    if isinstance(value, str) and re.match(r"""\s*\[\s*["']""", value):
+        raise Unusable("a list that cannot be read as label")
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         # The last turn of a conversation has the solution.
         role, value = list_turns(value)[-1]
@@ -143,22 +147,25 @@ def to_text(value):
         return value
     if isinstance(value, float) and not math.isfinite(value):
         raise Unusable(f"the label {value}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise Unusable(f"a label of the type {type(value).__name__}")
     # All digits: the text 1e22 would not equal 10000000000000000000000.
     return f"{Decimal(str(value)):f}"
 
 
 def describe_sentences(reading) -> list[str]:
-    """A sentence about labels of five words or more, or nothing."""
-    # \frac is no word.
-    words = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
-    records = reading.records.items()
-    numbers = [number for number, x in records if len(words.findall(x["label"])) >= 5]
-    if not numbers:
+    """A sentence about labels that are sentences, or nothing."""
+    found = [number for number, record in reading.records.items() if is_sentence(record["label"])]
+    if not found:
         return []
-    first = f"{reading.unit} {numbers[0]}"
-    return [f"{len(numbers)} labels are sentences, which few answers will equal (first: {first})"]
+    first = f"{reading.unit} {found[0]}"
+    return [f"{len(found)} labels are sentences, which few answers will equal (first: {first})"]
+
+
+def is_sentence(label):
+    words = re.findall(r"(?<!\\)\b[A-Za-z]{2,}", label)  # \frac is no word
+    other_letters = re.findall(r"[^\W\d_A-Za-z]", label)
+    return len(words) >= 4 or len(other_letters) >= 8 or "answer" in label.lower()
 
 
 # ---- answers -------------------------------------------------------------------------------------

@@ -130,6 +130,8 @@ def read_file(path, parse_label, columns=None, split="train"):
             # A line is a text with JSON. An item is an object.
             if unit == "line" and not row.strip():
                 continue
+            if isinstance(row, dict) and all(cell in (None, "") for cell in row.values()):
+                continue  # The last rows of a sheet may be empty.
             try:
                 record = parse_line(row) if unit == "line" else row
                 paths, (question, label) = find_parts(record, columns)
@@ -199,11 +201,15 @@ def read_table(text):
     csv.field_size_limit(len(text) + 1)
     # strict: a quote that does not close would swallow the rows behind it.
     reader = csv.DictReader(io.StringIO(text), delimiter=separator, strict=True)
-    names = [name.strip() for name in reader.fieldnames or ()]
-    if len(set(names)) < len(names):
-        raise UserError(f"two columns have one name: {', '.join(names)}")
-    reader.fieldnames = names
-    return list(reader)
+    try:
+        names = [name.strip() for name in reader.fieldnames or ()]
+        if len(set(names)) < len(names):
+            raise UserError(f"two columns have one name: {', '.join(names)}")
+        reader.fieldnames = names
+        return list(reader)
+    except csv.Error as error:
+        where = f"line {reader.reader.line_num}: {error}"
+        raise UserError(f"{where}; a quote inside of quotes is written twice") from error
 
 
 def parse_line(text):
@@ -213,8 +219,11 @@ def parse_line(text):
         raise Unusable("no JSON") from error
 
 
-# A question does not stand alone beside one of these.
-PARTS_OF_QUESTIONS = ("choices", "options", "context", "passage", "body", "image", "images")
+# A question does not stand alone beside a column with one of these names.
+PARTS_OF_QUESTIONS = re.compile(
+    "choices?|options?.*|op[a-d]|a|distractors?.*|context|passage|body|story|article|table|images?.*"
+    "|picture|figure"
+)
 
 
 def find_parts(record, columns):
@@ -228,8 +237,8 @@ def find_parts(record, columns):
     names = list(map(str, record)) if isinstance(record, dict) else ["of a list"]
     if not columns and isinstance(record, dict):
         record = {name.lower(): value for name, value in zip(names, record.values())}
-        for name in PARTS_OF_QUESTIONS:
-            if record.get(name):
+        for name, value in record.items():
+            if value and PARTS_OF_QUESTIONS.fullmatch(name):
                 raise Unusable(f"a column {name}; write it into the question, and name the columns")
     parts = {}
     for part, known in (("question", QUESTIONS), ("label", LABELS)):
@@ -264,21 +273,26 @@ def find(record, path):
 
 def parse_text(value):
     """The list or the object that a text holds, as JSON or as Python writes it. Else the value."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+    if not isinstance(value, str) or not OBJECTS.match(value):
         return value
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value)
     # numpy writes ['1' '2'], and Python would join the two texts.
-    if not re.search(r"""['"}]\s+['"{]""", value):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return ast.literal_eval(value.strip())
+    if not re.match(r"""\s*\[\s*['"].*['"]\s+['"]""", value, re.DOTALL):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            found = ast.literal_eval(value.strip())
+            return found if isinstance(found, list | dict) else value
     return value
+
+
+# A list of texts, a list of objects, an object. Not [1,2] and {1,2}: an interval and a set.
+OBJECTS = re.compile(r"""\s*(\[\s*\{|\[|\{)\s*["']""")
 
 
 def parse_question(value) -> tuple[str, str, bool]:
     """(question, text of a system turn or "", is it the last of several turns of a user?)."""
     # In a table a conversation is a text.
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["']""", value):
         value = parse_text(value)
         if isinstance(value, str):
             raise Unusable("a conversation that cannot be read")
@@ -289,16 +303,21 @@ def parse_question(value) -> tuple[str, str, bool]:
         system = "\n".join(text for role, text in turns if role in ("system", "developer"))
         questions = [text for role, text in turns if role in ("user", "human")]
     question = questions[-1] if questions else None
-    if not isinstance(question, str) or not question.strip():
+    if not isinstance(question, str) or not question.strip() or question.strip().isdecimal():
         raise Unusable("no text as question")
     if NO_TEXT.search(system + question):
         raise Unusable("a character in the question that is no text")
+    if re.search(r"!\[[^\]]*\]\(|<image|<img|\\includegraphics", question):
+        raise Unusable("a picture in the question")
     return question, system, len(questions) > 1
 
 
-# Control characters: JSON reads "\frac" with one backslash as a form feed and "rac". And half of a
-# surrogate pair, which no tokenizer takes: `open` writes one for a byte that is no UTF-8.
-NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
+NO_TEXT = re.compile(
+    # JSON reads "\frac" with one backslash as a form feed and "rac", "\times" as a tab and "imes".
+    "[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=imes|heta|ext{)|\r(?=ho|ight)|\n(?=eq|abla)"
+    # Half of a surrogate pair, for no tokenizer. `open` makes it of a byte that is no UTF-8.
+    "|[\ud800-\udfff]"
+)
 
 
 def list_turns(value) -> list[tuple[str, str]]:
@@ -307,11 +326,17 @@ def list_turns(value) -> list[tuple[str, str]]:
     for turn in value:
         if not isinstance(turn, dict):
             raise Unusable("a list that is no conversation")
-        text = turn.get("content", turn.get("value"))
+        role = turn.get("role") or turn.get("from")
+        text = turn.get("content") or turn.get("value")
         # A turn may have several parts, such as a text and an image.
         parts = text if isinstance(text, list) else [{"text": text}]
-        texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-            raise Unusable("a turn that is not text alone")
-        turns.append((turn.get("role", turn.get("from")), "".join(texts)))
+        texts = [as_text(part) for part in parts]
+        turns.append((str(role).lower(), "".join(texts)))
     return turns
+
+
+def as_text(part):
+    is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+    if not is_text or not isinstance(part.get("text"), str):
+        raise Unusable("a turn that is not text alone")
+    return part["text"]

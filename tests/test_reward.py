@@ -130,7 +130,10 @@ UNUSABLE = [
     ),
     ({"messages": [TURN]}, "a conversation that does not end with a solution"),
     ({"question": "1+1?", "answer": "It is 2\n#### "}, "the label ''"),
-    *(({"problem": "1+1?", "answer": word}, f"the label {word!r}") for word in reward.NO_ANSWERS),
+    *(
+        ({"problem": "1+1?", "answer": word}, f"the label {word!r}")
+        for word in ("Proof", "notfound", "None", "NaN", "-inf", "[]", "#NAME?", "#DIV/0!", "#N/A")
+    ),
     ('{"question": "1+1?", "answer": NaN}', "the label nan"),
     ('{"question": "1+1?", "answer": -Infinity}', "the label -inf"),
     ('{"question": "1+1?", "answer": 1e999}', "the label inf"),
@@ -164,6 +167,14 @@ UNUSABLE = [
     (
         {"problem": "1+1?", "solution": r"\boxed{1}, then \boxed{2"},
         r"a \boxed{} that is not closed",
+    ),
+    ({"question": "1+1? ![](a.png)", "answer": "2"}, "a picture in the question"),
+    ({"question": "7", "answer": "2"}, "no text as question"),
+    ('{"question": "1 \\times 1?", "answer": "2"}', "a character in the question that is no text"),
+    ('{"question": "1?", "answer": "\\rho"}', "a character in the label that is no text"),
+    (
+        {"id": 0, "question": "?", "A": "4", "B": "6", "answer": "B"},
+        "a column a; write it into the question, and name the columns",
     ),
     ({"question": "1+1?", "answer": "#### Step 1\n#### Step 2"}, "#### in several places"),
 ]
@@ -200,7 +211,7 @@ def test_a_byte_that_is_no_text_costs_its_line_alone(tmp_path, capsys):
 BAD_TABLES = [
     # An unquoted comma shifts the columns.
     ("question,answer\n1,000+1?,1001\n2+2?,4\n", "1 with more cells than columns"),
-    ('question,answer\nA,1\n"B, no end,7\nC,3\n', "cannot be read: Error: unexpected end of data"),
+    ('question,answer\nA,1\n"B, no end,7\nC,3\n', "line 4: unexpected end of data; a quote inside"),
     ("question,answer,answer\n1+1?,2,3\n", "two columns have one name: question, answer, answer"),
 ]
 
@@ -217,11 +228,48 @@ def test_a_table_whose_cells_are_shifted_is_not_read(text, told, tmp_path, capsy
 
 def test_labels_that_are_sentences_are_told(tmp_path, capsys):
     answers = [r"\frac{\sqrt{a}}{\text{cm}}", "two apples", "We add one and one and get 2."]
-    rows = [{"question": "1+1?", "answer": answer} for answer in answers]
+    rows = [{"question": "1+1?", "answer": answer} for answer in [*answers, "小明一共有五个苹果"]]
     path = write(tmp_path, "a.json", rows)
-    assert len(reward.load_problems(path, "plain")) == 3
-    told = "1 labels are sentences, which few answers will equal (first: item 3)"
+    assert len(reward.load_problems(path, "plain")) == 4
+    told = "2 labels are sentences, which few answers will equal (first: item 3)"
     assert capsys.readouterr().err == f"warning: {path}: {told}\n"
+
+
+HONEST_LABELS = [
+    *("{{1,2},{3}}", '{"a","b"}', "[{1},{2}]", "[1,2]", "[0,1)", "{1,2,3}", "[[1,2],[3,4]]", "x=5"),
+    *(
+        r"\left\{1,2\right\}",
+        r"50\%",
+        r"\text{(A)}",
+        "-",
+        "Unknown",
+        "Na",
+        r"12\text{ cm}",
+        "1,000",
+    ),
+    *(
+        r"$\frac{1}{2}$",
+        r"\rho",
+        r"\nu",
+        r"(3,\frac{\pi}{2})",
+        "3:2",
+        "2024-01-05",
+        "½",
+        "No",
+        "TRUE",
+    ),
+    r"\begin{pmatrix}1\\2\end{pmatrix}",
+]
+
+
+def test_honest_labels_are_read_as_they_are(tmp_path, capsys):
+    """From JSON and from a table, also where they look like a list or an object."""
+    rows = [{"Question": "[{1},{2}] has how many sets?", "Answer": x} for x in HONEST_LABELS]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["Question", "Answer"], *map(dict.values, rows), ["", ""]])
+    for path in (write(tmp_path, "a.json", rows), str(tmp_path / "a.csv")):
+        assert [x.label for x in reward.load_problems(path, "plain")] == HONEST_LABELS
+    assert not capsys.readouterr().err
 
 
 def test_names_of_files_are_no_patterns(tmp_path):
@@ -258,7 +306,7 @@ def test_an_empty_column_of_a_merged_set_is_passed_over(tmp_path):
 
 @pytest.mark.parametrize("separator", ",;\t")
 def test_a_csv_file_may_have_any_separator_and_long_fields(separator, tmp_path):
-    long = "1" * 200_000
+    long = "x" * 200_000
     text = f"question{separator}answer\n{long}{separator}2\n"
     with gzip.open(tmp_path / "a.csv.gz", "wt") as file:
         file.write(text)
