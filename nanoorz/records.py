@@ -203,8 +203,9 @@ def read_table(text):
     reader = csv.DictReader(io.StringIO(text), delimiter=separator, strict=True)
     try:
         names = [name.strip() for name in reader.fieldnames or ()]
-        if len(set(names)) < len(names):
-            raise UserError(f"two columns have one name: {', '.join(names)}")
+        named = [name for name in names if name]
+        if len(set(named)) < len(named):
+            raise UserError(f"two columns have one name: {', '.join(named)}")
         reader.fieldnames = names
         return list(reader)
     except csv.Error as error:
@@ -232,14 +233,11 @@ def find_parts(record, columns):
         raise Unusable("no object with columns")
     if isinstance(record, list) and len(record) != 2:
         raise Unusable("a list that is not a question and a label")
-    if isinstance(record, dict) and record.get(None):
+    if isinstance(record, dict) and any(record.get(None) or ()):
         raise Unusable("more cells than columns: a comma without quotes?")
     names = list(map(str, record)) if isinstance(record, dict) else ["of a list"]
     if not columns and isinstance(record, dict):
         record = {name.lower(): value for name, value in zip(names, record.values())}
-        for name, value in record.items():
-            if value and PARTS_OF_QUESTIONS.fullmatch(name):
-                raise Unusable(f"a column {name}; write it into the question, and name the columns")
     parts = {}
     for part, known in (("question", QUESTIONS), ("label", LABELS)):
         candidates = [columns[len(parts)]] if columns else known
@@ -251,6 +249,10 @@ def find_parts(record, columns):
         else:
             wanted = candidates[0] if columns else part
             raise Unusable(f"nothing as {wanted}; the columns are {', '.join(names):.300}")
+    if not columns and isinstance(record, dict):
+        for name, value in record.items():
+            if value and PARTS_OF_QUESTIONS.fullmatch(name):
+                raise Unusable(f"a column {name}; write it into the question, and name the columns")
     return zip(*parts.values())
 
 

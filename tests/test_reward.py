@@ -147,6 +147,7 @@ UNUSABLE = [
     ({"question": "1+1?"}, "nothing as label; the columns are question"),
     ({"question": "", "answer": "2"}, "nothing as question; the columns are question, answer"),
     ({"question": "1+1?", "answer": None}, "nothing as label; the columns are question, answer"),
+    ({"Q": "1+1?", "A": "2"}, "nothing as question; the columns are Q, A"),
     ([{"value": "1+1?"}, {}], "nothing as label; the columns are of a list"),
     (ORZ_TRAIN[:1], "a list that is not a question and a label"),
     (
@@ -266,7 +267,9 @@ def test_honest_labels_are_read_as_they_are(tmp_path, capsys):
     """From JSON and from a table, also where they look like a list or an object."""
     rows = [{"Question": "[{1},{2}] has how many sets?", "Answer": x} for x in HONEST_LABELS]
     with open(tmp_path / "a.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["Question", "Answer"], *map(dict.values, rows), ["", ""]])
+        csv.writer(file).writerows(
+            [["Question", "Answer", "", ""], *map(dict.values, rows), ["", ""]]
+        )
     for path in (write(tmp_path, "a.json", rows), str(tmp_path / "a.csv")):
         assert [x.label for x in reward.load_problems(path, "plain")] == HONEST_LABELS
     assert not capsys.readouterr().err
