@@ -77,10 +77,11 @@ def load_problems(path, template, bos="", columns=None, split="train"):
     if reading.is_refused():
         where = f"{path}?columns={','.join(columns)}" if columns else path
         why = "; ".join(reading.describe()) or "holds no problems"
-        raise UserError(f"{path}: {why}; `python reward.py '{where}'` shows more; {COLUMNS}")
+        raise UserError(f"{path}: {why}; `python reward.py '{where}'` shows more; {NAME_COLUMNS}")
     problems = []
     for record in reading.records.values():
         prompt = prompt_template.replace("{question}", record["question"])
+        # A record has question, label and system.
         problems.append(Problem(len(problems), prompt=prompt, **record))
     warnings = reading.describe() + describe_sentences(reading)
     with_system = sum(bool(problem.system) for problem in problems)
@@ -92,7 +93,7 @@ def load_problems(path, template, bos="", columns=None, split="train"):
     return problems
 
 
-COLUMNS = "FILE?columns=prompt,reward_model.ground_truth names the columns to read"
+NAME_COLUMNS = "FILE?columns=prompt,reward_model.ground_truth names the columns to read"
 # What files have where they have no answer. The last one is an error of a spreadsheet.
 NO_ANSWER = re.compile(
     r"proof|not ?found|no answer|not available|see figure|nan|none|null|n/a|<na>|-?inf|tbd|\?|\[\]"
@@ -110,15 +111,17 @@ def parse_label(value, is_solution=False):
     MATH puts the label into the last \boxed{} of the worked solution. GSM8K puts it behind the
     solution: ... #### 18. is_solution: the value must have one of these two marks.
     """
+    # Some solutions of MATH have \fbox.
     text = to_text(value).replace(r"\fbox{", r"\boxed{")
     label = last_box(text)
-    if "\\boxed" in text and not text.rpartition("\\boxed")[2].startswith(f"{{{label}}}"):
-        raise Unusable(r"a \boxed{} that is not closed")
+    _, has_box, behind = text.rpartition("\\boxed")
+    if has_box and not (label and behind.startswith("{" + label + "}")):
+        raise Unusable(r"a \boxed without a closed {}")
     if label is None:
-        *solution, label = text.split("####")
-        if len(solution) > 1:
+        solution, has_hashes, label = text.rpartition("####")
+        if "####" in solution:
             raise Unusable("#### in several places")
-        if is_solution and not solution:
+        if is_solution and not has_hashes:
             raise Unusable(r"a solution without \boxed{} and without ####")
     # At the start a \r may be that of \rho.
     label = label.rstrip(BLANKS + "\r").lstrip(BLANKS)
@@ -158,8 +161,8 @@ def describe_sentences(reading) -> list[str]:
     found = [number for number, record in reading.records.items() if is_sentence(record["label"])]
     if not found:
         return []
-    first = f"{reading.unit} {found[0]}"
-    return [f"{len(found)} labels are sentences, which few answers will equal (first: {first})"]
+    place = reading.place_of_first(found)
+    return [f"{len(found)} labels are sentences, which few answers will equal ({place})"]
 
 
 def is_sentence(label):
@@ -407,13 +410,14 @@ def show(path, options):
     print(f"{path}: {len(records)} {reading.unit}s are read")
     for sentence in reading.describe() + describe_sentences(reading):
         print(f"  {sentence}")
-    for row in list(reading.first.values())[:5]:
+    for reason in reading.common_reasons():
         # Bytes that are no text would steer the terminal.
-        print("  left out:", "".join(x if x.isprintable() else "?" for x in one_line(row)))
+        row = one_line(reading.first_rows[reason])
+        print("  left out:", "".join(x if x.isprintable() else "?" for x in row))
     for (question, label), count in reading.paths.items():
         print(f"  {count} with the question in {question}, the label in {label}")
     if reading.is_refused():
-        print(f"A run refuses this file, because too little of it is read; {COLUMNS}.")
+        print(f"A run refuses this file, because too little of it is read; {NAME_COLUMNS}.")
         return False
     for place in sorted({0, len(records) // 2, len(records) - 1}):
         number, record = records[place]

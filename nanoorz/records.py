@@ -34,7 +34,7 @@ LABELS = (
     "final_answer",  # ORZ's evaluation data
     "reward_model.ground_truth",  # verl's layout
     "ground_truth",  # RLVR-MATH
-    "expected_answer",  # OpenMathReasoning
+    "expected_answer",  # OpenMath
     "answer",  # GSM8K, MATH-500, DeepScaleR, Big-Math, NuminaMath, OpenR1-Math
     "solution",  # MATH
     "messages",
@@ -53,14 +53,14 @@ class Unusable(Exception):
 class Reading:
     """What a file holds. A number is that of a line or an item, counted from 1."""
 
-    unit: str  # line or item
+    unit: str  # "line" of JSON, or "item": an object, a row of a table or ORZ's list
     # {number: {"question", "label" and "system": text}}
     records: dict[int, dict] = field(default_factory=dict)
     # {(path of the question, path of the label): how many records}
     paths: Counter = field(default_factory=Counter)
     several_turns: list[int] = field(default_factory=list)  # numbers
     left_out: dict[str, list[int]] = field(default_factory=dict)  # {reason: numbers}
-    first: dict[str, str] = field(default_factory=dict)  # {reason: the first record of it}
+    first_rows: dict[str, str] = field(default_factory=dict)  # {reason: its first row}
 
     def count_left_out(self):
         return sum(map(len, self.left_out.values()))
@@ -68,28 +68,32 @@ class Reading:
     def is_refused(self):
         return not self.records or self.count_left_out() > len(self.records)
 
-    def describe(self) -> list[str]:
-        """Sentences about what is left out, and about conversations of several turns."""
-        sentences = []
-        lost = self.count_left_out()
-        if lost:
-            counts = Counter({reason: len(numbers) for reason, numbers in self.left_out.items()})
-            common = counts.most_common(5)
-            reasons = [
-                f"{n} with {why} (first: {self.name(self.left_out[why])})" for why, n in common
-            ]
-            if len(counts) > 5:
-                reasons.append(f"{lost - sum(n for _, n in common)} for other reasons")
-            count = lost + len(self.records)
-            sentences.append(f"{lost} of {count} {self.unit}s are left out: {'; '.join(reasons)}")
-        turns = self.several_turns
-        if turns:
-            what = f"{len(turns)} {self.unit}s have several turns of a user"
-            sentences.append(f"{what}, the last one is the question (first: {self.name(turns)})")
-        return sentences
+    def common_reasons(self) -> list[str]:
+        return sorted(self.left_out, key=lambda reason: -len(self.left_out[reason]))[:5]
 
-    def name(self, numbers):
-        return f"{self.unit} {numbers[0]}"
+    def describe(self) -> list[str]:
+        """Messages about what is left out, and about conversations of several turns."""
+        messages = []
+        count = self.count_left_out()
+        if count:
+            parts = []
+            others = count
+            for reason in self.common_reasons():
+                numbers = self.left_out[reason]
+                parts.append(f"{len(numbers)} with {reason} ({self.place_of_first(numbers)})")
+                others -= len(numbers)
+            if others:
+                parts.append(f"{others} for other reasons")
+            of_all = f"{count} of {count + len(self.records)} {self.unit}s"
+            messages.append(f"{of_all} are left out: {'; '.join(parts)}")
+        if self.several_turns:
+            what = f"{len(self.several_turns)} {self.unit}s have several turns of a user"
+            place = self.place_of_first(self.several_turns)
+            messages.append(f"{what}, and the last one is the question ({place})")
+        return messages
+
+    def place_of_first(self, numbers):
+        return f"first: {self.unit} {numbers[0]}"
 
 
 def split_path(path) -> tuple[str, dict]:
@@ -101,7 +105,7 @@ def split_path(path) -> tuple[str, dict]:
     if Path(path).is_file():
         return path, {}  # The file has a ? in its name.
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-    # A file has no splits, and a data set that was saved without splits has none.
+    # A file has no splits. A data set that was saved without splits has a state.json.
     has_none = Path(file).is_file() or Path(file, "state.json").is_file()
     known = {"columns"} if has_none else {"columns", "split"}
     unknown = ", ".join(options.keys() - known)
@@ -109,6 +113,7 @@ def split_path(path) -> tuple[str, dict]:
         raise UserError(f"{path}: it has no {unknown}; choose {' or '.join(sorted(known))}")
     if "columns" in options:
         options["columns"] = tuple(options["columns"].split(","))
+        # A task may read more than two columns.
         if len(options["columns"]) < 2:
             raise UserError(f"{path}: name two columns, as in FILE?columns=prompt,solution")
     return file, options
@@ -127,7 +132,6 @@ def read_file(path, parse_label, columns=None, split="train"):
         unit, rows = load_rows(path, split)
         reading = Reading(unit)
         for number, row in enumerate(rows, start=1):
-            # A line is a text with JSON. An item is an object.
             if unit == "line" and not row.strip():
                 continue
             if isinstance(row, dict) and all(cell in (None, "") for cell in row.values()):
@@ -136,12 +140,12 @@ def read_file(path, parse_label, columns=None, split="train"):
                 record = parse_line(row) if unit == "line" else row
                 paths, (question, label) = find_parts(record, columns)
                 question, system, has_several = parse_question(question)
-                # A column that the user names has the label.
+                # In a column that the user names, a text without a mark is the label.
                 label = parse_label(label, columns is None and paths[1] in SOLUTIONS)
             except Unusable as error:
                 reason = str(error)
                 reading.left_out.setdefault(reason, []).append(number)
-                reading.first.setdefault(reason, str(row))
+                reading.first_rows.setdefault(reason, str(row))
                 continue
             reading.records[number] = {"question": question, "label": label, "system": system}
             reading.paths[paths] += 1
@@ -149,8 +153,8 @@ def read_file(path, parse_label, columns=None, split="train"):
                 reading.several_turns.append(number)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    # The datasets library alone has a dozen classes of errors for "not found".
     except Exception as error:
+        # The datasets library alone has a dozen classes of errors for "not found".
         raise UserError(
             f"{path} cannot be read: {type(error).__name__}: {one_line(error)}; give a list in a "
             ".json file, an object on each line of a .jsonl file, a .csv or .parquet file, or a "
@@ -189,16 +193,18 @@ def load_rows(path, split):
     except FileNotFoundError:
         # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
         dataset = datasets.load_dataset(*path.split(":", 1))
-    if isinstance(dataset, dict) and split not in dataset:
-        raise UserError(f"it has no split {split!r}, but {', '.join(dataset)}")
-    return "item", dataset[split] if isinstance(dataset, dict) else dataset
+    if isinstance(dataset, dict):  # It has splits.
+        if split not in dataset:
+            raise UserError(f"it has no split {split!r}, but {', '.join(dataset)}")
+        dataset = dataset[split]
+    return "item", dataset
 
 
 def read_table(text):
     # Some programs separate the columns by another character than a comma. Take the one that stands
     # most often in the first line.
     separator = max(",;\t|", key=text.partition("\n")[0].count)
-    csv.field_size_limit(len(text) + 1)
+    csv.field_size_limit(len(text) + 1)  # By default a cell of 128 KiB is an error.
     # strict: a quote that does not close would swallow the rows behind it.
     reader = csv.DictReader(io.StringIO(text), delimiter=separator, strict=True)
     try:
@@ -220,7 +226,8 @@ def parse_line(text):
         raise Unusable("no JSON") from error
 
 
-# A question does not stand alone beside a column with one of these names.
+# If one of these columns has a value (choices A to D, a text, a picture), the question has a part
+# there.
 PARTS_OF_QUESTIONS = re.compile(
     "choices?|options?.*|op[a-d]|a|distractors?.*|context|passage|body|story|article|table|images?.*"
     "|picture|figure"
@@ -233,6 +240,7 @@ def find_parts(record, columns):
         raise Unusable("no object with columns")
     if isinstance(record, list) and len(record) != 2:
         raise Unusable("a list that is not a question and a label")
+    # csv puts surplus cells under None.
     if isinstance(record, dict) and any(record.get(None) or ()):
         raise Unusable("more cells than columns: a comma without quotes?")
     names = list(map(str, record)) if isinstance(record, dict) else ["of a list"]
@@ -258,7 +266,7 @@ def find_parts(record, columns):
 
 def find(record, path):
     """What stands at a path such as reward_model.ground_truth, or None."""
-    # A table may have a column with this name.
+    # A column of a table may have a dot in its name.
     if isinstance(record, dict) and path in record:
         return record[path]
     for name in path.split("."):
@@ -279,7 +287,7 @@ def parse_text(value):
         return value
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value)
-    # numpy writes ['1' '2'], and Python would join the two texts.
+    # numpy writes two texts as ['1' '2']. literal_eval would read ['12'].
     if not re.match(r"""\s*\[\s*['"].*['"]\s+['"]""", value, re.DOTALL):
         with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             found = ast.literal_eval(value.strip())
@@ -306,6 +314,7 @@ def parse_question(value) -> tuple[str, str, bool]:
         questions = [text for role, text in turns if role in ("user", "human")]
     question = questions[-1] if questions else None
     if not isinstance(question, str) or not question.strip() or question.strip().isdecimal():
+        # A number is the number of a question.
         raise Unusable("no text as question")
     if NO_TEXT.search(system + question):
         raise Unusable("a character in the question that is no text")
@@ -316,8 +325,8 @@ def parse_question(value) -> tuple[str, str, bool]:
 
 NO_TEXT = re.compile(
     # JSON reads "\frac" with one backslash as a form feed and "rac", "\times" as a tab and "imes".
-    "[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=imes|heta|ext{)|\r(?=ho|ight)|\n(?=eq|abla)"
-    # Half of a surrogate pair, for no tokenizer. `open` makes it of a byte that is no UTF-8.
+    "[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=imes|heta|ext{)|\r(?=ho|ight)|\n(?=eq\\b|abla)"
+    # Half of a surrogate pair: tokenizers fail. `open` makes it of a byte that is no UTF-8.
     "|[\ud800-\udfff]"
 )
 

@@ -143,7 +143,7 @@ UNUSABLE = [
     ({"question": "1+1?", "answer": r'["3\times 2"]'}, "a character in the label that is no text"),
     ({"question": "1+1?", "answer": "2\ud800"}, "a character in the label that is no text"),
     ({"problem": "1+1?", "solution": "It is 2."}, r"a solution without \boxed{} and without ####"),
-    ({"problem": "?", "answer": r"\boxed{2"}, r"a \boxed{} that is not closed"),
+    ({"problem": "?", "answer": r"\boxed{2"}, r"a \boxed without a closed {}"),
     ({"question": "1+1?"}, "nothing as label; the columns are question"),
     ({"question": "", "answer": "2"}, "nothing as question; the columns are question, answer"),
     ({"question": "1+1?", "answer": None}, "nothing as label; the columns are question, answer"),
@@ -167,7 +167,7 @@ UNUSABLE = [
     ),
     (
         {"problem": "1+1?", "solution": r"\boxed{1}, then \boxed{2"},
-        r"a \boxed{} that is not closed",
+        r"a \boxed without a closed {}",
     ),
     ({"question": "1+1? ![](a.png)", "answer": "2"}, "a picture in the question"),
     ({"question": "7", "answer": "2"}, "no text as question"),
@@ -194,7 +194,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(bad, reason, tmp_path, caps
     with pytest.raises(UserError) as caught:
         reward.load_problems(path, "plain")
     why = f"2 of 3 lines are left out: 2 with {reason} (first: line 2)"
-    advice = f"`python reward.py '{path}'` shows more; {reward.COLUMNS}"
+    advice = f"`python reward.py '{path}'` shows more; {reward.NAME_COLUMNS}"
     assert str(caught.value) == f"{path}: {why}; {advice}"
 
 
@@ -336,7 +336,7 @@ def test_a_conversation_gives_its_last_question_and_its_system_turn(tmp_path, ca
     path = write(tmp_path, "a.json", [{"messages": turns, "answer": "4"}])
     [problem] = reward.load_problems(path, "chat")
     assert (problem.question, problem.prompt, problem.system) == ("2+2?", "2+2?", "Be brief.")
-    note = "1 items have several turns of a user, the last one is the question (first: item 1)"
+    note = "1 items have several turns of a user, and the last one is the question (first: item 1)"
     assert capsys.readouterr().err == f"warning: {path}: {note}\n"
     reward.load_problems(path, "{question}\n")
     told = "1 problems have a system turn, and --template {question} leaves it out\n"
