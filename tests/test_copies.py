@@ -9,7 +9,7 @@ from conftest import ROOT, run_python
 from test_contributing import EXAMPLES
 from tiny import make_model
 
-FILES = ("ranks", "flags", "equal", "algebra", "reshard", "variants")
+FILES = ("ranks", "records", "flags", "equal", "algebra", "reshard", "variants")
 USE = """
 from pathlib import Path
 

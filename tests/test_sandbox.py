@@ -243,7 +243,7 @@ else:
 TRAINER = """
 import json, os, select, socket, subprocess, sys, tempfile, types
 # The other user may have no torch, which all of nanoorz/ranks.py would import.
-sys.modules["nanoorz.ranks"] = types.SimpleNamespace(UserError=RuntimeError)
+sys.modules["nanoorz.ranks"] = types.SimpleNamespace(UserError=RuntimeError, one_line=str)
 from tasks import code as task
 room = sys.argv[1]
 task.MODES, programs = json.load(open(f"{room}/job"))
