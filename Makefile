@@ -109,7 +109,7 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
 	$(if $(findstring cpu,$<),,$(CAN_COMPILE))
 	"$(PYTHON)" -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
-	$(PIP) install --quiet --upgrade pip || $(FAILED)
+	@$(PIP) install --quiet --upgrade pip || $(FAILED)
 	$(if $(findstring cpu,$<),$(INSTALL_CPU),$(PIP) install --quiet -r $< || $(FAILED))
 	rm -rf $(@D)/torch_extensions
 	$(if $(findstring cpu,$<),$(COMPILE))
@@ -117,7 +117,7 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 
 $(CPU_VENV)/triton/.installed: requirements-triton.txt | $(CPU_VENV)/.installed
 	rm -rf $(@D)
-	$(CPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $< || $(FAILED)
+	@$(CPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $< || $(FAILED)
 	touch $@
 
 .PHONY: help demo lab check test test-slow test-gpu find-gpu card bench lint install
