@@ -313,8 +313,8 @@ def parse_question(value) -> tuple[str, str, bool]:
         system = "\n".join(text for role, text in turns if role in ("system", "developer"))
         questions = [text for role, text in turns if role in ("user", "human")]
     question = questions[-1] if questions else None
+    # A number alone is the number of a question.
     if not isinstance(question, str) or not question.strip() or question.strip().isdecimal():
-        # A number is the number of a question.
         raise Unusable("no text as question")
     if NO_TEXT.search(system + question):
         raise Unusable("a character in the question that is no text")

@@ -13,9 +13,12 @@ import sys
 import termios
 import threading
 import time
+from decimal import Decimal
 from pathlib import Path
 from subprocess import Popen
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import DATA, ROOT, jsonl, run_python, wait_until
 
@@ -113,6 +116,11 @@ def test_large_numbers_are_read_digit_by_digit(tmp_path):
     records = [{"question": "?", "answer": number} for number in numbers]
     problems = reward.load_problems(write(tmp_path, "a.json", records), "plain")
     assert [problem.label for problem in problems] == list(numbers.values())
+    # A data base exports decimal numbers.
+    table = pa.table({"question": ["?"], "answer": [Decimal("0.50")]})
+    pq.write_table(table, tmp_path / "b.parquet")
+    [problem] = reward.load_problems(str(tmp_path / "b.parquet"), "plain")
+    assert problem.label == "0.50"
 
 
 # (a line of JSON, or the record; the reason)
@@ -313,7 +321,8 @@ def test_a_csv_file_may_have_any_separator_and_long_fields(separator, tmp_path):
     text = f"question{separator}answer\n{long}{separator}2\n"
     with gzip.open(tmp_path / "a.csv.gz", "wt") as file:
         file.write(text)
-    for path in (write(tmp_path, "a.csv", text), str(tmp_path / "a.csv.gz")):
+    paths = [write(tmp_path, "a.csv", text), write(tmp_path, "a.TSV", text)]
+    for path in (*paths, str(tmp_path / "a.csv.gz")):
         [problem] = reward.load_problems(path, "plain")
         assert (problem.question, problem.label) == (long, "2")
 
