@@ -13,6 +13,7 @@ from pathlib import Path
 from conftest import ROOT, run_python
 
 RECORDED = ROOT / "tests" / "doctor_runs"
+SICK = ROOT / "tests" / "sick"
 GRPO = ["--estimator", "grpo"]
 SHARP = ["--temperature", "0.3", "--actor_learning_rate", "1e-3"]
 # The flags behind those of the demo or of the laboratory, which decide what a run is ill with.
@@ -38,6 +39,21 @@ RUNS = {
     "critic_explains_nothing": ["--critic_learning_rate", "1"],
     # No response has an answer behind ####. The limit truncates seven of ten responses.
     "wrong_answer_form": [*GRPO, "--answer_form", "hashes", "--generate_max_len", "8"],
+    # The next three were named wrongly: too slow, too slow, steps too large.
+    "pays_constant": [*GRPO, "--task", SICK / "pays_constant.py"],
+    "warmup_never_ends": [*GRPO, "--warmup_updates", "2000"],
+    "pays_neighbour": [*GRPO, "--task", SICK / "pays_neighbour.py"],
+    # These were written down before the doctor knew them.
+    "paid_neighbour": [*GRPO, "--variant", SICK / "paid_neighbour.py"],
+    "paid_for_length": [*GRPO, "--variant", SICK / "paid_for_length.py"],
+    "wrong_sign": [*GRPO, "--variant", SICK / "wrong_sign.py"],
+    "no_gradient": [*GRPO, "--variant", SICK / "no_gradient.py"],
+    "rate_ends": [*GRPO, "--variant", SICK / "rate_ends.py"],
+    "kl_too_strong": [*GRPO, "--variant", "kl_loss", "--kl_loss_coef", "100"],
+    # Each problem has the label of the problem before it.
+    "moved_labels": [*GRPO, "--data", "moved.json"],
+    # Eight problems. The policy learns their answers, and no addition.
+    "by_heart": [*GRPO, "--data", "eight.json", "--rollout_batch_size", "8", "--max_steps", "40"],
     "laboratory": [],
     # A hundred times the laboratory's.
     "laboratory_large_steps": ["--actor_learning_rate", "2e-2"],
@@ -56,6 +72,10 @@ def main(folder: str, *names: str) -> None:
     for name, easy in (("hard", problems[::16]), ("impossible", [])):
         changed = [x if x in easy else x | {"answer": int(x["answer"]) + 50} for x in problems]
         (folder / f"{name}.json").write_text(json.dumps(changed))
+    labels = [problem["answer"] for problem in problems]
+    moved = [x | {"answer": label} for x, label in zip(problems, labels[-1:] + labels)]
+    (folder / "moved.json").write_text(json.dumps(moved))
+    (folder / "eight.json").write_text(json.dumps(problems[:8]))
     for name in names or RUNS:
         if name.startswith("laboratory"):
             flags = [*shlex.split((folder / "countdown/flags.txt").read_text()), "--seed", 1]
