@@ -111,11 +111,11 @@ def parse_label(value, is_solution=False):
     MATH puts the label into the last \boxed{} of the worked solution. GSM8K puts it behind the
     solution: ... #### 18. is_solution: the value must have one of these two marks.
     """
-    # Some solutions of MATH have \fbox.
-    text = to_text(value).replace(r"\fbox{", r"\boxed{")
+    text = to_text(value)
     label = last_box(text)
-    _, has_box, behind = text.rpartition("\\boxed")
-    if has_box and not (label and behind.startswith("{" + label + "}")):
+    # Some solutions of MATH have \fbox.
+    last_start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if last_start >= 0 and not (label and find_boxes(text)[-1][0] == last_start):
         raise Unusable(r"a \boxed without a closed {}")
     if label is None:
         solution, has_hashes, label = text.rpartition("####")
@@ -175,7 +175,7 @@ def is_sentence(label):
 
 
 def extract_answer(text):
-    r"""ORZ's form: the content of the last balanced \boxed{} in the last closed answer block.
+    r"""ORZ's form: the content of the last box (last_box) in the last closed answer block.
 
     The block begins at the last <answer> before the last </answer>. As in ORZ, a box outside of the
     block is no answer. Without </answer> there is no answer.
@@ -188,11 +188,11 @@ def extract_answer(text):
 
 
 BRACES = re.compile(
-    # The start of a box.
-    r"\\boxed\{"
+    # The start of a box: \boxed{    \boxed {    \fbox{
+    r"\\(?:boxed|fbox) *\{"
     # A backslash with the character behind it, such as \{, which is no brace. In \\boxed{ the
     # second backslash belongs to the box, so the first one is not taken together with it.
-    r"|\\(?!\\boxed\{)."
+    r"|\\(?!\\(?:boxed|fbox) *\{)."
     # A brace.
     r"|[{}]",
     re.DOTALL,
@@ -202,25 +202,47 @@ BRACES = re.compile(
 def last_box(text):
     r"""The form of most instruct models: the content of the last balanced \boxed{} anywhere.
 
-    The last box is the one that begins last. So of nested boxes the inner one is the answer.
+    The last box is the one that begins last. So of nested boxes the inner one is the answer. Boxes
+    that only commas, "and" or "or" separate are a list: \boxed{3}, \boxed{5} is the answer 3, 5.
     """
-    answer = None
-    answer_start = -1
-    # A stack with an entry for each open brace: the position where the content of a box starts, or
-    # None for a brace that belongs to no box.
-    content_starts = []
+    boxes = find_boxes(text)
+    if not boxes:
+        return None
+    contents = [boxes[-1][2]]
+    for (_, end, content), (start, _, _) in zip(boxes[-2::-1], boxes[::-1]):
+        if not BETWEEN_BOXES.fullmatch(text[end:start]):
+            break
+        contents.append(content)
+    # A box that is repeated is one answer.
+    return contents[0] if len(set(contents)) == 1 else ", ".join(reversed(contents))
+
+
+def find_boxes(text) -> list[tuple[int, int, str]]:
+    """(start, end, content) of the boxes that are closed, without those around another box."""
+    boxes = []
+    # A stack with an entry for each open brace: the match that starts a box, or None for a brace
+    # that belongs to no box.
+    opened = []
     for token in BRACES.finditer(text):
-        if token[0] == r"\boxed{":
-            content_starts.append(token.end())
+        if len(token[0]) > 2:
+            opened.append(token)
         elif token[0] == "{":
-            content_starts.append(None)
-        elif token[0] == "}" and content_starts:
-            content_start = content_starts.pop()
+            opened.append(None)
+        elif token[0] == "}" and opened:
+            start = opened.pop()
             # An outer box closes after its inner boxes, and has started before them.
-            if content_start is not None and content_start > answer_start:
-                answer_start = content_start
-                answer = text[content_start : token.start()]
-    return answer
+            if start and not (boxes and boxes[-1][0] > start.start()):
+                boxes.append((start.start(), token.end(), text[start.end() : token.start()]))
+    return boxes
+
+
+# What may separate the boxes of a list: \boxed{3}, \boxed{5}    x=\boxed{3} and $y=\boxed{5}$
+BETWEEN_BOXES = re.compile(
+    # A comma, a semicolon, and    or    \text{ and }
+    r"[\s$]*(?:,|;|(?:,\s*)?(?:\\text\{\s*)?(?:and|or)\b(?:\s*\})?)[\s$]*"
+    # The name of the next value: x_1 =
+    r"(?:[A-Za-z](?:_\w)?\s*=\s*)?"
+)
 
 
 def last_number(text):

@@ -19,7 +19,7 @@ import resource
 import signal
 import sys
 
-from nanoorz.equal import UNITS, prepare
+from nanoorz.equal import drop_unit, prepare
 
 
 def symbolic_verdict(answer, label):
@@ -38,7 +38,7 @@ def symbolic_verdict(answer, label):
     for text in prepare(answer, label):
         # A word behind a number is a unit. Without a number the word may be the answer itself.
         if re.search("[0-9]", text):
-            text = UNITS.sub("", text)
+            text = drop_unit(text)
         # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
         # left separates two members.
         text = text.replace(",", ", ")
@@ -49,12 +49,28 @@ def symbolic_verdict(answer, label):
         )
         # `doit` computes sums, powers and the like. Without it `verify` does not compare exactly.
         expressions.append(expression.doit())
-    given, gold = expressions
+    given, gold = assume_positive(expressions)
     # At 15 digits, the default, all numbers below 1e-15 would equal 0. allow_set_relation_comp lets
     # x > 5 equal (5, \infty). The time-outs of math-verify are off: `serve` has its own.
     return verify(
         gold, given, numeric_precision=60, allow_set_relation_comp=True, timeout_seconds=None
     )
+
+
+def assume_positive(expressions):
+    r"""If a text has a root of n or of 1/n, then n is positive: \frac{1}{\sqrt n} = \sqrt{1/n}."""
+    import sympy
+
+    positive = {}
+    for power in set().union(*(expression.atoms(sympy.Pow) for expression in expressions)):
+        base, exponent = power.as_base_exp()
+        factor, rest = base.as_coeff_Mul()
+        if exponent.is_Rational and exponent.q % 2 == 0 and factor.is_positive:
+            for symbol, degree in rest.as_powers_dict().items():
+                # \sqrt{x^2} may have a negative x.
+                if symbol.is_Symbol and degree.is_odd:
+                    positive[symbol] = sympy.Symbol(symbol.name, positive=True)
+    return [expression.xreplace(positive) for expression in expressions]
 
 
 def serve(cpu_seconds):

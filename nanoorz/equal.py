@@ -6,10 +6,12 @@ that runs algebra.py. The process may crash, and the trainer goes on.
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
 import sys
+import unicodedata
 from fractions import Fraction
 from multiprocessing.connection import wait
 from subprocess import PIPE, Popen
@@ -41,9 +43,11 @@ CHARACTERS = {
     "≥": "\\ge ",
     "°": "^\\circ ",
     "∪": "\\cup ",
-    "²": "^2",
-    "³": "^3",
+    "∈": "\\in ",
+    "±": "\\pm ",
+    "≠": "\\ne ",
 }
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # Characters that nobody sees, such as marks of the writing direction.
 INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -51,6 +55,10 @@ INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 # pattern of \dfrac, for example, each fraction is a \frac. All of them take a few milliseconds for
 # MAX_TEXT.
 REWRITES = {
+    # Markdown around a part: **73** -> 73    __73__ -> 73    `73` -> 73    but 2**3**2 stays
+    r"(?<![\w)*])(\*{1,3}|__|`+)(?=[^\s*`])([^*`\n]+?)(?<![\s*`_])\1(?![\w(*])": r"\2",
+    # What is left of markdown at an end: 73** -> 73
+    r"^\*\*|\*\*$": "",
     # The base 10 at the end: 5_{10} -> 5    5_10 -> 5
     r"(?<=[0-9])_(?:10|\{10\})(?=\W*$)": "",
     # \approx8.24 -> 8.24
@@ -91,10 +99,22 @@ REWRITES = {
     r",? ?\\text\{,? ?(?:or|and) ?\} ?": ", ",
     # 1, 2, and 3 -> 1, 2, 3    (1,2)or(3,4) -> (1,2), (3,4)
     r",? ?\b(?:or|and)\b ?": ", ",
+    # 5 million -> 5e6    5\text{ million} -> 5e6    5\text{ million dollars} -> 5e6\text{ dollars}
+    **{
+        rf"(?<=[0-9]) ?(?:\\text\{{ ?{word} ?\}}|(\\text\{{)? ?{word}(?![a-z]))": rf"e{zeros}\1"
+        for word, zeros in (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))
+    },
+    # A ratio: 3 to 2 -> 3:2    3\text{ to }2 -> 3:2
+    r"(?<=[0-9]) ?(?:\\text\{ ?to ?\}|\bto\b) ?(?=[0-9])": ":",
+    # A vector: \langle 1,2\rangle -> (1,2)    <1,2> -> (1,2)
+    r"\\langle ?|^<(?=[^<>]*,[^<>]*>$)": "(",
+    r" ?\\rangle|(?<=,)([^<>,]*)>$": r"\1)",
     # √51 -> \sqrt{51}
     r"√ ?([0-9]+|[A-Za-z])": r"\\sqrt{\1}",
     # 2pi -> 2\pi    sqrt(3) -> \sqrt(3)
     r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])": r"\\\1",
+    # exp(16) -> \exp(16)    cos(x) -> \cos(x)
+    r"(?<![A-Za-z\\])(exp|ln|log|sin|cos|tan|cot|sec|csc)(?= ?\()": r"\\\1",
     # \varnothing -> \emptyset
     r"\\varnothing(?![A-Za-z])": r"\\emptyset",
     # Braces around the first argument: \frac12 -> \frac{1}2    \frac\pi2 -> \frac{\pi}2
@@ -127,7 +147,12 @@ def respell(text):
     text = text.strip()
     for character, latex in CHARACTERS.items():
         text = text.replace(character, latex)
-    text = INVISIBLE.sub("", text)
+    # 10⁻³ -> 10^{-3}
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda run: f"^{{{run[0].translate(SUPERSCRIPTS)}}}", text)
+    # 3½ -> 3 ½
+    text = re.sub("(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text)
+    # NFKC gives digits of other widths their usual form, and writes ½ as 1⁄2.
+    text = unicodedata.normalize("NFKC", INVISIBLE.sub("", text)).replace("⁄", "/")
     for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
     text = THOUSANDS.sub(drop_commas, text)
@@ -193,6 +218,10 @@ NUMBER = re.compile(
     # The end of 50%
     "(?P<percent>%?)"
 )
+# 3\times10^8 -> 3e8    1.2*10^{-5} -> 1.2e-5
+TIMES_TEN = re.compile(r"(?<=[0-9])(?:\\times ?|\\cdot ?|\*)10\^(?:([0-9])|\{(-?[0-9]{1,3})\})$")
+# 0.1\overline{6}
+REPEATING = re.compile(r"^(-?)([0-9]*)\.([0-9]{0,9})\\overline\{([0-9]{1,9})\}$")
 # Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    (7)/(2) -> 7/2
 # 1/(2%) stays, because it is not 1/2%.
 BRACKETS = re.compile(r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(|\\\{)([^(){},]*)(?:\)|\\\})(?=[/%]|$)")
@@ -204,41 +233,88 @@ POWER_OR_ROOT = re.compile(
     r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
 )
 
-# A text behind a number is no unit if it holds a digit, a comma or one of these words.
-CHANGES_THE_VALUE = (
-    r"(?i:[0-9,]|\b(?:"
-    # 5 or more    5 less than x    3 mod 7
-    "is|if|when|or|for|not|than|mod|base|more|less|least|most|"
-    # 5 dozen    5k (but 300 K is a unit)    5 million    5 hundredths
-    "dozens?|(?-i:k)|(?:hundred|thousand|[mbt]r?illion)(?:th)?s?|"
-    # 1 half    2 thirds    3 quarters    5 twelfths    5 sixteenths    5 twentieths
-    "half|halves|thirds?|quarters?|"
-    "(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?|[a-z]+(?:teen|tie)ths?|"
-    # 5 squared    5 root two    5 factorial    5 times 2
-    "squared|cubed|root|factorial|negative|plus|minus|times|divided|over|choose|"
-    # 5 below zero    10 km north
-    r"below|above|under|north|south|east|west)\b)"
-)
-UNIT = (
-    # Short units are listed, because 5 abc is a product of three letters.
-    "[mck]m|in|f(?:oo|ee)?t|[mk]g|lb|ml|sec|min|hr|day|deg|mph|m/s|km/h|way|st|nd|rd|th|"
-    "oz|mi|yd|gal|yr|cup|men|USD|per [a-z]{1,16}|"
-    # A longer word is a unit, with up to three more words: apple    mile per hour    mile/hour
-    "[A-Za-z][a-z]{3,16}(?:[ /][a-z]{1,16}){0,3}"
-)
-# A unit at the end of a text is removed, because a label often lacks it. A unit of words has 80
-# characters or fewer, so it starts near the end. Without this limit a long text would take 0.2 s.
-UNITS = re.compile(
-    # 5\text{ cm} -> 5
-    rf"(?: ?(?<=[0-9A-Za-z}})% ])\\text\{{(?![^{{}}]*{CHANGES_THE_VALUE})[^{{}}]*\}}"
-    # 5 cm -> 5    3 apples -> 3    12 sq. units -> 12
-    rf"|(?<=[0-9}} ])(?=.{{1,80}}$)(?![A-Za-z /]{{0,70}}{CHANGES_THE_VALUE})"
-    rf"(?:(?:square|sq\.?|cubic) ?)?(?:{UNIT})(?:e?s)?"
-    # 20€ -> 20    12^{\text{th}} -> 12
+# ---- units ---------------------------------------------------------------------------------------
+
+# What may follow a number. The lists are closed, because other words may change the number:
+# 4 tens    3 halved    2 pairs    5 below zero
+
+PREFIXES = ("", "kilo", "centi", "milli", "deci", "micro", "nano", "mega", "giga")
+PREFIXED = "meter metre gram liter litre watt joule byte bit second hertz volt newton pascal"
+# Measures of length, area, volume, mass, time, speed, angle, temperature, money, energy and data.
+MEASURES = """
+mm cm dm km nm in inch foot feet ft yard yd mile mi acre hectare ml cl dl gallon gal quart pint cup
+tablespoon teaspoon tbsp tsp mg kg kilo pound lb ounce oz ton tonne
+sec minute min hour hr day week month year yr decade century mph kph knot degree deg radian rad
+celsius fahrenheit kelvin
+dollar usd cent penny pennies pence dime nickel euro eur gbp yen rupee peso calorie kwh kw kj hz mol
+mole kb mb gb tb amp ohm ev unit way st nd rd th
+"""
+# Behind a number these may also be variables: 5m. So they are units only in \text{m} and m/s.
+LETTERS = set("mgshlLJCFKNVWA")
+# What problems count. The words were chosen from the problems of GSM8K and MATH.
+COUNTED = """
+adult animal answer apartment apple arrangement article bag ball balloon banana bead bean bear bee
+bike bird block boat bone book bottle bowl box boxes boy bracelet brick brownie building burger bus
+bush button cake call camper can candies candle candy car card carrot carton case cat chair chicken
+child children chip chocolate choice circle class classes clip coin color combination computer
+container cookie countries country cow crab crate crayon cupcake customer desk diagonal digit dish
+divisor dog doll donut dress drink duck edge egg element elephant employee envelope eraser error
+event face factor families family file finger fish floor flour flower friend frog fruit function
+gallon game geese gift girl glass glasses goal goat goose grape graph guest hamburger hat head hen
+horse house integer item jar journey juice key kid kitten lap laptop leaf leaves leg lemon lesson
+letter line loaf loaves log lollipop man mango marble marker match meal member men message mice milk
+mouse movie muffin nail necklace night notebook number nut onion orange outcome outfit package page
+paint painting pancake pant paper parent part passenger path patient peach pear pen pencil penguin
+people person pet phone photo picture pie piece pig pill pizza place plant plate player plum point
+position potato present prize problem puppies puppy puzzle question rabbit ribbon rice ring rock
+roll room rose sandwich seat section seed serving sheep sheet shelf shell shelves shirt shoe side
+slice snack sock solution song spoon spot stamp star step stick sticker stone stories story
+strawberries strawberry student sugar sweet table tail tank teacher team teeth text ticket tile tire
+tomato tooth toy train tree triangle trip truck tulip turtle value vase vegetable vehicle vertex
+vertices video visitor vote walnut water wheel window woman women word worker zebra
+"""
+UNITS = {prefix + name for prefix in PREFIXES for name in PREFIXED.split()}
+UNITS |= {*MEASURES.split(), *COUNTED.split()}
+# 12 sq. units    60 miles per hour    10 different ways    3 cups of apples
+BETWEEN_UNITS = "square sq cubic cu per of different distinct possible a an"
+# The end of a text that may be a unit. A unit has 60 characters or fewer.
+UNIT = re.compile(
+    # 5\text{ cm}    10\text{ ft}^3/\text{min}
+    r"(?<=[0-9A-Za-z})% ]) ?(?:\\text\{(?P<first>[^{}]{1,60})\}(?:\^[23])?"
+    r"(?:/\\text\{(?P<second>[^{}]{1,60})\})?"
+    # 5 cm    60 miles/hour    10 ft^3/min
+    r"|(?<![A-Za-z])(?P<bare>[A-Za-z][A-Za-z ./]{0,60}(?:\^[23]/[A-Za-z]{1,20})?)"
+    # 20€    12^{\text{th}}
     r"|[€£]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
-    # 15 cm^2 -> 15
+    # 15 cm^2
     r"(?:\^[23])? ?$"
 )
+
+
+def drop_unit(text):
+    """Removes a unit at the end, because a label often lacks it: 5 cm -> 5    3 apples -> 3"""
+    match = UNIT.search(text, max(0, len(text) - 140))
+    if not match:
+        return text
+    phrases = [match[name] for name in ("first", "second", "bare") if match[name]]
+    are_units = all(is_unit(phrase, phrase == match["bare"]) for phrase in phrases)
+    return text[: match.start()] if are_units else text
+
+
+def is_unit(phrase, is_bare):
+    """cm    square units    miles/hour    (cubic) feet    but not: million    apples and pears"""
+    words = re.split(r"[ /.()^23-]+", phrase.strip(" /.()^23-"))
+    letters = set() if is_bare and "/" not in phrase else LETTERS
+    has_unit = False
+    for word in words:
+        lower = word.lower()
+        # miles    inches
+        forms = {lower, lower.removesuffix("s"), lower.removesuffix("es")}
+        if word in letters or forms & UNITS:
+            has_unit = True
+        elif lower not in BETWEEN_UNITS.split():
+            return False
+    return has_unit
 
 
 def parse_number(text):
@@ -246,13 +322,15 @@ def parse_number(text):
 
     Returns two values: without a percent sign, and with it. 50% -> (50, 1/2)    5 -> (5, 5)
     """
-    # 3\frac{1}{2} cm -> 3 1/2
-    text = FRACTION.sub(r" \1/\2", UNITS.sub("", text))
+    text = TIMES_TEN.sub(r"e\1\2", drop_unit(text))
+    text = REPEATING.sub(read_repeating, text)
+    # 3\frac{1}{2} -> 3 1/2
+    text = FRACTION.sub(r" \1/\2", text)
     number = NUMBER.fullmatch(BRACKETS.sub(r"\1", text.strip()).strip())
     if not number:
         return None
     bottom = parse_digits(number["bottom"] or "1")
-    if bottom == 0:
+    if bottom == 0 or is_time_of_day(text):
         return None
     value = parse_digits(number["whole"] or "0") + parse_digits(number["top"]) / bottom
     if number["sign"] == "-":
@@ -260,6 +338,20 @@ def parse_number(text):
     if number["percent"]:
         return value, value / 100
     return value, value
+
+
+def read_repeating(match):
+    r"""0.1\overline{6} -> 15/90"""
+    sign, whole, before, period = match.groups()
+    # 0.1666... = (16 - 1) / 90
+    top = int(whole + before + period) - int((whole + before) or "0")
+    return f"{sign}{top}/{'9' * len(period)}{'0' * len(before)}"
+
+
+def is_time_of_day(text):
+    """10:30 is a time of day. 3:10 is a ratio, because its numbers have no common factor."""
+    clock = re.fullmatch(r"([01]?[0-9]|2[0-3]):([0-5][0-9])", text)
+    return bool(clock) and math.gcd(int(clock[1]), int(clock[2])) > 1
 
 
 def parse_digits(text):
@@ -302,7 +394,7 @@ def same_number(answer, label):
     if not label_number:
         return None
     # Only algebra can compute a power or a root.
-    if POWER_OR_ROOT.fullmatch(UNITS.sub("", answer)):
+    if not number and POWER_OR_ROOT.fullmatch(drop_unit(answer)):
         return None
     if not number:
         return False
@@ -336,17 +428,17 @@ def same_choice(answer, label):
     return choice[1] == given[1].upper()
 
 
-# 52_8    (52)_8    1A3_{16}    52
-IN_BASE = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?(?:_\{?(?P<base>[0-9]+)\}?)?")
+# 52_8    (52)_8    1A3_{16}
+IN_BASE = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?_\{?(?P<base>[0-9]+)\}?")
 
 
 def same_in_base(answer, label):
-    """If the label names a base, the answer may leave it off: 52 equals 52_8, but 52_7 does not."""
+    """If the label names a base, the answer must name it, too: 52 does not equal 52_8."""
     numeral = IN_BASE.fullmatch(label)
-    given = IN_BASE.fullmatch(answer)
-    if not numeral or not given or not numeral["base"]:
+    if not numeral:
         return None
-    return numeral["digits"] == given["digits"] and given["base"] in (None, numeral["base"])
+    given = IN_BASE.fullmatch(answer)
+    return bool(given) and given.groups() == numeral.groups()
 
 
 def same_word(answer, label):
@@ -405,6 +497,9 @@ def misread_by_algebra(answer, label):
         return False
     # The grammar of math-verify drops primes: f'(x)
     if answer.count("'") != label.count("'"):
+        return False
+    # It takes 10:30 for 1/3.
+    if is_time_of_day(answer) or is_time_of_day(label):
         return False
     # It also drops bases (52_8), and takes the letters of \angle ABC for a product.
     if re.search(r"[0-9]_|\\(?:tri)?angle", answer + label):

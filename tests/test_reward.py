@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -434,7 +435,8 @@ def test_datasets_are_read_by_folder_name_and_split(tmp_path, monkeypatch):
 
 
 def slow_extract(text):
-    """Reference: every \\boxed{ is tried from the last to the first, counting braces by hand."""
+    """Reference: every box is tried from the last to the first, counting braces by hand."""
+    begin = re.compile(r"\\(boxed|fbox) *\{")
     head, closed, _ = text.rpartition("</answer>")
     _, opened, block = head.rpartition("<answer>")
     if not closed or not opened:
@@ -442,19 +444,20 @@ def slow_extract(text):
     escaped = [False] * (len(block) + 1)
     i = 0
     while i < len(block):
-        box_is_near = block.startswith("\\boxed{", i) or block.startswith("\\boxed{", i + 1)
+        box_is_near = begin.match(block, i) or begin.match(block, i + 1)
         if block[i] == "\\" and not box_is_near:
             i += 1
             escaped[i] = True
         i += 1
     for start in reversed(range(len(block))):
-        if block.startswith("\\boxed{", start) and not escaped[start]:
+        box = begin.match(block, start)
+        if box and not escaped[start]:
             depth = 1
-            for i in range(start + len("\\boxed{"), len(block)):
+            for i in range(box.end(), len(block)):
                 if not escaped[i]:
                     depth += (block[i] == "{") - (block[i] == "}")
                 if depth == 0:
-                    return block[start + len("\\boxed{") : i]
+                    return block[box.end() : i]
     return None
 
 
@@ -469,7 +472,9 @@ def slow_extract(text):
         ("<answer>\\boxed{1 + \\boxed{2}}</answer>", "2"),
         ("<answer>}}} {{{ \\boxed{a\nb}</answer>", "a\nb"),
         ("<answer>\\boxed{}</answer>", ""),
-        ("<answer>5 \\boxed 5 \\fbox{5} boxed{5}</answer>", None),
+        ("<answer>5 \\boxed 5 boxed{5}</answer>", None),
+        ("<answer>\\boxed {5}</answer>", "5"),
+        ("<answer>\\boxed{4} is wrong. \\fbox{5}</answer>", "5"),
         ("</answer>\\boxed{5}<answer>", None),
         ("<answer>\\boxed{5}</answer> <answer>none</answer>", None),
     ],
@@ -516,6 +521,14 @@ ENDS = {
         ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\left( 3, \\frac{\\pi}{2} \\right)"),
         ("\\boxed{18", None),
         ("#### 18", None),
+        # Boxes in one sentence are a list.
+        ("\\boxed{3}, \\boxed{5}, \\boxed{7}", "3, 5, 7"),
+        ("They are $\\boxed{3}$ and $\\boxed{5}$.", "3, 5"),
+        ("$x=\\boxed{3}$, $y=\\boxed{5}$", "3, 5"),
+        ("\\boxed{3} \\text{ or } \\boxed{5}", "3, 5"),
+        ("First \\boxed{3}, so the sum is \\boxed{8}.", "8"),
+        ("\\boxed{3}. Or rather: \\boxed{8}", "8"),
+        ("\\boxed{8}, \\boxed{8}", "8"),
     ],
     "last_number": [
         ("So she makes $18 every day at the farmers' market.", "18"),
