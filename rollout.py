@@ -23,6 +23,7 @@ and sampling_params of ppo.Recipe. A problem needs the field prompt_ids.
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -153,9 +154,15 @@ class Sampler:
             self.llm = LLM(**settings)
         # vLLM has no error class of its own.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
+            why = one_line(error)
+            if "kv_cache_memory_bytes" in settings and "memory" in why and "cache" in why:
+                # vLLM would advise to change a flag that has no effect here.
+                gb = f"{settings['kv_cache_memory_bytes'] / 2**30:.3g}"
+                told = f"has no room for a sample of --max_len {cfg.max_len} tokens; raise it"
+                raise UserError(f"--kv_cache_gb {gb}: {told}, or lower --max_len") from error
             raise UserError(
                 f"vLLM cannot start with --model {cfg.model}, --max_len {cfg.max_len}, "
-                f"--kv_cache_gb {cfg.kv_cache_gb}: {one_line(error)}"
+                f"--kv_cache_gb {cfg.kv_cache_gb}: {why}"
             ) from error
         # On a GPU vLLM sets one thread. The trainer needs more for its work on the CPU.
         torch.set_num_threads(threads)
@@ -164,6 +171,7 @@ class Sampler:
             families.fill_sampler(self.llm, cfg.model)
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
+        self.tags = special_tags(self.tokenizer)
 
     def generate(self, requests: list[Request], must_stop=None, with_logprobs=False):
         """Yields (position in `requests`, sample) as soon as a sample ends.
@@ -196,9 +204,9 @@ class Sampler:
         """Makes a Sample of vLLM's completion."""
         ids = list(completion.token_ids)
         text = completion.text
-        if not self.cfg.stop:
-            # Without stop strings vLLM makes no text (make_params).
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        # Without stop strings vLLM makes no text (make_params). vLLM's text lacks special tokens.
+        if not self.cfg.stop or self.tags.intersection(ids):
+            text = decode(self.tokenizer, ids, self.tags)
         logprobs = None
         if completion.logprobs:
             logprobs = [found[token].logprob for found, token in zip(completion.logprobs, ids)]
@@ -310,11 +318,32 @@ def special_ids(tokenizer, stop_strings):
 
     vLLM removes special tokens from the text, so it cannot find them there as stop strings.
     """
-    ids = []
-    for id, token in tokenizer.added_tokens_decoder.items():
-        if token.special and token.content in stop_strings:
-            ids.append(id)
-    return ids
+    return [id for id, text in special_tokens(tokenizer).items() if text in stop_strings]
+
+
+def special_tokens(tokenizer) -> dict[int, str]:
+    return {id: x.content for id, x in tokenizer.added_tokens_decoder.items() if x.special}
+
+
+# <answer>    </think>    but not <end_of_turn>
+TAG = re.compile(r"</?(?!\w*_of_)[A-Za-z]\w*>")
+NAMED = "bos_token eos_token pad_token unk_token sep_token cls_token mask_token"
+
+
+def special_tags(tokenizer) -> set[int]:
+    """The ids of the tags that are special tokens, such as </answer> in some tokenizers."""
+    others = [getattr(tokenizer, name, None) for name in NAMED.split()]
+    found = special_tokens(tokenizer).items()
+    return {id for id, text in found if TAG.fullmatch(text) and text not in others}
+
+
+def decode(tokenizer, ids, tags) -> str:
+    """The text of a response, without special tokens. `tags` stay, because graders look for them.
+
+    tags: ids of special tokens.
+    """
+    hidden = special_tokens(tokenizer).keys() - tags
+    return tokenizer.decode([id for id in ids if id not in hidden], skip_special_tokens=False)
 
 
 # ---- the rollout ---------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def limit_process():
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     # Ctrl-C sends a signal to the trainer and to its children. If it ended this process, the answer
     # would count as wrong.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # A normal comparison needs 80 MB.

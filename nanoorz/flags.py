@@ -131,6 +131,8 @@ def check_core(cfg, world, names):
             # NaN is refused, because each comparison with NaN is false.
             advice = f"must be a number, at least {least}"
             require_all(cfg, {name: (least <= value < 2**63, advice)})
+    is_right = cfg.max_steps != 0
+    require(is_right, "--max_steps 0: a run needs a step; tools/evaluate.py evaluates a model")
     check_batch(cfg, world)
     check_estimator(cfg)
     check_sampling(cfg)

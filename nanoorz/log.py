@@ -15,6 +15,7 @@ Rank 0 writes these files:
 import contextlib
 import faulthandler
 import importlib.metadata
+import io
 import json
 import logging
 import math
@@ -161,6 +162,24 @@ def share_truncated(samples):
 # ---- the screen ----------------------------------------------------------------------------------
 
 
+class Screen(io.TextIOWrapper):
+    """A stream to the screen, or to a program such as `tee`. If its reader is gone, the text is
+    dropped, because no step may be lost for a line on a screen: a terminal may be closed, and
+    Ctrl-C also ends `tee`."""
+
+    def __init__(self, descriptor):
+        super().__init__(open(descriptor, "wb", buffering=0), write_through=True)  # noqa: SIM115
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 # A script of sh: $0 is the path of run.log. `read` fails if the process ends without an abort.
 PRINT_LAST_LINES = (
     'read -r line && { echo "$line; the last lines of $0:"; tail -n 20 "$0"; grep File; }'
@@ -183,8 +202,8 @@ def redirect_libraries(path):
     with open(path, "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    sys.stdout = os.fdopen(screen, "w", buffering=1)
-    sys.stderr = os.fdopen(errors, "w", buffering=1)
+    sys.stdout = Screen(screen)
+    sys.stderr = Screen(errors)
     command = ["sh", "-c", PRINT_LAST_LINES, str(path)]
     # In a session of its own `sh` does not get the signal of Ctrl-C.
     watcher = subprocess.Popen(

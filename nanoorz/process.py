@@ -4,9 +4,9 @@ The import of this file sets the environment variables. Libraries read them: Ope
 torch is imported, so train.py imports this file first; vLLM and DeepSpeed later. This file imports
 the standard library alone.
 
-SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 ask a run to stop. Before the models are loaded there is
-nothing to save, and the process ends at once (`leave_on_signals`). Afterwards the run saves its
-last finished step and ends (`Signals`).
+SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP (a terminal is closed) ask a run to stop. Before the
+models are loaded there is nothing to save, and the process ends at once (`leave_on_signals`).
+Afterwards the run saves its last finished step and ends (`Signals`).
 """
 
 import contextlib
@@ -67,7 +67,10 @@ def name_accelerator():
 # ---- signals -------------------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG = 1  # an option of Linux's prctl: send a signal when the parent ends
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+# `nohup` lets its program ignore SIGHUP.
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    STOPS.append(signal.SIGHUP)
 
 
 def follow_launcher():
@@ -87,13 +90,20 @@ def follow_launcher():
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def leave_on_signals():
-    """From now on a signal ends this process with one line, until a `Signals` is made.
+last_words = ""  # what `leave` prints
+
+
+def leave_on_signals(text="stopped during start-up: nothing is lost"):
+    """From now on a signal ends this process with this text, until a `Signals` is made.
 
     The signals are blocked, and a thread waits for them. A handler would come too late: Python
     calls handlers in the main thread, which may wait for another rank inside a C function.
     """
+    global last_words
+    last_words = text
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=leave, daemon=True).start()
 
 
@@ -112,7 +122,7 @@ def leave():
     # Ctrl-C may also have ended the program that reads our stderr.
     with contextlib.suppress(OSError):
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("stopped during start-up: nothing is lost", file=sys.stderr)
+            print(last_words, file=sys.stderr)
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     os._exit(0 if is_alone else 1)
 

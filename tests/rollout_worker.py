@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from tiny import char_tokenizer
 from transformers import AutoModelForCausalLM
 
 import ppo
 import reward
+import rollout
 import train
 from nanoorz import families, models
 from nanoorz.log import Clock
@@ -30,6 +32,7 @@ from vllm.usage.usage_lib import is_usage_stats_enabled  # isort: skip
 # The kinds of requests that a batch has.
 KINDS = [{}, {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.5}]
 DIGITS = list("0123456789")
+TAG_IDS = char_tokenizer().convert_tokens_to_ids(["<answer>", "</answer>"])
 
 
 def make_problems(tokenizer, count: int = 8) -> list[reward.Problem]:
@@ -128,8 +131,22 @@ def of_sampler(sampler, policy, requests, problems) -> dict:
         found[name] = said(train.check_sampler, sampler, policy, problems, cfg)
     cfg.sampling_params = hotter
     found["hotter"] = said(generated, sampler, requests)
+    # A tokenizer may have tags as special tokens, which vLLM leaves out of its text.
+    tokenizer = sampler.tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    sampler.tags = rollout.special_tags(tokenizer)
+    cfg.stop = ["</answer>"]
+    sampler.stop_ids = rollout.special_ids(tokenizer, cfg.stop)
+    cfg.sampling_params = only_tags
+    found["tags"] = generated(sampler, requests[::5])
+    cfg.stop, sampler.stop_ids = [], []
     del cfg.sampling_params
     return found
+
+
+def only_tags(params, request):
+    params.allowed_token_ids = TAG_IDS
+    return params
 
 
 def hotter(params, request):

@@ -134,9 +134,9 @@ def test_vllm_sends_no_report_of_its_use(cpu_found):
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused_in_one_line(cpu_found):
-    line = cpu_found["small cache"]
-    assert line.startswith("vLLM cannot start with --model ")
-    assert "--kv_cache_gb 1e-05" in line and "\n" not in line
+    """vLLM's own advice names another flag."""
+    told = "has no room for a sample of --max_len 512 tokens; raise it, or lower --max_len"
+    assert cpu_found["small cache"] == f"--kv_cache_gb 1e-05: {told}"
 
 
 def test_every_call_of_the_sampler_starts_with_an_empty_cache(found):
@@ -198,6 +198,24 @@ def test_what_ends_a_response_stays_in_it(found, kind):
     for sample in stopped:
         assert sample["response_ids"][-1] == 0
         assert sample["text"] + maker.EOS == sample["decoded"]
+
+
+def test_tags_that_are_special_tokens_are_in_the_text(found):
+    """A grader would find no answer without them. vLLM's own text has no special tokens."""
+    for sample in found["tags"].values():
+        assert sample["text"] == sample["decoded"]
+        assert sample["finish_reason"] == "stop" and sample["text"].endswith("</answer>")
+    assert any("<answer>" in sample["text"] for sample in found["tags"].values())
+
+
+def test_only_tags_are_kept_of_the_special_tokens():
+    tokenizer = maker.char_tokenizer()
+    more = ["<answer>", "</answer>", "<end_of_turn>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": more})
+    text = "<answer>1</answer><end_of_turn><|im_end|><eos>"
+    ids = tokenizer.encode(text)
+    assert rollout.decode(tokenizer, ids, rollout.special_tags(tokenizer)) == "<answer>1</answer>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "1"
 
 
 def test_temperature_0_takes_the_most_probable_token_and_top_p_stays_in_the_nucleus(found):
