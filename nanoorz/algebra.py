@@ -37,7 +37,7 @@ def symbolic_verdict(answer, label):
     expressions = []
     for text in prepare(answer, label):
         # A word behind a number is a unit. Without a number the word may be the answer itself.
-        if re.search("[0-9]", text):
+        if re.search(r"[0-9]|\\pi", text):
             text = drop_unit(text)
         # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
         # left separates two members.

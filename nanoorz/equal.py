@@ -47,7 +47,8 @@ CHARACTERS = {
     "±": "\\pm ",
     "≠": "\\ne ",
 }
-SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+# {pattern of Unicode's raised or lowered digits: LaTeX's sign}
+RAISED = {"[⁰¹²³⁴-⁹⁻]+": "^", "[₀-₉]+": "_"}
 # Characters that nobody sees, such as marks of the writing direction.
 INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -57,12 +58,16 @@ INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 REWRITES = {
     # Markdown around a part: **73** -> 73    __73__ -> 73    `73` -> 73    but 2**3**2 stays
     r"(?<![\w)*])(\*{1,3}|__|`+)(?=[^\s*`])([^*`\n]+?)(?<![\s*`_])\1(?![\w(*])": r"\2",
+    # Powers: x**12 -> x^{12}    10^(-5) -> 10^{-5}
+    r"(?<=[\w)}])\*\*(-?[0-9]+|[A-Za-z]|\([^()]*\))|\^ ?\(([^()]*)\)": r"^{\1\2}",
     # What is left of markdown at an end: 73** -> 73
     r"^\*\*|\*\*$": "",
     # The base 10 at the end: 5_{10} -> 5    5_10 -> 5
     r"(?<=[0-9])_(?:10|\{10\})(?=\W*$)": "",
     # \approx8.24 -> 8.24
     r"^\\approx": "",
+    # 40 (base 9) -> 40_{9}    40\text{ base }9 -> 40_{9}
+    r"(?<=[0-9A-F)]) ?(?:\\text\{)? ?\(? ?base[ }]*([0-9]{1,2})[ )}]*$": r"_{\1}",
     # Commands of layout: {\bf 42} -> { 42}    \textcolor{red}{42} -> {42}
     r"\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])": "",
     # Sizes of brackets: \left( -> (    \bigr] -> ]    \right. -> nothing
@@ -70,23 +75,27 @@ REWRITES = {
     # \dfrac -> \frac    \tfrac -> \frac    \cfrac -> \frac
     r"\\[dtc]frac": r"\\frac",
     # A negative space and dollars: 10,\! 080 -> 10,080    \$42 -> 42    $x$ -> x
-    r"\\!\s*|\\?\$": "",
+    r"\\!\s*|\\?\$|\\textdollar(?![a-z]) ?": "",
+    # What held a dollar: \text{\$} -> \text{} -> nothing    USD 5 -> 5
+    r"\\(?:text|mathrm|mbox) ?\{ *\}|^(?:\\text ?\{ ?)?USD\b ?\}? ?": "",
     # Fonts and frames: \mathbf{x} -> {x}    \boxed{42} -> {42}
-    r"\\(?:boldsymbol|bm|math(?:bf|it|sf)|underline|boxed) ?(?=\{)": "",
+    r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf)|underline|boxed) ?(?=\{)": "",
     # A formula that is the whole text: \[5\] -> 5    \(x+1\) -> x+1
-    r"^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$": r"\1",
+    r"(?s)^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$": r"\1",
     # All spaces become one: 10\,080 -> 10 080    1\quad2 -> 1 2    1~2 -> 1 2
-    r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+": " ",
+    r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s)+": " ",
     # \mathrm{x} -> x    A letter of the list may be a unit, such as \mathrm{m}, and stays.
     r"\\mathrm ?\{(?![mgshACFJKLNVW])([A-Za-z])\}": r"\1",
     # \mathrm{cm} -> \text{cm}    \mbox{cm} -> \text{cm}    \textbf{(C)} -> \text{(C)}
-    r"\\(?:mathrm|mbox|text(?:bf|it|rm|normal)) ?(?=\{)": r"\\text",
+    r"\\(?:mathrm|mbox|text(?:bf|it|rm|sf|tt|normal)|emph) ?(?=\{)": r"\\text",
     # Braces around the whole text: {42} -> 42    \text{72 clips} -> 72 clips
     r"^ ?(?:\\text ?\{ ?(?=-?\.?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$": r"\1",
+    # Braces around a number at the start: {480} eggs -> 480 eggs
+    r"^ ?\{(-?[0-9.,]+)\}": r"\1",
     # Times of day: 8:34 \text{ p.m.} -> 8:34pm    8:34 PM -> 8:34Pm (words have no case later)
     r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$": r"\1m",
     # Degrees: 90^\circ -> 90    90^{\circ} -> 90    30^\circ C -> 30
-    r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?: ?[CF]$)?": "",
+    r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?:\{\})?(?: ?[CF]$)?": "",
     # 90\degree -> 90
     r"\\degree(?![A-Za-z])": "",
     # 50\% -> 50%
@@ -109,8 +118,16 @@ REWRITES = {
     # A vector: \langle 1,2\rangle -> (1,2)    <1,2> -> (1,2)
     r"\\langle ?|^<(?=[^<>]*,[^<>]*>$)": "(",
     r" ?\\rangle|(?<=,)([^<>,]*)>$": r"\1)",
-    # √51 -> \sqrt{51}
-    r"√ ?([0-9]+|[A-Za-z])": r"\\sqrt{\1}",
+    # √51 -> \sqrt{51}    √(n+1) -> \sqrt{n+1}
+    r"√ ?(?:([0-9]+|[A-Za-z])|\(([^()]*)\))": r"\\sqrt{\1\2}",
+    # A function in another font: \mathrm{cot}(x) -> \cot(x), where \mathrm is \text by now
+    r"\\(?:text|operatorname) ?\{ ?(exp|ln|log|sin|cos|tan|cot|sec|csc) ?\}": r"\\\1",
+    # <= -> \le    >= -> \ge    \leqslant -> \le
+    r"(?:<=|\\leqslant(?![A-Za-z])) ?": r"\\le ",
+    r"(?:>=|\\geqslant(?![A-Za-z])) ?": r"\\ge ",
+    # \bigcup -> \cup    Rows of a matrix: \\[4pt] -> \\
+    r"\\bigcup(?![A-Za-z])": r"\\cup ",
+    r"\\\\\[[0-9.]+[a-z]{2}\]": r"\\\\",
     # 2pi -> 2\pi    sqrt(3) -> \sqrt(3)
     r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])": r"\\\1",
     # exp(16) -> \exp(16)    cos(x) -> \cos(x)
@@ -144,15 +161,18 @@ def prepare(answer, label):
 
 def respell(text):
     r"""Gives a text the spelling of CHARACTERS and REWRITES: $\dfrac12$. -> \frac{1}{2}"""
-    text = text.strip()
+    # A dot or a space of LaTeX at the end: \(5\).    5\
+    text = text.strip().rstrip(" .\\")
     for character, latex in CHARACTERS.items():
         text = text.replace(character, latex)
-    # 10⁻³ -> 10^{-3}
-    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda run: f"^{{{run[0].translate(SUPERSCRIPTS)}}}", text)
+    # 10⁻³ -> 10^{-3}    4210₅ -> 4210_{5}
+    for pattern, sign in RAISED.items():
+        text = re.sub(pattern, rf"{sign}{{\g<0>}}", text)
     # 3½ -> 3 ½
     text = re.sub("(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text)
     # NFKC gives digits of other widths their usual form, and writes ½ as 1⁄2.
     text = unicodedata.normalize("NFKC", INVISIBLE.sub("", text)).replace("⁄", "/")
+    text = text.replace("{−", "{-")
     for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
     text = THOUSANDS.sub(drop_commas, text)
@@ -285,7 +305,7 @@ UNIT = re.compile(
     # 5 cm    60 miles/hour    10 ft^3/min
     r"|(?<![A-Za-z])(?P<bare>[A-Za-z][A-Za-z ./]{0,60}(?:\^[23]/[A-Za-z]{1,20})?)"
     # 20€    12^{\text{th}}
-    r"|[€£]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
+    r"|[€£¢]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
     # 15 cm^2
     r"(?:\^[23])? ?$"
 )
@@ -421,11 +441,15 @@ def same_choice(answer, label):
     text of the choice: `C. 12 m` for `C`."""
     # C    (C)
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
-    # C    (c)    C. 12 m    Option C    but not the product (a)(b)
-    given = re.match(r"(?:[Oo]ption )?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer)
+    # C    (c)    C. 12 m    Option C    choice (C)    but not the product (a)(b)
+    given = re.match(
+        r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) )?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer
+    )
     if not choice or not given:
         return None
-    return choice[1] == given[1].upper()
+    # (B), (A) names two choices.
+    others = set(re.findall(r"\(([A-J])\)", answer)) - {choice[1]}
+    return choice[1] == given[1].upper() and not others
 
 
 # 52_8    (52)_8    1A3_{16}
