@@ -596,29 +596,35 @@ def set_aside(run_dir, step, dropped, kept_sizes):
 # ---- export ----------------------------------------------------------------------------------
 
 
-def export(out, save_model, weights, tokenizer):
+def export(out, save_model, weights, files):
     """Writes a folder that transformers and vLLM load. All ranks call it. Raises UserError.
 
     save_model(folder, weights): writes the model. weights: an iterator of (name, full tensor). The
-    critic's value head goes to the file value_head.safetensors of the folder.
+    critic's value head goes to the file value_head.safetensors of the folder. files: writes the
+    other files by its method save_pretrained.
     """
     # All ranks must take all tensors, because ZeRO 3 gathers each tensor from all ranks.
     kept = {}
     for name, tensor in weights:
         if dist.get_rank() == 0:
             kept[name] = tensor.detach().to("cpu", copy=True)
-    error = on_rank0(write_export, out, save_model, kept, tokenizer)
+    error = on_rank0(write_export, out, save_model, kept, files)
     if error:
         raise UserError(f"{out} is NOT written: {error}")
 
 
-def write_export(out, save_model, weights, tokenizer):
-    """Writes the folder. weights: {name: tensor}."""
+def write_export(out, save_model, weights, files):
+    """Writes the folder. weights: {name: tensor}. After a kill there is no folder that is not
+    whole."""
+    unfinished = out.with_name(f".{out.name}")
+    remove(unfinished)
     head = {}
     for name in list(weights):
         if name.startswith("value_head."):
             head[name] = weights.pop(name)
-    save_model(out, weights)
-    tokenizer.save_pretrained(out)
+    save_model(unfinished, weights)
+    files.save_pretrained(unfinished)
     if head:
-        save_file(head, out / "value_head.safetensors")
+        save_file(head, unfinished / "value_head.safetensors")
+    remove(out)
+    unfinished.rename(out)

@@ -246,7 +246,8 @@ def check_flags(cfg, world):
 
 
 def find_inputs(cfg):
-    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention.
+    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention, and adds
+    the date to a --template that has one.
 
     Raises UserError on all ranks, even if only one rank fails.
     """
@@ -260,6 +261,8 @@ def find_inputs(cfg):
                 f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}",
             )
         families.replace_auto(cfg)
+        if flags.is_chat(cfg.template):
+            cfg.template = chat.fix_date(cfg, tokenizer)
     return task, tokenizer
 
 
@@ -535,11 +538,13 @@ def count_parameters(cfg):
     return count
 
 
-def export_all(learners, run_dir, tokenizer):
+def export_all(learners, run_dir, cfg):
     """Writes policy and critic as Hugging Face folders."""
     for learner in learners:
         weights = models.named_weights(learner)
-        ckpt.export(run_dir / learner.name, learner.module.save, weights, tokenizer)
+        base = cfg.critic if learner.name == "critic" and cfg.critic else cfg.model
+        files = families.BaseFiles(base)
+        ckpt.export(run_dir / learner.name, learner.module.save, weights, files)
 
 
 def end_early(stop, step, save_error):
@@ -579,7 +584,7 @@ def main(cfg, world, device, store):
         world=world,
         config=flags_of(cfg),
         problems_hash=hash_problems(problems),
-        inputs=hash_inputs(cfg, task_text, tokenizer),
+        inputs=hash_inputs(cfg, task_text, tokenizer, problems),
         variants=cfg.variant_hashes,
     )
     # {name: default} of the flags that a resumed run must keep: those of ppo.Recipe, of Learning
@@ -609,12 +614,12 @@ def main(cfg, world, device, store):
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
     # Each checkpoint has the tokenizer and the config in the Hugging Face form.
-    hf = [tokenizer, policy.module.model.config]
+    hf = [policy.module.model.config, families.BaseFiles(cfg.model)]
     ckpt.resume(run_dir, source, engines, state)
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
     gap = check_sampler(rollout.sampler, policy, problems, cfg)
-    log = RunLog(run_dir, cfg, tokenizer)
+    log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
     log.start(state, gap, task_text)
 
     save_error = None
@@ -673,8 +678,11 @@ def main(cfg, world, device, store):
         rollout.grader.close()
         log.close()
 
+    if not save_error:
+        # All is saved, so from here on a signal may end the process at once.
+        process.leave_on_signals("stopped during the export; the same command finishes it")
     # Also after a failed save, because the exported models are the result of the run.
-    export_all(learners, run_dir, tokenizer)
+    export_all(learners, run_dir, cfg)
     if save_error:
         raise UserError(
             f"step {total_steps} is NOT saved; --resume auto goes on from the newest checkpoint"

@@ -2,11 +2,17 @@
 
 Some chat templates have switches: Qwen3's and SmolLM3's have enable_thinking. To set a switch,
 write --template chat?enable_thinking=false.
+
+Some templates have today's date, by a function `strftime_now`, such as those of Llama 3 and
+SmolLM3. A run keeps the day of its start, as --template chat?strftime_now=2026-11-27 in its
+config.json. So a resume on another day has the same prompts.
 """
 
+import datetime
 import functools
 import json
 import urllib.parse
+from pathlib import Path
 
 from jinja2.meta import find_undeclared_variables
 
@@ -27,7 +33,9 @@ def as_chat(text, tokenizer, cfg, system=""):
     if system:
         turns = [{"role": "system", "content": system}, *turns]
     try:
-        switches = find_switches(cfg.template, tokenizer.get_chat_template())
+        switches = dict(find_switches(cfg.template, tokenizer.get_chat_template()))
+        if DATE in switches:
+            switches[DATE] = datetime.date.fromisoformat(switches[DATE]).strftime
         prompt = tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, **switches
         )
@@ -41,12 +49,40 @@ def as_chat(text, tokenizer, cfg, system=""):
         ) from error
 
 
+DATE = "strftime_now"
+
+
+def fix_date(cfg, tokenizer) -> str:
+    """--template with the day of the run, if the chat template has a date that is not set."""
+    try:
+        has_date = DATE in variables_of(tokenizer.get_chat_template())
+        is_set = DATE in find_switches(cfg.template, tokenizer.get_chat_template())
+    except Exception:
+        return cfg.template  # as_chat says what is wrong.
+    if not has_date or is_set:
+        return cfg.template
+    begin = f"{cfg.template}{'&' if '?' in cfg.template else '?'}{DATE}="
+    if cfg.resume != "none":
+        try:
+            known = json.loads((Path(cfg.run_dir) / "config.json").read_text())["template"]
+        except (OSError, ValueError, KeyError, TypeError):
+            known = ""
+        # Earlier versions did not keep the date.
+        if str(known).startswith(begin) or known == cfg.template:
+            return known
+    return f"{begin}{datetime.date.today()}"
+
+
+@functools.cache
+def variables_of(chat_template) -> set[str]:
+    """The names that a chat template reads. It is a program in the language of jinja."""
+    parsed = _compile_jinja_template(chat_template).environment.parse(chat_template)
+    return find_undeclared_variables(parsed)
+
+
 @functools.cache
 def find_switches(template_flag, chat_template) -> dict:
-    """{switch: value} of --template chat?SWITCH=VALUE. Raises ValueError.
-
-    chat_template: the tokenizer's, a program in the language of jinja.
-    """
+    """{switch: value} of --template chat?SWITCH=VALUE. Raises ValueError."""
     query = template_flag.partition("?")[2]
     if not query:
         return {}
@@ -54,6 +90,9 @@ def find_switches(template_flag, chat_template) -> dict:
     for name, text in urllib.parse.parse_qsl(query, strict_parsing=True, keep_blank_values=True):
         if name in switches:
             raise ValueError(f"its switch {name} is set twice")
+        if name == DATE:
+            switches[name] = text
+            continue
         try:
             switches[name] = json.loads(text)
         except ValueError:
@@ -62,8 +101,7 @@ def find_switches(template_flag, chat_template) -> dict:
                 advice = "write true, false, a number or a word"
                 raise ValueError(f"{name}={text} is no value; {advice}") from None
             switches[name] = text
-    parsed = _compile_jinja_template(chat_template).environment.parse(chat_template)
-    known = find_undeclared_variables(parsed) - {"messages", "add_generation_prompt"}
+    known = variables_of(chat_template) - {"messages", "add_generation_prompt"}
     unknown = ", ".join(switches.keys() - known)
     if unknown:
         raise ValueError(f"its chat template has no switch {unknown}; it reads {sorted(known)}")

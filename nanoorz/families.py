@@ -26,6 +26,7 @@ from transformers import (
     MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -266,6 +267,12 @@ class Plain:
 
     def save(self, model, folder, weights: dict):
         """Writes a model with these weights as a folder that transformers and vLLM load."""
+        # transformers reads generation configs that it refuses to write, such as one with a
+        # temperature and without do_sample. BaseFiles copies the file of the base model.
+        if model.can_generate():
+            names = ("bos_token_id", "eos_token_id", "pad_token_id")
+            ids = {name: getattr(model.generation_config, name) for name in names}
+            model.generation_config = GenerationConfig(**ids)
         model.save_pretrained(folder, state_dict=weights)
 
 
@@ -351,6 +358,57 @@ def unwrap_class(config):
         body_class.__init__ = inspect.getclosurevars(wrapper).nonlocals["old_init"]
         # Without this method of its own the class has that of nn.Module again.
         del body_class.__call__
+
+
+# ---- the small files of an export ----------------------------------------------------------------
+
+# The files of a tokenizer, and the generation config.
+TEXT_FILES = """
+tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
+chat_template* generation_config.json
+"""
+
+
+class BaseFiles:
+    """Copies the tokenizer, the generation config and the config of a base model to an export.
+
+    transformers 5 would write other files, which older versions and llama.cpp cannot read. Worse,
+    they would misread the config: they do not find rope_theta in it, and take its default.
+    """
+
+    def __init__(self, source):
+        """source: a folder, or a name on the hub."""
+        self.source = source
+
+    def save_pretrained(self, folder):
+        """`folder` may have a config.json of the trained model. The base model's replaces it, if
+        both mean the same."""
+        base = folder_of(self.source)
+        for pattern in TEXT_FILES.split():
+            for file in base.glob(pattern):
+                shutil.copy(file, folder / file.name)
+        path = folder / "config.json"
+        if meaning_of(folder) != meaning_of(base):
+            return
+        new = json.loads(path.read_text())
+        # write_all_parts has copied such a config already.
+        if "text_config" in new:
+            return
+        config = json.loads((base / "config.json").read_text())
+        # The critic has a body alone.
+        config["architectures"] = new["architectures"]
+        # torch_dtype is the old name, which all versions read.
+        config.pop("dtype", None)
+        config["torch_dtype"] = new["dtype"]
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def meaning_of(folder) -> dict:
+    """What transformers reads in a folder's config, without what an export changes."""
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
+        config.pop(name, None)
+    return config
 
 
 # ---- models with more parts than text ------------------------------------------------------------

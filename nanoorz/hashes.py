@@ -13,13 +13,15 @@ from nanoorz.families import folder_of
 from nanoorz.ranks import UserError, hash64, one_line, raise_together, require_same
 
 
-def hash_inputs(cfg, task_text, tokenizer):
-    """{flag: {part: hash}} of model, critic and task. A collective.
+def hash_inputs(cfg, task_text, tokenizer, problems):
+    """{flag: {part: hash}} of model, critic, task and prompts. A collective.
 
-    task_text: the bytes of the task's file. Raises UserError, also if the hashes of two ranks
+    task_text: the bytes of the task's file. The prompts are those that the model sees: a chat
+    template may put a date into them. Raises UserError, also if the hashes of two ranks
     differ.
     """
     hashes = {"task": {"text": hash64(task_text)}}
+    hashes["data"] = {"prompts": hash64([problem.prompt_ids for problem in problems])}
     with raise_together():
         hashes["model"] = hash_model(cfg.model) | {"tokenizer": hash_tokenizer(tokenizer)}
         if cfg.critic:

@@ -228,10 +228,12 @@ def print_warning(text):
 class RunLog:
     """Writes the files and prints the lines. On other ranks than 0 its methods do nothing."""
 
-    def __init__(self, run_dir, cfg, tokenizer):
+    def __init__(self, run_dir, cfg, tokenizer, forms):
+        """forms: {value of --answer_form: function from a response to its answer}."""
         self.run_dir = run_dir
         self.cfg = cfg
         self.tokenizer = tokenizer
+        self.forms = forms
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
         self.waiting = {}  # {file name: the lines that a full disk has refused}
@@ -314,9 +316,8 @@ class RunLog:
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         if self.tracker:
             self.tracker.add(logged, step)
-        if step == 1 and not (line["answered"] or line["reward"]):
-            # one sample of each problem
-            print_warning(no_answers(samples[:: self.cfg.n_samples_per_prompt], self.cfg))
+        if step == 1 and (told := judge_answers(samples, self.cfg, self.forms)):
+            print_warning(told)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         numbers = f"step {step}  reward {line['reward']:.3f}  length {line['response_length']:.1f}"
         print(numbers, *phases, f"{line['seconds']:.1f} s", sep="  ")
@@ -390,13 +391,42 @@ def versions():
     return found
 
 
-def no_answers(samples, cfg) -> str:
-    """The text of a warning that no sample has an answer. It shows the ends of three samples."""
-    ends = [sample.text[-300:] for sample in samples[:3]]
+def judge_answers(samples, cfg, forms) -> str:
+    """A warning if all rewards are 0 and nearly no response has an answer, or "".
+
+    It names the form of the answers that the responses have.
+    """
+    ended = [sample for sample in samples if sample.finish_reason == "stop"]
+    answered = sum(bool(sample.answer) for sample in ended)
+    if any(sample.reward for sample in samples) or answered > FEW * len(ended):
+        return ""
+    if not ended:
+        return "no response ends by itself: raise --generate_max_len, or change --stop"
+    told = f"{answered} of {len(ended)} responses that end have an answer in the form of --task "
+    told += f"{cfg.task} and --answer_form {cfg.answer_form}"
+    name, count = other_form([sample.text for sample in ended], cfg.answer_form, forms)
+    if name:
+        return f"{told}; {count} have one in another form: add --answer_form {name}"
+    one_each = {sample.request.group: sample for sample in reversed(ended)}  # of each problem
+    ends = [one_each[group].text[-300:] for group in sorted(one_each)[:3]]
     return (
-        f"no response has an answer in the form of --task {cfg.task} and --answer_form "
-        f"{cfg.answer_form}; choose another form; these are the ends of three responses: {ends}"
+        f"{told}; choose another form or another --template; these are the ends of three "
+        f"responses: {ends}"
     )
+
+
+FEW = 0.05  # Below this share nearly no response has an answer.
+
+
+def other_form(texts, form, forms) -> tuple[str, int]:
+    """The name of another form in which half of the texts or more have an answer, and how many
+    have; ("", 0) if there is none."""
+    # Nearly each text has a number, so the form last_number comes last.
+    for name in sorted(forms, key=lambda name: name == "last_number"):
+        count = sum(bool(forms[name](text)) for text in texts)
+        if name != form and count >= max(1, len(texts) / 2):
+            return name, count
+    return "", 0
 
 
 def whole_groups(batch, count):

@@ -7,15 +7,19 @@ Shapes: R packed rows, L row length, M response tokens of a micro-batch, V vocab
 """
 
 import contextlib
+import fcntl
 import functools
 import glob
 import inspect
 import math
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.comm.torch import build_shm_op
 from deepspeed.runtime.zero import GatheredParameters
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -227,6 +231,24 @@ def arguments_of(function):
 # ---- engines -------------------------------------------------------------------------------------
 
 
+@functools.cache
+def compile_ops():
+    """Compiles DeepSpeed's op for CPUs at the first start on a machine.
+
+    torch marks a folder in which it compiles by a file `lock`, and other processes wait until the
+    file is gone. After a kill it stays, and each later start would wait for ever without a word. So
+    a process holds a lock of the kernel here, which ends with the process. If it finds a file
+    `lock` then, the process that made this file has ended.
+    """
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".compiling", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for lock in folder.glob("deepspeed_*/lock"):
+            lock.unlink()
+        build_shm_op()
+
+
 class Learner:
     """A model and its DeepSpeed engine, in the form that ppo.py calls a learner."""
 
@@ -245,6 +267,8 @@ class Learner:
         settings = engine_config(cfg, stage, largest)
         # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (log.py).
         with contextlib.redirect_stdout(sys.__stdout__):
+            if not torch.cuda.is_available():
+                compile_ops()
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self.cfg = cfg
         self.deepspeed = engine

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import ppo
 from nanoorz import log as log_file
 from nanoorz.ranks import UserError
-from reward import Problem
+from reward import ANSWER_FORMS, Problem
 from rollout import Request, Sample
 
 
@@ -124,7 +124,7 @@ def make_log(process_group):
     config()
 
     def make(folder, start=None, **flags) -> log_file.RunLog:
-        log = log_file.RunLog(folder, config(**flags), tokenizer)
+        log = log_file.RunLog(folder, config(**flags), tokenizer, ANSWER_FORMS)
         if start is not None:
             log.start(SimpleNamespace(step=start, world=2, variants={}), "GAP", b"x = 1")
         return log
@@ -265,9 +265,27 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
         said.append(capsys.readouterr().err)
     line = said[0].rstrip("\n")
     assert said == [f"{line}\n", "", "", ""], "one line, of the first step"
-    assert re.match("WARNING: no response has an .*--task math and --answer_form hashes", line)
+    told = "WARNING: 0 of 8 responses that end have an .*--task math and --answer_form hashes"
+    assert re.match(told, line)
     assert re.findall(r"the answer is (\d)", line) == ["0", "2", "4"], "of three problems"
     assert len(line) < 1200
+
+
+def test_the_form_that_the_responses_have_is_named_after_the_first_step(make_log, tmp_path, capsys):
+    """The prompt asks for a box, and --answer_form expects an answer block."""
+    log = make_log(tmp_path, task="math", answer_form="orz", n_samples_per_prompt=2)
+    samples = [sample(k // 2, k % 2, reward=0) for k in range(8)]
+    for k, drawn in enumerate(samples):
+        drawn.text = f"So it is \\boxed{{{k}}}." if k else "I do not know."
+        drawn.answer = None
+    log.step(1, samples, batch_of(samples), {}, log_file.Clock(1))
+    told = "0 of 8 responses that end have an answer in the form of --task math and --answer_form"
+    told += " orz; 7 have one in another form: add --answer_form boxed_anywhere"
+    assert capsys.readouterr().err == f"WARNING: {told}\n"
+    for drawn in samples:
+        drawn.finish_reason = "length"
+    log.step(1, samples, batch_of(samples), {}, log_file.Clock(1))
+    assert "no response ends by itself" in capsys.readouterr().err
 
 
 def test_numbers_of_numpy_and_labels_that_json_refuses_are_written(make_log, tmp_path):

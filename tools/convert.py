@@ -34,7 +34,7 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 import ckpt
@@ -163,13 +163,13 @@ def export(path: Path, out: Path):
         raise UserError(f"{taken[0]} is there already; choose another OUT")
     half = torch.float16 if "fp16" in dict(state.variants) else torch.bfloat16
     dtype = half if flags["bf16"] else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(path / "hf")
     for name in names:
         whole, _ = merge(path / name, flags["zero_stage"])
         weights = {key.removeprefix("model."): x.to(dtype) for key, x in whole["fp32"].items()}
         # The critic may be another model than the policy.
         is_other = name == "critic" and flags["critic"]
-        config = AutoConfig.from_pretrained(flags["critic"] if is_other else path / "hf")
+        source = flags["critic"] if is_other else path / "hf"
+        config = AutoConfig.from_pretrained(source)
         model = AUTO_CLASSES[name].from_config(config, dtype=dtype)
         # Parameters that one of the two lacks, or that have two shapes.
         tensors = model.state_dict()
@@ -186,12 +186,8 @@ def export(path: Path, out: Path):
             wrong -= set(model._tied_weights_keys or ())
         if wrong:
             raise UserError(f"{path}: {name} does not fit its config in {sorted(wrong)[:3]}")
-        # After an interrupt, OUT has no folder that is not whole.
-        unfinished = out / f".{name}"
-        shutil.rmtree(unfinished, ignore_errors=True)
         save_model = functools.partial(family.save, model)
-        ckpt.write_export(unfinished, save_model, weights, tokenizer)
-        unfinished.rename(out / name)
+        ckpt.write_export(out / name, save_model, weights, families.BaseFiles(source))
         print(f"wrote {out / name}")
 
 

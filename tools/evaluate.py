@@ -135,8 +135,9 @@ def find_run(folder: Path) -> tuple[Path, dict]:
 class Results:
     """train.evaluate gets it as the run's log. All ranks keep the numbers."""
 
-    def __init__(self, cfg: train.Config):
+    def __init__(self, cfg: train.Config, forms: dict):
         self.cfg = cfg
+        self.forms = forms
         self.sets, self.remarks, self.samples = [], [], []
 
     def evaluation(self, name: str, samples: list, step: int) -> None:
@@ -144,8 +145,8 @@ class Results:
         numbers = log.numbers_of_evaluation(samples, n) | pass_rates(samples, n)
         self.sets.append({"step": step, "set": name} | numbers)
         self.samples += [log.describe(sample, step, name) for sample in samples]
-        if not any(sample.answer for sample in samples):
-            self.remarks.append(f"{name}: {log.no_answers(samples[::n], self.cfg)}")
+        if told := log.judge_answers(samples, self.cfg, self.forms):
+            self.remarks.append(f"{name}: {told}")
 
     def write(self, folder: Path) -> None:
         """Replaces the files of an earlier evaluation."""
@@ -188,7 +189,7 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
 
     task, tokenizer = train.find_inputs(cfg)
     eval_sets = train.prepare_eval_sets(task, cfg, tokenizer)
-    results = Results(cfg)
+    results = Results(cfg, getattr(task, "ANSWER_FORMS", {}))
     rollout = Rollout(task, Signals(store), cfg)
     try:
         train.evaluate(rollout, eval_sets, step, results)
