@@ -168,6 +168,7 @@ def respell(text):
     # 10⁻³ -> 10^{-3}    4210₅ -> 4210_{5}
     for pattern, sign in RAISED.items():
         text = re.sub(pattern, rf"{sign}{{\g<0>}}", text)
+    text = re.sub(r"([\^_])\{(.)\}", r"\1\2", text)
     # 3½ -> 3 ½
     text = re.sub("(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text)
     # NFKC gives digits of other widths their usual form, and writes ½ as 1⁄2.
@@ -273,28 +274,35 @@ mole kb mb gb tb amp ohm ev unit way st nd rd th
 LETTERS = set("mgshlLJCFKNVWA")
 # What problems count. The words were chosen from the problems of GSM8K and MATH.
 COUNTED = """
-adult animal answer apartment apple arrangement article bag ball balloon banana bead bean bear bee
-bike bird block boat bone book bottle bowl box boxes boy bracelet brick brownie building burger bus
-bush button cake call camper can candies candle candy car card carrot carton case cat chair chicken
-child children chip chocolate choice circle class classes clip coin color combination computer
-container cookie countries country cow crab crate crayon cupcake customer desk diagonal digit dish
-divisor dog doll donut dress drink duck edge egg element elephant employee envelope eraser error
-event face factor families family file finger fish floor flour flower friend frog fruit function
-gallon game geese gift girl glass glasses goal goat goose grape graph guest hamburger hat head hen
-horse house integer item jar journey juice key kid kitten lap laptop leaf leaves leg lemon lesson
-letter line loaf loaves log lollipop man mango marble marker match meal member men message mice milk
-mouse movie muffin nail necklace night notebook number nut onion orange outcome outfit package page
-paint painting pancake pant paper parent part passenger path patient peach pear pen pencil penguin
-people person pet phone photo picture pie piece pig pill pizza place plant plate player plum point
-position potato present prize problem puppies puppy puzzle question rabbit ribbon rice ring rock
-roll room rose sandwich seat section seed serving sheep sheet shelf shell shelves shirt shoe side
-slice snack sock solution song spoon spot stamp star step stick sticker stone stories story
-strawberries strawberry student sugar sweet table tail tank teacher team teeth text ticket tile tire
-tomato tooth toy train tree triangle trip truck tulip turtle value vase vegetable vehicle vertex
-vertices video visitor vote walnut water wheel window woman women word worker zebra
+adult alligator animal answer ant apartment apple arm arrangement article bag ball balloon banana
+barrel basket basketball bead bean bear bed bee berries berry bicycle bike bird block blueberries
+blueberry boat bone book bottle bowl box boxes boy bracelet branch brick brother brownie bucket
+building burger bus bush bushel button cake call camper can candies candle candy cap car card carrot
+carton case cat chair chapter character chef chicken child children chip chocolate choice circle
+class classes classroom clip coin color column combination computer container cookie copies copy
+countries country cow crab cracker crate crayon cube cupcake customer daisies decoration desk
+diagonal diamond digit dish divisor dog doll donut door dress drink duck earring edge egg element
+elephant email employee envelope episode eraser error event eye face factor families family feather
+file finger fish flight floor flour flower flyer follower friend frog fruit function gallon game
+geese gift girl glass glasses goal goat goose grape graph guest hamburger hand hat head hen horse
+house insect integer item jar jellybean journey juice jump kernel key kid kind kitten lamp lap
+laptop leaf leaves leg lemon lesson letter line loaf loaves log lollipop magazine man mango marble
+mark marker marshmallow match meal member men message mice milk mouse movie muffin mushroom nail
+necklace night note notebook number nut object onion orange outcome outfit oyster package packet
+page paint painting pancake panda pant paper parent part passenger path patient peach pear pen
+pencil penguin people pepper period person pet phone photo picture pie piece pig pigeon pill pizza
+place plant plate player plum point position pot potato present prize problem pup puppies puppy
+puzzle question rabbit record ribbon rice ring rock roll room rose round row sandwich scoop seashell
+season seat section seed segment sentence serving session sheep sheet shelf shell shelves shirt shoe
+side sister slice snack snake sock solution song spider spoon spot square stamp star step stick
+sticker stitch stone stories story strawberries strawberry string student subject sugar suitcase
+sweater sweet table tail tank task teacher team teeth tent text ticket tile tire token tomato tooth
+towel toy train tree triangle trip truck tube tulip turkey turtle type value vase vegetable vehicle
+vertex vertices video visitor vote walnut water watermelon wheel widget window wing woman women word
+worker worm zebra
 """
 UNITS = {prefix + name for prefix in PREFIXES for name in PREFIXED.split()}
-UNITS |= {*MEASURES.split(), *COUNTED.split()}
+UNITS |= {*MEASURES.split(), *COUNTED.split(), *"€£¢"}
 # 12 sq. units    60 miles per hour    10 different ways    3 cups of apples
 BETWEEN_UNITS = "square sq cubic cu per of different distinct possible a an"
 # The end of a text that may be a unit. A unit has 60 characters or fewer.

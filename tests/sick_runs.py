@@ -52,11 +52,12 @@ RUNS = {
     "kl_too_strong": [*GRPO, "--variant", "kl_loss", "--kl_loss_coef", "100"],
     # Each problem has the label of the problem before it.
     "moved_labels": [*GRPO, "--data", "moved.json"],
-    # Eight problems. The policy learns their answers, and no addition.
-    "by_heart": [*GRPO, "--data", "eight.json", "--rollout_batch_size", "8", "--max_steps", "40"],
+    "too_hot": [*GRPO, "--temperature", "2"],
     "laboratory": [],
     # A hundred times the laboratory's.
     "laboratory_large_steps": ["--actor_learning_rate", "2e-2"],
+    "laboratory_neighbour": ["--task", SICK / "countdown_neighbour.py"],
+    "laboratory_paid_neighbour": ["--variant", SICK / "paid_neighbour.py"],
 }
 NUMBERS = ["step", "reward", "pass_at_n", "answered", "truncated", "response_length"]
 NUMBERS += ["total_length", "entropy", "explained_variance", "approx_kl", "policy_tokens"]
@@ -75,7 +76,6 @@ def main(folder: str, *names: str) -> None:
     labels = [problem["answer"] for problem in problems]
     moved = [x | {"answer": label} for x, label in zip(problems, labels[-1:] + labels)]
     (folder / "moved.json").write_text(json.dumps(moved))
-    (folder / "eight.json").write_text(json.dumps(problems[:8]))
     for name in names or RUNS:
         if name.startswith("laboratory"):
             flags = [*shlex.split((folder / "countdown/flags.txt").read_text()), "--seed", 1]

@@ -259,7 +259,7 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
     for step, reward, answered in ((1, 0, False), (2, 0, False), (1, 0, True), (1, 1, False)):
         samples = [sample(k // 2, k % 2, reward=reward) for k in range(8)]
         for k, drawn in enumerate(samples):
-            drawn.text = "x" * 999 + f"the answer is {k}."
+            drawn.text = "x" * 999 + f"the answer is {'abcdefgh'[k]}."
             drawn.answer = "3" if answered and k == 3 else None
         log.step(step, samples, batch_of(samples), {}, log_file.Clock(step))
         said.append(capsys.readouterr().err)
@@ -267,7 +267,7 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
     assert said == [f"{line}\n", "", "", ""], "one line, of the first step"
     told = "WARNING: 0 of 8 responses that end have an .*--task math and --answer_form hashes"
     assert re.match(told, line)
-    assert re.findall(r"the answer is (\d)", line) == ["0", "2", "4"], "of three problems"
+    assert re.findall(r"the answer is (\w)", line) == ["a", "c", "e"], "of three problems"
     assert len(line) < 1200
 
 
