@@ -4,11 +4,16 @@
 whose name starts with "laboratory" is one of the laboratory, all others are of the demo.
 """
 
+import contextlib
 import json
 import shlex
 import shutil
 import sys
+import tarfile
+import tempfile
+from collections import Counter
 from pathlib import Path
+from statistics import mean
 
 from conftest import ROOT, run_python
 
@@ -52,16 +57,22 @@ RUNS = {
     "kl_too_strong": [*GRPO, "--variant", "kl_loss", "--kl_loss_coef", "100"],
     # Each problem has the label of the problem before it.
     "moved_labels": [*GRPO, "--data", "moved.json"],
-    "too_hot": [*GRPO, "--temperature", "2"],
     "laboratory": [],
     # A hundred times the laboratory's.
     "laboratory_large_steps": ["--actor_learning_rate", "2e-2"],
     "laboratory_neighbour": ["--task", SICK / "countdown_neighbour.py"],
-    "laboratory_paid_neighbour": ["--variant", SICK / "paid_neighbour.py"],
+    # Healthy runs in which the pay rightly differs from the reward.
+    "laboratory_overlong": [*GRPO, "--variant", "overlong_penalty", "--overlong_cache", "14"],
+    "laboratory_format": [*GRPO, "--variant", "format_reward"],
+    "laboratory_kl_penalty": ["--variant", "kl_penalty", "--kl_penalty_coef", "0.1"],
 }
 NUMBERS = ["step", "reward", "pass_at_n", "answered", "truncated", "response_length"]
 NUMBERS += ["total_length", "entropy", "explained_variance", "approx_kl", "policy_tokens"]
-NUMBERS += ["reward_lost", "seconds", "tokens_per_second"]
+NUMBERS += ["reward_lost", "seconds", "tokens_per_second", "paid", "policy_lr", "policy_grad_norm"]
+TEXTS = ["step", "problem", "label", "response", "finish_reason", "reward", "paid"]
+FLAGS = ["answer_form", "variants", "actor_learning_rate", "kl_loss_coef", "kl_penalty_coef"]
+# The samples of all runs. The runs without samples are older.
+SAMPLES = RECORDED / "samples.tar.xz"
 
 
 def main(folder: str, *names: str) -> None:
@@ -89,11 +100,40 @@ def main(folder: str, *names: str) -> None:
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CHANGE": "sync_once"}
         run_python(ROOT / script, *flags, cwd=folder, env=env, timeout=None)
         record(folder / name, RECORDED / name)
+    pack_samples()
+
+
+def pack_samples() -> None:
+    """Moves the samples of the recorded runs into one archive, beside those that are in it."""
+    with tempfile.TemporaryDirectory() as place:
+        with contextlib.suppress(FileNotFoundError), tarfile.open(SAMPLES) as archive:
+            archive.extractall(place, filter="data")
+        for path in RECORDED.glob("*/samples.jsonl"):
+            target = Path(place, path.parent.name, path.name)
+            target.parent.mkdir(exist_ok=True)
+            shutil.move(path, target)
+        with tarfile.open(SAMPLES, "w:xz") as archive:
+            for folder in sorted(Path(place).iterdir()):
+                archive.add(folder, folder.name)
 
 
 def record(run: Path, place: Path) -> None:
-    """Writes the numbers that the doctor reads."""
+    """Writes what the doctor reads: numbers, flags, and 64 samples of each step."""
     place.mkdir(parents=True, exist_ok=True)
+    config = json.loads((run / "config.json").read_text())
+    flags = {name: config[name] for name in FLAGS if name in config}
+    (place / "config.json").write_text(json.dumps(flags))
+    counts = Counter()
+    with (place / "samples.jsonl").open("w") as file:
+        for text in (run / "samples.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            counts[line["step"]] += 1
+            # Labels are compared with those of neighbours, which few samples have.
+            if counts[line["step"]] <= (256 if place.name == "moved_labels" else 64):
+                kept = {name: line[name] for name in TEXTS}
+                if line.get("advantages"):
+                    kept["advantages"] = [round(mean(line["advantages"]), 3)]
+                file.write(json.dumps(kept) + "\n")
     with (place / "metrics.jsonl").open("w") as file:
         for text in (run / "metrics.jsonl").read_text().splitlines():
             line = json.loads(text, parse_float=lambda x: float(f"{float(x):.4g}"))

@@ -1,9 +1,12 @@
 """tools/doctor.py names what recorded runs are ill with, and nothing of healthy ones."""
 
+import shutil
+import tarfile
+
 import pandas as pd
 import pytest
 from conftest import run_tool
-from sick_runs import RECORDED, RUNS
+from sick_runs import RECORDED, RUNS, SAMPLES, SICK
 
 from tools import doctor
 
@@ -18,6 +21,23 @@ FOUND = {
     "wrong_answer_form": ["format never met: ", "truncated answers: "],
     # The policy becomes sure of the few answers that the stop strings let through.
     "form_often_missed": ["form often missed: ", "entropy collapse: "],
+    # The pay of these is a shipped variant's, or has a penalty.
+    "laboratory_overlong": [],
+    "laboratory_format": [],
+    "laboratory_kl_penalty": [],
+    "pays_constant": ["constant pay: what is paid is not what is graded: all 896 logged samples"],
+    "warmup_never_ends": [
+        "rate still rises: after 14 steps policy_lr is 1.9e-06, and the rate is st"
+    ],
+    "pays_neighbour": ["rewards of neighbours: "],
+    "laboratory_neighbour": ["rewards of neighbours: "],
+    "paid_neighbour": ["pay of neighbours: "],
+    "laboratory_paid_neighbour": ["pay of neighbours: "],
+    "paid_for_length": [
+        "other pay: what is paid is not what is graded. The pay went from 0.39 to "
+    ],
+    "rate_ends": ["rate has ended: "],
+    "kl_too_strong": ["strong KL: a KL term with the factor 100"],
     # Endless responses without an answer follow from the steps.
     "laboratory_large_steps": ["steps too large: the reward was 0.14 up to step 1 and is 0.00"],
 }
@@ -27,18 +47,33 @@ HEADINGS = {
     "laboratory": "40 steps; the reward rises: 0.18 to 0.57; nothing looks wrong",
     "laboratory_large_steps": "40 steps; the reward fell: 0.14 to 0.00",
     "too_slow": "14 steps; the reward slowly rises: 0.29 to 0.38",
+    "laboratory_format": "40 steps; the reward fell: 0.15 to 0.07; --variant format_reward pays "
+    "something else: 0.98 to 1.00",
 }
+HEALTHY = ("ppo", "grpo", "laboratory", "laboratory_overlong", "laboratory_kl_penalty")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A folder of all recorded runs, with their samples."""
+    folder = tmp_path_factory.mktemp("recorded")
+    shutil.copytree(RECORDED, folder, dirs_exist_ok=True)
+    with tarfile.open(SAMPLES) as archive:
+        archive.extractall(folder, filter="data")
+    # Its labels are no texts, so the doctor grades with the task of the run.
+    shutil.copy(SICK / "countdown_neighbour.py", folder / "laboratory_neighbour" / "task.py")
+    return folder
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_doctor_names_the_fault_of_each_recorded_run_and_none_of_a_healthy_one(name):
+def test_the_doctor_names_the_fault_of_each_recorded_run_and_none_of_a_healthy_one(name, recorded):
     expected = FOUND.get(name, [name.replace("_", " ") + ": "])
-    code, output, _ = run_tool("doctor", RECORDED / name)
+    code, output, _ = run_tool("doctor", recorded / name)
     heading, *found = output.splitlines()
     assert code == 0 and len(found) == len(expected)
     assert all(line.startswith(begin) for line, begin in zip(found, expected))
     assert heading.startswith(HEADINGS.get(name, ""))
-    assert heading.endswith("; nothing looks wrong") == (name in ("ppo", "grpo", "laboratory"))
+    assert heading.endswith("; nothing looks wrong") == (name in HEALTHY)
 
 
 def well(steps: int = 20, without=(), **changes) -> list[dict]:
@@ -87,7 +122,9 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         ("truncated answers", "45%", well(truncated=0.45)),
         ("stale sampler", "0.050 nats", well(approx_kl=0.05)),
         ("lost verdicts", "5%", well(reward_lost=3)),
-        ("entropy collapse", "0.010", well(**SURE)),
+        ("entropy collapse", "0.010", well(**SURE, pass_at_n=[0.9] * 10 + [0.7] * 10)),
+        # It becomes sure of what it solves. A real model did so (SmolLM2-135M).
+        ("", "", well(**SURE)),
         ("critic explains nothing", "-0.10", well(explained_variance=-0.1)),
         ("steps too large", "0.90 to 0.70", well(pass_at_n=[0.9] * 10 + [0.7] * 10)),
         ("steps too large", "0.60 up to step", well(reward=[0.6] * 15 + [0.2] * 5)),

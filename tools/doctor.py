@@ -1,16 +1,22 @@
 """Says why a run's reward does not rise: `python tools/doctor.py RUN`.
 
-The doctor reads metrics.jsonl. Its first line says whether the reward rises. The next lines name
-the causes that it sees, with the numbers that show them and with what to change. Mend the first
-cause first, because a later cause can follow from it. docs/metrics.md says how each cause looks.
+The doctor reads metrics.jsonl, samples.jsonl and config.json. Its first line says whether the
+reward rises. The next lines name the causes that it sees, with the numbers that show them and with
+what to change. Mend the first cause first, because a later cause can follow from it.
+docs/metrics.md says how each cause looks. The doctor grades the logged samples again, if their
+labels are texts or if the task of the run can be loaded.
 
 Single steps are noisy. So the doctor compares the means of the first and of the last steps: of a
 tenth of the run, but of at least three steps.
 """
 
 import argparse
+import functools
+import importlib.util
+import json
 import signal
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -20,11 +26,13 @@ if __name__ == "__main__":
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.runs import describe, read_metrics
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import reward  # noqa: E402
+from tools.runs import describe, read_lines, read_metrics  # noqa: E402
 
 # The causes, in the order of what explains what:
-# - If the samples or the rewards are false, all later numbers are false.
+# - If the samples, the rewards or the advantages are false, all later numbers are false.
 # - Steps that are too large break the policy. Then the reward falls, the responses become endless,
 #   and the entropy goes up or down. So after a fall of the reward no later cause is named.
 # - Without a right response the policy learns nothing. A truncated response has no answer. So if no
@@ -33,6 +41,30 @@ from tools.runs import describe, read_metrics
 #   of pass_at_n alone shows steps that are too large only without these two.
 # - Each cause slows a run, so "too slow" is named alone.
 TEXTS = """
+constant pay: what is paid is not what is graded: all {logged} logged samples were paid
+{constant:.2f}. Look at Grader.results of the task, and at `paid` of the variants
+
+rewards of neighbours: the rewards belong to other samples. Graded again, the responses agree with
+their own rewards by {graded_own:.2f}, and with the rewards of the samples {graded_side} them by
+{graded_other:.2f} (1: wholly, 0: not at all). Look at the keys in the Grader of the task
+
+pay of neighbours: the pay belongs to other samples. It agrees with the samples' own rewards by
+{paid_own:.2f}, and with the rewards of the samples {paid_side} them by {paid_other:.2f} (1: wholly,
+0: not at all). Look at the order of the list that `paid` returns
+
+wrong rewards: what is paid is not what is graded. Graded again, the responses agree with their
+rewards by {graded_own:.2f} (1: wholly, 0: not at all). Look at the Grader of the task
+
+other pay: what is paid is not what is graded. The pay went from {first.paid:.2f} to
+{last.paid:.2f}, and the reward from {first.reward:.2f} to {last.reward:.2f}. Within a group they
+agree by {paid_own:.2f} (1: wholly, 0: not at all). Look at `paid` of the variants
+
+wrong sign: the advantages point away from the pay: they agree with it by {sign:.2f} (usual: above
+0.9). Look at the estimator, and at the variants that change advantages
+
+moved labels: the labels belong to other problems. {moved:.0%} of the answers fit the label of the
+problem {moved_side} theirs, and {fitting:.0%} fit their own. Look at how the file was made
+
 stale sampler: the sampler and the learner differ by {last.approx_kl:.3f} nats a token (approx_kl;
 usual: below 0.001). Check Sampler.sync, the dtypes, and your changes to the model
 
@@ -43,8 +75,9 @@ steps too large: the reward was {best:.2f} up to step {best_step} and is {last.r
 last steps. pass_at_n went from {first.pass_at_n:.2f} to {late_pass_at_n:.2f}, and truncated from
 {table.truncated.iloc[0]:.0%} to {last.truncated:.0%}. Divide --actor_learning_rate by {divisor}
 
-format never met: no response of {steps} steps was right (reward is 0){form}. tools/samples.py shows
-the responses. If the grader does not find their answers, change --template, --answer_form or --stop
+format never met: no response of {steps} steps was right (reward is 0){form}{hint}. tools/samples.py
+shows the responses. If the grader does not find their answers, change --template, --answer_form or
+--stop
 
 truncated answers: the length limit truncates {first.truncated:.0%} of the responses in the first
 steps and {last.truncated:.0%} in the last steps (truncated). A truncated response gets no reward.
@@ -54,13 +87,25 @@ form often missed: only {answered:.0%} of the responses that end have an answer 
 (answered). tools/samples.py shows the others. Look at --template, --answer_form, --stop and
 --temperature (usual: 1)
 
-problems too hard: no response of {steps} steps was right (reward is 0){form}. Take easier problems.
+problems too hard: nearly no response of {steps} steps was right{form}. Take easier problems.
 If tools/samples.py shows right answers, check the labels
 
 entropy collapse: the responses to each problem have become alike, but the reward is only
 {last.reward:.2f}. The entropy went from {first.entropy:.3f} to {last.entropy:.3f}, and the share of
 tokens with an advantage from {first.learnt_from:.0%} to {last.learnt_from:.0%}. The policy does not
 recover: start from an earlier checkpoint, with --temperature 1 and a lower --actor_learning_rate
+
+no gradient: the gradient of the policy is 0 (policy_grad_norm), so the policy does not change. Look
+at token_loss and token_weights of the variants
+
+rate still rises: after {steps} steps policy_lr is {last_rate:.1e}, and the rate is still rising to
+{full_rate:.1e}. Lower --warmup_updates
+
+rate has ended: policy_lr is {last_rate:.1e} in the last steps. It was {peak_rate:.1e} before. Look
+at policy_rate of the variants
+
+strong KL: a KL term with the factor {kl_factor:g} holds the policy at the base model. Lower
+--{kl_flag} (usual: 0.1 or less)
 
 flat groups: only {last.learnt_from:.0%} of the tokens have an advantage other than 0
 (policy_tokens): in most groups all responses are right, or all are wrong. Take problems that the
@@ -76,6 +121,7 @@ too slow: {steps} steps brought the reward from {first.reward:.2f} to {last.rewa
 """
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
 METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
+METRICS += " paid policy_lr policy_grad_norm"
 FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
 SOLVED = 0.9  # From this reward on, the reward need not rise.
 FLAT = 0.2  # Below this share of tokens with an advantage, there is little to learn from.
@@ -84,12 +130,16 @@ LITTLE_EXPLAINED = 0.02  # Below this explained variance, the critic is no use.
 TRUNCATED = 0.3  # From this share of truncated responses on, too many are truncated.
 FEW = 0.05  # Below this share of the responses, there are nearly none.
 USUAL = 0.7  # This share of the responses that end, or more, should have an answer.
+NEVER = 0.02  # Below this reward, there is nearly no right response.
+MOST_SECONDS = 20  # for grading again
+AGREES = 0.5  # Below this correlation within groups, two columns of samples do not agree.
 
 
 class Run:
     """The metrics of a run, their means over its first and its last steps, and what they show."""
 
-    def __init__(self, metrics: pd.DataFrame):
+    def __init__(self, metrics: pd.DataFrame, samples=(), config=None):
+        """samples: the lines of samples.jsonl. config: config.json."""
         # Steps without policy_lr train the critic alone, and the policy stays as it is.
         if "policy_lr" in metrics:
             metrics = metrics[metrics.policy_lr.notna()]
@@ -114,11 +164,63 @@ class Run:
         self.form = "" if np.isnan(self.answered) else self.form
         self.late_pass_at_n = table.pass_at_n[self.steps // 2 :].mean()
         self.gain = last.reward - first.reward
+        self.paid_gain = last.paid - first.paid
         # The error of one step, from the differences of neighbours. A fall is few of them.
         self.noise = table.reward.diff().abs().quantile(0.8) / 1.8
         self.best, self.best_step, self.fell = self.find_fall()
-        self.rises = not self.fell and self.gain > max(0.2 * (first.pass_at_n - first.reward), 0.02)
+        enough = np.nanmax([0.2 * (first.pass_at_n - first.reward), 0.02])
+        self.pay_rises = self.paid_gain > enough
+        self.is_clear = self.gain > 4 * self.noise / self.window**0.5
+        # With a penalty a run learns slowly, and learns all the same.
+        has_grown = self.is_clear and self.gain > max(0.6 * first.reward, 0.02)
+        self.rises = not self.fell and (self.gain > enough or has_grown)
         self.divisor = 10 if last.reward < 0.2 * self.best else 3
+        self.config = config or {}
+        names = [name for name, _ in self.config.get("variants", [])]
+        # The shipped variants that pay something else do it on purpose.
+        self.pays_else = [name for name in names if changes_pay(name)]
+        self.read_rates()
+        self.read_samples(pd.DataFrame(samples))
+
+    def read_rates(self):
+        rates = self.table.policy_lr.dropna()
+        self.full_rate = self.config.get("actor_learning_rate", np.nan)
+        self.last_rate = rates.tail(self.window).mean()
+        self.peak_rate = rates.max()
+        self.is_rate_rising = rates.is_monotonic_increasing and self.last_rate < self.full_rate / 2
+        factors = {name: self.config.get(name, 0) for name in ("kl_loss_coef", "kl_penalty_coef")}
+        self.kl_flag = max(factors, key=factors.get)
+        self.kl_factor = factors[self.kl_flag]
+
+    def read_samples(self, samples: pd.DataFrame):
+        """Compares pay, rewards, a second grading and advantages of the logged samples."""
+        self.samples = samples
+        self.hint = ""
+        self.logged = len(samples)
+        self.constant = self.sign = np.nan
+        self.graded_own = self.graded_other = self.paid_own = self.paid_other = np.nan
+        self.moved = self.fitting = np.nan
+        self.graded_side = self.paid_side = self.moved_side = ""
+        if not self.logged or "paid" not in samples:
+            return
+        again = grade_again(samples, self.config)
+        if samples.paid.nunique() == 1 and self.logged >= 64:
+            # If all are right, all are paid 1. If none is right, all are paid 0.
+            is_right = not again.ne(samples.reward).where(again.notna(), False).any()
+            pay = samples.paid.iloc[0]
+            self.constant = np.nan if pay in (0, 1) and is_right else pay
+        self.graded_own = agreement(samples, again, samples.reward)
+        self.graded_side, self.graded_other = best_shift(samples, again, samples.reward)
+        # A response may learn to be paid for something else later.
+        is_late = samples.step > samples.step.max() / 2
+        halves = [agreement(part, part.reward, part.paid) for _, part in samples.groupby(is_late)]
+        self.paid_own = min(halves, key=lambda x: np.nan_to_num(x, nan=2))
+        self.paid_side, self.paid_other = best_shift(samples, samples.reward, samples.paid)
+        if "advantages" in samples:
+            means = samples.advantages.map(np.mean, na_action="ignore").astype(float)
+            self.sign = agreement(samples, samples.paid, means)
+        self.fitting = again.mean()
+        self.moved_side, self.moved = fit_of_other_labels(samples, self.config)
 
     def find_fall(self) -> tuple[float, int, bool]:
         """The best reward, its step, and whether the reward fell from there beyond the noise."""
@@ -137,12 +239,83 @@ class Run:
     def describe(self) -> str:
         first, last = self.first.reward, self.last.reward
         if self.fell:
-            return f"the reward fell: {self.best:.2f} to {last:.2f}"
+            return f"the reward fell: {self.best:.2f} to {last:.2f}{self.describe_pay()}"
         if not self.has_time:
             return f"the reward is {last:.2f}; fewer than {FEWEST_STEPS} steps show little"
-        is_clear = self.gain > 4 * self.noise / self.window**0.5
-        trend = "is high" if self.is_solved else "slowly rises" if is_clear else "does not rise"
-        return f"the reward {'rises' if self.rises else trend}: {first:.2f} to {last:.2f}"
+        trend = "slowly rises" if self.is_clear else "does not rise"
+        trend = "is high" if self.is_solved else trend
+        trend = "rises" if self.rises else trend
+        return f"the reward {trend}: {first:.2f} to {last:.2f}{self.describe_pay()}"
+
+    def describe_pay(self) -> str:
+        """What a variant pays, if this is not the grader's reward."""
+        if not self.pays_else or not self.paid_own < AGREES:
+            return ""
+        pay = f"{self.first.paid:.2f} to {self.last.paid:.2f}"
+        return f"; --variant {' '.join(self.pays_else)} pays something else: {pay}"
+
+
+def changes_pay(variant: str) -> bool:
+    """Is it a shipped variant with a method `paid`?"""
+    path = ROOT / "variants" / f"{variant}.py"
+    return path.exists() and "def paid(" in path.read_text()
+
+
+def agreement(samples: pd.DataFrame, x: pd.Series, y: pd.Series) -> float:
+    """The correlation of two columns within the groups of the samples, or NaN for few samples."""
+    known = x.notna() & y.notna()
+    groups = [samples.step[known], samples.problem[known]]
+    x, y = (column[known] - column[known].groupby(groups).transform("mean") for column in (x, y))
+    counted = x.groupby(groups).transform("std").gt(1e-9)
+    x, y = x[counted], y[counted]
+    if counted.sum() < 30:
+        return np.nan
+    return float((x * y).sum() / max(np.sqrt((x**2).sum() * (y**2).sum()), 1e-12))
+
+
+def best_shift(samples, x, y) -> tuple[str, float]:
+    """On which side of a sample its y has its x, and how well they agree."""
+    found = {side: agreement(samples, x.shift(k), y) for side, k in (("before", 1), ("behind", -1))}
+    side = max(found, key=lambda side: np.nan_to_num(found[side], nan=-1))
+    return side, found[side]
+
+
+def grade_again(samples: pd.DataFrame, config: dict) -> pd.Series:
+    """1 for a right response and 0 for a wrong one. NaN: not known.
+
+    Each sample is graded alone, so that no sample can get the reward of another one.
+    """
+    return samples.apply(lambda x: grade_one(x.response, x.finish_reason, x.label, config), axis=1)
+
+
+def grade_one(response, finish_reason, label, config) -> float:
+    if finish_reason != "stop":
+        return 0.0
+    if isinstance(label, str):
+        find_answer = reward.ANSWER_FORMS.get(config.get("answer_form"))
+        if find_answer is None:
+            return np.nan
+        # Algebra would take too long.
+        verdict = reward.quick_verdict(find_answer(response) or "", label)
+        return np.nan if verdict is None else float(verdict)
+    task = load_task(config.get("task_file"))
+    # A task that runs programs takes long.
+    if task is None or time.process_time() > MOST_SECONDS:
+        return np.nan
+    with task.Grader(1, config["answer_form"]) as grader:
+        grader.submit("alone", response, finish_reason, label)
+        return grader.results()["alone"]
+
+
+def fit_of_other_labels(samples: pd.DataFrame, config: dict) -> tuple[str, float]:
+    """Which neighbour of a problem has the label that its answers fit best, and what share fits."""
+    labels = samples.drop_duplicates("problem").set_index("problem").label
+    found = {}
+    for side, k in (("before", -1), ("behind", 1)):
+        other = samples.assign(label=(samples.problem + k).map(labels)).dropna(subset="label")
+        found[side] = grade_again(other, config).mean() if len(other) >= 30 else 0.0
+    side = max(found, key=found.get)
+    return side, found[side]
 
 
 def examine(run: Run) -> dict[str, str]:
@@ -150,17 +323,19 @@ def examine(run: Run) -> dict[str, str]:
     first, last = run.first, run.last
     lost = first.pass_at_n - run.late_pass_at_n > LOST
     is_never_right = run.table.reward.max() == 0
+    is_rarely_right = run.table.reward.mean() < NEVER
     # If the model solves all that can be solved, it may be sure of its answers.
     is_done = run.is_solved or last.reward > 0.9 * first.pass_at_n
     is_sure = last.entropy < max(0.02, 0.1 * first.entropy)
     # Without a critic only groups that differ count in the entropy, so the entropy may stay high.
     are_alike = last.learnt_from < FLAT and lost
     was_varied = run.has_time and not first.learnt_from < FLAT
-    collapsed = was_varied and not (is_done or is_never_right) and (is_sure or are_alike)
+    is_learning = is_done or is_never_right or run.rises and not lost
+    collapsed = was_varied and not is_learning and (is_sure or are_alike)
     is_flat = last.learnt_from < FLAT and last.pass_at_n - last.reward < FLAT
     # A critic judges each token, so a run with a critic learns from flat groups too.
     has_critic = run.table.explained_variance.notna().any()
-    is_flat &= not (has_critic or collapsed or run.is_solved or is_never_right)
+    is_flat &= not (has_critic or collapsed or run.is_solved or is_rarely_right)
     # If the limit truncates many only later, look at the reward: if it rises, longer responses pay.
     # If problems are lost, the steps are too large, and the truncation follows from them.
     is_lost = run.has_time and lost and not collapsed
@@ -169,7 +344,25 @@ def examine(run: Run) -> dict[str, str]:
     unlearns = last.response_length < 0.9 * first.response_length and cut > 0.1 >= run.gain
     is_cut = (cut >= TRUNCATED or unlearns) and not run.is_solved
     knows_form = run.answered >= FEW or np.isnan(run.answered) and is_cut
+    # If the policy does what it is paid for, and a shipped variant pays something else, the reward
+    # shows no fault.
+    pays_else = bool(run.pays_else) and run.paid_own < AGREES
+    is_paid_apart = run.paid_own < AGREES or run.fell and run.pay_rises
+    is_constant = not np.isnan(run.constant)
+    is_graded_wrong = run.graded_own < AGREES and not is_constant
     seen = {
+        "constant pay": is_constant,
+        "rewards of neighbours": is_graded_wrong and run.graded_other > AGREES,
+        "pay of neighbours": run.paid_own < AGREES < run.paid_other and not run.pays_else,
+        "wrong rewards": is_graded_wrong and not run.graded_other > AGREES,
+        "other pay": is_paid_apart and not run.paid_other > AGREES and not run.pays_else,
+        "wrong sign": run.sign < -AGREES,
+        "moved labels": run.moved > max(0.1, 5 * run.fitting),
+    }
+    if any(seen.values()) or pays_else:
+        return write_texts(run, seen)
+    is_slow = run.has_time and not run.is_solved and not run.rises
+    seen |= {
         # The mean ratio says nothing, because it is 1 for any two distributions.
         "stale sampler": last.approx_kl > 0.02,
         "lost verdicts": run.unchecked > 0.01,
@@ -180,14 +373,60 @@ def examine(run: Run) -> dict[str, str]:
             "format never met": is_never_right and not knows_form,
             "truncated answers": is_cut,
             "form often missed": FEW <= run.answered < USUAL,
-            "problems too hard": is_never_right and run.answered >= USUAL and not is_cut,
+            "problems too hard": is_rarely_right and run.answered >= USUAL and not is_cut,
             "entropy collapse": collapsed,
+            "no gradient": last.policy_grad_norm == 0 and last.policy_tokens > 0,
+            "rate still rises": is_slow and run.is_rate_rising,
+            "rate has ended": is_slow and run.last_rate < FEW * run.peak_rate,
+            "strong KL": is_slow and run.kl_factor > 1,
             "flat groups": is_flat,
             "critic explains nothing": run.has_time and run.explained < LITTLE_EXPLAINED,
         }
-    seen["too slow"] = run.has_time and not any([run.is_solved, run.rises, *seen.values()])
+    seen["too slow"] = is_slow and not any(seen.values())
+    return write_texts(run, seen)
+
+
+def find_hint(run: Run) -> str:
+    """In what form the responses have their answers, if it is not the form of the run."""
+    if not run.logged or "answer_form" not in run.config:
+        return ""
+    # The import takes seconds.
+    from nanoorz.log import other_form
+
+    texts = run.samples.response[run.samples.finish_reason == "stop"].tolist()
+    bare = sum("\\boxed" in text for text in texts)
+    name, count = other_form(texts, run.config["answer_form"], reward.ANSWER_FORMS)
+    if name and name != "last_number":
+        return f"; {count} of {len(texts)} have one in another form: --answer_form {name}"
+    return f"; {bare} of {len(texts)} have a \\boxed without braces" if bare else ""
+
+
+def write_texts(run: Run, seen: dict[str, bool]) -> dict[str, str]:
+    """{cause: its text} of those that are seen, in the order of TEXTS."""
+    if seen.get("format never met"):
+        run.hint = find_hint(run)
     texts = dict(" ".join(text.split()).split(": ", 1) for text in TEXTS.split("\n\n"))
     return {cause: text.format(**vars(run)) for cause, text in texts.items() if seen.get(cause)}
+
+
+@functools.cache
+def load_task(path):
+    """The module of RUN/task.py, or None."""
+    try:
+        spec = importlib.util.spec_from_file_location("task_of_the_run", path)
+        task = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(task)
+        return task
+    except Exception:
+        return None
+
+
+def read_config(folder: Path) -> dict:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def main() -> None:
@@ -204,9 +443,11 @@ def main() -> None:
             2,
             f"error: {folder}/metrics.jsonl is absent or has no reward; give the folder of a run\n",
         )
-    run = Run(metrics)
+    config = read_config(folder) | {"task_file": folder / "task.py"}
+    run = Run(metrics, read_lines(folder / "samples.jsonl"), config)
     found = examine(run)
-    print(f"{len(metrics)} steps; {run.describe()}{'' if found else '; nothing looks wrong'}")
+    is_well = not found and not run.describe_pay()
+    print(f"{len(metrics)} steps; {run.describe()}{'; nothing looks wrong' if is_well else ''}")
     for cause, text in found.items():
         print(f"{cause}: {text}")
     if not found and run.last.truncated >= TRUNCATED:
