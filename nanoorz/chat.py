@@ -14,6 +14,7 @@ import json
 import urllib.parse
 from pathlib import Path
 
+from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
 # transformers adds tags of its own to jinja. Only this private function knows them.
@@ -77,7 +78,9 @@ def fix_date(cfg, tokenizer) -> str:
 def variables_of(chat_template) -> set[str]:
     """The names that a chat template reads. It is a program in the language of jinja."""
     parsed = _compile_jinja_template(chat_template).environment.parse(chat_template)
-    return find_undeclared_variables(parsed)
+    # strftime_now is a global of transformers, so jinja does not call it undeclared.
+    used = {name.name for name in parsed.find_all(nodes.Name)} & {DATE}
+    return find_undeclared_variables(parsed) | used
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def test_a_good_config_is_accepted():
     check_config(estimator="reinforce", n_samples_per_prompt=1)
     check_config(critic="x", eval_temperature=2)
     check_config(template="chat", system="Be brief.", prompt_max_len=63)
-    check_config(ranks=4, keep_last=0, max_steps=0, log_samples=0, gamma=0)
+    check_config(ranks=4, keep_last=0, max_steps=1, log_samples=0, gamma=0)
 
 
 # (flags, what the line says): the line names the first flag and its value.
@@ -67,6 +67,7 @@ REFUSED = [
     ({"tensor_parallel": 3}, "2 ranks"),
     ({"offload": "optimizer", "zero_stage": 0}, "--zero_stage 1"),
     ({"log_with": "wandb"}, "pip install"),
+    ({"max_steps": 0}, "tools/evaluate.py evaluates a model"),
 ]
 
 
@@ -217,5 +218,5 @@ def test_the_space_needed_counts_the_checkpoints_to_come(tmp_path):
         needed(False, 0, keep_last=2) == needed(False, 0, keep_last=2, max_steps=101) == 3 * policy
     )
     assert needed(False, 0, keep_last=2, max_steps=51) == 2 * policy
-    for changes in ({"save_interval": 0}, {"max_steps": 50}, {"max_steps": 0}):
+    for changes in ({"save_interval": 0}, {"max_steps": 50}, {"max_steps": 1}):
         assert needed(False, 0, keep_last=2, **changes) == policy, changes

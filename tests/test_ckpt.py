@@ -12,11 +12,12 @@ import pytest
 import tiny as maker
 import torch
 from conftest import fill
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import ckpt
 import train
 from ckpt import RunState, find_changes
+from nanoorz import families
 from nanoorz.families import Plain
 from nanoorz.flags import flags_of
 from nanoorz.ranks import Stopped, UserError
@@ -245,6 +246,43 @@ def test_an_export_to_a_full_disk_is_a_user_error(group, tiny, small_disk):
         save_model = functools.partial(Plain(None).save, model)
         weights = model.named_parameters()
         ckpt.export(small_disk / "policy", save_model, weights, maker.char_tokenizer())
+
+
+def test_an_export_has_the_small_files_of_the_base_model(group, tmp_path):
+    """transformers 5 writes a config without rope_theta, and the versions before it take the
+    default then. Its tokenizer files they cannot read. It reads this generation config, and
+    refused to write it after the last step."""
+    base = maker.make_model(tmp_path / "base", hidden=32, layers=1)
+    config = json.loads((base / "config.json").read_text())
+    for name in ("rope_parameters", "layer_types", "dtype"):
+        del config[name]
+    config |= {"rope_theta": 1e6, "torch_dtype": "bfloat16", "transformers_version": "4.42.3"}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (base / "merges.txt").write_text("#version: 0.2\n")
+    (base / "train.json").write_text("no file of a model")
+    files = families.BaseFiles(str(base))
+    for auto_class, architecture in (
+        (AutoModelForCausalLM, "Qwen2ForCausalLM"),
+        (AutoModel, "Qwen2Model"),
+    ):
+        model = auto_class.from_pretrained(base, dtype=torch.float32)
+        out = tmp_path / architecture
+        save_model = functools.partial(Plain(None).save, model)
+        ckpt.export(out, save_model, model.state_dict().items(), files)
+        for name in ("generation_config.json", "tokenizer_config.json", "merges.txt"):
+            assert (out / name).read_bytes() == (base / name).read_bytes()
+        assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+        assert not (out / "train.json").exists()
+        expected = config | {"torch_dtype": "float32", "architectures": [architecture]}
+        assert json.loads((out / "config.json").read_text()) == expected
+        again = auto_class.from_pretrained(out, dtype="auto")
+        assert again.dtype == torch.float32 and again.config.rope_parameters["rope_theta"] == 1e6
+    # A variant may train another model. Then the config is that of this model.
+    model.config.rope_parameters["rope_theta"] = 5.0
+    ckpt.export(tmp_path / "other", save_model, model.state_dict().items(), files)
+    assert AutoModel.from_pretrained(tmp_path / "other").config.rope_parameters["rope_theta"] == 5.0
 
 
 # ---- resume --------------------------------------------------------------------------------------

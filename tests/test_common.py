@@ -17,7 +17,7 @@ from conftest import held_port, run_python, stand_in, start_python, wait_until
 from nanoorz import log as log_file
 from nanoorz import process, ranks
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def test_an_error_of_several_ranks_is_reported_once(capsys, monkeypatch):
@@ -149,7 +149,7 @@ def test_an_error_of_one_rank_is_told_to_the_others_and_is_no_signal(handlers):
 def test_only_a_second_interrupt_ends_a_rank_at_once(handlers, capfd):
     """The first interrupt may come after another signal, and must not cut off the save."""
     mine = process.Signals(dist.HashStore())
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         assert signal.getsignal(number) == mine.handle
         signal.raise_signal(number)
     assert mine.poll()
@@ -207,6 +207,7 @@ for _ in range(2):
         (signal.SIGUSR1, "2", "0", 1, 1),
         (signal.SIGTERM, "2", "1", 1, 0),
         (signal.SIGTERM, None, None, 0, None),
+        (signal.SIGHUP, None, None, 0, 1),
     ],
 )
 def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local_rank, code, lines):
@@ -225,6 +226,23 @@ def test_a_signal_during_start_up_ends_a_rank_even_within_c(number, ranks, local
         said = process.communicate(timeout=60)[1]
     line = "stopped during start-up: nothing is lost\n"
     assert (process.returncode, said) == (code, line * (lines or 0))
+
+
+def test_nohup_lets_a_run_go_on_when_its_terminal_is_closed():
+    code = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_{})\n"
+    code += "from nanoorz import process\nprint(signal.SIGHUP in process.STOPS)"
+    assert run_python("-c", code.format("IGN")).stdout == "False\n"
+    assert run_python("-c", code.format("DFL")).stdout == "True\n"
+
+
+def test_a_signal_during_the_export_says_what_is_left_to_do():
+    """The thread of the start-up is still there, and may get the signal."""
+    code = IN_C.replace("print(", "leave_on_signals('the last words')\nprint(")
+    with start_python("-c", code) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (0, "the last words\n")
 
 
 IN_COLLECTIVE = """import os, signal

@@ -3,6 +3,8 @@ their functions. test_ppo.py has what needs ranks or ZeRO's stages.
 """
 
 import functools
+import sys
+from pathlib import Path
 
 import families
 import kernels
@@ -10,6 +12,7 @@ import naive
 import pytest
 import tiny as maker
 import torch
+from conftest import run_python
 from ppo_worker import CPU, config, make_batch, make_models
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -283,3 +286,14 @@ def test_dropout_is_off(tmp_path):
     model = load_model(config(tmp_path), Special(tmp_path), AutoModelForCausalLM)
     first, second = (model.base_model(ids).last_hidden_state for _ in range(2))
     assert model.training and torch.equal(first, second)
+
+
+@pytest.mark.engine
+def test_a_build_lock_whose_owner_was_killed_does_not_stop_the_next_start():
+    """torch waits for ever until the file is gone, without a word."""
+    code = "import os; from nanoorz import models; models.compile_ops()"
+    lock = Path(sys.prefix, "torch_extensions", "deepspeed_shm_comm", "lock")
+    run_python("-c", code, env={"DS_ACCELERATOR": "cpu"})
+    lock.touch()
+    run_python("-c", code, env={"DS_ACCELERATOR": "cpu"})
+    assert not lock.exists()

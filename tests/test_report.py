@@ -1,10 +1,14 @@
 """What a run says about itself: nanoorz/log.py, also on a disk that is full."""
 
+import fcntl
 import json
 import os
+import pty
 import re
+import signal
 import subprocess
 import sys
+import termios
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -14,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import config, fill, jsonl, run_python
+from conftest import config, fill, jsonl, run_python, start_python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
@@ -335,6 +339,52 @@ def test_an_abort_leaves_the_last_lines_of_run_log_on_the_screen(tmp_path, end, 
     said = done.stdout + done.stderr
     assert ("NCCL says why" in said) == (end != "exit")
     assert ("Fatal Python error: Aborted; the last lines of" in said) == (end == "abort")
+
+
+IN_TERMINAL = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from nanoorz import log, process
+folder = Path(sys.argv[1])
+log.redirect_libraries(folder / "run.log")
+signals = process.Signals(dist.HashStore())
+print("ready")
+while not signals.asked:
+    time.sleep(0.05)
+for number in range(99):
+    print("nobody can read this", number)
+    print("nor this", file=sys.stderr)
+(folder / "saved").touch()
+os._exit(0)
+"""
+
+
+def test_a_run_outlives_its_terminal_and_the_reader_of_its_output(tmp_path):
+    """A write to a closed terminal is an error. It came before the save once. A terminal that is
+    closed sends a SIGHUP; `tee` in a pipe may end at the Ctrl-C that the run gets too."""
+    master, slave = pty.openpty()
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    screens = [(slave, take_terminal), (subprocess.PIPE, None)]
+    for screen, before in screens:
+        (tmp_path / "saved").unlink(missing_ok=True)
+        run = start_python(
+            "-c", IN_TERMINAL, tmp_path, stdout=screen, stderr=screen, preexec_fn=before
+        )
+        if before:
+            os.close(slave)
+            assert os.read(master, 5) == b"ready"
+            os.close(master)
+        else:
+            assert run.stdout.readline() == "ready\n"
+            run.stdout.close()
+            run.stderr.close()
+            run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 0 and (tmp_path / "saved").exists()
 
 
 def test_a_repeated_question_makes_no_evaluation_more_certain():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import json
 import math
@@ -27,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
 import train
-from nanoorz import demo
+from nanoorz import chat, demo
 from nanoorz.flags import flags_of
 from nanoorz.hashes import hash_inputs, hash_problems
 from nanoorz.ranks import UserError
@@ -235,7 +236,8 @@ def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group
     def hashes(model, **flags):
         cfg = config(**tiny | {"model": model, **flags})
         task, tokenizer = train.find_inputs(cfg)
-        return hash_inputs(cfg, Path(task.__file__).read_bytes(), tokenizer)
+        problems = [SimpleNamespace(prompt_ids=prompt)]
+        return hash_inputs(cfg, Path(task.__file__).read_bytes(), tokenizer, problems)
 
     def other(name="", **changes):
         folder = tmp_path / "other"
@@ -250,7 +252,11 @@ def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group
         parts = hashes(folder)["model"]
         return [part for part in parts if parts[part] != first["model"][part]]
 
+    prompt = [1, 2]
     first = hashes(model)
+    prompt.append(3)
+    assert hashes(model)["data"] != first["data"], "prompts that the model sees"
+    prompt.pop()
     moved = other("config.json", _name_or_path="/elsewhere", transformers_version="4.0")
     (moved / "model.safetensors").unlink()
     index = {}
@@ -378,6 +384,34 @@ def test_a_switch_of_a_chat_template_is_set(process_group, tiny, text_model):
         assert tokenizer.decode(problem.prompt_ids) == problem.question + end
 
 
+# Llama 3's and SmolLM3's templates have today's date, by this function.
+DATED = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+
+
+def test_a_resume_on_another_day_has_the_date_of_the_first_day(
+    process_group, tiny, text_model, tmp_path
+):
+    tokenizer = chat_tokenizer(DATED)
+    cfg = train.Config(model=text_model, template="chat", run_dir=str(tmp_path))
+    today = f"chat?strftime_now={datetime.date.today()}"
+    assert chat.fix_date(cfg, tokenizer) == today
+    first_day = "chat?strftime_now=2024-02-29"
+    cases = [("auto", first_day, first_day), ("none", first_day, today), ("auto", "orz", today)]
+    # Earlier versions did not keep the date, and their runs go on as they were.
+    cases.append(("auto", "chat", "chat"))
+    for resume, known, expected in cases:
+        (tmp_path / "config.json").write_text(json.dumps({"template": known}))
+        found = chat.fix_date(dataclasses.replace(cfg, resume=resume), tokenizer)
+        assert found == expected, (resume, known)
+    problem = first_problem(tiny, first_day, text_model, tokenizer)
+    assert tokenizer.decode(problem.prompt_ids) == f"29 Feb 2024 {problem.question}"
+    # A template without a date, and one that cannot be read.
+    for template in (CHAT, "{% if %}"):
+        assert chat.fix_date(cfg, chat_tokenizer(template)) == "chat"
+    given = dataclasses.replace(cfg, template=first_day)
+    assert chat.fix_date(given, tokenizer) == first_day
+
+
 # (the tokenizer's template, --template, what the line says)
 REFUSED_CHATS = [
     (None, "chat", "chat_template is not set"),
@@ -390,6 +424,7 @@ REFUSED_CHATS = [
     (THINKING, "chat?enable_thinking=false,x=1", "is no value; write true, false"),
     (THINKING, "chat?enable_thinking=true&enable_thinking=false", "is set twice"),
     (THINKING, "chat?messages=1", "no switch messages; it reads"),
+    (DATED, "chat?strftime_now=today", "Invalid isoformat string: 'today'"),
 ]
 
 
@@ -809,3 +844,18 @@ def test_a_signal_to_one_rank_of_two_while_the_engines_start_leaves_no_checkpoin
     said = launch(run, ranks=2, script=TRACED, env={"STOP_AT": "resume 1"}, **tiny).stdout
     assert said.count("stopped; no step is saved") == 1
     assert not list(run.glob("step_*")) and not (run / "metrics.jsonl").exists()
+
+
+@SLOW
+def test_the_same_command_finishes_an_export_that_a_signal_ended(tiny, tmp_path):
+    """It ends at once, because all is saved, and it leaves no half of a folder."""
+    run = tmp_path / "run"
+    said = launch(run, script=TRACED, env={"STOP_AT": "export 1"}, **tiny).stderr
+    assert said.count("stopped during the export; the same command finishes it") == 1
+    assert not (run / "policy").exists() and not (run / "result.json").exists()
+    (run / ".policy").mkdir()
+    (run / ".policy" / "half").touch()
+    launch(run, **tiny)
+    assert (run / "result.json").exists() and not (run / ".policy").exists()
+    assert not (run / "policy" / "half").exists()
+    AutoModelForCausalLM.from_pretrained(run / "policy")

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import ckpt
@@ -28,6 +29,8 @@ def record(owner, name, describe):
         is_last_rank = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
         if is_last_rank and os.environ.get("STOP_AT") == f"{name} {number}":
             os.kill(os.getpid(), signal.SIGTERM)
+            # In the export another thread ends the process.
+            time.sleep(60 if name == "export" else 0)
         return original(*arguments, **named)
 
     setattr(owner, name, recorded)
