@@ -90,35 +90,28 @@ def follow_launcher():
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-last_words = ""  # what `leave` prints
+def leave_on_signals(last_words="stopped during start-up: nothing is lost"):
+    """From now on a signal ends this process with these words, until a `Signals` is made.
 
-
-def leave_on_signals(text="stopped during start-up: nothing is lost"):
-    """From now on a signal ends this process with this text, until a `Signals` is made.
-
-    The signals are blocked, and a thread waits for them. A handler would come too late: Python
-    calls handlers in the main thread, which may wait for another rank inside a C function.
+    Python calls handlers in the main thread, which may wait for another rank inside a C function.
+    That would be too late. But as soon as a signal comes, Python writes a byte into a pipe
+    (signal.set_wakeup_fd), and another thread waits for this byte.
     """
-    global last_words
-    last_words = text
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in STOPS:
-        signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=leave, daemon=True).start()
+        # With the default action the kernel would end the process, without a word.
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=leave, args=[read_end, last_words], daemon=True).start()
 
 
-def leave():
+def leave(read_end, last_words):
     """Waits for a signal and ends the process. The exit code is 0, or 1 with several ranks.
 
     If a rank ends with 1, the launcher ends the other ranks. After a 0 they would wait for ever.
-
-    This thread waits until the end of the process. So the kernel may also give it a signal that
-    comes later, when a `Signals` has handlers. Then it sends the signal again, to the handler.
     """
-    number = signal.sigwait(STOPS)
-    has_handler = callable(signal.getsignal(signal.SIGTERM))
-    if has_handler:
-        return os.kill(os.getpid(), number)
+    os.read(read_end, 1)
     # Ctrl-C may also have ended the program that reads our stderr.
     with contextlib.suppress(OSError):
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -146,8 +139,8 @@ class Signals:
         self.next_look = 0.0  # when `poll` reads the store again, in seconds of time.monotonic
         for number in STOPS:
             signal.signal(number, self.handle)
-        # leave_on_signals may have blocked the signals.
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # The thread of leave_on_signals waits on, and no byte comes any more.
+        signal.set_wakeup_fd(-1)
 
     def handle(self, number, frame):
         """Python calls this in the main thread after a signal."""

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -120,7 +119,6 @@ def handlers():
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 def test_signal_during_a_look_at_the_store_is_not_lost(handlers):
@@ -280,20 +278,25 @@ def test_a_signal_to_a_rank_ends_another_rank_in_a_collective_with_one_line():
     assert "rank 1: another rank has ended (" in said[1] and "Traceback" not in said[1]
 
 
-def test_a_signal_that_the_thread_of_the_start_up_gets_later_stops_the_run(handlers, monkeypatch):
-    """The kernel may choose that thread, where the main one has another signal. It would end the
-    rank at once, unsaved."""
-    exits = []
-    monkeypatch.setattr(process.os, "_exit", exits.append)
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    thread = threading.Thread(target=process.leave, daemon=True)
-    thread.start()
-    mine = process.Signals(dist.HashStore())
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOPS)
-    signal.pthread_kill(thread.ident, signal.SIGUSR1)
-    thread.join()
-    assert exits == []
-    wait_until(lambda: mine.asked)
+IN_RUN = """import os, time
+import torch.distributed as dist
+from nanoorz.process import Signals, leave_on_signals
+leave_on_signals()
+signals = Signals(dist.HashStore())
+print("ready", flush=True)
+while not signals.asked:
+    time.sleep(0.05)
+print("asked", flush=True)
+os._exit(5)
+"""
+
+
+def test_after_the_start_up_a_signal_only_asks_the_run_to_stop():
+    with start_python("-c", IN_RUN) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (5, ("asked\n", ""))
 
 
 READ_BACK = """import ctypes
