@@ -285,10 +285,13 @@ def grade_again(samples: pd.DataFrame, config: dict) -> pd.Series:
 
     Each sample is graded alone, so that no sample can get the reward of another one.
     """
-    return samples.apply(lambda x: grade_one(x.response, x.finish_reason, x.label, config), axis=1)
+    deadline = time.process_time() + MOST_SECONDS
+    columns = (samples.response, samples.finish_reason, samples.label)
+    grades = [grade_one(*cells, config, deadline) for cells in zip(*columns)]
+    return pd.Series(grades, index=samples.index, dtype=float)
 
 
-def grade_one(response, finish_reason, label, config) -> float:
+def grade_one(response, finish_reason, label, config, deadline) -> float:
     if finish_reason != "stop":
         return 0.0
     if isinstance(label, str):
@@ -300,7 +303,7 @@ def grade_one(response, finish_reason, label, config) -> float:
         return np.nan if verdict is None else float(verdict)
     task = load_task(config.get("task_file"))
     # A task that runs programs takes long.
-    if task is None or time.process_time() > MOST_SECONDS:
+    if task is None or time.process_time() > deadline:
         return np.nan
     with task.Grader(1, config["answer_form"]) as grader:
         grader.submit("alone", response, finish_reason, label)
