@@ -11,9 +11,11 @@ tenth of the run, but of at least three steps.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
+import re
 import signal
 import sys
 import time
@@ -29,7 +31,7 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import reward  # noqa: E402
-from tools.runs import describe, read_lines, read_metrics  # noqa: E402
+from tools.runs import describe, read_metrics  # noqa: E402
 
 # The causes, in the order of what explains what:
 # - If the samples, the rewards or the advantages are false, all later numbers are false.
@@ -122,6 +124,9 @@ too slow: {steps} steps brought the reward from {first.reward:.2f} to {last.rewa
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
 METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
 METRICS += " paid policy_lr policy_grad_norm"
+# Columns of samples.jsonl.
+NEEDED = ["step", "problem", "label", "response", "finish_reason", "reward", "paid"]
+MORE = ["advantages"]
 FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
 SOLVED = 0.9  # From this reward on, the reward need not rise.
 FLAT = 0.2  # Below this share of tokens with an advantage, there is little to learn from.
@@ -176,9 +181,11 @@ class Run:
         self.rises = not self.fell and (self.gain > enough or has_grown)
         self.divisor = 10 if last.reward < 0.2 * self.best else 3
         self.config = config or {}
-        names = [name for name, _ in self.config.get("variants", [])]
         # The shipped variants that pay something else do it on purpose.
-        self.pays_else = [name for name in names if changes_pay(name)]
+        pairs = self.config.get("variants", [])
+        self.pays_else = [
+            pair[0] for pair in pairs if isinstance(pair, list) and changes_pay(*pair)
+        ]
         self.read_rates()
         self.read_samples(pd.DataFrame(samples))
 
@@ -201,7 +208,7 @@ class Run:
         self.graded_own = self.graded_other = self.paid_own = self.paid_other = np.nan
         self.moved = self.fitting = np.nan
         self.graded_side = self.paid_side = self.moved_side = ""
-        if not self.logged or "paid" not in samples:
+        if not set(NEEDED) <= set(samples):
             return
         again = grade_again(samples, self.config)
         if samples.paid.nunique() == 1 and self.logged >= 64:
@@ -220,7 +227,8 @@ class Run:
             means = samples.advantages.map(np.mean, na_action="ignore").astype(float)
             self.sign = agreement(samples, samples.paid, means)
         self.fitting = again.mean()
-        self.moved_side, self.moved = fit_of_other_labels(samples, self.config)
+        if samples.label.map(lambda label: isinstance(label, str)).all():
+            self.moved_side, self.moved = fit_of_other_labels(samples, self.config)
 
     def find_fall(self) -> tuple[float, int, bool]:
         """The best reward, its step, and whether the reward fell from there beyond the noise."""
@@ -255,7 +263,7 @@ class Run:
         return f"; --variant {' '.join(self.pays_else)} pays something else: {pay}"
 
 
-def changes_pay(variant: str) -> bool:
+def changes_pay(variant: str, *_) -> bool:
     """Is it a shipped variant with a method `paid`?"""
     path = ROOT / "variants" / f"{variant}.py"
     return path.exists() and "def paid(" in path.read_text()
@@ -424,6 +432,20 @@ def load_task(path):
         return None
 
 
+def read_some_samples(folder: Path, steps) -> list[dict]:
+    """The samples of 40 steps or fewer, because samples.jsonl of a long run may have gigabytes."""
+    chosen = {steps[int(k)] for k in np.linspace(0, len(steps) - 1, 40)}
+    samples = []
+    with contextlib.suppress(OSError), (folder / "samples.jsonl").open("rb") as file:
+        for text in file:
+            begin = re.match(rb'{"step": ([0-9]{1,9}),', text)
+            if begin and int(begin[1]) in chosen:
+                with contextlib.suppress(ValueError, RecursionError):
+                    line = json.loads(text)
+                    samples.append({name: line[name] for name in NEEDED + MORE if name in line})
+    return samples
+
+
 def read_config(folder: Path) -> dict:
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -447,7 +469,7 @@ def main() -> None:
             f"error: {folder}/metrics.jsonl is absent or has no reward; give the folder of a run\n",
         )
     config = read_config(folder) | {"task_file": folder / "task.py"}
-    run = Run(metrics, read_lines(folder / "samples.jsonl"), config)
+    run = Run(metrics, read_some_samples(folder, metrics.index), config)
     found = examine(run)
     is_well = not found and not run.describe_pay()
     print(f"{len(metrics)} steps; {run.describe()}{'; nothing looks wrong' if is_well else ''}")
