@@ -93,7 +93,7 @@ def load_problems(path, template, bos="", columns=None, split="train"):
     return problems
 
 
-NAME_COLUMNS = "FILE?columns=prompt,reward_model.ground_truth names the columns to read"
+NAME_COLUMNS = "FILE?columns=QUESTION,LABEL names two columns, and x.y names y inside of x"
 # What files have where they have no answer. The last one is an error of a spreadsheet.
 NO_ANSWER = re.compile(
     r"proof|not ?found|no answer|not available|see figure|nan|none|null|n/a|<na>|-?inf|tbd|\?|\[\]"

@@ -402,17 +402,17 @@ def judge_answers(samples, cfg, forms) -> str:
         return ""
     if not ended:
         return "no response ends by itself: raise --generate_max_len, or change --stop"
-    told = f"{answered} of {len(ended)} responses that end have an answer in the form of --task "
-    told += f"{cfg.task} and --answer_form {cfg.answer_form}"
+    told = f"in {answered} of {len(ended)} responses that end --task {cfg.task} finds an answer"
+    if forms:
+        told += f" in the form {cfg.answer_form}"
     name, count = other_form([sample.text for sample in ended], cfg.answer_form, forms)
-    if name:
+    # Nearly each text has a number.
+    if name and name != "last_number":
         return f"{told}; {count} have one in another form: add --answer_form {name}"
     one_each = {sample.request.group: sample for sample in reversed(ended)}  # of each problem
     ends = [one_each[group].text[-300:] for group in sorted(one_each)[:3]]
-    return (
-        f"{told}; choose another form or another --template; these are the ends of three "
-        f"responses: {ends}"
-    )
+    advice = "change --template or --answer_form" if forms else "change --template or the task"
+    return f"{told}; {advice}; these are the ends of three responses: {ends}"
 
 
 FEW = 0.05  # Below this share nearly no response has an answer.
@@ -421,7 +421,6 @@ FEW = 0.05  # Below this share nearly no response has an answer.
 def other_form(texts, form, forms) -> tuple[str, int]:
     """The name of another form in which half of the texts or more have an answer, and how many
     have; ("", 0) if there is none."""
-    # Nearly each text has a number, so the form last_number comes last.
     for name in sorted(forms, key=lambda name: name == "last_number"):
         count = sum(bool(forms[name](text)) for text in texts)
         if name != form and count >= max(1, len(texts) / 2):
