@@ -513,13 +513,15 @@ def find_changes(saved: RunState, new_state: RunState, fixed_defaults):
             print0(f"resume: --{name} was {old[name]}, is {value}")
             if name in fixed_defaults and name not in saved.inputs:
                 changed.append(name)
-    # A model, a critic and a task are compared by what they are, because their files may move.
+    # A model, a critic, a task and prompts are compared by what they are: their files may move.
     for name, parts in saved.inputs.items():
         found = new_state.inputs.get(name, {})
         other = [part for part, old_hash in parts.items() if found.get(part) != old_hash]
         if other:
             print0(f"resume: --{name} differs in: {', '.join(other)}")
-            changed.append(name)
+            # Another --template also changes the prompts. Then `changed` has it already.
+            if name != "data" or not changed:
+                changed.append(name)
     # Another --template also changes the hash of the problems. Then `changed` has it already.
     if saved.problems_hash != new_state.problems_hash and not changed:
         changed.append("data")

@@ -1,4 +1,4 @@
-"""The task: problems and their prompts, answers and their rewards. Another task replaces this file.
+r"""The task: problems and their prompts, answers and their rewards. Another task replaces it.
 
 This file sees only text. A comparison asks whether an answer equals the label, which is the right
 answer. The file deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
@@ -7,6 +7,8 @@ answer. The file deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py
   comparison alone. So the load of the machine changes no reward, unless a comparison takes 120 s
   of wall time.
 - ORZ compares floats. Here numbers are exact: 0.333333 is not 1/3.
+- ORZ takes the last \boxed{} alone. Here \boxed {} and \fbox{} are boxes, too, and boxes that only
+  commas, "and" or "or" separate are a list.
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
   the grammar and the comparison of math-verify are used (nanoorz/algebra.py).
 
@@ -213,8 +215,11 @@ def last_box(text):
         if not BETWEEN_BOXES.fullmatch(text[end:start]):
             break
         contents.append(content)
-    # A box that is repeated is one answer.
-    return contents[0] if len(set(contents)) == 1 else ", ".join(reversed(contents))
+    # One answer in several spellings is one answer: \boxed{72}, or \boxed{72\text{ clips}}
+    others = set(contents[1:])
+    if len(others) < 8 and all(quick_verdict(other, contents[0]) for other in others):
+        return contents[0]
+    return ", ".join(reversed(contents))
 
 
 def find_boxes(text) -> list[tuple[int, int, str]]:

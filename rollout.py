@@ -155,7 +155,8 @@ class Sampler:
         # vLLM has no error class of its own.
         except (ValueError, MemoryError, RuntimeError, OSError) as error:
             why = one_line(error)
-            if "kv_cache_memory_bytes" in settings and "memory" in why and "cache" in why:
+            is_small = "No available memory for the cache" in why or "at least one request" in why
+            if "kv_cache_memory_bytes" in settings and is_small:
                 # vLLM would advise to change a flag that has no effect here.
                 gb = f"{settings['kv_cache_memory_bytes'] / 2**30:.3g}"
                 told = f"has no room for a sample of --max_len {cfg.max_len} tokens; raise it"
@@ -172,6 +173,7 @@ class Sampler:
         self.tokenizer = self.llm.get_tokenizer()
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
         self.tags = special_tags(self.tokenizer)
+        self.hidden = special_tokens(self.tokenizer).keys() - self.tags
 
     def generate(self, requests: list[Request], must_stop=None, with_logprobs=False):
         """Yields (position in `requests`, sample) as soon as a sample ends.
@@ -206,7 +208,8 @@ class Sampler:
         text = completion.text
         # Without stop strings vLLM makes no text (make_params). vLLM's text lacks special tokens.
         if not self.cfg.stop or self.tags.intersection(ids):
-            text = decode(self.tokenizer, ids, self.tags)
+            kept = [id for id in ids if id not in self.hidden]
+            text = self.tokenizer.decode(kept, skip_special_tokens=False)
         logprobs = None
         if completion.logprobs:
             logprobs = [found[token].logprob for found, token in zip(completion.logprobs, ids)]
@@ -331,19 +334,13 @@ NAMED = "bos_token eos_token pad_token unk_token sep_token cls_token mask_token"
 
 
 def special_tags(tokenizer) -> set[int]:
-    """The ids of the tags that are special tokens, such as </answer> in some tokenizers."""
+    """The ids of the tags that are special tokens, such as </answer> in some tokenizers.
+
+    They stay in the text of a response, because graders look for them.
+    """
     others = [getattr(tokenizer, name, None) for name in NAMED.split()]
     found = special_tokens(tokenizer).items()
     return {id for id, text in found if TAG.fullmatch(text) and text not in others}
-
-
-def decode(tokenizer, ids, tags) -> str:
-    """The text of a response, without special tokens. `tags` stay, because graders look for them.
-
-    tags: ids of special tokens.
-    """
-    hidden = special_tokens(tokenizer).keys() - tags
-    return tokenizer.decode([id for id in ids if id not in hidden], skip_special_tokens=False)
 
 
 # ---- the rollout ---------------------------------------------------------------------------------

@@ -538,13 +538,20 @@ def count_parameters(cfg):
     return count
 
 
-def export_all(learners, run_dir, cfg):
-    """Writes policy and critic as Hugging Face folders."""
+def base_files(cfg):
+    """{name of a learner: the small files of its base model}."""
+    policy = families.BaseFiles(cfg.model)
+    return {"policy": policy, "critic": families.BaseFiles(cfg.critic) if cfg.critic else policy}
+
+
+def export_all(learners, run_dir, files, is_saved):
+    """Writes policy and critic as Hugging Face folders. files: of base_files."""
+    if is_saved:
+        # From here on a signal may end the process at once.
+        process.leave_on_signals("stopped during the export; the same command finishes it")
     for learner in learners:
         weights = models.named_weights(learner)
-        base = cfg.critic if learner.name == "critic" and cfg.critic else cfg.model
-        files = families.BaseFiles(base)
-        ckpt.export(run_dir / learner.name, learner.module.save, weights, files)
+        ckpt.export(run_dir / learner.name, learner.module.save, weights, files[learner.name])
 
 
 def end_early(stop, step, save_error):
@@ -614,7 +621,8 @@ def main(cfg, world, device, store):
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
     # Each checkpoint has the tokenizer and the config in the Hugging Face form.
-    hf = [policy.module.model.config, families.BaseFiles(cfg.model)]
+    files = base_files(cfg)
+    hf = [policy.module.model.config, files["policy"]]
     ckpt.resume(run_dir, source, engines, state)
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
@@ -678,11 +686,8 @@ def main(cfg, world, device, store):
         rollout.grader.close()
         log.close()
 
-    if not save_error:
-        # All is saved, so from here on a signal may end the process at once.
-        process.leave_on_signals("stopped during the export; the same command finishes it")
     # Also after a failed save, because the exported models are the result of the run.
-    export_all(learners, run_dir, cfg)
+    export_all(learners, run_dir, files, is_saved=not save_error)
     if save_error:
         raise UserError(
             f"step {total_steps} is NOT saved; --resume auto goes on from the newest checkpoint"

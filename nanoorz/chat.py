@@ -22,6 +22,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from nanoorz.ranks import UserError, one_line
 
+DATE = "strftime_now"
+
 
 def as_chat(text, tokenizer, cfg, system=""):
     """The text as a user's turn in the tokenizer's own chat template. Raises UserError.
@@ -48,9 +50,6 @@ def as_chat(text, tokenizer, cfg, system=""):
         raise UserError(
             f"--template {cfg.template}: {cfg.model}: {one_line(error)}; give another --template"
         ) from error
-
-
-DATE = "strftime_now"
 
 
 def fix_date(cfg, tokenizer) -> str:

@@ -42,16 +42,22 @@ CHARACTERS = {
     "≤": "\\le ",
     "≥": "\\ge ",
     "°": "^\\circ ",
+    "º": "^\\circ ",
     "∪": "\\cup ",
     "∈": "\\in ",
     "±": "\\pm ",
     "≠": "\\ne ",
 }
-# {pattern of Unicode's raised or lowered digits: LaTeX's sign}
-RAISED = {"[⁰¹²³⁴-⁹⁻]+": "^", "[₀-₉]+": "_"}
+# Unicode's raised and lowered characters: {pattern of a run: LaTeX's sign}
+RAISED = {}
+for sign, tag in (("^", "<super>"), ("_", "<sub>")):
+    found = [x for x in map(chr, range(0x80, 0x2100)) if tag in unicodedata.decomposition(x)]
+    RAISED["[" + "".join(found) + "]+"] = sign
 # Characters that nobody sees, such as marks of the writing direction.
 INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
+# 5    1.5    1,234.5
+WHOLE = r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
 # {pattern: replacement}, in the order of use. A pattern may rely on those before it: after the
 # pattern of \dfrac, for example, each fraction is a \frac. All of them take a few milliseconds for
 # MAX_TEXT.
@@ -85,7 +91,7 @@ REWRITES = {
     # All spaces become one: 10\,080 -> 10 080    1\quad2 -> 1 2    1~2 -> 1 2
     r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s)+": " ",
     # \mathrm{x} -> x    A letter of the list may be a unit, such as \mathrm{m}, and stays.
-    r"\\mathrm ?\{(?![mgshACFJKLNVW])([A-Za-z])\}": r"\1",
+    r"\\mathrm ?\{(?![mgshlACFJKLNVW])([A-Za-z])\}": r"\1",
     # \mathrm{cm} -> \text{cm}    \mbox{cm} -> \text{cm}    \textbf{(C)} -> \text{(C)}
     r"\\(?:mathrm|mbox|text(?:bf|it|rm|sf|tt|normal)|emph) ?(?=\{)": r"\\text",
     # Braces around the whole text: {42} -> 42    \text{72 clips} -> 72 clips
@@ -109,12 +115,15 @@ REWRITES = {
     # 1, 2, and 3 -> 1, 2, 3    (1,2)or(3,4) -> (1,2), (3,4)
     r",? ?\b(?:or|and)\b ?": ", ",
     # 5 million -> 5e6    5\text{ million} -> 5e6    5\text{ million dollars} -> 5e6\text{ dollars}
+    # but 1/2 million stays
     **{
-        rf"(?<=[0-9]) ?(?:\\text\{{ ?{word} ?\}}|(\\text\{{)? ?{word}(?![a-z]))": rf"e{zeros}\1"
+        rf"(?<![/:.,0-9])({WHOLE}) ?(?:\\text\{{ ?{word} ?\}}|(\\text\{{)? ?{word}(?![a-z]))": (
+            rf"\1e{zeros}\2"
+        )
         for word, zeros in (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))
     },
-    # A ratio: 3 to 2 -> 3:2    3\text{ to }2 -> 3:2
-    r"(?<=[0-9]) ?(?:\\text\{ ?to ?\}|\bto\b) ?(?=[0-9])": ":",
+    # A ratio: 3 to 2 -> 3/2    3\text{ to }2 -> 3/2
+    r"^([0-9.]+) ?(?:\\text\{ ?to ?\}|to) ?([0-9.]+)$": r"\1/\2",
     # A vector: \langle 1,2\rangle -> (1,2)    <1,2> -> (1,2)
     r"\\langle ?|^<(?=[^<>]*,[^<>]*>$)": "(",
     r" ?\\rangle|(?<=,)([^<>,]*)>$": r"\1)",
@@ -165,7 +174,7 @@ def respell(text):
     text = text.strip().rstrip(" .\\")
     for character, latex in CHARACTERS.items():
         text = text.replace(character, latex)
-    # 10⁻³ -> 10^{-3}    4210₅ -> 4210_{5}
+    # 10⁻³ -> 10^{-3}    4210₅ -> 4210_{5}    \frac{π²}{8} -> \frac{π^2}{8}
     for pattern, sign in RAISED.items():
         text = re.sub(pattern, rf"{sign}{{\g<0>}}", text)
     text = re.sub(r"([\^_])\{(.)\}", r"\1\2", text)
@@ -240,7 +249,10 @@ NUMBER = re.compile(
     "(?P<percent>%?)"
 )
 # 3\times10^8 -> 3e8    1.2*10^{-5} -> 1.2e-5
-TIMES_TEN = re.compile(r"(?<=[0-9])(?:\\times ?|\\cdot ?|\*)10\^(?:([0-9])|\{(-?[0-9]{1,3})\})$")
+TIMES_TEN = re.compile(
+    rf"(?<![/:.,0-9])({WHOLE})"
+    r"(?:\\times ?|\\cdot ?|\*)10\^(?:([0-9])|\{(-?[0-9]{1,3})\})$"
+)
 # 0.1\overline{6}
 REPEATING = re.compile(r"^(-?)([0-9]*)\.([0-9]{0,9})\\overline\{([0-9]{1,9})\}$")
 # Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    (7)/(2) -> 7/2
@@ -275,36 +287,46 @@ LETTERS = set("mgshlLJCFKNVWA")
 # What problems count. The words were chosen from the problems of GSM8K and MATH.
 COUNTED = """
 adult alligator animal answer ant apartment apple arm arrangement article bag ball balloon banana
-barrel basket basketball bead bean bear bed bee berries berry bicycle bike bird block blueberries
-blueberry boat bone book bottle bowl box boxes boy bracelet branch brick brother brownie bucket
-building burger bus bush bushel button cake call camper can candies candle candy cap car card carrot
-carton case cat chair chapter character chef chicken child children chip chocolate choice circle
-class classes classroom clip coin color column combination computer container cookie copies copy
-countries country cow crab cracker crate crayon cube cupcake customer daisies decoration desk
-diagonal diamond digit dish divisor dog doll donut door dress drink duck earring edge egg element
-elephant email employee envelope episode eraser error event eye face factor families family feather
-file finger fish flight floor flour flower flyer follower friend frog fruit function gallon game
-geese gift girl glass glasses goal goat goose grape graph guest hamburger hand hat head hen horse
-house insect integer item jar jellybean journey juice jump kernel key kid kind kitten lamp lap
+barrel basket basketball bead bean bear bed bee berry bicycle bike bird block blueberry boat bone
+book bottle bowl box boy bracelet branch brick brother brownie bucket building burger bus bush
+bushel button cake call camper can candle candy cap car card carrot carton case cat chair chapter
+character chef chicken child children chip chocolate choice circle class classroom clip coin color
+column combination computer container cookie copy country cow crab cracker crate crayon cube cupcake
+customer daisy decoration desk diagonal diamond digit dish divisor dog doll donut door dress drink
+duck earring edge egg element elephant email employee envelope episode eraser error event eye face
+factor family feather file finger fish flight floor flour flower flyer follower friend frog fruit
+function game geese gift girl glass goal goat goose grape graph guest hamburger hand hat head hen
+horse house insect integer item jar jellybean journey juice jump kernel key kid kind kitten lamp lap
 laptop leaf leaves leg lemon lesson letter line loaf loaves log lollipop magazine man mango marble
 mark marker marshmallow match meal member men message mice milk mouse movie muffin mushroom nail
 necklace night note notebook number nut object onion orange outcome outfit oyster package packet
 page paint painting pancake panda pant paper parent part passenger path patient peach pear pen
 pencil penguin people pepper period person pet phone photo picture pie piece pig pigeon pill pizza
-place plant plate player plum point position pot potato present prize problem pup puppies puppy
-puzzle question rabbit record ribbon rice ring rock roll room rose round row sandwich scoop seashell
-season seat section seed segment sentence serving session sheep sheet shelf shell shelves shirt shoe
-side sister slice snack snake sock solution song spider spoon spot square stamp star step stick
-sticker stitch stone stories story strawberries strawberry string student subject sugar suitcase
-sweater sweet table tail tank task teacher team teeth tent text ticket tile tire token tomato tooth
-towel toy train tree triangle trip truck tube tulip turkey turtle type value vase vegetable vehicle
-vertex vertices video visitor vote walnut water watermelon wheel widget window wing woman women word
-worker worm zebra
+place plant plate player plum point position pot potato present prize problem pup puppy puzzle
+question rabbit record ribbon rice ring rock roll room rose round row sandwich scoop seashell season
+seat section seed segment sentence serving session sheep sheet shelf shell shelves shirt shoe side
+sister slice snack snake sock solution song spider spoon spot stamp star step stick sticker stitch
+stone story strawberry string student subject sugar suitcase sweater sweet table tail tank task
+teacher team teeth tent text ticket tile tire token tomato tooth towel toy train tree triangle trip
+truck tube tulip turkey turtle type value vase vegetable vehicle vertex vertices video visitor vote
+walnut water watermelon wheel widget window wing woman women word worker worm zebra
 """
 UNITS = {prefix + name for prefix in PREFIXES for name in PREFIXED.split()}
 UNITS |= {*MEASURES.split(), *COUNTED.split(), *"€£¢"}
 # 12 sq. units    60 miles per hour    10 different ways    3 cups of apples
-BETWEEN_UNITS = "square sq cubic cu per of different distinct possible a an"
+BETWEEN_UNITS = (
+    "square",
+    "sq",
+    "cubic",
+    "cu",
+    "per",
+    "of",
+    "different",
+    "distinct",
+    "possible",
+    "a",
+    "an",
+)
 # The end of a text that may be a unit. A unit has 60 characters or fewer.
 UNIT = re.compile(
     # 5\text{ cm}    10\text{ ft}^3/\text{min}
@@ -336,11 +358,13 @@ def is_unit(phrase, is_bare):
     has_unit = False
     for word in words:
         lower = word.lower()
-        # miles    inches
+        # miles    inches    candies
         forms = {lower, lower.removesuffix("s"), lower.removesuffix("es")}
+        if lower.endswith("ies"):
+            forms.add(lower[:-3] + "y")
         if word in letters or forms & UNITS:
             has_unit = True
-        elif lower not in BETWEEN_UNITS.split():
+        elif lower not in BETWEEN_UNITS:
             return False
     return has_unit
 
@@ -350,7 +374,7 @@ def parse_number(text):
 
     Returns two values: without a percent sign, and with it. 50% -> (50, 1/2)    5 -> (5, 5)
     """
-    text = TIMES_TEN.sub(r"e\1\2", drop_unit(text))
+    text = TIMES_TEN.sub(r"\1e\2\3", drop_unit(text))
     text = REPEATING.sub(read_repeating, text)
     # 3\frac{1}{2} -> 3 1/2
     text = FRACTION.sub(r" \1/\2", text)
@@ -358,7 +382,7 @@ def parse_number(text):
     if not number:
         return None
     bottom = parse_digits(number["bottom"] or "1")
-    if bottom == 0 or is_time_of_day(text):
+    if bottom == 0:
         return None
     value = parse_digits(number["whole"] or "0") + parse_digits(number["top"]) / bottom
     if number["sign"] == "-":
@@ -376,10 +400,10 @@ def read_repeating(match):
     return f"{sign}{top}/{'9' * len(period)}{'0' * len(before)}"
 
 
-def is_time_of_day(text):
-    """10:30 is a time of day. 3:10 is a ratio, because its numbers have no common factor."""
+def minutes_of(text):
+    """(hours, minutes) of a text that may be a time of day, such as 8:34, or None."""
     clock = re.fullmatch(r"([01]?[0-9]|2[0-3]):([0-5][0-9])", text)
-    return bool(clock) and math.gcd(int(clock[1]), int(clock[2])) > 1
+    return (int(clock[1]), int(clock[2])) if clock else None
 
 
 def parse_digits(text):
@@ -426,6 +450,13 @@ def same_number(answer, label):
         return None
     if not number:
         return False
+    times = [minutes_of(text) for text in (answer, label)]
+    if None not in times:
+        return times[0] == times[1]
+    # 10:30 is a time, and no third. 3:10 may be a ratio, because it cannot be reduced.
+    one_colon = (":" in answer) != (":" in label)
+    if one_colon and any(minutes and math.gcd(*minutes) > 1 for minutes in times):
+        return False
     # Equal without the percent signs, or equal with them.
     return number[0] == label_number[0] or number[1] == label_number[1]
 
@@ -456,7 +487,7 @@ def same_choice(answer, label):
     if not choice or not given:
         return None
     # (B), (A) names two choices.
-    others = set(re.findall(r"\(([A-J])\)", answer)) - {choice[1]}
+    others = set(re.findall(r",\(([A-J])\)", answer)) - {choice[1]}
     return choice[1] == given[1].upper() and not others
 
 
@@ -529,9 +560,6 @@ def misread_by_algebra(answer, label):
         return False
     # The grammar of math-verify drops primes: f'(x)
     if answer.count("'") != label.count("'"):
-        return False
-    # It takes 10:30 for 1/3.
-    if is_time_of_day(answer) or is_time_of_day(label):
         return False
     # It also drops bases (52_8), and takes the letters of \angle ABC for a product.
     if re.search(r"[0-9]_|\\(?:tri)?angle", answer + label):

@@ -370,36 +370,37 @@ chat_template* generation_config.json
 
 
 class BaseFiles:
-    """Copies the tokenizer, the generation config and the config of a base model to an export.
+    """The tokenizer, the generation config and the config of a base model, to be written again.
 
     transformers 5 would write other files, which older versions and llama.cpp cannot read. Worse,
     they would misread the config: they do not find rope_theta in it, and take its default.
     """
 
     def __init__(self, source):
-        """source: a folder, or a name on the hub."""
-        self.source = source
+        """source: a folder, or a name on the hub. It is read here alone, and may then move."""
+        base = folder_of(source)
+        paths = [path for pattern in TEXT_FILES.split() for path in base.glob(pattern)]
+        self.files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        self.config = json.loads((base / "config.json").read_text())
+        self.meaning = meaning_of(base)
 
     def save_pretrained(self, folder):
-        """`folder` may have a config.json of the trained model. The base model's replaces it, if
-        both mean the same."""
-        base = folder_of(self.source)
-        for pattern in TEXT_FILES.split():
-            for file in base.glob(pattern):
-                shutil.copy(file, folder / file.name)
+        """`folder` has the config.json of the trained model. The base model's replaces it, if both
+        mean the same."""
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
         path = folder / "config.json"
-        if meaning_of(folder) != meaning_of(base):
-            return
         new = json.loads(path.read_text())
-        # write_all_parts has copied such a config already.
-        if "text_config" in new:
+        # write_all_parts has copied a config with a text_config already.
+        if "text_config" in new or meaning_of(folder) != self.meaning:
             return
-        config = json.loads((base / "config.json").read_text())
-        # The critic has a body alone.
-        config["architectures"] = new["architectures"]
+        config = self.config.copy()
         # torch_dtype is the old name, which all versions read.
         config.pop("dtype", None)
         config["torch_dtype"] = new["dtype"]
+        # The critic has a body alone.
+        if "architectures" in new:
+            config["architectures"] = new["architectures"]
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -168,7 +168,7 @@ class Screen(io.TextIOWrapper):
     Ctrl-C also ends `tee`."""
 
     def __init__(self, descriptor):
-        super().__init__(open(descriptor, "wb", buffering=0), write_through=True)  # noqa: SIM115
+        super().__init__(open(descriptor, "wb"), line_buffering=True)  # noqa: SIM115
 
     def write(self, text):
         with contextlib.suppress(OSError):

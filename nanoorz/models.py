@@ -244,8 +244,7 @@ def compile_ops():
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".compiling", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for lock in folder.glob("deepspeed_*/lock"):
-            lock.unlink()
+        (folder / "deepspeed_shm_comm" / "lock").unlink(missing_ok=True)
         build_shm_op()
 
 

@@ -6,7 +6,8 @@ the standard library alone.
 
 SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP (a terminal is closed) ask a run to stop. Before the
 models are loaded there is nothing to save, and the process ends at once (`leave_on_signals`).
-Afterwards the run saves its last finished step and ends (`Signals`).
+Afterwards the run saves its last finished step and ends (`Signals`). During the export all is
+saved, and the process ends at once again.
 """
 
 import contextlib
@@ -103,7 +104,15 @@ def leave_on_signals(last_words="stopped during start-up: nothing is lost"):
     for number in STOPS:
         # With the default action the kernel would end the process, without a word.
         signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=forget_signals)
     threading.Thread(target=leave, args=[read_end, last_words], daemon=True).start()
+
+
+def forget_signals():
+    """A forked child has the pipe, too. A signal to the child must not end its parent."""
+    signal.set_wakeup_fd(-1)
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def leave(read_end, last_words):

@@ -135,6 +135,7 @@ def of_sampler(sampler, policy, requests, problems) -> dict:
     tokenizer = sampler.tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
     sampler.tags = rollout.special_tags(tokenizer)
+    sampler.hidden = rollout.special_tokens(tokenizer).keys() - sampler.tags
     cfg.stop = ["</answer>"]
     sampler.stop_ids = rollout.special_ids(tokenizer, cfg.stop)
     cfg.sampling_params = only_tags

@@ -61,6 +61,7 @@ RUNS = {
     # A hundred times the laboratory's.
     "laboratory_large_steps": ["--actor_learning_rate", "2e-2"],
     "laboratory_neighbour": ["--task", SICK / "countdown_neighbour.py"],
+    "laboratory_paid_neighbour": ["--variant", SICK / "paid_neighbour.py"],
     # Healthy runs in which the pay rightly differs from the reward.
     "laboratory_overlong": [*GRPO, "--variant", "overlong_penalty", "--overlong_cache", "14"],
     "laboratory_format": [*GRPO, "--variant", "format_reward"],
@@ -70,7 +71,14 @@ NUMBERS = ["step", "reward", "pass_at_n", "answered", "truncated", "response_len
 NUMBERS += ["total_length", "entropy", "explained_variance", "approx_kl", "policy_tokens"]
 NUMBERS += ["reward_lost", "seconds", "tokens_per_second", "paid", "policy_lr", "policy_grad_norm"]
 TEXTS = ["step", "problem", "label", "response", "finish_reason", "reward", "paid"]
-FLAGS = ["answer_form", "variants", "actor_learning_rate", "kl_loss_coef", "kl_penalty_coef"]
+FLAGS = [
+    "task",
+    "answer_form",
+    "variants",
+    "actor_learning_rate",
+    "kl_loss_coef",
+    "kl_penalty_coef",
+]
 # The samples of all runs. The runs without samples are older.
 SAMPLES = RECORDED / "samples.tar.xz"
 
@@ -122,6 +130,8 @@ def record(run: Path, place: Path) -> None:
     place.mkdir(parents=True, exist_ok=True)
     config = json.loads((run / "config.json").read_text())
     flags = {name: config[name] for name in FLAGS if name in config}
+    # A path is one of this machine.
+    flags["task"] = Path(flags["task"]).name
     (place / "config.json").write_text(json.dumps(flags))
     counts = Counter()
     with (place / "samples.jsonl").open("w") as file:

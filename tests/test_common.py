@@ -234,13 +234,31 @@ def test_nohup_lets_a_run_go_on_when_its_terminal_is_closed():
 
 
 def test_a_signal_during_the_export_says_what_is_left_to_do():
-    """The thread of the start-up is still there, and may get the signal."""
+    """The thread of the start-up still waits, and gets no signal any more."""
     code = IN_C.replace("print(", "leave_on_signals('the last words')\nprint(")
     with start_python("-c", code) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
     assert (process.returncode, said) == (0, "the last words\n")
+
+
+IN_PARENT = """import os, signal, time
+from nanoorz.process import leave_on_signals
+leave_on_signals()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+time.sleep(0.5)
+os._exit(5)
+"""
+
+
+def test_a_signal_to_a_forked_child_ends_the_child_alone():
+    """It has the pipe of its parent. A task may use processes to load its problems."""
+    assert run_python("-c", IN_PARENT, code=5).stdout == f"{-signal.SIGTERM}\n"
 
 
 IN_COLLECTIVE = """import os, signal

@@ -60,8 +60,11 @@ def recorded(tmp_path_factory):
     shutil.copytree(RECORDED, folder, dirs_exist_ok=True)
     with tarfile.open(SAMPLES) as archive:
         archive.extractall(folder, filter="data")
-    # Its labels are no texts, so the doctor grades with the task of the run.
-    shutil.copy(SICK / "countdown_neighbour.py", folder / "laboratory_neighbour" / "task.py")
+    # The doctor grades again with the task of the run.
+    tasks = {"laboratory_neighbour": SICK / "countdown_neighbour.py"}
+    tasks |= {name: SICK / f"{name}.py" for name in ("pays_constant", "pays_neighbour")}
+    for name, path in tasks.items():
+        shutil.copy(path, folder / name / "task.py")
     return folder
 
 

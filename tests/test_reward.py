@@ -529,6 +529,7 @@ ENDS = {
         ("First \\boxed{3}, so the sum is \\boxed{8}.", "8"),
         ("\\boxed{3}. Or rather: \\boxed{8}", "8"),
         ("\\boxed{8}, \\boxed{8}", "8"),
+        ("\\boxed{72}, or \\boxed{72\\text{ clips}}", "72\\text{ clips}"),
     ],
     "last_number": [
         ("So she makes $18 every day at the farmers' market.", "18"),
@@ -670,7 +671,7 @@ def test_lost_process_is_replaced_and_counted_and_its_pair_tried_again():
         # 2 GiB of memory, of which a normal check needs 80 MB.
         assert resource.prlimit(process.pid, resource.RLIMIT_AS) == (2 << 30, 2 << 30)
         # Signals to the whole group are for the trainer.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             os.kill(process.pid, number)
         assert only_process(grader) is process
 

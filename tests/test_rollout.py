@@ -212,10 +212,10 @@ def test_only_tags_are_kept_of_the_special_tokens():
     tokenizer = maker.char_tokenizer()
     more = ["<answer>", "</answer>", "<end_of_turn>", "<|im_end|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": more})
+    ids = tokenizer.convert_tokens_to_ids(more[:2])
+    assert rollout.special_tags(tokenizer) == set(ids)
     text = "<answer>1</answer><end_of_turn><|im_end|><eos>"
-    ids = tokenizer.encode(text)
-    assert rollout.decode(tokenizer, ids, rollout.special_tags(tokenizer)) == "<answer>1</answer>"
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "1"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == "1"
 
 
 def test_temperature_0_takes_the_most_probable_token_and_top_p_stays_in_the_nucleus(found):

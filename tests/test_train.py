@@ -848,14 +848,18 @@ def test_a_signal_to_one_rank_of_two_while_the_engines_start_leaves_no_checkpoin
 
 @SLOW
 def test_the_same_command_finishes_an_export_that_a_signal_ended(tiny, tmp_path):
-    """It ends at once, because all is saved, and it leaves no half of a folder."""
+    """It ends at once, because all is saved. The half of a folder that it leaves is no RUN/policy.
+
+    The second call of save_pretrained is in the export, behind the one checkpoint.
+    """
     run = tmp_path / "run"
-    said = launch(run, script=TRACED, env={"STOP_AT": "export 1"}, **tiny).stderr
+    flags = tiny | {"save_interval": 0}
+    said = launch(run, script=TRACED, env={"STOP_AT": "save_pretrained 2"}, **flags).stderr
     assert said.count("stopped during the export; the same command finishes it") == 1
     assert not (run / "policy").exists() and not (run / "result.json").exists()
-    (run / ".policy").mkdir()
+    assert (run / ".policy" / "model.safetensors").exists()
     (run / ".policy" / "half").touch()
-    launch(run, **tiny)
+    launch(run, **flags)
     assert (run / "result.json").exists() and not (run / ".policy").exists()
     assert not (run / "policy" / "half").exists()
     AutoModelForCausalLM.from_pretrained(run / "policy")

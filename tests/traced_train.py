@@ -13,6 +13,7 @@ from pathlib import Path
 import ckpt
 import ppo
 import train
+from nanoorz.families import BaseFiles
 from nanoorz.log import RunLog
 from rollout import Sampler
 
@@ -30,7 +31,7 @@ def record(owner, name, describe):
         if is_last_rank and os.environ.get("STOP_AT") == f"{name} {number}":
             os.kill(os.getpid(), signal.SIGTERM)
             # In the export another thread ends the process.
-            time.sleep(60 if name == "export" else 0)
+            time.sleep(60 if name == "save_pretrained" else 0)
         return original(*arguments, **named)
 
     setattr(owner, name, recorded)
@@ -52,6 +53,7 @@ if __name__ == "__main__":
     record(ckpt, "resume", lambda run_dir, source, engines, state: state.step)
     record(ckpt.RunState, "finish_step", lambda state, run_dir, memory: state.step)
     record(ckpt, "save", lambda run_dir, state, *rest: state.step)
+    record(BaseFiles, "save_pretrained", lambda files, folder: folder.name)
     record(ckpt, "export", lambda folder, *rest: folder.name)
     code = train.run(sys.argv[1:])
     run_dir = Path(sys.argv[sys.argv.index("--run_dir") + 1])

@@ -12,7 +12,6 @@ tenth of the run, but of at least three steps.
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import json
 import re
@@ -58,8 +57,8 @@ wrong rewards: what is paid is not what is graded. Graded again, the responses a
 rewards by {graded_own:.2f} (1: wholly, 0: not at all). Look at the Grader of the task
 
 other pay: what is paid is not what is graded. The pay went from {first.paid:.2f} to
-{last.paid:.2f}, and the reward from {first.reward:.2f} to {last.reward:.2f}. Within a group they
-agree by {paid_own:.2f} (1: wholly, 0: not at all). Look at `paid` of the variants
+{last.paid:.2f}, and the reward from {first.reward:.2f} to {last.reward:.2f}{agreed}. Look at `paid`
+of the variants
 
 wrong sign: the advantages point away from the pay: they agree with it by {sign:.2f} (usual: above
 0.9). Look at the estimator, and at the variants that change advantages
@@ -183,9 +182,8 @@ class Run:
         self.config = config or {}
         # The shipped variants that pay something else do it on purpose.
         pairs = self.config.get("variants", [])
-        self.pays_else = [
-            pair[0] for pair in pairs if isinstance(pair, list) and changes_pay(*pair)
-        ]
+        names = [str(pair[0]) for pair in pairs if isinstance(pair, list) and pair]
+        self.pays_else = [name for name in names if changes_pay(name)]
         self.read_rates()
         self.read_samples(pd.DataFrame(samples))
 
@@ -202,7 +200,7 @@ class Run:
     def read_samples(self, samples: pd.DataFrame):
         """Compares pay, rewards, a second grading and advantages of the logged samples."""
         self.samples = samples
-        self.hint = ""
+        self.hint = self.agreed = ""
         self.logged = len(samples)
         self.constant = self.sign = np.nan
         self.graded_own = self.graded_other = self.paid_own = self.paid_other = np.nan
@@ -212,22 +210,26 @@ class Run:
             return
         again = grade_again(samples, self.config)
         if samples.paid.nunique() == 1 and self.logged >= 64:
-            # If all are right, all are paid 1. If none is right, all are paid 0.
-            is_right = not again.ne(samples.reward).where(again.notna(), False).any()
             pay = samples.paid.iloc[0]
-            self.constant = np.nan if pay in (0, 1) and is_right else pay
+            # If all are right, or none is, one pay for all is no fault.
+            differ = max(again.nunique(), samples.reward.nunique()) > 1
+            self.constant = pay if differ or pay not in (-1, 0, 1) else np.nan
         self.graded_own = agreement(samples, again, samples.reward)
         self.graded_side, self.graded_other = best_shift(samples, again, samples.reward)
         # A response may learn to be paid for something else later.
         is_late = samples.step > samples.step.max() / 2
         halves = [agreement(part, part.reward, part.paid) for _, part in samples.groupby(is_late)]
         self.paid_own = min(halves, key=lambda x: np.nan_to_num(x, nan=2))
+        if not np.isnan(self.paid_own):
+            told = "Within a group they agree by"
+            self.agreed = f". {told} {self.paid_own:.2f} (1: wholly, 0: not at all)"
         self.paid_side, self.paid_other = best_shift(samples, samples.reward, samples.paid)
         if "advantages" in samples:
-            means = samples.advantages.map(np.mean, na_action="ignore").astype(float)
+            is_known = samples.advantages.map(lambda x: isinstance(x, list) and len(x) > 0)
+            means = samples.advantages[is_known].map(np.mean).reindex(samples.index)
             self.sign = agreement(samples, samples.paid, means)
         self.fitting = again.mean()
-        if samples.label.map(lambda label: isinstance(label, str)).all():
+        if self.config.get("task") == "math":
             self.moved_side, self.moved = fit_of_other_labels(samples, self.config)
 
     def find_fall(self) -> tuple[float, int, bool]:
@@ -263,7 +265,7 @@ class Run:
         return f"; --variant {' '.join(self.pays_else)} pays something else: {pay}"
 
 
-def changes_pay(variant: str, *_) -> bool:
+def changes_pay(variant: str) -> bool:
     """Is it a shipped variant with a method `paid`?"""
     path = ROOT / "variants" / f"{variant}.py"
     return path.exists() and "def paid(" in path.read_text()
@@ -293,29 +295,34 @@ def grade_again(samples: pd.DataFrame, config: dict) -> pd.Series:
 
     Each sample is graded alone, so that no sample can get the reward of another one.
     """
-    deadline = time.process_time() + MOST_SECONDS
-    columns = (samples.response, samples.finish_reason, samples.label)
-    grades = [grade_one(*cells, config, deadline) for cells in zip(*columns)]
-    return pd.Series(grades, index=samples.index, dtype=float)
+    grades = pd.Series(np.nan, index=samples.index)
+    form = config.get("answer_form")
+    is_math = config.get("task") == "math"
+    if form not in reward.ANSWER_FORMS or not (is_math or config.get("task_file")):
+        return grades
+    deadline = time.monotonic() + MOST_SECONDS
+    # Another task may raise anything.
+    with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
+        if not is_math:
+            grader = load_task(config["task_file"]).Grader(1, form)
+            stack.callback(grader.close)
+        for place, x in samples.iterrows():
+            if time.monotonic() > deadline:
+                break
+            if is_math:
+                grades[place] = grade_text(x.response, x.finish_reason, x.label, form)
+            else:
+                grader.submit("alone", x.response, x.finish_reason, x.label)
+                grades[place] = grader.results()["alone"]
+    return grades
 
 
-def grade_one(response, finish_reason, label, config, deadline) -> float:
+def grade_text(response, finish_reason, label, form) -> float:
     if finish_reason != "stop":
         return 0.0
-    if isinstance(label, str):
-        find_answer = reward.ANSWER_FORMS.get(config.get("answer_form"))
-        if find_answer is None:
-            return np.nan
-        # Algebra would take too long.
-        verdict = reward.quick_verdict(find_answer(response) or "", label)
-        return np.nan if verdict is None else float(verdict)
-    task = load_task(config.get("task_file"))
-    # A task that runs programs takes long.
-    if task is None or time.process_time() > deadline:
-        return np.nan
-    with task.Grader(1, config["answer_form"]) as grader:
-        grader.submit("alone", response, finish_reason, label)
-        return grader.results()["alone"]
+    # Algebra would take too long.
+    verdict = reward.quick_verdict(reward.ANSWER_FORMS[form](response) or "", str(label))
+    return np.nan if verdict is None else float(verdict)
 
 
 def fit_of_other_labels(samples: pd.DataFrame, config: dict) -> tuple[str, float]:
@@ -388,7 +395,7 @@ def examine(run: Run) -> dict[str, str]:
             "entropy collapse": collapsed,
             "no gradient": last.policy_grad_norm == 0 and last.policy_tokens > 0,
             "rate still rises": is_slow and run.is_rate_rising,
-            "rate has ended": is_slow and run.last_rate < FEW * run.peak_rate,
+            "rate has ended": is_slow and run.last_rate < run.peak_rate / 20,
             "strong KL": is_slow and run.kl_factor > 1,
             "flat groups": is_flat,
             "critic explains nothing": run.has_time and run.explained < LITTLE_EXPLAINED,
@@ -405,7 +412,7 @@ def find_hint(run: Run) -> str:
     from nanoorz.log import other_form
 
     texts = run.samples.response[run.samples.finish_reason == "stop"].tolist()
-    bare = sum("\\boxed" in text for text in texts)
+    bare = sum(bool(re.search(r"\\boxed(?! *\{)", text)) for text in texts)
     name, count = other_form(texts, run.config["answer_form"], reward.ANSWER_FORMS)
     if name and name != "last_number":
         return f"; {count} of {len(texts)} have one in another form: --answer_form {name}"
@@ -420,16 +427,14 @@ def write_texts(run: Run, seen: dict[str, bool]) -> dict[str, str]:
     return {cause: text.format(**vars(run)) for cause, text in texts.items() if seen.get(cause)}
 
 
-@functools.cache
 def load_task(path):
-    """The module of RUN/task.py, or None."""
-    try:
-        spec = importlib.util.spec_from_file_location("task_of_the_run", path)
-        task = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(task)
-        return task
-    except Exception:
-        return None
+    """The module of RUN/task.py."""
+    spec = importlib.util.spec_from_file_location("task_of_the_run", path)
+    task = importlib.util.module_from_spec(spec)
+    # A dataclass looks for its module there.
+    sys.modules[spec.name] = task
+    spec.loader.exec_module(task)
+    return task
 
 
 def read_some_samples(folder: Path, steps) -> list[dict]:
