@@ -628,5 +628,8 @@ def write_export(out, save_model, weights, files):
     files.save_pretrained(unfinished)
     if head:
         save_file(head, unfinished / "value_head.safetensors")
+    # It may be a link to a folder elsewhere.
+    if out.is_symlink():
+        out.unlink()
     remove(out)
     unfinished.rename(out)

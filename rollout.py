@@ -328,8 +328,8 @@ def special_tokens(tokenizer) -> dict[int, str]:
     return {id: x.content for id, x in tokenizer.added_tokens_decoder.items() if x.special}
 
 
-# <answer>    </think>    but not <end_of_turn>
-TAG = re.compile(r"</?(?!\w*_of_)[A-Za-z]\w*>")
+# <answer>    </think>    <tool_call>    but not </s>    <end_of_turn>    <fim_prefix>
+TAG = re.compile(r"</?(?:[A-Za-z]{4,}|tool_[a-z]+)>")
 NAMED = "bos_token eos_token pad_token unk_token sep_token cls_token mask_token"
 
 

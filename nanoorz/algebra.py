@@ -42,6 +42,8 @@ def symbolic_verdict(answer, label):
         # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
         # left separates two members.
         text = text.replace(",", ", ")
+        # 1e6 -> 1\times 10^{6}, because the grammar reads e as a letter.
+        text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]{1,3})(?![0-9])", r"\\times 10^{\1}", text)
         # 3+5i -> 3+5{I}, the imaginary unit
         text = re.sub(r"(?<![A-Za-z\\])[iI](?![A-Za-z])", "{I}", text)
         expression = latex2sympy(

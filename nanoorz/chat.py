@@ -11,6 +11,7 @@ config.json. So a resume on another day has the same prompts.
 import datetime
 import functools
 import json
+import re
 import urllib.parse
 from pathlib import Path
 
@@ -61,14 +62,16 @@ def fix_date(cfg, tokenizer) -> str:
         return cfg.template  # as_chat says what is wrong.
     if not has_date or is_set:
         return cfg.template
-    begin = f"{cfg.template}{'&' if '?' in cfg.template else '?'}{DATE}="
+    begin = cfg.template.rstrip("?&")
+    begin += f"{'&' if '?' in begin else '?'}{DATE}="
     if cfg.resume != "none":
         try:
             known = json.loads((Path(cfg.run_dir) / "config.json").read_text())["template"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             known = ""
         # Earlier versions did not keep the date.
-        if str(known).startswith(begin) or known == cfg.template:
+        is_dated = re.fullmatch(re.escape(begin) + "[0-9-]{10}", str(known))
+        if is_dated or known == cfg.template:
             return known
     return f"{begin}{datetime.date.today()}"
 

@@ -35,6 +35,13 @@ MAX_TEXT = 2_500
 CHARACTERS = {
     "−": "-",
     "–": "-",
+    "\u2010": "-",
+    "⋅": "\\cdot ",
+    "÷": "/",
+    "∶": ":",
+    "≈": "\\approx ",
+    "⟨": "(",
+    "⟩": ")",
     "×": "\\times ",
     "·": "\\cdot ",
     "π": "\\pi ",
@@ -42,7 +49,6 @@ CHARACTERS = {
     "≤": "\\le ",
     "≥": "\\ge ",
     "°": "^\\circ ",
-    "º": "^\\circ ",
     "∪": "\\cup ",
     "∈": "\\in ",
     "±": "\\pm ",
@@ -52,12 +58,14 @@ CHARACTERS = {
 RAISED = {}
 for sign, tag in (("^", "<super>"), ("_", "<sub>")):
     found = [x for x in map(chr, range(0x80, 0x2100)) if tag in unicodedata.decomposition(x)]
+    found = [x for x in found if x != "º"]  # a degree
     RAISED["[" + "".join(found) + "]+"] = sign
 # Characters that nobody sees, such as marks of the writing direction.
 INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
 # 5    1.5    1,234.5
 WHOLE = r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
+POWERS = {"thousand": r"\1e3\2", "million": r"\1e6\2", "billion": r"\1e9\2", "trillion": r"\1e12\2"}
 # {pattern: replacement}, in the order of use. A pattern may rely on those before it: after the
 # pattern of \dfrac, for example, each fraction is a \frac. All of them take a few milliseconds for
 # MAX_TEXT.
@@ -73,7 +81,7 @@ REWRITES = {
     # \approx8.24 -> 8.24
     r"^\\approx": "",
     # 40 (base 9) -> 40_{9}    40\text{ base }9 -> 40_{9}
-    r"(?<=[0-9A-F)]) ?(?:\\text\{)? ?\(? ?base[ }]*([0-9]{1,2})[ )}]*$": r"_{\1}",
+    r"(?<=[0-9A-Fa-f)]) ?(?:\\text\{)? ?\(? ?(?:in )?base[ }]*([0-9]{1,2})[ )}]*$": r"_{\1}",
     # Commands of layout: {\bf 42} -> { 42}    \textcolor{red}{42} -> {42}
     r"\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])": "",
     # Sizes of brackets: \left( -> (    \bigr] -> ]    \right. -> nothing
@@ -117,10 +125,8 @@ REWRITES = {
     # 5 million -> 5e6    5\text{ million} -> 5e6    5\text{ million dollars} -> 5e6\text{ dollars}
     # but 1/2 million stays
     **{
-        rf"(?<![/:.,0-9])({WHOLE}) ?(?:\\text\{{ ?{word} ?\}}|(\\text\{{)? ?{word}(?![a-z]))": (
-            rf"\1e{zeros}\2"
-        )
-        for word, zeros in (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))
+        rf"(?i)(?<![/:.,0-9])({WHOLE}) ?(?:\\text\{{ ?{word} ?\}}|(\\text\{{)? ?{word}\b)": power
+        for word, power in POWERS.items()
     },
     # A ratio: 3 to 2 -> 3/2    3\text{ to }2 -> 3/2
     r"^([0-9.]+) ?(?:\\text\{ ?to ?\}|to) ?([0-9.]+)$": r"\1/\2",
@@ -172,8 +178,7 @@ def respell(text):
     r"""Gives a text the spelling of CHARACTERS and REWRITES: $\dfrac12$. -> \frac{1}{2}"""
     # A dot or a space of LaTeX at the end: \(5\).    5\
     text = text.strip().rstrip(" .\\")
-    for character, latex in CHARACTERS.items():
-        text = text.replace(character, latex)
+    text = text.replace("º", "°")
     # 10⁻³ -> 10^{-3}    4210₅ -> 4210_{5}    \frac{π²}{8} -> \frac{π^2}{8}
     for pattern, sign in RAISED.items():
         text = re.sub(pattern, rf"{sign}{{\g<0>}}", text)
@@ -182,7 +187,8 @@ def respell(text):
     text = re.sub("(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text)
     # NFKC gives digits of other widths their usual form, and writes ½ as 1⁄2.
     text = unicodedata.normalize("NFKC", INVISIBLE.sub("", text)).replace("⁄", "/")
-    text = text.replace("{−", "{-")
+    for character, latex in CHARACTERS.items():
+        text = text.replace(character, latex)
     for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
     text = THOUSANDS.sub(drop_commas, text)
@@ -240,7 +246,7 @@ DIGITS = (
 FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
 NUMBER = re.compile(
     # The beginning of -5    £-5    -£5
-    r"[£€]?(?P<sign>[+-]?) ?[£€]?"
+    r"[£€¥₹]?(?P<sign>[+-]?) ?[£€¥₹]?"
     # The 3 of 3 1/2: digits and a space before a fraction
     r"(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
     # 42    1/2    3:5
@@ -251,10 +257,12 @@ NUMBER = re.compile(
 # 3\times10^8 -> 3e8    1.2*10^{-5} -> 1.2e-5
 TIMES_TEN = re.compile(
     rf"(?<![/:.,0-9])({WHOLE})"
-    r"(?:\\times ?|\\cdot ?|\*)10\^(?:([0-9])|\{(-?[0-9]{1,3})\})$"
+    r"(?:\\times ?|\\cdot ?|\*| ?x ?)10\^(?:([0-9])|\{(-?[0-9]{1,3})\})$"
 )
-# 0.1\overline{6}
-REPEATING = re.compile(r"^(-?)([0-9]*)\.([0-9]{0,9})\\overline\{([0-9]{1,9})\}$")
+# 0.1\overline{6}    0.\bar{3}    0.(3)
+REPEATING = re.compile(
+    r"^(-?)([0-9]*)\.([0-9]{0,9})(?:\\(?:overline|bar|dot)\{|\()([0-9]{1,9})[})]$"
+)
 # Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    (7)/(2) -> 7/2
 # 1/(2%) stays, because it is not 1/2%.
 BRACKETS = re.compile(r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(|\\\{)([^(){},]*)(?:\)|\\\})(?=[/%]|$)")
@@ -299,34 +307,24 @@ function game geese gift girl glass goal goat goose grape graph guest hamburger 
 horse house insect integer item jar jellybean journey juice jump kernel key kid kind kitten lamp lap
 laptop leaf leaves leg lemon lesson letter line loaf loaves log lollipop magazine man mango marble
 mark marker marshmallow match meal member men message mice milk mouse movie muffin mushroom nail
-necklace night note notebook number nut object onion orange outcome outfit oyster package packet
-page paint painting pancake panda pant paper parent part passenger path patient peach pear pen
-pencil penguin people pepper period person pet phone photo picture pie piece pig pigeon pill pizza
-place plant plate player plum point position pot potato present prize problem pup puppy puzzle
-question rabbit record ribbon rice ring rock roll room rose round row sandwich scoop seashell season
-seat section seed segment sentence serving session sheep sheet shelf shell shelves shirt shoe side
-sister slice snack snake sock solution song spider spoon spot stamp star step stick sticker stitch
-stone story strawberry string student subject sugar suitcase sweater sweet table tail tank task
-teacher team teeth tent text ticket tile tire token tomato tooth towel toy train tree triangle trip
-truck tube tulip turkey turtle type value vase vegetable vehicle vertex vertices video visitor vote
-walnut water watermelon wheel widget window wing woman women word worker worm zebra
+necklace night note notebook number nut object onion orange outcome outfit oyster pack package
+packet page paint painting pancake panda pant paper parent part passenger path patient peach pear
+pen pencil penguin people pepper period person pet phone photo picture pie piece pig pigeon pill
+pirate pizza place plant plate player plum point position pot potato present prime prize problem pup
+puppy puzzle question rabbit record ribbon rice ring rock roll room rose round row sandwich scoop
+seashell season seat section seed segment sentence serving session sheep sheet shelf shell shelves
+shirt shoe side sister slice snack snake sock soldier solution song spider spoon spot stamp star
+step stick sticker stitch stone story strawberry string student subject subset sugar suitcase
+sweater sweet table tail tank task teacher team teeth tent text throw ticket tile tire token tomato
+tooth towel toy train tree triangle trip truck tube tulip turkey turtle type value vase vegetable
+vehicle vertex vertices video visitor vote walnut water watermelon wheel widget window wing wolf
+wolves woman women word worker worm zebra zero
 """
 UNITS = {prefix + name for prefix in PREFIXES for name in PREFIXED.split()}
-UNITS |= {*MEASURES.split(), *COUNTED.split(), *"€£¢"}
+UNITS |= {*MEASURES.split(), *COUNTED.split(), *"€£¢¥₹", "total", "left", "remaining"}
 # 12 sq. units    60 miles per hour    10 different ways    3 cups of apples
-BETWEEN_UNITS = (
-    "square",
-    "sq",
-    "cubic",
-    "cu",
-    "per",
-    "of",
-    "different",
-    "distinct",
-    "possible",
-    "a",
-    "an",
-)
+BETWEEN_UNITS = ["square", "sq", "cubic", "cu", "per", "of", "a", "an", "different", "distinct"]
+BETWEEN_UNITS += ["possible", "positive", "real", "old", "long", "away"]
 # The end of a text that may be a unit. A unit has 60 characters or fewer.
 UNIT = re.compile(
     # 5\text{ cm}    10\text{ ft}^3/\text{min}
@@ -335,7 +333,7 @@ UNIT = re.compile(
     # 5 cm    60 miles/hour    10 ft^3/min
     r"|(?<![A-Za-z])(?P<bare>[A-Za-z][A-Za-z ./]{0,60}(?:\^[23]/[A-Za-z]{1,20})?)"
     # 20€    12^{\text{th}}
-    r"|[€£¢]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
+    r"|[€£¢¥₹]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
     # 15 cm^2
     r"(?:\^[23])? ?$"
 )
@@ -374,6 +372,9 @@ def parse_number(text):
 
     Returns two values: without a percent sign, and with it. 50% -> (50, 1/2)    5 -> (5, 5)
     """
+    # Python refuses to read very long numbers.
+    if len(text) > MAX_TEXT:
+        return None
     text = TIMES_TEN.sub(r"\1e\2\3", drop_unit(text))
     text = REPEATING.sub(read_repeating, text)
     # 3\frac{1}{2} -> 3 1/2
@@ -421,6 +422,9 @@ def quick_verdict(answer, label):
     if max(len(answer), len(label)) > MAX_TEXT:
         return False
     answer, label = prepare(answer, label)
+    # A character of Unicode may have become several.
+    if max(len(answer), len(label)) > MAX_TEXT:
+        return False
     verdict = same_number(answer, label)
     if verdict is not None:
         return verdict
@@ -453,9 +457,10 @@ def same_number(answer, label):
     times = [minutes_of(text) for text in (answer, label)]
     if None not in times:
         return times[0] == times[1]
-    # 10:30 is a time, and no third. 3:10 may be a ratio, because it cannot be reduced.
+    # 10:30 and 3:07 are times. 3:10 may be a ratio, because it cannot be reduced.
     one_colon = (":" in answer) != (":" in label)
-    if one_colon and any(minutes and math.gcd(*minutes) > 1 for minutes in times):
+    are_times = ":0" in answer + label or any(x and math.gcd(*x) > 1 for x in times)
+    if one_colon and any(times) and are_times:
         return False
     # Equal without the percent signs, or equal with them.
     return number[0] == label_number[0] or number[1] == label_number[1]
@@ -482,17 +487,17 @@ def same_choice(answer, label):
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
     # C    (c)    C. 12 m    Option C    choice (C)    but not the product (a)(b)
     given = re.match(
-        r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) )?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer
+        r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ?)?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer
     )
     if not choice or not given:
         return None
-    # (B), (A) names two choices.
-    others = set(re.findall(r",\(([A-J])\)", answer)) - {choice[1]}
+    # Several choices: (B), (A)    A. B. C. D.    A. 12; C. 14
+    others = set(re.findall(r"[ ,.:)]\(?([A-J])[.):]", answer)) - {choice[1]}
     return choice[1] == given[1].upper() and not others
 
 
 # 52_8    (52)_8    1A3_{16}
-IN_BASE = re.compile(r"\(?(?P<digits>[0-9][0-9A-F]*)\)?_\{?(?P<base>[0-9]+)\}?")
+IN_BASE = re.compile(r"(?i)\(?(?P<digits>[0-9][0-9A-F]*)\)?_\{?(?P<base>[0-9]+)\}?")
 
 
 def same_in_base(answer, label):
@@ -501,7 +506,7 @@ def same_in_base(answer, label):
     if not numeral:
         return None
     given = IN_BASE.fullmatch(answer)
-    return bool(given) and given.groups() == numeral.groups()
+    return bool(given) and given[1].upper() == numeral[1].upper() and given[2] == numeral[2]
 
 
 def same_word(answer, label):

@@ -246,9 +246,12 @@ def test_a_signal_during_the_export_says_what_is_left_to_do():
 IN_PARENT = """import os, signal, time
 from nanoorz.process import leave_on_signals
 leave_on_signals()
+read_end, write_end = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(write_end, b"1")
     time.sleep(60)
+os.read(read_end, 1)
 os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 time.sleep(0.5)

@@ -123,9 +123,9 @@ too slow: {steps} steps brought the reward from {first.reward:.2f} to {last.rewa
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
 METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
 METRICS += " paid policy_lr policy_grad_norm"
-# Columns of samples.jsonl.
-NEEDED = ["step", "problem", "label", "response", "finish_reason", "reward", "paid"]
-MORE = ["advantages"]
+# Columns of samples.jsonl, and their types.
+COLUMNS = {"step": int, "problem": int, "label": object, "response": str, "finish_reason": str}
+COLUMNS |= {"reward": int | float, "paid": int | float, "advantages": list | None}
 FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
 SOLVED = 0.9  # From this reward on, the reward need not rise.
 FLAT = 0.2  # Below this share of tokens with an advantage, there is little to learn from.
@@ -206,7 +206,7 @@ class Run:
         self.graded_own = self.graded_other = self.paid_own = self.paid_other = np.nan
         self.moved = self.fitting = np.nan
         self.graded_side = self.paid_side = self.moved_side = ""
-        if not set(NEEDED) <= set(samples):
+        if not self.logged:
             return
         again = grade_again(samples, self.config)
         if samples.paid.nunique() == 1 and self.logged >= 64:
@@ -224,10 +224,8 @@ class Run:
             told = "Within a group they agree by"
             self.agreed = f". {told} {self.paid_own:.2f} (1: wholly, 0: not at all)"
         self.paid_side, self.paid_other = best_shift(samples, samples.reward, samples.paid)
-        if "advantages" in samples:
-            is_known = samples.advantages.map(lambda x: isinstance(x, list) and len(x) > 0)
-            means = samples.advantages[is_known].map(np.mean).reindex(samples.index)
-            self.sign = agreement(samples, samples.paid, means)
+        means = pd.to_numeric(samples.advantages.map(mean_of), errors="coerce")
+        self.sign = agreement(samples, samples.paid, means)
         self.fitting = again.mean()
         if self.config.get("task") == "math":
             self.moved_side, self.moved = fit_of_other_labels(samples, self.config)
@@ -263,6 +261,13 @@ class Run:
             return ""
         pay = f"{self.first.paid:.2f} to {self.last.paid:.2f}"
         return f"; --variant {' '.join(self.pays_else)} pays something else: {pay}"
+
+
+def mean_of(numbers) -> float:
+    try:
+        return float(np.mean(numbers)) if numbers else np.nan
+    except TypeError:
+        return np.nan
 
 
 def changes_pay(variant: str) -> bool:
@@ -302,7 +307,7 @@ def grade_again(samples: pd.DataFrame, config: dict) -> pd.Series:
         return grades
     deadline = time.monotonic() + MOST_SECONDS
     # Another task may raise anything.
-    with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
+    with contextlib.suppress(Exception, SystemExit), contextlib.ExitStack() as stack:
         if not is_math:
             grader = load_task(config["task_file"]).Grader(1, form)
             stack.callback(grader.close)
@@ -446,17 +451,28 @@ def read_some_samples(folder: Path, steps) -> list[dict]:
             begin = re.match(rb'{"step": ([0-9]{1,9}),', text)
             if begin and int(begin[1]) in chosen:
                 with contextlib.suppress(ValueError, RecursionError):
-                    line = json.loads(text)
-                    samples.append({name: line[name] for name in NEEDED + MORE if name in line})
-    return samples
+                    samples.append(json.loads(text))
+    return [{name: x.get(name) for name in COLUMNS} for x in samples if is_sample(x)]
+
+
+def is_sample(line) -> bool:
+    """Has a line of samples.jsonl the columns that the doctor needs, in their types?"""
+    return isinstance(line, dict) and all(
+        isinstance(line.get(name), kind) for name, kind in COLUMNS.items()
+    )
 
 
 def read_config(folder: Path) -> dict:
+    """The flags that the doctor reads. A value of a wrong type is left out."""
+    kinds = {"task": str, "answer_form": str, "variants": list, "actor_learning_rate": float}
+    kinds |= {"kl_loss_coef": int | float, "kl_penalty_coef": int | float}
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        config = dict(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return {
+        name: config[name] for name, kind in kinds.items() if isinstance(config.get(name), kind)
+    }
 
 
 def main() -> None:
