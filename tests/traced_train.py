@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import ckpt
@@ -18,17 +19,19 @@ from nanoorz.log import RunLog
 from rollout import Sampler
 
 CALLS = []
+COUNTS = Counter()
 
 
-def record(owner, name, describe):
-    """describe: what to write down, from the arguments of the call."""
+def record(owner, name, describe=None):
+    """describe: what to write down, from the arguments of the call. None: the call is counted."""
     original = getattr(owner, name)
 
     def recorded(*arguments, **named):
-        CALLS.append([name, describe(*arguments, **named)])
-        number = [known for known, _ in CALLS].count(name)
+        if describe:
+            CALLS.append([name, describe(*arguments, **named)])
+        COUNTS[name] += 1
         is_last_rank = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-        if is_last_rank and os.environ.get("STOP_AT") == f"{name} {number}":
+        if is_last_rank and os.environ.get("STOP_AT") == f"{name} {COUNTS[name]}":
             os.kill(os.getpid(), signal.SIGTERM)
             # In the export another thread ends the process.
             time.sleep(60 if name == "save_pretrained" else 0)
@@ -53,7 +56,7 @@ if __name__ == "__main__":
     record(ckpt, "resume", lambda run_dir, source, engines, state: state.step)
     record(ckpt.RunState, "finish_step", lambda state, run_dir, memory: state.step)
     record(ckpt, "save", lambda run_dir, state, *rest: state.step)
-    record(BaseFiles, "save_pretrained", lambda files, folder: folder.name)
+    record(BaseFiles, "save_pretrained")
     record(ckpt, "export", lambda folder, *rest: folder.name)
     code = train.run(sys.argv[1:])
     run_dir = Path(sys.argv[sys.argv.index("--run_dir") + 1])
