@@ -616,8 +616,8 @@ def export(out, save_model, weights, files):
 
 
 def write_export(out, save_model, weights, files):
-    """Writes the folder. weights: {name: tensor}. After a kill there is no folder that is not
-    whole."""
+    """Writes the folder. weights: {name: tensor}. After a kill `out` is old, new or absent, and
+    never half written."""
     unfinished = out.with_name(f".{out.name}")
     remove(unfinished)
     head = {}
@@ -628,7 +628,7 @@ def write_export(out, save_model, weights, files):
     files.save_pretrained(unfinished)
     if head:
         save_file(head, unfinished / "value_head.safetensors")
-    # It may be a link to a folder elsewhere.
+    # Of a link only the link goes, and not the folder behind it.
     if out.is_symlink():
         out.unlink()
     remove(out)

@@ -125,7 +125,7 @@ def parse_label(value, is_solution=False):
             raise Unusable("#### in several places")
         if is_solution and not has_hashes:
             raise Unusable(r"a solution without \boxed{} and without ####")
-    # At the start a \r may be that of \rho.
+    # A \r at the start stays, and is refused below, because it may come from \rho.
     label = label.rstrip(BLANKS + "\r").lstrip(BLANKS)
     if not label or NO_ANSWER.fullmatch(label):
         raise Unusable(f"the label {label!r}")
@@ -154,7 +154,7 @@ def to_text(value):
         raise Unusable(f"the label {value}")
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise Unusable(f"a label of the type {type(value).__name__}")
-    # All digits: the text 1e22 would not equal 10000000000000000000000.
+    # All digits, as people write a number: 10000000000000000000000 and not 1e+22.
     return f"{Decimal(str(value)):f}"
 
 

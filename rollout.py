@@ -264,8 +264,8 @@ def make_settings(cfg, is_gpu) -> dict:
         settings["enable_chunked_prefill"] = False
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
-        # Models with recurrent layers have --packing alone. Without chunks vLLM cannot keep the
-        # states of recurrent layers in its prefix cache.
+        # Models with recurrent layers run with `--packing alone`. Without chunks vLLM cannot keep
+        # the states of recurrent layers in its prefix cache.
         settings["enable_prefix_caching"] = cfg.packing != "alone"
         # By default vLLM takes the free memory for the KV cache, which is another size in each run.
         # The size changes the schedule of the samples, and the schedule the last bits of log-probs.

@@ -69,7 +69,7 @@ def fix_date(cfg, tokenizer) -> str:
             known = json.loads((Path(cfg.run_dir) / "config.json").read_text())["template"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             known = ""
-        # Earlier versions did not keep the date.
+        # A run of an earlier version has no date, and goes on without one.
         is_dated = re.fullmatch(re.escape(begin) + "[0-9-]{10}", str(known))
         if is_dated or known == cfg.template:
             return known
@@ -101,7 +101,7 @@ def find_switches(template_flag, chat_template) -> dict:
         try:
             switches[name] = json.loads(text)
         except ValueError:
-            # A word is a text without quotes. Python's False is refused, because a text is true.
+            # A word needs no quotes. Python's False is refused: as a text it would count as true.
             if not text.isidentifier() or text.lower() in ("true", "false", "none"):
                 advice = "write true, false, a number or a word"
                 raise ValueError(f"{name}={text} is no value; {advice}") from None

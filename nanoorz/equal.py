@@ -17,8 +17,8 @@ from multiprocessing.connection import wait
 from subprocess import PIPE, Popen
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# A longer text equals only the same text. The reason: a pipe holds 64 KB, and a write of more would
-# hang if the process hangs.
+# A longer text equals only the same text. The reason: two texts, at most 12 bytes of JSON for each
+# character, must fit into a pipe of 64 KB. A write of more would hang if the process hangs.
 MAX_TEXT = 2_500
 
 # ---- spellings: what can be written in many ways gets one spelling -------------------------------
@@ -370,7 +370,7 @@ def is_unit(phrase, is_bare):
 def parse_number(text):
     """The exact value of an integer, decimal, fraction or mixed number, or None.
 
-    Returns two values: without a percent sign, and with it. 50% -> (50, 1/2)    5 -> (5, 5)
+    Returns two values: one ignores a percent sign, one applies it. 50% -> (50, 1/2)    5 -> (5, 5)
     """
     # Python refuses to read very long numbers.
     if len(text) > MAX_TEXT:
@@ -401,7 +401,7 @@ def read_repeating(match):
     return f"{sign}{top}/{'9' * len(period)}{'0' * len(before)}"
 
 
-def minutes_of(text):
+def clock_of(text):
     """(hours, minutes) of a text that may be a time of day, such as 8:34, or None."""
     clock = re.fullmatch(r"([01]?[0-9]|2[0-3]):([0-5][0-9])", text)
     return (int(clock[1]), int(clock[2])) if clock else None
@@ -454,10 +454,10 @@ def same_number(answer, label):
         return None
     if not number:
         return False
-    times = [minutes_of(text) for text in (answer, label)]
+    times = [clock_of(text) for text in (answer, label)]
     if None not in times:
         return times[0] == times[1]
-    # 10:30 and 3:07 are times. 3:10 may be a ratio, because it cannot be reduced.
+    # A time, such as 10:30 or 3:07, equals no number without a colon. 3:10 may be a reduced ratio.
     one_colon = (":" in answer) != (":" in label)
     are_times = ":0" in answer + label or any(x and math.gcd(*x) > 1 for x in times)
     if one_colon and any(times) and are_times:

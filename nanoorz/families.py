@@ -372,12 +372,12 @@ chat_template* generation_config.json
 class BaseFiles:
     """The tokenizer, the generation config and the config of a base model, to be written again.
 
-    transformers 5 would write other files, which older versions and llama.cpp cannot read. Worse,
-    they would misread the config: they do not find rope_theta in it, and take its default.
+    transformers 5 would write other files. Older versions cannot read some of them, and misread the
+    config: they do not find rope_theta in it, and take its default.
     """
 
     def __init__(self, source):
-        """source: a folder, or a name on the hub. It is read here alone, and may then move."""
+        """source: a folder, or a name on the hub. All is read now, so the folder may move later."""
         base = folder_of(source)
         paths = [path for pattern in TEXT_FILES.split() for path in base.glob(pattern)]
         self.files = {path.name: path.read_bytes() for path in paths if path.is_file()}

@@ -163,9 +163,8 @@ def share_truncated(samples):
 
 
 class Screen(io.TextIOWrapper):
-    """A stream to the screen, or to a program such as `tee`. If its reader is gone, the text is
-    dropped, because no step may be lost for a line on a screen: a terminal may be closed, and
-    Ctrl-C also ends `tee`."""
+    """A stream to the screen, or to a program such as `tee`. If its reader is gone (a closed
+    terminal, a `tee` that Ctrl-C ended), the text is dropped, so that no step is lost."""
 
     def __init__(self, descriptor):
         super().__init__(open(descriptor, "wb"), line_buffering=True)  # noqa: SIM115
@@ -402,14 +401,15 @@ def judge_answers(samples, cfg, forms) -> str:
         return ""
     if not ended:
         return "no response ends by itself: raise --generate_max_len, or change --stop"
-    told = f"in {answered} of {len(ended)} responses that end --task {cfg.task} finds an answer"
+    told = f"--task {cfg.task} finds an answer in {answered} of {len(ended)} responses that end"
     if forms:
-        told += f" in the form {cfg.answer_form}"
+        told += f", in the form {cfg.answer_form}"
     name, count = other_form([sample.text for sample in ended], cfg.answer_form, forms)
     # Nearly each text has a number.
     if name and name != "last_number":
         return f"{told}; {count} have one in another form: add --answer_form {name}"
-    one_each = {sample.request.group: sample for sample in reversed(ended)}  # of each problem
+    # The first response of each problem.
+    one_each = {sample.request.group: sample for sample in reversed(ended)}
     ends = [one_each[group].text[-300:] for group in sorted(one_each)[:3]]
     advice = "change --template or --answer_form" if forms else "change --template or the task"
     return f"{told}; {advice}; these are the ends of three responses: {ends}"

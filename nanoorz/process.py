@@ -7,7 +7,7 @@ the standard library alone.
 SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP (a terminal is closed) ask a run to stop. Before the
 models are loaded there is nothing to save, and the process ends at once (`leave_on_signals`).
 Afterwards the run saves its last finished step and ends (`Signals`). During the export all is
-saved, and the process ends at once again.
+saved, so a signal ends the process at once.
 """
 
 import contextlib

@@ -269,7 +269,7 @@ def test_a_form_that_no_response_meets_is_said_once_with_three_of_them(make_log,
         said.append(capsys.readouterr().err)
     line = said[0].rstrip("\n")
     assert said == [f"{line}\n", "", "", ""], "one line, of the first step"
-    told = "WARNING: in 0 of 8 responses that end --task math finds an answer in the form hashes; "
+    told = "WARNING: --task math finds an answer in 0 of 8 responses that end, in the form hashes; "
     assert re.match(told, line)
     assert re.findall(r"the answer is (\d)", line) == ["0", "2", "4"], "of three problems"
     assert len(line) < 1200
@@ -284,7 +284,7 @@ def test_the_form_that_the_responses_have_is_named_after_the_first_step(make_log
         drawn.answer = None
     log.step(1, samples, batch_of(samples), {}, log_file.Clock(1))
     told = (
-        "in 0 of 8 responses that end --task math finds an answer in the form orz; 7 have one in "
+        "--task math finds an answer in 0 of 8 responses that end, in the form orz; 7 have one in "
     )
     told += "another form: add --answer_form boxed_anywhere"
     assert capsys.readouterr().err == f"WARNING: {told}\n"
