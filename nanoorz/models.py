@@ -231,6 +231,16 @@ def arguments_of(function):
 # ---- engines -------------------------------------------------------------------------------------
 
 
+def is_open(path) -> bool:
+    """Has a process of this machine the file open?"""
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        # The process may end meanwhile, or belong to another user.
+        with contextlib.suppress(OSError):
+            if os.path.samefile(link, path):
+                return True
+    return False
+
+
 @functools.cache
 def compile_ops():
     """Compiles DeepSpeed's op for CPUs at the first start on a machine.
@@ -244,7 +254,10 @@ def compile_ops():
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".compiling", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / "deepspeed_shm_comm" / "lock").unlink(missing_ok=True)
+        lock = folder / "deepspeed_shm_comm" / "lock"
+        # A program without this function may be compiling there. It has the file open.
+        if lock.exists() and not is_open(lock):
+            lock.unlink(missing_ok=True)
         build_shm_op()
 
 

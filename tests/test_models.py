@@ -28,7 +28,15 @@ import ckpt
 import ppo
 from nanoorz.families import Plain, Special, find_family
 from nanoorz.head import ChunkedHead, ChunkedLogprob
-from nanoorz.models import Critic, Policy, load_model, make_critic, make_policy, named_weights
+from nanoorz.models import (
+    Critic,
+    Policy,
+    is_open,
+    load_model,
+    make_critic,
+    make_policy,
+    named_weights,
+)
 from nanoorz.ranks import UserError
 
 
@@ -294,5 +302,8 @@ def test_a_build_lock_whose_owner_was_killed_does_not_stop_the_next_start(tmp_pa
     lock.touch()
     code = "import os; from nanoorz import models; models.compile_ops()"
     env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    with lock.open():
+        assert is_open(lock)
+    assert not is_open(lock)
     run_python("-c", code, env=env)
     assert not lock.exists() and list(lock.parent.glob("*.so"))
