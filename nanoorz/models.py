@@ -247,8 +247,8 @@ def compile_ops():
 
     torch marks a folder in which it compiles by a file `lock`, and other processes wait until the
     file is gone. After a kill it stays, and each later start would wait for ever without a word. So
-    a process holds a lock of the kernel here, which ends with the process. If it finds a file
-    `lock` then, the process that made this file has ended.
+    a process holds a lock of the kernel here, which ends with the process. If nobody has the file
+    `lock` open then, the process that made this file has ended.
     """
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)

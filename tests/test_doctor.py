@@ -99,6 +99,7 @@ NEVER = {"reward": 0.0, "pass_at_n": 0.0}
 BROKEN = {"reward": [0.05] + [0.0] * 19, "truncated": [0.0] + [0.99] * 19}
 FALLING = {"pass_at_n": [0.9] * 10 + [0.7] * 10, "reward": 0.3}
 SURE = {"entropy": [0.5] * 10 + [0.01] * 10}
+PEAK = [0.1] * 5 + [0.9] * 10 + [0.5] * 5
 SHORTER = {"truncated": [0.25 - k / 80 for k in range(20)]}
 SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
 
@@ -131,6 +132,12 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         ("critic explains nothing", "-0.10", well(explained_variance=-0.1)),
         ("steps too large", "0.90 to 0.70", well(pass_at_n=[0.9] * 10 + [0.7] * 10)),
         ("steps too large", "0.60 up to step", well(reward=[0.6] * 15 + [0.2] * 5)),
+        # The pay is the reward. It was said that something else is paid.
+        (
+            "steps too large",
+            "0.90 up to step",
+            well(reward=PEAK, paid=PEAK),
+        ),
         # While the critic learns alone, steps do not count.
         ("too slow", "90%", well(reward=0.95) + well(reward=0.2, policy_lr=1e-6)),
         # The first update breaks the policy. All else follows from it.

@@ -168,12 +168,10 @@ class Run:
         self.form = "" if np.isnan(self.answered) else self.form
         self.late_pass_at_n = table.pass_at_n[self.steps // 2 :].mean()
         self.gain = last.reward - first.reward
-        self.paid_gain = last.paid - first.paid
         # The error of one step, from the differences of neighbours. A fall is few of them.
         self.noise = table.reward.diff().abs().quantile(0.8) / 1.8
         self.best, self.best_step, self.fell = self.find_fall()
         enough = np.nanmax([0.2 * (first.pass_at_n - first.reward), 0.02])
-        self.pay_rises = self.paid_gain > enough
         self.is_clear = self.gain > 4 * self.noise / self.window**0.5
         # With a penalty a run learns slowly, and learns all the same.
         has_grown = self.is_clear and self.gain > max(0.6 * first.reward, 0.02)
@@ -370,7 +368,6 @@ def examine(run: Run) -> dict[str, str]:
     # If the policy does what it is paid for, and a shipped variant pays something else, the reward
     # shows no fault.
     pays_else = bool(run.pays_else) and run.paid_own < AGREES
-    is_paid_apart = run.paid_own < AGREES or run.fell and run.pay_rises
     is_constant = not np.isnan(run.constant)
     is_graded_wrong = run.graded_own < AGREES and not is_constant
     seen = {
@@ -378,7 +375,7 @@ def examine(run: Run) -> dict[str, str]:
         "rewards of neighbours": is_graded_wrong and run.graded_other > AGREES,
         "pay of neighbours": run.paid_own < AGREES < run.paid_other and not run.pays_else,
         "wrong rewards": is_graded_wrong and not run.graded_other > AGREES,
-        "other pay": is_paid_apart and not run.paid_other > AGREES and not run.pays_else,
+        "other pay": run.paid_own < AGREES and not run.paid_other > AGREES and not run.pays_else,
         "wrong sign": run.sign < -AGREES,
         "moved labels": run.moved > max(0.1, 5 * run.fitting),
     }
