@@ -91,16 +91,17 @@ class MicroBatch:
     """R rows of packed samples. A model computes them in one forward pass.
 
     Call a model of transformers as `model(**micro.model_inputs())`. If one of these arguments were
-    absent, the samples of a row would see each other, and no error would tell.
-    `output[micro.predict]` has the M outputs that predict the response tokens: each is at the
-    position before its token.
+    absent, the samples of a row would see each other, and no error would tell. `micro.select` takes
+    the outputs that predict a response token: each is at the position before its token.
     """
 
     input_ids: Tensor  # (R, L)
     # In each sample the positions restart at 0. transformers finds the samples by these zeros, and
     # lets no token see another sample.
     position_ids: Tensor  # (R, L)
-    predict: Tensor  # (R, L) bool: is the next token a response token?
+    # (M,) where the next token is a response token, if all rows stand one after the other. It is no
+    # mask, because a GPU must count a mask, and the CPU would wait for the count.
+    places: Tensor
     token_ids: Tensor  # (M,) the response tokens
     flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
     # (M,) 1.0. A rank with fewer micro-batches than other ranks runs fillers, which have one token
@@ -114,6 +115,10 @@ class MicroBatch:
     def __post_init__(self):
         # (M,) how much each token counts in the loss. `update` multiplies by cfg.token_weights.
         self.weights = self.real
+
+    def select(self, output: Tensor) -> Tensor:
+        """The outputs that predict a response token: (R, L, ...) becomes (M, ...)."""
+        return output.flatten(0, 1).index_select(0, self.places)
 
     def model_inputs(self) -> dict:
         """The arguments of a model of transformers."""
@@ -694,7 +699,7 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
 
         position       0  1  2  3  4 | 0  1
         token          p  p  r  r  r | 0  0
-        predict        -  x  x  x  - | -  -      x: the next token is a response token
+        places            1  2  3                the next token is a response token
         flat_index        0  1  2                if the response starts at 0
     """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
@@ -723,7 +728,8 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     # The output at a position predicts the next token. So the last token of the prompt predicts the
     # first token of the response, and the last token of a part predicts nothing.
     last_of_prompt = prompt_length - 1
-    predict = (last_of_prompt <= position) & (position < length - 1)  # (R * L,)
+    predicts = (last_of_prompt <= position) & (position < length - 1)  # (R * L,) bool
+    places = predicts.nonzero()[:, 0]  # (M,)
     flat_index = response_start + position - last_of_prompt  # (R * L,)
     if alone:
         position = torch.arange(longest_row).repeat(len(rows))
@@ -731,15 +737,17 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     tensors = {
         "input_ids": input_ids.view(shape),
         "position_ids": position.view(shape),
-        "predict": predict.view(shape),
-        # `roll` puts the next token at each position. At the last one it is wrong, but that one
-        # predicts nothing.
-        "token_ids": input_ids.roll(-1)[predict],  # (M,)
-        "flat_index": flat_index[predict],  # (M,)
-        "real": torch.ones(int(predict.sum())),  # (M,)
+        "places": places,
+        "token_ids": input_ids[places + 1],  # (M,)
+        "flat_index": flat_index[places],  # (M,)
+        "real": torch.ones(len(places)),  # (M,)
         "borders": None if alone else torch.cat([ends.new_zeros(1), ends]).int(),  # (P + 1,)
     }
-    tensors = {name: x if x is None else x.to(batch.device) for name, x in tensors.items()}
+    if batch.device.type == "cuda":
+        # A GPU copies pinned memory while this process goes on.
+        tensors = {name: x if x is None else x.pin_memory() for name, x in tensors.items()}
+    for name, x in tensors.items():
+        tensors[name] = x if x is None else x.to(batch.device, non_blocking=True)
     return MicroBatch(**tensors, longest=int(lengths.max()))
 
 
@@ -753,7 +761,7 @@ def filler(device) -> MicroBatch:
     return MicroBatch(
         input_ids=zero[None],  # (1, 1)
         position_ids=zero[None],  # (1, 1)
-        predict=torch.ones((1, 1), dtype=torch.bool, device=device),
+        places=zero,
         token_ids=zero,
         flat_index=zero,
         real=zero.float(),
@@ -763,27 +771,30 @@ def filler(device) -> MicroBatch:
 
 
 def micro_batches(batch: Batch, indices: list[int], cfg):
-    """Returns an iterator over (micro-batch of this rank, is it the last one). A collective.
+    """Returns an iterator over (micro-batch of this rank, is it the last one).
 
-    The call deals the samples to the ranks, and the ranks agree on the number of micro-batches: all
-    get the same number, the last of them fillers. Without indices there is none.
+    All ranks get the same number of micro-batches, the last of them fillers. Without indices there
+    is none.
     """
-    mine = deal(batch.sample_lengths, indices, dist.get_world_size())[dist.get_rank()]
+    shares = deal(batch.sample_lengths, indices, dist.get_world_size())
+    # Each rank computes the cuts of all ranks, so it need not ask for their numbers.
+    cuts = [cut(batch.sample_lengths, share, cfg) for share in shares]
+    most = max(map(len, cuts))
+    mine = cuts[dist.get_rank()]
+    mine += [[]] * (most - len(mine))
+    return make_micro_batches(batch, mine, alone=cfg.packing == "alone")
+
+
+def cut(sizes: list[int], indices: list[int], cfg) -> list[list[list[int]]]:
+    """Cuts the samples of a rank into micro-batches, and these into rows."""
     rows_per_micro = cfg.micro_train_batch_size
-    alone = cfg.packing == "alone"
-    if alone:
+    if cfg.packing == "alone":
         # Short samples make short rows. So the limit of a micro-batch is a number of tokens: those
         # of as many full rows.
-        limit = rows_per_micro * cfg.packing_max_len
-        cuts = cut_by_length(batch.sample_lengths, mine, limit)
-    else:
-        rows = pack(batch.sample_lengths, mine, cfg.packing_max_len)
-        starts = range(0, len(rows), rows_per_micro)
-        cuts = [rows[start : start + rows_per_micro] for start in starts]
-    most = torch.tensor(len(cuts), device=batch.device)  # () of all ranks
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    cuts += [[]] * (int(most) - len(cuts))
-    return make_micro_batches(batch, cuts, alone)
+        return cut_by_length(sizes, indices, rows_per_micro * cfg.packing_max_len)
+    rows = pack(sizes, indices, cfg.packing_max_len)
+    starts = range(0, len(rows), rows_per_micro)
+    return [rows[start : start + rows_per_micro] for start in starts]
 
 
 def make_micro_batches(batch: Batch, cuts: list[list[list[int]]], alone):

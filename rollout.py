@@ -22,6 +22,7 @@ and sampling_params of ppo.Recipe. A problem needs the field prompt_ids.
 """
 
 import contextlib
+import functools
 import os
 import re
 import time
@@ -223,7 +224,11 @@ class Sampler:
         """
         if self.gpu:
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.gpu and all(self.llm.apply_model(keeps_weights_as_loaded)):
+            # Of each weight this takes a third of the time of reload_weights.
+            self.llm.apply_model(functools.partial(load_weights, weights=weights))
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.gpu:
             self.llm.wake_up(tags=["kv_cache"])
 
@@ -232,6 +237,24 @@ class Sampler:
         # At level 1 vLLM would keep a copy of the weights in the memory of the CPU.
         if self.gpu:
             self.llm.sleep(level=2)
+
+
+def keeps_weights_as_loaded(model) -> bool:
+    """Does vLLM on a GPU compute with the weights as they were loaded?
+
+    It changes quantized weights, those of experts, and those of latent attention (MLA).
+    """
+    plain = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+    methods = {type(x.quant_method).__name__ for x in model.modules() if hasattr(x, "quant_method")}
+    return methods <= plain and not any("MLA" in type(x).__name__ for x in model.modules())
+
+
+def load_weights(model, weights):
+    """Loads the weights into vLLM's model. Raises RuntimeError if the model has others, too."""
+    names = {name for name, _ in model.named_parameters()}
+    lacking = sorted(names - model.load_weights(weights))
+    if lacking:
+        raise RuntimeError(f"the sampler got {len(lacking)} weights no value, as {lacking[0]}")
 
 
 def make_settings(cfg, is_gpu) -> dict:

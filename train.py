@@ -401,12 +401,13 @@ def count_steps(cfg, problem_count):
 # ---- do sampler and trainer agree? ---------------------------------------------------------------
 
 
-def check_sampler(sampler, policy, problems, cfg):
+def check_sampler(sampler, policy, problems, cfg, moment="at the start"):
     """Compares the log-probs of policy and samplers. Returns a sentence for the screen.
 
     Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
-    if a sampler has old weights, or if models.py computes other logits than vLLM. If the difference
-    is too large, it raises a UserError, which names the cause. A collective.
+    if a sampler has other weights, or if models.py computes other logits than vLLM. If the
+    difference is too large, it raises a UserError, which names the cause. A collective. The sampler
+    sleeps while the policy computes, so it gets the weights again at the end.
     """
     seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
     # With a lower top_p the sampler's log-probs would be those of a cut distribution.
@@ -415,6 +416,7 @@ def check_sampler(sampler, policy, problems, cfg):
     )
     mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
     samples = sum(gather(mine), [])
+    sampler.sleep()
     # Nothing is learnt from these samples, so they need no rewards.
     batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
     gap = find_gap(policy, batch, cfg)
@@ -424,7 +426,9 @@ def check_sampler(sampler, policy, problems, cfg):
     if not is_small(gap, limits):
         cause = find_cause(policy, batch, cfg, limits)
         allowed = "allowed are {} and {}".format(*limits)
-        raise UserError(f"--model {cfg.model}: {sentence}; {allowed}; the cause is {cause}")
+        told = f"{moment} {sentence}; {allowed}; the cause is {cause}"
+        raise UserError(f"--model {cfg.model}: {told}")
+    sampler.sync(models.named_weights(policy))
     return sentence
 
 
@@ -538,6 +542,17 @@ def count_parameters(cfg):
     return count
 
 
+def fixed_defaults(cfg):
+    """{name: default} of the flags that a resumed run must keep: those of ppo.Recipe, of Learning
+    and of variants.
+
+    Flags in the body of Config may change, and so may the paths of variants, because ckpt.py
+    compares the texts of variants.
+    """
+    free = {"variant", *Config.__annotations__}
+    return {name: x for name, x in flags_of(type(cfg)()).items() if name not in free}
+
+
 def base_files(cfg):
     """{name of a learner: the small files of its base model}."""
     policy = families.BaseFiles(cfg.model)
@@ -594,13 +609,8 @@ def main(cfg, world, device, store):
         inputs=hash_inputs(cfg, task_text, tokenizer, problems),
         variants=cfg.variant_hashes,
     )
-    # {name: default} of the flags that a resumed run must keep: those of ppo.Recipe, of Learning
-    # and of variants. Flags in the body of Config may change, and so may the paths of variants,
-    # because ckpt.py compares the texts of variants.
-    fixed_defaults = flags_of(type(cfg)())
-    for name in ["variant", *Config.__annotations__]:
-        del fixed_defaults[name]
-    source, state = ckpt.find_start(run_dir, cfg.resume, new_state, fixed_defaults)
+    source, state = ckpt.find_start(run_dir, cfg.resume, new_state, fixed_defaults(cfg))
+    first = state.step
     # The end of a run writes result.json.
     if state.step >= total_steps and (run_dir / "result.json").exists():
         print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
@@ -669,6 +679,8 @@ def main(cfg, world, device, store):
             # 8. Sync: the sampler wakes up and gets the new weights.
             with clock("sync"):
                 rollout.sampler.sync(models.named_weights(policy))
+                if step == first:
+                    check_sampler(rollout.sampler, policy, problems, cfg, "after the first update")
 
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)

@@ -222,31 +222,18 @@ def test_pack_fills_rows_and_loses_nothing():
         assert len(rows) <= 1.5 * max(tokens / row_len, large) + 1
 
 
-def fake_dist(monkeypatch, world: int):
-    """Replaces torch.distributed in ppo.py by that of rank 0 of `world`. Returns it, and the list
-    of the numbers that all_reduce has got. It returns their maximum."""
-    counts = []
-
-    def all_reduce(tensor, op):
-        assert op is dist.ReduceOp.MAX
-        counts.append(int(tensor))
-        tensor.fill_(max(counts))
-
-    dist = mock.Mock(all_reduce=all_reduce)
-    dist.get_world_size.return_value = world
-    dist.get_rank.return_value = 0
-    monkeypatch.setattr(ppo, "dist", dist)
-    return dist, counts
-
-
 def micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world: int) -> list[list]:
-    dist, _ = fake_dist(monkeypatch, world)
-    # The first round finds the maximum over ranks, the second one uses it.
-    for _ in range(2):
-        ranks = []
-        for rank in range(world):
-            dist.get_rank.return_value = rank
-            ranks.append([micro for micro, _ in ppo.micro_batches(batch, samples, cfg)])
+    """ppo.py may ask for the world and the rank, and for no collective."""
+    monkeypatch.setattr(ppo, "dist", mock.Mock(spec=["get_world_size", "get_rank"]))
+    ppo.dist.get_world_size.return_value = world
+    ranks = []
+    for rank in range(world):
+        ppo.dist.get_rank.return_value = rank
+        micros = list(ppo.micro_batches(batch, samples, cfg))
+        assert [is_last for _, is_last in micros] == [False] * (len(micros) - 1) + [True] * bool(
+            micros
+        )
+        ranks.append([micro for micro, _ in micros])
     return ranks
 
 
@@ -270,7 +257,9 @@ def test_rows_of_one_sample_hold_no_more_tokens_than_packed_rows(seed, monkeypat
             rows, length = micro.input_ids.shape
             assert rows * length <= 4 * 64 and micro.borders is None
             assert torch.equal(micro.position_ids, torch.arange(length).expand(rows, length))
-            for row, predict in zip(micro.input_ids, micro.predict):
+            predicts = torch.zeros(micro.input_ids.numel(), dtype=torch.bool)  # (R * L,)
+            predicts[micro.places] = True
+            for row, predict in zip(micro.input_ids, predicts.view(micro.input_ids.shape)):
                 (sample,) = set(row[row > 1].tolist())
                 response = responses[sample - 2]
                 assert row[predict.roll(1)].tolist() == response
@@ -304,14 +293,14 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
     seen = []
     for micro in sum(ranks, []):
         ids, positions = micro.input_ids, micro.position_ids
-        assert positions.shape == micro.predict.shape == ids.shape
+        assert positions.shape == ids.shape
         assert ids.shape[0] <= rows and ids.shape[1] <= row_len
         starts = (positions.flatten() == 0).nonzero()[:, 0].tolist()
         assert micro.borders.tolist() == [*starts, ids.numel()]
         assert micro.borders.dtype == torch.int32
         assert micro.longest == int(micro.borders.diff().max()) and type(micro.longest) is int
         lengths = [len(x) for x in (micro.token_ids, micro.flat_index, micro.real)]
-        assert lengths == [micro.predict.sum()] * 3 and lengths[0] > 0
+        assert lengths == [len(micro.places)] * 3 and lengths[0] > 0
         if not micro.real.any():
             continue
         assert (micro.real == 1).all()
@@ -320,7 +309,7 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
         is_inside = (positions > 0) & (ids > 0)
         for numbers in (ids, positions):
             assert ((numbers - numbers.roll(1, dims=1))[is_inside] == 1).all()
-        assert torch.equal(micro.token_ids, ids[micro.predict] + 1)
+        assert torch.equal(micro.token_ids, micro.select(ids) + 1)
         assert torch.equal(micro.token_ids, torch.tensor(sum(responses, []))[micro.flat_index])
         seen += micro.flat_index.tolist()
     assert sorted(seen) == tokens_of(batch, samples)
@@ -328,16 +317,13 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
     assert not any(micro_batches_of_all_ranks(monkeypatch, batch, [], cfg, world))
 
 
-def test_the_ranks_agree_on_the_number_of_micro_batches_before_the_first(monkeypatch):
-    """A caller that takes fewer of them leaves no rank alone in a collective. The last of two is a
-    filler here, because another rank has two."""
-    _, counts = fake_dist(monkeypatch, world=1)
-    counts.append(2)  # the other rank's
-    found = ppo.micro_batches(batch_of_lists([[1]], [[2, 3]]), [0], config())
-    assert counts == [2, 1]
-    micros = [(micro.real.tolist(), is_last) for micro, is_last in found]
-    assert micros == [([1, 1], False), ([0], True)]
-    assert counts == [2, 1]
+def test_a_rank_with_fewer_micro_batches_than_another_runs_fillers(monkeypatch):
+    """The longest sample is all that the first rank gets. The others do not fit into one row."""
+    batch = batch_of_lists([[1]] * 3, [[2] * 9, [3] * 5, [4] * 5])
+    cfg = config(packing_max_len=10, micro_train_batch_size=1)
+    first, second = micro_batches_of_all_ranks(monkeypatch, batch, [0, 1, 2], cfg, world=2)
+    assert [micro.real.tolist() for micro in first] == [[1] * 9, [0]]
+    assert [micro.real.tolist() for micro in second] == [[1] * 5, [1] * 5]
 
 
 def test_a_filler_changes_no_number_of_the_log(process_group):

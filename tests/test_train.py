@@ -597,7 +597,7 @@ def test_the_mean_and_the_worst_gap_are_judged_apart(monkeypatch, process_group,
             yield k, Sample(request, [2, 3], [-1 - far] * 2, "", "stop")
 
     monkeypatch.setattr(train.ppo, "compute_logprobs", lambda *_: -torch.ones(8 * 4 * 2))
-    sampler = SimpleNamespace(generate=generate, gpu=False)
+    sampler = mock.Mock(generate=generate, gpu=False)
     policy = SimpleNamespace(device=torch.device("cpu"), module=None)
     weights = [("first", torch.zeros(2)), ("second", torch.tensor([1, of_one]))]
     monkeypatch.setattr(train.models, "named_weights", lambda _: weights)
@@ -606,6 +606,8 @@ def test_the_mean_and_the_worst_gap_are_judged_apart(monkeypatch, process_group,
             train.check_sampler(sampler, policy, problems, config())
     else:
         assert "5e-05 a token" in train.check_sampler(sampler, policy, problems, config())
+        # The policy computed while the sampler slept.
+        assert [name for name, *_ in sampler.method_calls] == ["sleep", "sync"]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -288,8 +288,7 @@ def planned(words: list[str]) -> dict[str, float]:
     if ON_GPU:
         card_gb = torch.cuda.mem_get_info()[1] / memory.GIB / memory.VISIBLE
     plan = memory.estimate(cfg, memory.model_config(cfg.model), 1, card_gb)
-    # train.py does not measure check_sampler.
-    return {phase: plan.peak(phase) for phase in plan.phases if phase != "start check"}
+    return {phase: plan.peak(phase) for phase in plan.phases}
 
 
 def bench_lab(folder: str) -> dict:

@@ -127,14 +127,13 @@ def total(items: dict[str, float]) -> float:
 def estimate(cfg, config, world: int, card_gb: float) -> Memory:
     """Returns the plan of one rank. card_gb: the card's size as it is sold."""
     rank = Rank(cfg, config, world, card_gb)
-    phases = {"always": rank.always(), "start check": rank.start_check()}
-    phases["rollout"] = {"sampler awake": rank.sampler}
+    phases = {"always": rank.always(), "rollout": {"sampler awake": rank.sampler}}
     if rank.has_critic:
         phases["critic"] = rank.update(rank.sizes.critic, rank.sizes.critic, has_head=False)
     phases["policy"] = rank.update(rank.sizes.policy, rank.sizes.learnt, has_head=True)
-    if rank.has_critic and rank.has_sums:
-        # ZeRO-2 makes its sums on a stream of their own. The sums are free after the critic's
-        # update, but the other streams cannot use this memory.
+    if rank.has_critic and rank.has_sums and world > 1:
+        # With several ranks ZeRO-2 makes its sums on a stream of their own. The sums are free after
+        # the critic's update, but the other streams cannot use this memory.
         phases["policy"]["critic's sums"] = 4 * rank.sizes.critic / rank.shards(2)
     phases["sync"] = {"sampler awake": rank.sync}
     for phase, items in phases.items():
@@ -241,17 +240,6 @@ class Rank:
             bytes_of_all += 8 * share + sum(2 ** math.ceil(math.log2(x)) for x in pinned)
         return bytes_of_all
 
-    def start_check(self) -> dict[str, float]:
-        """The policy computes log-probs of 32 samples while the sampler is awake."""
-        cfg, sizes = self.cfg, self.sizes
-        row = min(self.row(), 32 * min(cfg.prompt_max_len + 32, cfg.max_len))
-        # The highest point is in a layer's MLP or in the head.
-        forward = self.width * row * (6 * sizes.hidden + 3 * sizes.intermediate)
-        forward = max(forward, 2 * CHUNK + self.width * row * 2 * sizes.hidden)
-        if cfg.zero_stage == 3:
-            forward += self.width * min(sizes.policy, max(LIVE, sizes.embedding))
-        return {"sampler awake": self.sampler, "forward": forward}
-
     def update(self, model: int, learnt: int, has_head: bool) -> dict[str, float]:
         """What an update of one model needs at its highest point.
 
@@ -309,8 +297,10 @@ class Rank:
     def reduction(self, largest: int) -> int:
         """Gradients on their way to other ranks. largest: elements of the largest parameter."""
         if self.cfg.zero_stage == 2:
-            # ZeRO-2 has two buckets, and an fp32 copy. The largest parameter fits into a bucket.
-            return (4 + 2 * self.width) * max(BUCKET, largest)
+            # ZeRO-2 has a bucket, with several ranks two, and an fp32 copy. The largest parameter
+            # fits into a bucket.
+            buckets = 2 if self.world > 1 else 1
+            return (4 + buckets * self.width) * max(BUCKET, largest)
         # ZeRO-3 joins the gradients of a bucket in fp32.
         copies = 4 * BUCKET
         if self.cfg.zero_stage < 2:
