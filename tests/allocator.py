@@ -117,15 +117,13 @@ def micro_batch(length: int) -> ppo.MicroBatch:
     ids = torch.empty((1, length), dtype=torch.int64, device="meta")  # (1, L)
     tokens = ids[0, 1:]  # (M,)
     borders = torch.empty(2, dtype=torch.int32, device="meta")  # (2,)
-    predict = (tokens, tokens)
-    return ppo.MicroBatch(ids, ids, predict, tokens, tokens, tokens.float(), borders, length)
+    return ppo.MicroBatch(ids, ids, tokens, tokens, tokens, tokens.float(), borders, length)
 
 
-def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool, learns=True) -> list:
+def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool) -> list:
     """The requests for memory of the forward and backward passes of these rows, one by one.
 
     shape: the model's config. has_head: of the policy and its loss. Otherwise of the critic.
-    Without `learns` there is no loss and no backward pass.
     """
     AttentionInterface.register("varlen", models.packed_attention)
     numbers = torch.empty(sum(row_lengths), device="meta")  # (T,)
@@ -147,10 +145,6 @@ def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool, lear
     chunk = mock.patch.object(ChunkedHead, "chunk_size", lambda head, _: 2**27 // len(head.weight))
     with chunk, Tracker([*module.parameters(), *module.buffers()]) as tracker:
         for length in row_lengths:
-            if learns:
-                loss, _ = compute_loss(module, batch, micro_batch(length))
-                loss.backward()
-            else:
-                with torch.no_grad():
-                    module(micro_batch(length), cfg.temperature)
+            loss, _ = compute_loss(module, batch, micro_batch(length))
+            loss.backward()
     return tracker.events

@@ -22,7 +22,7 @@ NCCL = 0.5 * GIB  # NCCL's buffers of the world and of DeepSpeed's copy of it
 ASLEEP = GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
 GRAPHS = GIB
 BUCKET = 10**8  # elements of DeepSpeed's reduce bucket, as nanoorz/models.py sets it
-LIVE = 10**9  # elements that ZeRO-3 may keep gathered: DeepSpeed's default
+PREFETCH = 5 * 10**7  # elements that ZeRO-3 gathers before a layer needs them: DeepSpeed's default
 SUBGROUP = 10**9  # elements that ZeRO-3's optimizer handles at once: DeepSpeed's default
 CHUNK = 2**29  # bytes of a chunk of fp32 logits in nanoorz/head.py
 
@@ -257,12 +257,12 @@ class Rank:
         backward = common | {"activations": kept, "gaps": gaps}
         # The norm is computed in float64, parameter by parameter.
         step = 8 * min(embedding, learnt / self.shards(2))
+        gathered, of_head = self.gathered(model)
         if self.cfg.zero_stage == 3:
-            backward["gathered"] = self.width * min(model, max(LIVE, embedding))
             # The gradients of a group of parameters are flattened once more.
             step = 4 * min(learnt / self.world, SUBGROUP)
         reduction = self.reduction(min(embedding, learnt))
-        points = [backward | {"layer": layer, "reduction": reduction}]
+        points = [backward | {"layer": layer, "reduction": reduction, "gathered": gathered}]
         if not self.cfg.gradient_checkpointing:
             points[0]["activations"] += norm
         if self.on_card:
@@ -270,8 +270,23 @@ class Rank:
         if has_head:
             # head.py: a gradient in fp32, a gradient in bf16, and copies of a chunk of logits.
             head = max(4 * embedding + 2 * CHUNK, 6 * embedding + 1.5 * CHUNK)
-            points.append(backward | {"activations": kept + norm, "head": head})
+            inputs = {"activations": kept + norm, "gathered": of_head}
+            points.append(backward | inputs | {"head": head})
         return max(points, key=total)
+
+    def gathered(self, model: int) -> tuple[float, float]:
+        """The weights that ZeRO-3 has gathered in a layer's backward, and in that of the head.
+
+        Of a layer there are the gradients, too, until all of them are reduced together. A part of
+        the next layer is gathered ahead. model: its parameters.
+        """
+        if self.cfg.zero_stage < 3:
+            return 0, 0
+        sizes = self.sizes
+        layer = (sizes.policy - sizes.embeddings) / sizes.layers
+        # The last matrix may exceed what may be gathered ahead.
+        ahead = min(model, PREFETCH + sizes.hidden * sizes.intermediate)
+        return self.width * (2 * layer + ahead), self.width * (sizes.embedding + ahead)
 
     def row(self) -> int:
         """The tokens of a micro-batch."""

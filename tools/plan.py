@@ -27,8 +27,8 @@ from nanoorz.ranks import UserError, one_line
 from tools.memory import USABLE, Memory, estimate, model_config, total
 
 ADVICE = """use more GPUs or --offload optimizer; critic and policy need less with --zero_stage 3,
-    --gradient_checkpointing true or a lower --packing_max_len; rollout and sync need
-    less with a lower --gpu_memory_utilization"""
+    --gradient_checkpointing true or a lower --packing_max_len; rollout and sync need less with a
+    lower --gpu_memory_utilization"""
 
 
 def print_batches(cfg, config, world: int) -> None:
