@@ -38,7 +38,10 @@ MARKS = ("<!-- cards: made by tools/card.py -->\n", "<!-- end of cards -->\n")
 # {part: (a file of tests/ with options of pytest, or "" for a part of bench.py; what it shows)}
 PARTS = {
     "cycle": ("test_gpu_sampler.py -k eager", "the sampler without CUDA graphs: seeds, sync"),
-    "kernels": ("test_gpu_kernels.py", "attention, head, advantages, update against references"),
+    "kernels": (
+        "test_gpu_kernels.py tests/test_waits.py",
+        "attention, head, advantages, update against references; waits for the GPU",
+    ),
     "sampler": ("test_gpu_sampler.py -k 'not eager'", "the sampler with CUDA graphs, ZeRO 3, fp8"),
     "runs": ("test_gpu_runs.py -k 'not two_cards'", "whole runs: ZeRO 2 and 3, resume, signal"),
     "two_cards": ("test_gpu_runs.py -k two_cards", "two GPUs against one: NCCL, a shared sampler"),
