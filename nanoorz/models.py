@@ -165,15 +165,19 @@ def load_model(cfg, family, auto_class):
     if cfg.zero_stage == 3:
         # DeepSpeed gathers and reduces the weights of a layer together. By default each module in
         # the layer has hooks of its own, and they take half of the CPU's time.
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                set_z3_leaf_module(module, True)
+        for layer in layers_of(model):
+            set_z3_leaf_module(layer, True)
     if cfg.gradient_checkpointing:
         # A layer is computed again in the backward pass. Without dropout it draws nothing, so no
         # state of the random generators has to be kept for it.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     # from_pretrained returns the model in eval mode, in which gradient checkpointing does nothing.
     return model.train()
+
+
+def layers_of(module) -> list:
+    """The layers that gradient checkpointing computes again, one by one."""
+    return [x for x in module.modules() if isinstance(x, GradientCheckpointingLayer)]
 
 
 # The names of a value head on disk: ours and ORZ's, and those of a token classifier.
@@ -285,7 +289,11 @@ class Learner:
         elif stage < 3:
             stage = 0
         largest = max((p.numel() for p in trainable(module)), default=0)
-        settings = engine_config(cfg, stage, largest)
+        # A parameter that ZeRO-3 shards has its size in ds_numel.
+        layers = [
+            [getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers_of(module)
+        ]
+        settings = engine_config(cfg, stage, largest, max(map(sum, layers), default=0))
         # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (log.py).
         with contextlib.redirect_stdout(sys.__stdout__):
             if not torch.cuda.is_available():
@@ -347,10 +355,10 @@ def make_optimizer(parameters, lr):
     return torch.optim.AdamW(parameters, lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def engine_config(cfg, stage, largest=0):
+def engine_config(cfg, stage, largest=0, layer=0):
     """DeepSpeed's settings. The defaults would change the results, or waste memory or time.
 
-    stage: of ZeRO. largest: elements of the largest parameter.
+    stage: of ZeRO. largest: elements of the largest parameter. layer: those of the largest layer.
     """
     hidden_size = AutoConfig.from_pretrained(cfg.model).get_text_config().hidden_size
     zero = {
@@ -367,8 +375,10 @@ def engine_config(cfg, stage, largest=0):
         # Parameters smaller than this (norms, biases) are not sharded: their gathers cost time and
         # save little memory.
         "stage3_param_persistence_threshold": 10 * hidden_size,
-        # A layer's gathered weights are released after it. By default a layer that is used again
-        # within 10^9 weights stays.
+        # While a layer computes, the next one is gathered, and no more. By default ZeRO-3 holds up
+        # to 10^9 weights.
+        "stage3_prefetch_bucket_size": layer,
+        "stage3_max_live_parameters": 2 * layer,
         "stage3_max_reuse_distance": 0,
     }
     if cfg.offload == "optimizer" and stage > 0:

@@ -21,16 +21,19 @@ import kernels  # noqa: F401 (varlen_attn's kernel on a CPU)
 import tiny
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param, z3_leaf_module
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ppo
-from nanoorz import models, ranks
+from nanoorz import families, models, ranks
 from nanoorz.families import Plain
 from nanoorz.ranks import gather
+from tools import memory
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
-SGD_KINDS = ("step", "nonfinite", "bf16")  # their update is the gradient itself
+SGD_KINDS = ("step", "nonfinite", "bf16", "family")  # their update is the gradient itself
 CPU = torch.device("cpu")
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -48,8 +51,9 @@ def config(model="-", **changes):
 def cell(name: str, kind: str, tied=True, whole=False, spec=None, **settings) -> dict:
     """cell_KIND gets the settings and `spec`.
 
-    tied: of the model's embeddings. whole: small parameters stay whole under ZeRO-3, as in a run;
-    else everything is sharded and the embedding exceeds a bucket, as in a large model.
+    tied: of the model's embeddings, or the key of another model (reader). whole: small parameters
+    stay whole under ZeRO-3, as in a run; else everything is sharded and the embedding exceeds a
+    bucket, as in a large model.
     """
     options = {"name": name, "kind": kind, "tied": tied, "whole": whole, "spec": spec or {}}
     return options | {"settings": settings}
@@ -276,6 +280,55 @@ def cell_adamw(cfg, spec) -> dict:
     numbers = {key: group[key] for key in ("betas", "weight_decay", "lr")}
     result = {"start": start, "policy": weights(policy), "stats": stats}
     return result | {"numbers": numbers, "offloaded": offloaded}
+
+
+def cell_family(cfg, spec) -> dict:
+    """The gradient of an SGD update of the policy, and the number of layers that are one unit."""
+    families.replace_auto(cfg)
+    batch = make_batch()
+    policy = models.make_policy(cfg)
+    start = weights(policy)
+    ppo.compute_advantages(batch, cfg)
+    cfg.train_policy(policy, batch, step=0, total_steps=1)
+    gradient = {name: (start[name] - tensor) / LR for name, tensor in weights(policy).items()}
+    layers = [x for x in policy.module.modules() if isinstance(x, GradientCheckpointingLayer)]
+    return {"gradient": gradient, "layers": sum(map(z3_leaf_module, layers))}
+
+
+def cell_gathered(cfg, spec) -> dict:
+    """How many weights ZeRO-3 has gathered at most: in the forward pass, in the backward pass, and
+    after each. They are counted where a layer begins and ends."""
+    policy = models.make_policy(cfg)
+    found = {"forward": 0, "backward": 0}
+    phase = "forward"
+
+    def gathered() -> int:
+        parameters = policy.module.parameters()
+        return sum(p.ds_numel for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE)
+
+    def count(*_) -> None:
+        found[phase] = max(found[phase], gathered())
+
+    for layer in policy.module.model.base_model.layers:
+        # DeepSpeed's own hooks come before the first of these and after the second.
+        layer.register_forward_pre_hook(count)
+        layer.self_attn.register_forward_hook(count)
+        layer.mlp.register_full_backward_hook(count)
+    batch = make_batch()
+    ppo.compute_advantages(batch, cfg)
+    for _ in range(3):
+        # DeepSpeed records the order of the layers in the first round.
+        found |= {"forward": 0, "backward": 0}
+        for micro, is_last in ppo.micro_batches(batch, batch.all_indices(), cfg):
+            phase = "forward"
+            loss, _ = cfg.policy_loss(policy, batch, micro)
+            found["after forward"] = gathered()
+            phase = "backward"
+            policy.backward(loss, is_last)
+            found["after backward"] = gathered()
+        policy.apply_update(0.0)
+    plan = memory.Rank(cfg, policy.module.model.config, world=2).gathered()
+    return found | {"plan": [size / 4 for size in plan]}
 
 
 # ---- all of them ---------------------------------------------------------------------------------

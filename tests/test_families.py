@@ -12,7 +12,7 @@ import pytest
 import tiny as maker
 import torch
 from conftest import ROOT, jsonl, launch, run_ranks, run_tool
-from ppo_worker import config, make_batch
+from ppo_worker import cell, config, make_batch, reader
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -102,6 +102,31 @@ def test_rows_equal_single_samples(name, folder_of, process_group):
         named = dict(policy.model.named_parameters())
         found = gradient_of(named[text] for text in text_names(slow) if text in named)
         assert (found - expected).norm() < 1e-5 * expected.norm(), cfg.packing
+
+
+ALL = {"packing": "auto", "attention": "auto", "gradient_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def sharded(folder_of, tmp_path_factory):
+    """result(ranks, name): an update at ZeRO 0 by one rank, and at ZeRO 3 by two."""
+    folders = {name: folder_of(name) for name in families.FAMILIES}
+    one = [cell(name, "family", tied=name, zero_stage=0, **ALL) for name in folders]
+    two = [cell(name, "family", tied=name, zero_stage=3, **ALL) for name in folders]
+    return reader(one, two, tmp_path_factory.mktemp("cells"), folders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_zero_3_gathers_whole_layers_and_changes_no_gradient(name, sharded, process_group):
+    """DeepSpeed fills in zeros if it looks for the gradients of a layer before they are there."""
+    expected = sharded(1, name)["gradient"]
+    found = sharded(2, name)
+    assert found["layers"] == families.SIZES["num_hidden_layers"]
+    assert found["gradient"].keys() == expected.keys()
+    for weight, gradient in found["gradient"].items():
+        limit = 1e-4 * expected[weight].norm() + 1e-7
+        assert (gradient - expected[weight]).norm() < limit, weight
 
 
 def text_names(model):

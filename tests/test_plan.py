@@ -13,7 +13,7 @@ import pytest
 import tiny as maker
 import torch
 from conftest import ROOT, clean_environment, config, run_tool, stand_in
-from ppo_worker import make_batch
+from ppo_worker import cell, make_batch, reader
 
 import ppo
 from nanoorz import models
@@ -84,6 +84,36 @@ def test_a_pass_needs_the_planned_memory(name, checkpointing, row, changes, has_
     allocator.replay(events, card=1.1 * planned)
     with pytest.raises(MemoryError):
         allocator.replay(events, card=0.9 * planned)
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory):
+    """result(2, name): the weights that ZeRO-3 has gathered, with gradient checkpointing or not."""
+    folder = tmp_path_factory.mktemp("gathered")
+    models = {}
+    cells = []
+    for tied in (True, False):
+        models[tied] = maker.make_model(
+            folder / f"{tied}", tied=tied, hidden=64, layers=6, vocab=64
+        )
+        for again in (True, False):
+            flags = {"zero_stage": 3, "gradient_checkpointing": again}
+            cells.append(cell(f"{tied} {again}", "gathered", tied=tied, **flags))
+    return reader([], cells, folder, models)
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.engine
+def test_zero_3_holds_a_layer_and_the_next_one(tied, again, gathered):
+    found = gathered(2, f"{tied} {again}")
+    # The plan counts the gradients of a layer, too.
+    of_layer, of_head = found["plan"]
+    for phase in ("forward", "backward"):
+        assert 0.9 * of_layer / 3 < found[phase] <= 2 / 3 * of_layer, phase
+    # Then the weights are gathered with which the backward pass begins.
+    assert found["after forward"] <= of_head
+    assert found["after backward"] == 0
 
 
 # Bytes of a trained parameter on one of 8 ranks: weights, masters and moments, gradient sums.

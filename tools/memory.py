@@ -22,7 +22,6 @@ NCCL = 0.5 * GIB  # NCCL's buffers of the world and of DeepSpeed's copy of it
 ASLEEP = GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
 GRAPHS = GIB
 BUCKET = 10**8  # elements of DeepSpeed's reduce bucket, as nanoorz/models.py sets it
-PREFETCH = 5 * 10**7  # elements that ZeRO-3 gathers before a layer needs them: DeepSpeed's default
 SUBGROUP = 10**9  # elements that ZeRO-3's optimizer handles at once: DeepSpeed's default
 CHUNK = 2**29  # bytes of a chunk of fp32 logits in nanoorz/head.py
 
@@ -257,7 +256,7 @@ class Rank:
         backward = common | {"activations": kept, "gaps": gaps}
         # The norm is computed in float64, parameter by parameter.
         step = 8 * min(embedding, learnt / self.shards(2))
-        gathered, of_head = self.gathered(model)
+        gathered, of_head = self.gathered()
         if self.cfg.zero_stage == 3:
             # The gradients of a group of parameters are flattened once more.
             step = 4 * min(learnt / self.world, SUBGROUP)
@@ -274,19 +273,19 @@ class Rank:
             points.append(backward | inputs | {"head": head})
         return max(points, key=total)
 
-    def gathered(self, model: int) -> tuple[float, float]:
+    def gathered(self) -> tuple[float, float]:
         """The weights that ZeRO-3 has gathered in a layer's backward, and in that of the head.
 
-        Of a layer there are the gradients, too, until all of them are reduced together. A part of
-        the next layer is gathered ahead. model: its parameters.
+        In a layer's backward these are the weights of the layer and of the next one, and the
+        gradients of the layer, which are reduced together.
         """
         if self.cfg.zero_stage < 3:
             return 0, 0
         sizes = self.sizes
         layer = (sizes.policy - sizes.embeddings) / sizes.layers
-        # The last matrix may exceed what may be gathered ahead.
-        ahead = min(model, PREFETCH + sizes.hidden * sizes.intermediate)
-        return self.width * (2 * layer + ahead), self.width * (sizes.embedding + ahead)
+        # The last matrix that is gathered ahead may exceed the limit, which is two layers.
+        ahead = 2 * layer + sizes.hidden * sizes.intermediate
+        return self.width * 3 * layer, self.width * max(sizes.embedding + layer, ahead)
 
     def row(self) -> int:
         """The tokens of a micro-batch."""
