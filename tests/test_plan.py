@@ -161,7 +161,7 @@ def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
         (f"{GSM8K} --zero_stage 0 --bf16 false", "always: weights 1.8 .* moments 3.7 "),
         (
             f"{LARGE} --machines 4 --gpus 8 --gpu_memory_utilization 0.7",
-            "rollout: .* = 65.0\n.*policy: .* gathered 1.1 = 24.4\n.* 698,460 tokens,",
+            "rollout: .* = 65.0\n.*policy: .* gathered 1.3 = 24.6\n.* 698,460 tokens,",
         ),
         (f"{LARGE} --gpus 8 --kv_cache_gb 4", "KV cache: 74,898 tokens"),
         # Of 18 B a parameter ten are pinned, which takes 2 + 2 + 1 GiB. The moments take 3.7 GiB.
@@ -180,7 +180,7 @@ def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
         (LARGE, "WARNING: .*: phase rollout .*, critic .*, policy .*, sync .*--offload optimizer"),
         (
             f"{LARGE} --gpus 8 --micro_train_batch_size 8",
-            "WARNING: .* fit: phase .*, critic .*, policy ",
+            "WARNING: .* fit: phase critic .*, policy ",
         ),
         (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.23", "WARNING: .*rollout: the KV cache .*"),
     ],
