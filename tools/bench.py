@@ -1,7 +1,11 @@
 """Measures speed and memory: `python tools/bench.py [PART ...]`. Without a PART it runs all parts.
 
     reward    checks per second, of two grading processes
-    update    an update with each kind of attention; on a CPU also against bare transformers
+    update    an update by the length of its rows, and with each kind of attention; on a CPU also
+              against bare transformers
+    host      the CPU's work for a micro-batch: kernels that it starts, and milliseconds. The part
+              uses no GPU
+    sync      a sync of the sampler, by the size of the model
     rollout   tokens per second of the sampler, and of vLLM without our code
     step      steps of train.py, beside the plan of tools/plan.py
     zero2     steps of PPO with a critic at ZeRO 2
@@ -26,6 +30,8 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,11 +41,18 @@ if __name__ == "__main__":
 # train.py sets these variables too. They must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+if sys.argv[1:] == ["host"]:
+    # This part measures the CPU's work. So it does not use the GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+import torch.distributed as dist
 from tokenizers.pre_tokenizers import ByteLevel
+from torch.autograd import DeviceType
 from torch.nn.utils.rnn import pad_sequence
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -47,7 +60,7 @@ import reward
 import rollout
 import train
 from nanoorz import families, models
-from nanoorz.ranks import start_distributed
+from nanoorz.ranks import WITHOUT_LAUNCHER, start_distributed
 from tools import base_model, memory
 from tools.runs import read_lines
 
@@ -58,6 +71,9 @@ SHAPES = {
     "tiny": {"vocab_size": 512},
     "small": dict(zip(memory.FIELDS, (512, 4, 8, 8, 1408, 32768, True))),
     "0.5B": dict(zip(memory.FIELDS, memory.SHAPES["Qwen/Qwen2.5-0.5B"])),
+    "1.5B": dict(zip(memory.FIELDS, memory.SHAPES["Qwen/Qwen2.5-1.5B"])),
+    # The layers of 0.5B, so narrow that their arithmetic takes no time.
+    "narrow": dict(zip(memory.FIELDS, (28, 24, 14, 2, 32, 1000, True))),
 }
 FP32 = "--bf16 false --zero_stage 0 --gradient_checkpointing false"
 # A coin is the reward, because random models are never right and nothing is learnt from a group of
@@ -105,15 +121,17 @@ def make_config(model: str, flags: str) -> train.Config:
     return cfg
 
 
-def make_batch(shortest: int, longest: int, device) -> ppo.Batch:
-    """Makes eight samples of random tokens. Lengths rise evenly. A prompt has eight tokens."""
+def make_batch(shortest: int, longest: int, device, count: int = 8) -> ppo.Batch:
+    """Makes samples of random tokens. Lengths rise evenly. A prompt has eight tokens."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.linspace(shortest, longest, 8).int().tolist()
+    lengths = torch.linspace(shortest, longest, count).int().tolist()
     ids = [torch.randint(1, 512, (n,), generator=generator).tolist() for n in lengths]
     prompts, responses = [sample[:8] for sample in ids], [sample[8:] for sample in ids]
-    batch = ppo.Batch(prompts, responses, torch.arange(8), torch.ones(8).double(), device, {}, [])
-    advantages = torch.randn(sum(map(len, responses)), generator=generator)  # (T,)
-    batch.per_token["advantages"] = advantages.to(device)
+    groups, rewards = torch.arange(count), torch.ones(count).double()
+    batch = ppo.Batch(prompts, responses, groups, rewards, device, {}, [])
+    for name in ("advantages", "values", "returns"):
+        numbers = torch.randn(sum(map(len, responses)), generator=generator)  # (T,)
+        batch.per_token[name] = numbers.to(device)
     return batch
 
 
@@ -147,11 +165,23 @@ def held_gib() -> float:
     return (total - free) / memory.GIB
 
 
-def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int) -> dict:
-    """Times updates of samples of `shortest` to `longest` tokens, in rows of `row` tokens."""
+def gpu_seconds(function) -> float:
+    """Returns the sum of the times of all kernels on the GPU."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        seconds_of(function)
+    events = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+    # The time of an annotation is that of its kernels.
+    kernels = [event for event in events if not event.is_user_annotation]
+    return sum(kernel.self_device_time_total for kernel in kernels) / 1e6
+
+
+def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: list[int]) -> dict:
+    """Times updates of samples of `shortest` to `longest` tokens, for each length of the rows.
+
+    The comparisons use the last length.
+    """
     start_distributed()
-    flags = f"--max_len {longest} --packing_max_len {row}"
-    cfg = make_config(random_model(folder, shape), flags)
+    cfg = make_config(random_model(folder, shape), f"--max_len {longest}")
     policy = models.make_policy(cfg)
     batch = make_batch(shortest, longest, policy.device)
 
@@ -159,14 +189,19 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, row: int)
         # The learning rate is 0.
         ppo.update(policy, cfg.policy_loss, batch, batch.all_indices(), 0.0, cfg)
 
-    seconds = {}
+    figures = {}
+    for row in rows:
+        cfg.packing_max_len = row
+        seconds = median_seconds(update)
+        figures[f"rows of {row}: seconds of an update"] = seconds
+        figures[f"rows of {row}: tokens/s of an update"] = sum(batch.sample_lengths) / seconds
+        if ON_GPU:
+            figures[f"rows of {row}: busy share of the GPU"] = gpu_seconds(update) / seconds
     best, *others = attentions()
-    for name in (*others, best):
-        policy.module.model.set_attn_implementation(name)
-        seconds[name] = median_seconds(update)
-    figures = {"tokens/s of an update": sum(batch.sample_lengths) / seconds[best]}
     for name in others:
-        figures[f"seconds of an update with {name} / with {best}"] = seconds[name] / seconds[best]
+        policy.module.model.set_attn_implementation(name)
+        ratio = median_seconds(update) / seconds
+        figures[f"seconds of an update with {name} / with {best}"] = ratio
     if not ON_GPU:
         bare = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
         passes = [functools.partial(bare_pass, bare, batch, count) for count in (1, 2, 4)]
@@ -190,6 +225,110 @@ def bare_pass(model, batch: ppo.Batch, count: int) -> None:
         labels = pad_sequence(group, batch_first=True, padding_value=-100)  # (R, L)
         # Causal attention does not see the padding, which stands on the right.
         model(input_ids=labels.clamp(min=0), labels=labels).loss.backward()
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that start a kernel on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        # A view or an empty tensor starts none.
+        names = ("empty", "new_empty", "_unsafe_view")
+        self.count += not (operation.is_view or operation.__name__.startswith(names))
+        return operation(*args, **(kwargs or {}))
+
+
+def replace_attention() -> None:
+    """Lets varlen_attn run on a CPU without arithmetic."""
+    from torch.nn.attention import varlen
+
+    @varlen._varlen_attn.register_kernel("cpu")
+    def forward(query, *_):
+        lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+        return query.clone(), lse, torch.zeros(2, dtype=torch.uint64)
+
+    @varlen._varlen_attn_backward.register_kernel("cpu")
+    def backward(upstream, query, key, value, *_):
+        return upstream.clone(), torch.zeros_like(key), torch.zeros_like(value)
+
+
+def bench_host(folder: str) -> dict:
+    """Measures the CPU's work for a micro-batch. It does not depend on the size of the tensors.
+
+    The milliseconds are those of a CPU that needs 1 us to add two small tensors.
+    """
+    # start_distributed would refuse the CUDA stack without a GPU.
+    os.environ |= WITHOUT_LAUNCHER
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    replace_attention()
+    # oneDNN needs 40 us to start a small product in bf16.
+    torch.backends.mkldnn.set_flags(False)
+    torch.set_num_threads(1)
+    model = random_model(folder, "narrow")
+    # Two samples fill a row, and each row is a micro-batch.
+    batch, rows = make_batch(12, 12, torch.device("cpu"), count=24), 12
+    figures = {}
+    for name, stage in itertools.product(("policy", "critic"), (0, 2, 3)):
+        flags = f"--zero_stage {stage} --bf16 {str(stage > 0).lower()}"
+        flags += " --max_len 24 --packing_max_len 24 --gradient_checkpointing true"
+        cfg = make_config(model, flags)
+        # A flag could not choose varlen on a CPU.
+        cfg.attention = "varlen"
+        learner = getattr(models, f"make_{name}")(cfg)
+        inputs = (learner, getattr(cfg, f"{name}_loss"), batch, batch.all_indices(), 0.0, cfg)
+        update = functools.partial(ppo.update, *inputs)
+        rounds = [(cpu_seconds(update), cpu_seconds(add_1000_times)) for _ in range(10)]
+        seconds, unit = map(min, zip(*rounds))
+        # The kernels of the optimizer do not count. So the optimizer does not run.
+        learner.apply_update = lambda lr: 0.0
+        with Kernels() as kernels:
+            update()
+        figures[f"{name}, ZeRO {stage}: kernels of a micro-batch"] = kernels.count / rows
+        figures[f"{name}, ZeRO {stage}: milliseconds of a micro-batch"] = seconds / unit / rows
+    return figures
+
+
+def cpu_seconds(function) -> float:
+    begin = time.thread_time()
+    function()
+    return time.thread_time() - begin
+
+
+def add_1000_times() -> None:
+    numbers = torch.ones(16)
+    for _ in range(1000):
+        numbers + numbers
+
+
+def bench_sync(folder: str, *shapes: str) -> dict:
+    figures = {}
+    for shape in shapes:
+        # Each size has its own process, because an engine keeps its memory until its process ends.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            figures |= pool.submit(time_sync, f"{folder}/{shape}", shape).result()
+    return figures
+
+
+def time_sync(folder: str, shape: str) -> dict:
+    start_distributed()
+    cfg = make_config(random_model(folder, shape), "--kv_cache_gb 1 --enforce_eager true")
+    sampler = rollout.Sampler(cfg)
+    sampler.sleep()
+    policy = models.make_policy(cfg)
+
+    def sync() -> None:
+        sampler.sync(models.named_weights(policy))
+
+    rounds = []
+    for _ in range(6):
+        # A sync wakes the sampler.
+        rounds.append(seconds_of(sync))
+        sampler.sleep()
+    sizes = [weight.nbytes for _, weight in models.named_weights(policy)]
+    figures = {"milliseconds of a sync": 1000 * statistics.median(rounds[1:])}
+    figures["GiB of the weights"] = sum(sizes) / memory.GIB
+    return {f"{shape}: {figure}": value for figure, value in figures.items()}
 
 
 def bench_rollout(folder: str, shape: str, tokens: int) -> dict:
@@ -302,10 +441,13 @@ def bench_lab(folder: str) -> dict:
     return {"seconds of a step": median_of(lines, "seconds")} | figures
 
 
+UPDATE = ("0.5B", 4096, 4096, [4096, 16384]) if ON_GPU else ("small", 24, 512, [2048, 512])
 # {part: its function, and what the function is given beside a folder}
 PARTS = {
     "reward": (bench_reward,),
-    "update": (bench_update, *(("0.5B", 4096, 4096, 16384) if ON_GPU else ("small", 24, 512, 512))),
+    "update": (bench_update, *UPDATE),
+    "host": (bench_host,),
+    "sync": (bench_sync, *(("0.5B", "1.5B") if ON_GPU else ("tiny", "small"))),
     "rollout": (bench_rollout, *(("0.5B", 256) if ON_GPU else ("tiny", 48))),
     "step": (bench_step, STEP),
     "zero2": (bench_step, CRITIC),

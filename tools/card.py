@@ -48,7 +48,9 @@ PARTS = {
     "zero2": ("", "two steps of 0.5B with a critic at ZeRO 2"),
     "zero3": ("", "two steps of 0.5B with a critic at ZeRO 3"),
     "step": ("", "four GRPO steps of 0.5B; verl's published step takes 6.39 s on one H100"),
-    "update": ("", "an update of 0.5B with each kind of attention"),
+    "update": ("", "an update of 0.5B by the length of its rows, and with each kind of attention"),
+    "host": ("", "the CPU's work for a micro-batch: kernels and milliseconds"),
+    "sync": ("", "a sync of the sampler, by the size of the model"),
     "rollout": ("", "the sampler's tokens/s"),
     "lab": ("", "the laboratory: 40 steps of PPO with a critic from a small base model"),
 }
