@@ -101,6 +101,8 @@ def act_as_on_a_gpu() -> None:
 def find(rollout, policy, problems) -> dict:
     import rollout_worker as worker
 
+    from rollout import keeps_weights_as_loaded
+
     sampler = rollout.sampler
     requests = worker.mixed_requests(problems[:2], longest=8)
     if sampler.cfg.tensor_parallel == 1:
@@ -118,6 +120,12 @@ def find(rollout, policy, problems) -> dict:
     found["lost"] = sum(gather(sampler.llm.apply_model(is_lost)), [])
     sampler.sync(worker.models.named_weights(policy))
     found["after sleep"] = worker.generated(sampler, requests, with_logprobs=True)
+    found["as loaded"] = sampler.llm.apply_model(keeps_weights_as_loaded)
+    named = worker.models.named_weights(policy)
+    try:
+        sampler.sync(pair for pair in named if pair[0] != "model.norm.weight")
+    except RuntimeError as error:
+        found["lacking"] = str(error)
     return found
 
 

@@ -116,8 +116,10 @@ SETTINGS = {
     "with other losses": {"variant": ["cispo", "entropy_bonus", "kl_loss"]},
     "a row for each sample": {"packing": "alone"},
 }
-# transformers asks here whether a row has several samples. varlen needs no mask.
-MASKS = re.compile("masking_utils.py")
+# Waits of a micro-batch that others make. transformers asks whether a row has several samples, to
+# make a mask. varlen needs none. DeepSpeed's ZeRO-3 ends each backward pass with a wait, which does
+# nothing on a CPU.
+ALLOWED = {"sdpa": "/masking_utils.py", "ZeRO-3": "/torch/cuda/streams.py"}
 
 
 def waits_of_updates(name, stage, setting, folder) -> tuple[Counter, Counter]:
@@ -160,6 +162,9 @@ def waits_of_updates(name, stage, setting, folder) -> tuple[Counter, Counter]:
 def test_no_micro_batch_waits_for_the_gpu(name, stage, setting, device, tiny, process_group):
     few, many = waits_of_updates(name, stage, setting, tiny["model"])
     of_micro_batches = {line for line in many if many[line] > few[line]}
-    assert all(map(MASKS.search, of_micro_batches)), of_micro_batches
+    allowed = [ALLOWED["sdpa"]] if stage == 0 or "packing" in SETTINGS[setting] else []
+    allowed += [ALLOWED["ZeRO-3"]] if stage == 3 else []
+    for line in of_micro_batches:
+        assert any(file in line for file in allowed), line
     of_update = {line: few[line] for line in few if line not in of_micro_batches}
     assert sum(of_update.values()) <= 10, of_update
