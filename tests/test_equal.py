@@ -130,6 +130,14 @@ def test_numbers_are_equal_in_every_spelling_and_only_then():
                 assert equal.quick_verdict(text, label) is False, (text, label)
 
 
+def test_plain_numbers_get_the_verdict_of_the_rules_that_they_skip():
+    whole = ["0", "007", "7", "70", "1234"]
+    plain = [a + b + c for a in ("", "+", "-") for b in whole for c in ("", ".0", ".70", ".7")]
+    for answer, label in product(plain, plain):
+        expected = equal.same_number(*equal.prepare(answer, label))
+        assert equal.quick_verdict(answer, label) is expected, (answer, label)
+
+
 def test_integers_are_exact_up_to_2500_characters_and_longer_ones_equal_only_themselves():
     big = "9" * 2_499
     assert equal.quick_verdict("0" + big, big) is True
