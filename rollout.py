@@ -288,8 +288,9 @@ def make_settings(cfg, is_gpu) -> dict:
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
         # Models with recurrent layers run with `--packing alone`. Without chunks vLLM cannot keep
-        # the states of recurrent layers in its prefix cache.
-        settings["enable_prefix_caching"] = cfg.packing != "alone"
+        # the states of recurrent layers in its prefix cache. On a CPU this cache holds blocks of
+        # 128 tokens. With shorter samples it only takes time.
+        settings["enable_prefix_caching"] = cfg.packing != "alone" and cfg.max_len > 128
         # By default vLLM takes the free memory for the KV cache, which is another size in each run.
         # The size changes the schedule of the samples, and the schedule the last bits of log-probs.
         kv_cache_gb = cfg.kv_cache_gb or 1
