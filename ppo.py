@@ -929,8 +929,9 @@ def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=Non
     for part, lr in zip(parts, rates):
         part = part.tolist()
         is_needed = needed is None or not set(needed).isdisjoint(part)
-        if is_needed and sum_of_weights(batch, learner.name, part) > 0:
-            history.append(update(learner, loss_fn, batch, part, lr, cfg))
+        denominator = sum_of_weights(batch, learner.name, part)
+        if is_needed and denominator > 0:
+            history.append(update(learner, loss_fn, batch, part, lr, cfg, denominator))
     if not history:
         # Without samples `update` only returns the numbers to log.
         return update(learner, loss_fn, batch, [], rates[0], cfg)
@@ -1074,8 +1075,13 @@ def join_stats(history: list[Stats], denominator, response_tokens) -> dict[str, 
         require_same_names(names, stats.names())
     # A rank with other names would call other collectives below, and all would hang.
     if dist.get_world_size() > 1:
-        for other in gather(names):
-            require_same_names(names, other)
+        # The largest of the ranks' hashes, and the smallest with a minus. A gather of the names
+        # would make a GPU wait for each rank.
+        hashes = torch.tensor([hash64(names), -hash64(names)], device=history[0].real.device)
+        dist.all_reduce(hashes, op=dist.ReduceOp.MAX)
+        if hashes.sum() != 0:
+            for other in gather(names):
+                require_same_names(names, other)
     sums = []
     for name in history[0].losses:
         column = torch.stack([stats.losses[name] for stats in history])  # (micro-batches,)

@@ -369,9 +369,14 @@ def test_other_names_in_a_micro_batch_or_on_a_rank_are_refused(process_group, mo
     with pytest.raises(ranks.UserError, match=told):
         ppo.join_stats([stats_of("a", "b"), stats_of("b")], denominator=1, response_tokens=2)
     monkeypatch.setattr(ppo.dist, "get_world_size", lambda: 2)
+    hash_of_b = ranks.hash64(["b"])
+    theirs = torch.tensor([hash_of_b, -hash_of_b])
+    reduce = mock.Mock(side_effect=lambda x, op: x.copy_(torch.maximum(x, theirs)))
+    monkeypatch.setattr(ppo.dist, "all_reduce", reduce)
     monkeypatch.setattr(ppo, "gather", lambda names: [names, ["b"]])
     with pytest.raises(ranks.UserError, match=told):
         ppo.join_stats([stats_of("a", "b")], denominator=1, response_tokens=2)
+    assert reduce.call_count == 1, "the ranks would wait in it"
 
 
 def tokens_of(batch: ppo.Batch, samples) -> list[int]:
