@@ -35,14 +35,16 @@ def pack_experts_again():
     method_class.process_weights_after_loading = pack_again
 
 
-def sync_once(sync=Sampler.sync):
-    """After the first sync, of the base model, the sampler gets no weights any more."""
+def stop_syncs(sync=Sampler.sync):
+    """After SYNCS syncs the sampler gets no weights any more. The start has two, one of them by its
+    check, and so has the first step."""
+    left = iter(range(int(os.environ["SYNCS"])))
 
-    def sync_first(sampler, weights):
-        sync(sampler, weights)
-        Sampler.sync = lambda sampler, weights: None
+    def sync_or_not(sampler, weights):
+        if next(left, None) is not None:
+            sync(sampler, weights)
 
-    Sampler.sync = sync_first
+    Sampler.sync = sync_or_not
 
 
 if __name__ == "__main__":

@@ -105,7 +105,12 @@ def main(folder: str, *names: str) -> None:
         # Evaluations are left out.
         flags += ["--eval_interval", "0", *RUNS[name], "--run_dir", folder / name]
         # One thread, as under accelerate launch. Relative paths are those of FOLDER.
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CHANGE": "sync_once"}
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "CHANGE": "stop_syncs",
+            "SYNCS": "4",
+        }
         run_python(ROOT / script, *flags, cwd=folder, env=env, timeout=None)
         record(folder / name, RECORDED / name)
     pack_samples()

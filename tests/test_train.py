@@ -741,6 +741,15 @@ def test_two_ranks_that_shard_everything_draw_what_one_rank_draws(one_rank, unti
     assert answers[::2] == answers[1::2], "evaluated greedily"
 
 
+def test_a_sync_that_loses_the_weights_ends_the_run_after_the_first_update(tiny, tmp_path):
+    """The check at the start cannot see it, because the sampler has the base model's weights."""
+    flags = SMALL | tiny | {"run_dir": tmp_path, "warmup_updates": 1, "actor_learning_rate": 1e-2}
+    words = [ROOT / "tests/changed_train.py", *arguments(flags)]
+    [(_, said)] = run_ranks(words, 1, code=2, env={"CHANGE": "stop_syncs", "SYNCS": "2"})
+    told = "after the first update sampler and trainer differ by .*; the cause is the sampler"
+    assert re.search(told, said), said
+
+
 @SLOW
 def test_two_ranks_sharing_a_sampler_draw_what_one_rank_draws(tiny, shared_memory, tmp_path):
     """The samples of one rank, dealt to the trainer once; synced under ZeRO 3."""
