@@ -99,8 +99,9 @@ class MicroBatch:
     # In each sample the positions restart at 0. transformers finds the samples by these zeros, and
     # lets no token see another sample.
     position_ids: Tensor  # (R, L)
-    # (M,) where the next token is a response token, if all rows stand one after the other. It is no
-    # mask, because a GPU must count a mask, and the CPU would wait for the count.
+    # (M,) the places whose next token is a response token. Place p is token p of the R * L tokens
+    # of all rows, one row after the other. A mask would do the same, but a GPU must count a mask,
+    # and the CPU would wait for the count.
     places: Tensor
     token_ids: Tensor  # (M,) the response tokens
     flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
@@ -357,7 +358,7 @@ class Recipe:
         return params
 
     def allowed_gap(self, of_mean: float, of_worst: float) -> tuple[float, float]:
-        """How far the log-probs of sampler and trainer may differ at the start.
+        """How far the log-probs of sampler and trainer may differ in the start check.
 
         Two limits: of the mean over all tokens, and of the mean over the tokens of the worst
         sample.
@@ -700,7 +701,7 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
         position       0  1  2  3  4 | 0  1
         token          p  p  r  r  r | 0  0
         places            1  2  3                the next token is a response token
-        flat_index        0  1  2                if the response starts at 0
+        flat_index        0  1  2                if batch.start of this sample is 0
     """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     shape = (len(rows), longest_row)  # (R, L)
@@ -773,39 +774,42 @@ def filler(device) -> MicroBatch:
 def micro_batches(batch: Batch, indices: list[int], cfg):
     """Returns an iterator over (micro-batch of this rank, is it the last one).
 
-    All ranks get the same number of micro-batches, the last of them fillers. Without indices there
-    is none.
+    All ranks get the same number of micro-batches. A rank with fewer of them ends with fillers.
+    Without indices there is none.
     """
     shares = deal(batch.sample_lengths, indices, dist.get_world_size())
-    # Each rank computes the cuts of all ranks, so it need not ask for their numbers.
-    cuts = [cut(batch.sample_lengths, share, cfg) for share in shares]
-    most = max(map(len, cuts))
-    mine = cuts[dist.get_rank()]
+    # Each rank plans for all ranks. So it knows how many micro-batches the others have.
+    plans = [plan_micro_batches(batch.sample_lengths, share, cfg) for share in shares]
+    most = max(map(len, plans))
+    mine = plans[dist.get_rank()]
     mine += [[]] * (most - len(mine))
     return make_micro_batches(batch, mine, alone=cfg.packing == "alone")
 
 
-def cut(sizes: list[int], indices: list[int], cfg) -> list[list[list[int]]]:
-    """Cuts the samples of a rank into micro-batches, and these into rows."""
+def plan_micro_batches(sizes: list[int], indices: list[int], cfg) -> list[list[list[int]]]:
+    """Puts the samples of a rank into rows, and the rows into micro-batches.
+
+    plan[micro-batch][row] are the indices of the samples of a row.
+    """
     rows_per_micro = cfg.micro_train_batch_size
     if cfg.packing == "alone":
-        # Short samples make short rows. So the limit of a micro-batch is a number of tokens: those
-        # of as many full rows.
+        # Short samples make short rows. So a micro-batch is full by its tokens, and not by its
+        # rows.
         return cut_by_length(sizes, indices, rows_per_micro * cfg.packing_max_len)
     rows = pack(sizes, indices, cfg.packing_max_len)
     starts = range(0, len(rows), rows_per_micro)
     return [rows[start : start + rows_per_micro] for start in starts]
 
 
-def make_micro_batches(batch: Batch, cuts: list[list[list[int]]], alone):
-    """Yields (micro-batch, is it the last one). cuts: the rows of each. [] stands for a filler.
+def make_micro_batches(batch: Batch, plan: list[list[list[int]]], alone):
+    """Yields (micro-batch, is it the last one). plan: of plan_micro_batches, with [] for a filler.
 
-    Each micro-batch is made when the loop asks for it, because all of them together would take 36
-    bytes a token. While a GPU computes one, the CPU makes the next one.
+    Each micro-batch is made when the loop asks for it, because all of them together would take up
+    to 44 bytes a token. While a GPU computes one, the CPU makes the next one.
     """
-    for k, rows in enumerate(cuts):
+    for k, rows in enumerate(plan):
         micro = build_rows(batch, rows, alone) if rows else filler(batch.device)
-        yield micro, k == len(cuts) - 1
+        yield micro, k == len(plan) - 1
 
 
 # ---- passes ----------------------------------------------------------------------------------
@@ -1075,8 +1079,8 @@ def join_stats(history: list[Stats], denominator, response_tokens) -> dict[str, 
         require_same_names(names, stats.names())
     # A rank with other names would call other collectives below, and all would hang.
     if dist.get_world_size() > 1:
-        # The largest of the ranks' hashes, and the smallest with a minus. A gather of the names
-        # would make a GPU wait for each rank.
+        # Of the ranks' hashes this is max(h) and max(-h). Their sum is max(h) - min(h), which is 0
+        # if all are equal. To gather the names would make the CPU wait for the GPU more often.
         hashes = torch.tensor([hash64(names), -hash64(names)], device=history[0].real.device)
         dist.all_reduce(hashes, op=dist.ReduceOp.MAX)
         if hashes.sum() != 0:

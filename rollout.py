@@ -225,9 +225,10 @@ class Sampler:
         if self.gpu:
             self.llm.wake_up(tags=["weights"])
         if self.gpu and all(self.llm.apply_model(keeps_weights_as_loaded)):
-            # Of each weight this takes a third of the time of reload_weights.
-            self.llm.apply_model(functools.partial(load_weights, weights=weights))
+            self.llm.apply_model(functools.partial(load_all, weights=weights))
         else:
+            # This repeats what vLLM does with weights after it has loaded them. It takes three
+            # times as long.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.gpu:
             self.llm.wake_up(tags=["kv_cache"])
@@ -240,21 +241,23 @@ class Sampler:
 
 
 def keeps_weights_as_loaded(model) -> bool:
-    """Does vLLM on a GPU compute with the weights as they were loaded?
+    """Does vLLM on a GPU use each weight in the form in which it is loaded?
 
-    It changes quantized weights, those of experts, and those of latent attention (MLA).
+    vLLM changes quantized weights, weights of experts, and weights of latent attention (MLA).
+    Layers of a class that is not named here count as changed.
     """
     plain = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
     methods = {type(x.quant_method).__name__ for x in model.modules() if hasattr(x, "quant_method")}
     return methods <= plain and not any("MLA" in type(x).__name__ for x in model.modules())
 
 
-def load_weights(model, weights):
-    """Loads the weights into vLLM's model. Raises RuntimeError if the model has others, too."""
-    names = {name for name, _ in model.named_parameters()}
-    lacking = sorted(names - model.load_weights(weights))
+def load_all(model, weights):
+    """Loads all weights of vLLM's model. Raises RuntimeError if one of them got no value."""
+    loaded = model.load_weights(weights)
+    lacking = sorted({name for name, _ in model.named_parameters()} - loaded)
     if lacking:
-        raise RuntimeError(f"the sampler got {len(lacking)} weights no value, as {lacking[0]}")
+        told = f"{len(lacking)} weights of the sampler got no value, such as {lacking[0]}"
+        raise RuntimeError(told)
 
 
 def make_settings(cfg, is_gpu) -> dict:
@@ -288,8 +291,8 @@ def make_settings(cfg, is_gpu) -> dict:
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
         # Models with recurrent layers run with `--packing alone`. Without chunks vLLM cannot keep
-        # the states of recurrent layers in its prefix cache. On a CPU this cache holds blocks of
-        # 128 tokens. With shorter samples it only takes time.
+        # the states of recurrent layers in its prefix cache. And on a CPU the cache holds blocks of
+        # 128 tokens, so it holds nothing of shorter samples, and only takes time.
         settings["enable_prefix_caching"] = cfg.packing != "alone" and cfg.max_len > 128
         # By default vLLM takes the free memory for the KV cache, which is another size in each run.
         # The size changes the schedule of the samples, and the schedule the last bits of log-probs.

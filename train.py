@@ -402,12 +402,12 @@ def count_steps(cfg, problem_count):
 
 
 def check_sampler(sampler, policy, problems, cfg, moment="at the start"):
-    """Compares the log-probs of policy and samplers. Returns a sentence for the screen.
+    """The start check: compares the log-probs of policy and samplers. Returns a sentence.
 
     Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
     if a sampler has other weights, or if models.py computes other logits than vLLM. If the
-    difference is too large, it raises a UserError, which names the cause. A collective. The sampler
-    sleeps while the policy computes, so it gets the weights again at the end.
+    difference is too large, all ranks raise a UserError, which names the cause. A collective. The
+    sampler sleeps while the policy computes, and loses its weights. So it gets them again.
     """
     seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
     # With a lower top_p the sampler's log-probs would be those of a cut distribution.
@@ -636,9 +636,9 @@ def main(cfg, world, device, store):
     ckpt.resume(run_dir, source, engines, state)
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
-    gap = check_sampler(rollout.sampler, policy, problems, cfg)
+    agreement = check_sampler(rollout.sampler, policy, problems, cfg)
     log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
-    log.start(state, gap, task_text)
+    log.start(state, agreement, task_text)
 
     save_error = None
     try:
@@ -680,6 +680,8 @@ def main(cfg, world, device, store):
             with clock("sync"):
                 rollout.sampler.sync(models.named_weights(policy))
                 if step == first:
+                    # At the start both may have the weights of the same files. Only now the check
+                    # shows that a sync brings new ones.
                     check_sampler(rollout.sampler, policy, problems, cfg, "after the first update")
 
             # 9. Report and save. After a failed save the next step tries again.

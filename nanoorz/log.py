@@ -237,10 +237,10 @@ class RunLog:
         self.tracker = None
         self.waiting = {}  # {file name: the lines that a full disk has refused}
 
-    def start(self, state, gap, task_text):
+    def start(self, state, agreement, task_text):
         """Prints what the run is, and writes config.json, task.py and variants/.
 
-        state: the RunState that the run begins with. gap: what check_sampler returned. task_text:
+        state: the RunState that the run begins with. agreement: what check_sampler returned. task_text:
         the bytes of the task's file.
         """
         if self.is_silent:
@@ -257,7 +257,7 @@ class RunLog:
         self.keep_variants()
         print(
             f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
-            f"{state.world} rank(s), {gap}; from step {state.step}, ready after "
+            f"{state.world} rank(s), {agreement}; from step {state.step}, ready after "
             f"{since_start():.0f} s"
         )
 

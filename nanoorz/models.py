@@ -176,7 +176,7 @@ def load_model(cfg, family, auto_class):
 
 
 def layers_of(module) -> list:
-    """The layers that gradient checkpointing computes again, one by one."""
+    """The layers of a model. transformers marks them by this class."""
     return [x for x in module.modules() if isinstance(x, GradientCheckpointingLayer)]
 
 

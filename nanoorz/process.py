@@ -29,8 +29,8 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
     # torch: ask the kernel for large pages. On a CPU an update takes up to a third less time.
     "THP_MEM_ALLOC_ENABLE": "1",
-    # torch: a segment of GPU memory can grow, so fewer gaps between tensors are lost. vLLM turns
-    # this off where it makes the memory that it frees in its sleep.
+    # torch: segments of GPU memory can grow, so less memory is lost in gaps between tensors. vLLM
+    # turns this off for the memory that it frees in its sleep.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # The hub's client would print two lines for each of its retries.
     "HF_HUB_VERBOSITY": "error",

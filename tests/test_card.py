@@ -7,7 +7,7 @@ from unittest import mock
 
 import psutil
 import pytest
-from conftest import ROOT, start_python, wait_until
+from conftest import ROOT, run_python, start_python, wait_until
 
 from nanoorz.ranks import UserError
 from tools import card
@@ -91,3 +91,26 @@ def test_a_signal_ends_the_part_and_keeps_those_that_have_ended(tmp_path):
     for phase in ("rollout", "policy", "sync"):
         for name in ("seconds", "gib", "planned_gib"):
             assert part["figures"][f"{phase}: {name}"] > 0
+
+
+SCRIPT = """
+import json, sys
+from tools import bench
+print(json.dumps(bench.bench_host(sys.argv[1], repeats=1)))
+"""
+
+
+@pytest.mark.slow
+def test_the_part_host_counts_what_a_gpu_would_be_given(tmp_path):
+    """Each layer starts some kernels in the forward pass, in its repetition, and in the backward
+    pass. ZeRO-2 copies each gradient."""
+    told = run_python("-c", SCRIPT, tmp_path).stdout
+    figures = json.loads(told.splitlines()[-1])
+    for model in ("policy", "critic"):
+        kernels = [
+            figures[f"{model}, ZeRO {stage}: kernels of a micro-batch"] for stage in (0, 2, 3)
+        ]
+        assert 24 * 100 < kernels[0] < kernels[2] < kernels[1] < 24 * 250
+        assert all(
+            figures[f"{model}, ZeRO {k}: milliseconds of a micro-batch"] > 0 for k in (0, 2, 3)
+        )

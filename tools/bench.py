@@ -253,7 +253,7 @@ def replace_attention() -> None:
         return upstream.clone(), torch.zeros_like(key), torch.zeros_like(value)
 
 
-def bench_host(folder: str) -> dict:
+def bench_host(folder: str, repeats: int) -> dict:
     """Measures the CPU's work for a micro-batch. It does not depend on the size of the tensors.
 
     The milliseconds are those of a CPU that needs 1 us to add two small tensors.
@@ -278,7 +278,7 @@ def bench_host(folder: str) -> dict:
         learner = getattr(models, f"make_{name}")(cfg)
         inputs = (learner, getattr(cfg, f"{name}_loss"), batch, batch.all_indices(), 0.0, cfg)
         update = functools.partial(ppo.update, *inputs)
-        rounds = [(cpu_seconds(update), cpu_seconds(add_1000_times)) for _ in range(10)]
+        rounds = [(cpu_seconds(update), cpu_seconds(add_1000_times)) for _ in range(repeats)]
         seconds, unit = map(min, zip(*rounds))
         # The kernels of the optimizer do not count. So the optimizer does not run.
         learner.apply_update = lambda lr: 0.0
@@ -446,7 +446,7 @@ UPDATE = ("0.5B", 4096, 4096, [4096, 16384]) if ON_GPU else ("small", 24, 512, [
 PARTS = {
     "reward": (bench_reward,),
     "update": (bench_update, *UPDATE),
-    "host": (bench_host,),
+    "host": (bench_host, 10),
     "sync": (bench_sync, *(("0.5B", "1.5B") if ON_GPU else ("tiny", "small"))),
     "rollout": (bench_rollout, *(("0.5B", 256) if ON_GPU else ("tiny", 48))),
     "step": (bench_step, STEP),
