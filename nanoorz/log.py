@@ -240,8 +240,8 @@ class RunLog:
     def start(self, state, agreement, task_text):
         """Prints what the run is, and writes config.json, task.py and variants/.
 
-        state: the RunState that the run begins with. agreement: what check_sampler returned. task_text:
-        the bytes of the task's file.
+        state: the RunState that the run begins with. agreement: what check_sampler returned.
+        task_text: the bytes of the task's file.
         """
         if self.is_silent:
             return
