@@ -744,11 +744,13 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
         "real": torch.ones(len(places)),  # (M,)
         "borders": None if alone else torch.cat([ends.new_zeros(1), ends]).int(),  # (P + 1,)
     }
-    if batch.device.type == "cuda":
+
+    def move(x):
         # A GPU copies pinned memory while this process goes on.
-        tensors = {name: x if x is None else x.pin_memory() for name, x in tensors.items()}
-    for name, x in tensors.items():
-        tensors[name] = x if x is None else x.to(batch.device, non_blocking=True)
+        x = x.pin_memory() if batch.device.type == "cuda" else x
+        return x.to(batch.device, non_blocking=True)
+
+    tensors = {name: x if x is None else move(x) for name, x in tensors.items()}
     return MicroBatch(**tensors, longest=int(lengths.max()))
 
 
@@ -932,9 +934,10 @@ def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=Non
     history = []
     for part, lr in zip(parts, rates):
         part = part.tolist()
-        is_needed = needed is None or not set(needed).isdisjoint(part)
+        if needed is not None and set(needed).isdisjoint(part):
+            continue
         denominator = sum_of_weights(batch, learner.name, part)
-        if is_needed and denominator > 0:
+        if denominator > 0:
             history.append(update(learner, loss_fn, batch, part, lr, cfg, denominator))
     if not history:
         # Without samples `update` only returns the numbers to log.

@@ -248,16 +248,17 @@ def keeps_weights_as_loaded(model) -> bool:
     """
     plain = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
     methods = {type(x.quant_method).__name__ for x in model.modules() if hasattr(x, "quant_method")}
-    return methods <= plain and not any("MLA" in type(x).__name__ for x in model.modules())
+    changes = hasattr(model, "process_weights_after_loading")
+    changes = changes or any("MLA" in type(x).__name__ for x in model.modules())
+    return methods <= plain and not changes
 
 
 def load_all(model, weights):
-    """Loads all weights of vLLM's model. Raises RuntimeError if one of them got no value."""
+    """Loads all weights of vLLM's model. Raises UserError if one of them got no value."""
     loaded = model.load_weights(weights)
     lacking = sorted({name for name, _ in model.named_parameters()} - loaded)
     if lacking:
-        told = f"{len(lacking)} weights of the sampler got no value, such as {lacking[0]}"
-        raise RuntimeError(told)
+        raise UserError(f"{len(lacking)} weights of the sampler got no value, such as {lacking[0]}")
 
 
 def make_settings(cfg, is_gpu) -> dict:
@@ -281,6 +282,9 @@ def make_settings(cfg, is_gpu) -> dict:
         # If vLLM finds CUDA's compiler, it joins each all-reduce with the norm behind it. For that
         # every rank would compile code at the start. So this stays off.
         settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+        # vLLM's own all-reduce shares buffers of CUDA graphs between processes. Memory of
+        # expandable segments (process.py) cannot be shared so. NCCL's all-reduce needs no sharing.
+        settings["disable_custom_all_reduce"] = True
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
         settings["enforce_eager"] = True
@@ -291,8 +295,8 @@ def make_settings(cfg, is_gpu) -> dict:
         # Without chunks a whole prompt must fit into one batch.
         settings["max_num_batched_tokens"] = max(8192, cfg.max_len)
         # Models with recurrent layers run with `--packing alone`. Without chunks vLLM cannot keep
-        # the states of recurrent layers in its prefix cache. And on a CPU the cache holds blocks of
-        # 128 tokens, so it holds nothing of shorter samples, and only takes time.
+        # the states of recurrent layers in its prefix cache. On a CPU a block of the cache has 128
+        # tokens. Shorter samples fill no block, so the cache would only take time.
         settings["enable_prefix_caching"] = cfg.packing != "alone" and cfg.max_len > 128
         # By default vLLM takes the free memory for the KV cache, which is another size in each run.
         # The size changes the schedule of the samples, and the schedule the last bits of log-probs.

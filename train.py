@@ -679,10 +679,10 @@ def main(cfg, world, device, store):
             # 8. Sync: the sampler wakes up and gets the new weights.
             with clock("sync"):
                 rollout.sampler.sync(models.named_weights(policy))
-                if step == first:
-                    # At the start both may have the weights of the same files. Only now the check
-                    # shows that a sync brings new ones.
-                    check_sampler(rollout.sampler, policy, problems, cfg, "after the first update")
+            if step == first:
+                # A sync may leave a weight as it was. At the start the check cannot see this. Now
+                # it can, unless the first update is too small.
+                check_sampler(rollout.sampler, policy, problems, cfg, "after the first update")
 
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)

@@ -167,6 +167,9 @@ def load_model(cfg, family, auto_class):
         # the layer has hooks of its own, and they take half of the CPU's time.
         for layer in layers_of(model):
             set_z3_leaf_module(layer, True)
+        # DeepSpeed takes a layer's gradients when the gradient of the layer's first argument is
+        # there. With a frozen embedding (LoRA) the first layer would have none.
+        model.enable_input_require_grads()
     if cfg.gradient_checkpointing:
         # A layer is computed again in the backward pass. Without dropout it draws nothing, so no
         # state of the random generators has to be kept for it.
@@ -289,11 +292,12 @@ class Learner:
         elif stage < 3:
             stage = 0
         largest = max((p.numel() for p in trainable(module)), default=0)
-        # A parameter that ZeRO-3 shards has its size in ds_numel.
+        # ds_numel is the size of a parameter that ZeRO-3 shards.
         layers = [
-            [getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers_of(module)
+            sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters())
+            for layer in layers_of(module)
         ]
-        settings = engine_config(cfg, stage, largest, max(map(sum, layers), default=0))
+        settings = engine_config(cfg, stage, largest, max(layers, default=0))
         # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (log.py).
         with contextlib.redirect_stdout(sys.__stdout__):
             if not torch.cuda.is_available():
@@ -375,8 +379,8 @@ def engine_config(cfg, stage, largest=0, layer=0):
         # Parameters smaller than this (norms, biases) are not sharded: their gathers cost time and
         # save little memory.
         "stage3_param_persistence_threshold": 10 * hidden_size,
-        # While a layer computes, the next one is gathered, and no more. By default ZeRO-3 holds up
-        # to 10^9 weights.
+        # While a layer computes, about one layer is gathered ahead. The last parameter may exceed
+        # this limit. By default ZeRO-3 holds up to 10^9 weights.
         "stage3_prefetch_bucket_size": layer,
         "stage3_max_live_parameters": 2 * layer,
         "stage3_max_reuse_distance": 0,

@@ -124,7 +124,7 @@ def find(rollout, policy, problems) -> dict:
     named = worker.models.named_weights(policy)
     try:
         sampler.sync(pair for pair in named if pair[0] != "model.norm.weight")
-    except RuntimeError as error:
+    except worker.UserError as error:
         found["lacking"] = str(error)
     return found
 

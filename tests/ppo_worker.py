@@ -282,9 +282,17 @@ def cell_adamw(cfg, spec) -> dict:
     return result | {"numbers": numbers, "offloaded": offloaded}
 
 
+def freeze_embedding(model):
+    """As --variant lora does, beside other weights."""
+    model.get_input_embeddings().weight.requires_grad = False
+    return model
+
+
 def cell_family(cfg, spec) -> dict:
     """The gradient of an SGD update of the policy, and the number of layers that are one unit."""
     families.replace_auto(cfg)
+    if "frozen" in spec:
+        cfg.policy_model = freeze_embedding
     batch = make_batch()
     policy = models.make_policy(cfg)
     start = weights(policy)

@@ -105,19 +105,27 @@ def test_rows_equal_single_samples(name, folder_of, process_group):
 
 
 ALL = {"packing": "auto", "attention": "auto", "gradient_checkpointing": True}
+# Without gradient checkpointing nobody but load_model asks for gradients of the embedding's output.
+FROZEN = "a frozen embedding"
+ONCE = ALL | {"gradient_checkpointing": False}
 
 
 @pytest.fixture(scope="module")
 def sharded(folder_of, tmp_path_factory):
     """result(ranks, name): an update at ZeRO 0 by one rank, and at ZeRO 3 by two."""
     folders = {name: folder_of(name) for name in families.FAMILIES}
-    one = [cell(name, "family", tied=name, zero_stage=0, **ALL) for name in folders]
-    two = [cell(name, "family", tied=name, zero_stage=3, **ALL) for name in folders]
+    one, two = (
+        [
+            *(cell(name, "family", tied=name, zero_stage=stage, **ALL) for name in folders),
+            cell(FROZEN, "family", tied="Qwen2", spec={"frozen": 1}, zero_stage=stage, **ONCE),
+        ]
+        for stage in (0, 3)
+    )
     return reader(one, two, tmp_path_factory.mktemp("cells"), folders)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", [*families.FAMILIES, FROZEN])
 def test_zero_3_gathers_whole_layers_and_changes_no_gradient(name, sharded, process_group):
     """DeepSpeed fills in zeros if it looks for the gradients of a layer before they are there."""
     expected = sharded(1, name)["gradient"]

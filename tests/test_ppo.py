@@ -230,9 +230,8 @@ def micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world: int) -> 
     for rank in range(world):
         ppo.dist.get_rank.return_value = rank
         micros = list(ppo.micro_batches(batch, samples, cfg))
-        assert [is_last for _, is_last in micros] == [False] * (len(micros) - 1) + [True] * bool(
-            micros
-        )
+        is_last = [last for _, last in micros]
+        assert is_last == [k == len(micros) - 1 for k in range(len(micros))]
         ranks.append([micro for micro, _ in micros])
     return ranks
 

@@ -2,7 +2,7 @@
 
 The CPU waits if it reads a number of a tensor, makes a tensor whose size depends on such numbers,
 or synchronizes. Without a GPU this costs nothing, but a dispatch mode sees it. On a GPU torch
-reports it.
+reports it. On a CPU the tests do not see `.cuda()`, `.to(device=...)` and torch.tensor(device=...).
 """
 
 import contextlib
@@ -167,4 +167,5 @@ def test_no_micro_batch_waits_for_the_gpu(name, stage, setting, device, tiny, pr
     for line in of_micro_batches:
         assert any(file in line for file in allowed), line
     of_update = {line: few[line] for line in few if line not in of_micro_batches}
+    assert any("/ppo.py:" in line for line in of_update), "join_stats reads the numbers"
     assert sum(of_update.values()) <= 10, of_update
