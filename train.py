@@ -679,13 +679,13 @@ def main(cfg, world, device, store):
             # 8. Sync: the sampler wakes up and gets the new weights.
             with clock("sync"):
                 rollout.sampler.sync(models.named_weights(policy))
-            if step == first:
-                # A sync may leave a weight as it was. At the start the check cannot see this. Now
-                # it can, unless the first update is too small.
-                check_sampler(rollout.sampler, policy, problems, cfg, "after the first update")
 
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)
+            if step == first:
+                # A sync may leave a weight as it was. At the start the check cannot see this. Now
+                # it can, unless the first update is too small.
+                check_sampler(rollout.sampler, policy, problems, cfg, f"after step {step + 1}")
             # This sets `state.step` to step + 1.
             state.finish_step(run_dir, cfg.memory)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):

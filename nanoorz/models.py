@@ -426,6 +426,9 @@ def named_weights(learner):
 
 
 def gather_weights(learner):
+    if learner.stage == 3:
+        # After a pass without gradients DeepSpeed has weights in flight, for a backward pass.
+        learner.deepspeed.optimizer.empty_partition_cache()
     module = learner.module
     model = module.model
     is_policy = isinstance(module, Policy)

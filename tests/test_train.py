@@ -666,6 +666,9 @@ def evaluation_calls(step: int) -> list:
     return [["generate", 8 * 2], ["evaluation", ["eval", step]]]
 
 
+CHECK = [["generate", 8 * 4], ["sleep", None], ["compute_logprobs", "policy"], ["sync", None]]
+
+
 def step_calls(step: int) -> list:
     """What the loop calls in a step, counted from 0, of a run of 4 that measures everything."""
     return [
@@ -678,6 +681,7 @@ def step_calls(step: int) -> list:
         ["train_policy", [step, 4]],
         ["sync", None],
         ["step", step + 1],
+        *(CHECK if step == 0 else []),
         ["finish_step", step],
     ]
 
@@ -686,8 +690,7 @@ def test_the_loop_keeps_its_order(one_rank):
     """The critic computes values before it learns. Advantages come before both models learn, the
     sync before an evaluation, and a step's log lines before its checkpoint."""
     calls = json.loads((one_rank / "calls.json").read_text())
-    expected = [["sleep", None], ["resume", 0], ["sync", None]]
-    expected += [["generate", 8 * 4], ["compute_logprobs", "policy"]]
+    expected = [["sleep", None], ["resume", 0], ["sync", None], *CHECK]
     expected += evaluation_calls(0) + step_calls(0) + step_calls(1)
     expected += evaluation_calls(2) + step_calls(2) + [["save", 3]] + step_calls(3) + [["save", 4]]
     expected += evaluation_calls(4)
@@ -746,7 +749,7 @@ def test_a_sync_that_loses_the_weights_ends_the_run_after_the_first_update(tiny,
     flags = SMALL | tiny | {"run_dir": tmp_path, "warmup_updates": 1, "actor_learning_rate": 1e-2}
     words = [ROOT / "tests/changed_train.py", *arguments(flags)]
     [(_, said)] = run_ranks(words, 1, code=2, env={"CHANGE": "stop_syncs", "SYNCS": "2"})
-    told = "after the first update sampler and trainer differ by .*; the cause is the sampler"
+    told = "after step 1 sampler and trainer differ by .*; the cause is the sampler"
     assert re.search(told, said), said
 
 

@@ -5,7 +5,8 @@
               against bare transformers
     host      the CPU's work for a micro-batch: kernels that it starts, and milliseconds. The part
               uses no GPU
-    sync      a sync of the sampler, by the size of the model
+    sync      a sync of the sampler
+    sync_large  the same for a larger model
     rollout   tokens per second of the sampler, and of vLLM without our code
     step      steps of train.py, beside the plan of tools/plan.py
     zero2     steps of PPO with a critic at ZeRO 2
@@ -30,8 +31,6 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -301,16 +300,7 @@ def add_1000_times() -> None:
         numbers + numbers
 
 
-def bench_sync(folder: str, *shapes: str) -> dict:
-    figures = {}
-    for shape in shapes:
-        # Each size has its own process, because an engine keeps its memory until its process ends.
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            figures |= pool.submit(time_sync, f"{folder}/{shape}", shape).result()
-    return figures
-
-
-def time_sync(folder: str, shape: str) -> dict:
+def bench_sync(folder: str, shape: str) -> dict:
     start_distributed()
     cfg = make_config(random_model(folder, shape), "--kv_cache_gb 1 --enforce_eager true")
     sampler = rollout.Sampler(cfg)
@@ -326,9 +316,8 @@ def time_sync(folder: str, shape: str) -> dict:
         rounds.append(seconds_of(sync))
         sampler.sleep()
     sizes = [weight.nbytes for _, weight in models.named_weights(policy)]
-    figures = {"milliseconds of a sync": 1000 * statistics.median(rounds[1:])}
-    figures["GiB of the weights"] = sum(sizes) / memory.GIB
-    return {f"{shape}: {figure}": value for figure, value in figures.items()}
+    milliseconds = 1000 * statistics.median(rounds[1:])
+    return {"milliseconds of a sync": milliseconds, "GiB of the weights": sum(sizes) / memory.GIB}
 
 
 def bench_rollout(folder: str, shape: str, tokens: int) -> dict:
@@ -447,7 +436,8 @@ PARTS = {
     "reward": (bench_reward,),
     "update": (bench_update, *UPDATE),
     "host": (bench_host, 10),
-    "sync": (bench_sync, *(("0.5B", "1.5B") if ON_GPU else ("tiny", "small"))),
+    "sync": (bench_sync, "0.5B" if ON_GPU else "tiny"),
+    "sync_large": (bench_sync, "1.5B" if ON_GPU else "small"),
     "rollout": (bench_rollout, *(("0.5B", 256) if ON_GPU else ("tiny", 48))),
     "step": (bench_step, STEP),
     "zero2": (bench_step, CRITIC),

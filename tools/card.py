@@ -50,7 +50,8 @@ PARTS = {
     "step": ("", "four GRPO steps of 0.5B; verl's published step takes 6.39 s on one H100"),
     "update": ("", "an update of 0.5B by the length of its rows, and with each kind of attention"),
     "host": ("", "the CPU's work for a micro-batch: kernels and milliseconds"),
-    "sync": ("", "a sync of the sampler, by the size of the model"),
+    "sync": ("", "a sync of the sampler, 0.5B"),
+    "sync_large": ("", "a sync of the sampler, 1.5B"),
     "rollout": ("", "the sampler's tokens/s"),
     "lab": ("", "the laboratory: 40 steps of PPO with a critic from a small base model"),
 }
