@@ -5,6 +5,7 @@ import os
 import re
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 from conftest import ROOT, run_python, start_python, wait_until
@@ -96,15 +97,26 @@ def test_a_signal_ends_the_part_and_keeps_those_that_have_ended(tmp_path):
 SCRIPT = """
 import json, sys
 from tools import bench
-print(json.dumps(bench.bench_host(sys.argv[1], repeats=1)))
+print(json.dumps(bench.{}))
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    ["bench_sync(sys.argv[1], 'tiny')", "bench_update(sys.argv[1], 'tiny', 24, 64, [128, 64])"],
+)
+def test_a_part_of_the_bench_has_figures(call, tmp_path):
+    told = run_python("-c", SCRIPT.format(call), tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert min(np.min(x) for x in json.loads(told.splitlines()[-1]).values()) > 0
 
 
 @pytest.mark.slow
 def test_the_part_host_counts_what_a_gpu_would_be_given(tmp_path):
     """Each layer starts some kernels in the forward pass, in its repetition, and in the backward
     pass. ZeRO-2 copies each gradient."""
-    told = run_python("-c", SCRIPT, tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    script = SCRIPT.format("bench_host(sys.argv[1], repeats=1)")
+    told = run_python("-c", script, tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
     figures = json.loads(told.splitlines()[-1])
     for model in ("policy", "critic"):
         kernels = [

@@ -76,7 +76,7 @@ def test_a_pass_needs_the_planned_memory(name, checkpointing, row, changes, has_
     # Here nothing is reduced, but the gradient of a tied head waits for that of the embedding.
     waiting = 2 * rank.sizes.embedding * (has_head and shape.tie_word_embeddings)
     with mock.patch.object(memory.Rank, "reduction", return_value=waiting):
-        items = rank.update(rank.sizes.policy, rank.sizes.policy, has_head)
+        items = rank.update(rank.sizes.policy, has_head)
     parts = {"activations", "layer", "reduction", "head", "gaps"}
     planned = sum(items[part] for part in parts & set(items))
     rows = [row, row - 80, row // 2]  # as `pack` makes them
@@ -136,7 +136,7 @@ def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
         expected["gradients"] = sums
         assert always.pop("buckets") == 2 * 4 * 10**8
     else:
-        assert rank.update(critic, critic, has_head=False)["gradients"] == sums * critic
+        assert rank.update(critic, has_head=False)["gradients"] == sums * critic
     del always["CUDA and NCCL"]
     assert always == {item: size * (policy + critic) for item, size in expected.items()}
 

@@ -43,6 +43,9 @@ class Watch:
 
     def add(self, what):
         for frame in reversed(traceback.extract_stack()):
+            # A user may edit Recipe.token_loss, and read a number in it.
+            if (frame.filename, frame.name) == (ppo.__file__, "token_loss"):
+                return
             # The kernel that stands in for the GPU's, and the rows before they are copied.
             is_on_cpu = frame.filename == kernels.__file__ or frame.name == "build_rows"
             if is_on_cpu and what != "to":

@@ -128,8 +128,8 @@ def estimate(cfg, config, world: int, card_gb: float) -> Memory:
     rank = Rank(cfg, config, world, card_gb)
     phases = {"always": rank.always(), "rollout": {"sampler awake": rank.sampler}}
     if rank.has_critic:
-        phases["critic"] = rank.update(rank.sizes.critic, rank.sizes.critic, has_head=False)
-    phases["policy"] = rank.update(rank.sizes.policy, rank.sizes.learnt, has_head=True)
+        phases["critic"] = rank.update(rank.sizes.critic, has_head=False)
+    phases["policy"] = rank.update(rank.sizes.learnt, has_head=True)
     if rank.has_critic and rank.has_sums and world > 1:
         # With several ranks ZeRO-2 makes its sums on a stream of their own. The sums are free after
         # the critic's update, but the other streams cannot use this memory.
@@ -239,11 +239,11 @@ class Rank:
             bytes_of_all += 8 * share + sum(2 ** math.ceil(math.log2(x)) for x in pinned)
         return bytes_of_all
 
-    def update(self, model: int, learnt: int, has_head: bool) -> dict[str, float]:
+    def update(self, learnt: int, has_head: bool) -> dict[str, float]:
         """What an update of one model needs at its highest point.
 
         The highest point is in a layer's backward, in the head's backward, or in the optimizer.
-        model: its parameters. learnt: the parameters that are updated, all or the adapters.
+        learnt: the parameters that are updated, all or the adapters.
         """
         embedding = self.sizes.embedding
         common = {"sampler asleep": ASLEEP}
