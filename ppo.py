@@ -105,8 +105,8 @@ class MicroBatch:
     places: Tensor
     token_ids: Tensor  # (M,) the response tokens
     flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
-    # (M,) 1.0. A rank with fewer micro-batches than other ranks runs fillers, which have one token
-    # (see `filler`). Of this token it is 0.0.
+    # (M,) 1.0. A rank with fewer micro-batches than other ranks runs fillers, which have one
+    # response token (see `filler`). Of this token it is 0.0.
     real: Tensor
     # FlashAttention's cu_seqlens: where each sample starts, and each padding at the end of a row,
     # if all rows stand one after the other. The last number is R * L. None with --packing alone.
@@ -755,21 +755,22 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
 
 
 def filler(device) -> MicroBatch:
-    """Makes a micro-batch of one token that does not count, for a rank with fewer micro-batches.
+    """Makes a micro-batch that does not count, for a rank with fewer micro-batches.
 
     All ranks must make the same passes through body and head, because ZeRO has collectives in them.
-    So the token is a response token, which the head gets.
+    So it has a response token, which the head gets. Its row has two tokens, because torch would
+    compile a layer anew for a row of one token.
     """
     zero = torch.zeros(1, dtype=torch.int64, device=device)  # (1,)
     return MicroBatch(
-        input_ids=zero[None],  # (1, 1)
-        position_ids=zero[None],  # (1, 1)
+        input_ids=torch.zeros((1, 2), dtype=torch.int64, device=device),
+        position_ids=torch.arange(2, device=device)[None],  # (1, 2)
         places=zero,
         token_ids=zero,
         flat_index=zero,
         real=zero.float(),
-        borders=torch.arange(2, dtype=torch.int32, device=device),  # (2,)
-        longest=1,
+        borders=2 * torch.arange(2, dtype=torch.int32, device=device),  # (2,)
+        longest=2,
     )
 
 

@@ -56,7 +56,7 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 import ckpt
 import ppo
-from nanoorz import chat, families, flags, models
+from nanoorz import chat, families, flags, memory, models
 from nanoorz.demo import demo_flags
 from nanoorz.flags import flag, flags_of, require
 from nanoorz.hashes import hash_inputs, hash_problems
@@ -162,11 +162,18 @@ class Config(Learning):
         "auto", "packed: several samples a row. alone: one. auto: packed if the family allows it."
     )
     packing_max_len: int = flag(
-        16384, "Length of a row of packed samples, in tokens. At least max_len."
+        16384,
+        "Length of a row of packed samples, in tokens. At least max_len. auto: the longest with "
+        "which an update takes at most 70 % of the GPU (docs/scaling.md).",
     )
     micro_train_batch_size: int = flag(1, "Rows in a forward pass. Raise it for short rows.")
     gradient_checkpointing: bool = flag(
-        True, "Saves most activation memory, costs a third more compute."
+        True,
+        "Saves most activation memory, costs a third more compute. auto: false if an update takes "
+        "at most 70 % of the GPU without it (docs/scaling.md).",
+    )
+    compile_layers: bool = flag(
+        False, "torch compiles the layers: less work for CPU and GPU. The start takes longer."
     )
     attention: str = flag(
         "auto", "auto: on a GPU in bf16 varlen (FlashAttention), else sdpa; for Gemma 2 eager."
@@ -202,6 +209,7 @@ def parse_flags(argv):
     if variant_names:
         config_class = extend(Config, variant_names)
     parser = HfArgumentParser(config_class, allow_abbrev=False)
+    flags.allow_auto(parser)
     # The parser calls `error` for a wrong value. Its own `error` would print all flags and exit.
     parser.error = refuse_flag
     if wants_help(argv):
@@ -553,6 +561,28 @@ def fixed_defaults(cfg):
     return {name: x for name, x in flags_of(type(cfg)()).items() if name not in free}
 
 
+def find_start(run_dir, state, cfg):
+    """Returns the checkpoint to resume from, or None, and the state that the run begins with.
+
+    state: of a new run. Replaces `auto` in the flags that the plan of memory chooses. A resumed run
+    keeps what was chosen before. A collective. Raises UserError.
+    """
+    source, state = ckpt.find_start(run_dir, cfg.resume, state, fixed_defaults(cfg))
+    if source:
+        saved = ckpt.load_state(source).config
+        for name in flags.AUTO:
+            if getattr(cfg, name) == "auto":
+                setattr(cfg, name, saved[name])
+    # The plan assumes varlen, which a CPU does not have.
+    card = None
+    if cfg.attention == "varlen":
+        card = min(gather(torch.cuda.mem_get_info()[1])) / memory.GIB
+    chosen = memory.replace_auto(cfg, families.load_config(cfg.model), state.world, card)
+    if chosen:
+        print0(f"the plan of memory chooses {' '.join(chosen)}")
+    return source, dataclasses.replace(state, config=flags_of(cfg))
+
+
 def base_files(cfg):
     """{name of a learner: the small files of its base model}."""
     policy = families.BaseFiles(cfg.model)
@@ -609,7 +639,7 @@ def main(cfg, world, device, store):
         inputs=hash_inputs(cfg, task_text, tokenizer, problems),
         variants=cfg.variant_hashes,
     )
-    source, state = ckpt.find_start(run_dir, cfg.resume, new_state, fixed_defaults(cfg))
+    source, state = find_start(run_dir, new_state, cfg)
     first = state.step
     # The end of a run writes result.json.
     if state.step >= total_steps and (run_dir / "result.json").exists():

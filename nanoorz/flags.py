@@ -25,6 +25,8 @@ CHOICES = {
     "packing": ("auto", "packed", "alone"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
+# These flags also take `auto`. memory.py replaces it.
+AUTO = ("gradient_checkpointing", "packing_max_len")
 # These numbers must be at least 1, all others at least 0. check_core has more rules for some.
 AT_LEAST_1 = (
     "rollout_batch_size",
@@ -83,6 +85,22 @@ def finish_help(parser, choices):
             action.metavar = "VALUE"
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
+
+
+def allow_auto(parser):
+    """Lets an HfArgumentParser take `auto` for the flags of AUTO."""
+    for action in parser._actions:
+        if action.dest in AUTO and action.type:
+            action.type = or_auto(action.type)
+
+
+def or_auto(read):
+    def read_or_keep(word):
+        return word if word == "auto" else read(word)
+
+    # The parser names the function in an error.
+    read_or_keep.__name__ = read.__name__
+    return read_or_keep
 
 
 def explain_unknown(word, known) -> str:
@@ -153,7 +171,7 @@ def check_batch(cfg, world):
             "raise --max_len",
         ),
         "packing_max_len": (
-            cfg.packing_max_len >= cfg.max_len,
+            cfg.packing_max_len == "auto" or cfg.packing_max_len >= cfg.max_len,
             f"a row must hold one sample of --max_len {cfg.max_len} tokens; raise it",
         ),
     }
@@ -213,6 +231,10 @@ def check_hardware(cfg, world):
         "offload": (
             cfg.offload == "none" or cfg.zero_stage > 0,
             "offloading is a part of ZeRO; add --zero_stage 1, 2 or 3",
+        ),
+        "compile_layers": (
+            not cfg.compile_layers or torch.cuda.is_available(),
+            "needs a GPU: on a CPU the sampler turns compilation off in its process; leave it out",
         ),
         "log_with": (cfg.log_with != "wandb" or find_spec("wandb"), "`pip install wandb` first"),
     }

@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # The import of process.py sets environment variables of DeepSpeed.
 from nanoorz import process  # noqa: F401
+from nanoorz.compiled import compile_layers
 from nanoorz.families import find_family
 from nanoorz.ranks import UserError, check_result, one_line
 
@@ -170,7 +171,9 @@ def load_model(cfg, family, auto_class):
         # DeepSpeed takes a layer's gradients when the gradient of the layer's first argument is
         # there. With a frozen embedding (LoRA) the first layer would have none.
         model.enable_input_require_grads()
-    if cfg.gradient_checkpointing:
+    if cfg.compile_layers:
+        compile_layers(layers_of(model), cfg.gradient_checkpointing)
+    elif cfg.gradient_checkpointing:
         # A layer is computed again in the backward pass. Without dropout it draws nothing, so no
         # state of the random generators has to be kept for it.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

@@ -27,10 +27,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ppo
-from nanoorz import families, models, ranks
+from nanoorz import families, memory, models, ranks
 from nanoorz.families import Plain
 from nanoorz.ranks import gather
-from tools import memory
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
 SGD_KINDS = ("step", "nonfinite", "bf16", "family")  # their update is the gradient itself

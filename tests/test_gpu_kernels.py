@@ -14,11 +14,11 @@ from torch.nn.functional import cosine_similarity, linear
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 import ppo
-from nanoorz import models
+from nanoorz import memory, models
 from nanoorz.families import Plain
 from nanoorz.head import ChunkedLogprob
 from nanoorz.models import packed_attention
-from tools import bench, memory
+from tools import bench
 
 # ---- attention -----------------------------------------------------------------------------------
 

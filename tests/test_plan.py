@@ -16,8 +16,8 @@ from conftest import ROOT, clean_environment, config, run_tool, stand_in
 from ppo_worker import cell, make_batch, reader
 
 import ppo
-from nanoorz import models
-from tools import memory
+from nanoorz import memory, models
+from tools.shapes import model_config
 
 RECIPES = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "launch.sh")
 LARGE = "--model Qwen/Qwen2.5-7B --data x"
@@ -49,7 +49,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     # The moments are made by the first update.
     for engine, loss in zip(engines, (cfg.policy_loss, cfg.critic_loss)):
         ppo.update(engine, loss, batch, batch.all_indices(), 1e-3, cfg)
-    plan = memory.Rank(cfg, memory.model_config(cfg.model), world=1).always()
+    plan = memory.Rank(cfg, model_config(cfg.model), world=1).always()
     expected = memory.total(plan) - memory.CONTEXT
     assert held_bytes() - before == pytest.approx(expected, rel=0.02)
 
@@ -69,7 +69,7 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
 @pytest.mark.slow
 def test_a_pass_needs_the_planned_memory(name, checkpointing, row, changes, has_head):
     """A card with a tenth more is large enough for the allocator. One with a tenth less is not."""
-    shape = memory.model_config(f"Qwen/Qwen2.5-{name}", **changes)
+    shape = model_config(f"Qwen/Qwen2.5-{name}", **changes)
     cfg = config(bf16=True, gradient_checkpointing=checkpointing, packing_max_len=row)
     cfg.micro_train_batch_size = 1
     rank = memory.Rank(cfg, shape, world=1)
@@ -128,7 +128,7 @@ SHARES = {0: (4, 8, 4), 2: (2, 12 / 8, 4 / 8), 3: (2 / 8, 12 / 8, 4 / 8)}
 def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
     """Policy and critic learn. ZeRO-3 keeps the gradient sums, and one bucket for each model."""
     cfg = config(estimator="gae", bf16=stage > 0, zero_stage=stage)
-    rank = memory.Rank(cfg, memory.model_config(f"Qwen/Qwen2.5-{name}"), world=8)
+    rank = memory.Rank(cfg, model_config(f"Qwen/Qwen2.5-{name}"), world=8)
     weights, states, sums = SHARES[stage]
     expected = {"weights": weights, "masters and moments": states}
     always = rank.always()

@@ -58,21 +58,22 @@ import ppo
 import reward
 import rollout
 import train
-from nanoorz import families, models
+from nanoorz import families, memory, models
 from nanoorz.ranks import WITHOUT_LAUNCHER, start_distributed
-from tools import base_model, memory
+from tools import base_model
 from tools.runs import read_lines
+from tools.shapes import FIELDS, SHAPES, model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = torch.cuda.is_available()
 # tiny: the demo's shape. small: 30 million parameters.
-SHAPES = {
+MODELS = {
     "tiny": {"vocab_size": 512},
-    "small": dict(zip(memory.FIELDS, (512, 4, 8, 8, 1408, 32768, True))),
-    "0.5B": dict(zip(memory.FIELDS, memory.SHAPES["Qwen/Qwen2.5-0.5B"])),
-    "1.5B": dict(zip(memory.FIELDS, memory.SHAPES["Qwen/Qwen2.5-1.5B"])),
+    "small": dict(zip(FIELDS, (512, 4, 8, 8, 1408, 32768, True))),
+    "0.5B": dict(zip(FIELDS, SHAPES["Qwen/Qwen2.5-0.5B"])),
+    "1.5B": dict(zip(FIELDS, SHAPES["Qwen/Qwen2.5-1.5B"])),
     # The layers of 0.5B, so narrow that their arithmetic takes no time.
-    "narrow": dict(zip(memory.FIELDS, (28, 24, 14, 2, 32, 1000, True))),
+    "narrow": dict(zip(FIELDS, (28, 24, 14, 2, 32, 1000, True))),
 }
 FP32 = "--bf16 false --zero_stage 0 --gradient_checkpointing false"
 # A coin is the reward, because random models are never right and nothing is learnt from a group of
@@ -104,7 +105,7 @@ def byte_tokenizer(size: int):
 
 def random_model(folder: str, shape: str, **changes) -> str:
     """Writes a random Qwen2 in bf16 with a tokenizer. Returns the folder."""
-    fields = {"max_position_embeddings": 32768, "initializer_range": 0.02} | SHAPES[shape]
+    fields = {"max_position_embeddings": 32768, "initializer_range": 0.02} | MODELS[shape]
     tokenizer = byte_tokenizer(fields["vocab_size"])
     tokenizer.save_pretrained(folder)
     model = base_model.make_model(tokenizer, 0, **fields | changes)
@@ -412,10 +413,10 @@ def phases(lines: list[dict], held: float, plan: dict[str, float]) -> dict[str, 
 def planned(words: list[str]) -> dict[str, float]:
     """Returns {phase: planned GiB} for this GPU. Without a GPU: for a card of 80 GB."""
     cfg = train.parse_flags(words)
-    card_gb = 80.0
+    card = 80 * memory.VISIBLE
     if ON_GPU:
-        card_gb = torch.cuda.mem_get_info()[1] / memory.GIB / memory.VISIBLE
-    plan = memory.estimate(cfg, memory.model_config(cfg.model), 1, card_gb)
+        card = torch.cuda.mem_get_info()[1] / memory.GIB
+    plan = memory.estimate(cfg, model_config(cfg.model), 1, card)
     return {phase: plan.peak(phase) for phase in plan.phases}
 
 

@@ -20,11 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from nanoorz import families
+from nanoorz import families, memory
 from nanoorz.flags import require
 from nanoorz.log import print_warning
+from nanoorz.memory import USABLE, VISIBLE, Memory, total
 from nanoorz.ranks import UserError, one_line
-from tools.memory import USABLE, Memory, estimate, model_config, total
+from tools.shapes import model_config
 
 ADVICE = """use more GPUs or --offload optimizer; critic and policy need less with --zero_stage 3,
     --gradient_checkpointing true or a lower --packing_max_len; rollout and sync need less with a
@@ -54,30 +55,30 @@ def listed(items: dict[str, float], between: str = " + ") -> str:
     return between.join(f"{name} {size:.1f}" for name, size in items.items())
 
 
-def print_memory(memory: Memory, cfg) -> None:
+def print_memory(plan: Memory, cfg) -> None:
     """Prints the memory of one rank item by item, and a warning if a phase does not fit."""
-    print(f"memory per rank, GiB of the {memory.card:.1f} that the card shows")
-    print(f"always: {listed(memory.always)} = {total(memory.always):.1f}")
-    peaks = {phase: memory.peak(phase) for phase in memory.phases}
-    for phase, items in memory.phases.items():
+    print(f"memory per rank, GiB of the {plan.card:.1f} that the card shows")
+    print(f"always: {listed(plan.always)} = {total(plan.always):.1f}")
+    peaks = {phase: plan.peak(phase) for phase in plan.phases}
+    for phase, items in plan.phases.items():
         print(f"{phase}: + {listed(items)} = {peaks[phase]:.1f}")
     # The recipes in runs/ quote this line.
     rounded = ", ".join(f"{phase} {peak:.0f}" for phase, peak in peaks.items())
-    print(f"peaks: {rounded} of {memory.card:.0f} GiB")
-    samples = f"{memory.kv_tokens // cfg.max_len} sequences of --max_len {cfg.max_len}"
+    print(f"peaks: {rounded} of {plan.card:.0f} GiB")
+    samples = f"{plan.kv_tokens // cfg.max_len} sequences of --max_len {cfg.max_len}"
     in_flight = f"{cfg.micro_rollout_batch_size} in flight"
-    print(f"KV cache: {memory.kv_tokens:,} tokens, {samples}, {in_flight}")
-    if memory.host:
-        print(f"CPU memory: {memory.host:.0f} GiB per rank for --offload, beside that of the run")
+    print(f"KV cache: {plan.kv_tokens:,} tokens, {samples}, {in_flight}")
+    if plan.host:
+        print(f"CPU memory: {plan.host:.0f} GiB per rank for --offload, beside that of the run")
     if cfg.critic:
         print("memory: the critic is counted like the model, whatever --critic holds")
-    usable = USABLE * memory.card
+    usable = USABLE * plan.card
     too_large = {phase: peak for phase, peak in peaks.items() if peak > usable}
     needs = f"{listed(too_large, ', ')} of {usable:.1f} GiB, {USABLE:.0%} of what the card shows"
     if too_large:
         print_warning(f"the plan does not fit: phase {needs}: {one_line(ADVICE)}")
-    elif memory.kv_tokens < cfg.max_len:
-        told = f"phase rollout: the KV cache holds {memory.kv_tokens} tokens, less than a sequence "
+    elif plan.kv_tokens < cfg.max_len:
+        told = f"phase rollout: the KV cache holds {plan.kv_tokens} tokens, less than a sequence "
         told += f"of --max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
         print_warning(told)
 
@@ -101,17 +102,20 @@ def read_flags(argv: list[str]):
 
 def print_plan(args, cfg) -> None:
     world = args.machines * args.gpus
-    if cfg.attention == "varlen":
-        # The check of --attention would look for a GPU of this machine. The plan is for others.
-        cfg = dataclasses.replace(cfg, attention="sdpa")
-    train.check_flags(cfg, world)
+    # The checks of these two flags would look for a GPU of this machine. The plan is for others.
+    attention = "sdpa" if cfg.attention == "varlen" else cfg.attention
+    train.check_flags(dataclasses.replace(cfg, attention=attention, compile_layers=False), world)
     try:
         config = model_config(cfg.model)
     except (OSError, ValueError) as error:
         told = f"--model {cfg.model} cannot be read ({one_line(error).partition('. ')[0]})"
         raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
+    card = VISIBLE * args.card_gb
+    chosen = memory.replace_auto(cfg, config, world, card)
+    if chosen:
+        print(f"auto is {' '.join(chosen)}")
     print_batches(cfg, config, world)
-    print_memory(estimate(cfg, config, world, args.card_gb), cfg)
+    print_memory(memory.estimate(cfg, config, world, card), cfg)
 
 
 def main(argv: list[str]) -> None:

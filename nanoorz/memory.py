@@ -1,22 +1,25 @@
-"""A library of plan.py and bench.py: the memory of one rank in each phase of a step.
+"""The plan: the memory of one rank in each phase of a step, and the flags that it chooses.
 
 The model's config is enough. What a phase needs is added to what stays on the card. Rank computes
 bytes, and Memory has GiB. docs/scaling.md explains the largest parts. The sums assume bf16
 attention with varlen kernels, and DeepSpeed's defaults except for those that nanoorz/models.py
-sets.
+sets. tools/plan.py prints a plan.
 """
 
+import dataclasses
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
 
 from nanoorz import families
+from nanoorz.flags import AUTO
 
 GIB = 2**30
 VISIBLE = 0.989  # A card of 80 GB shows 79.1 GiB.
 USABLE = 0.95  # The plan uses no larger share. It does not see the memory that kernels take.
+CHOSEN = 0.7  # `auto` uses no larger share for an update, because no card has calibrated the plan.
 CONTEXT = 0.7 * GIB  # of CUDA
 NCCL = 0.5 * GIB  # NCCL's buffers of the world and of DeepSpeed's copy of it
 ASLEEP = GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
@@ -24,50 +27,6 @@ GRAPHS = GIB
 BUCKET = 10**8  # elements of DeepSpeed's reduce bucket, as nanoorz/models.py sets it
 SUBGROUP = 10**9  # elements that ZeRO-3's optimizer handles at once: DeepSpeed's default
 CHUNK = 2**29  # bytes of a chunk of fp32 logits in nanoorz/head.py
-
-# The models of the recipes. Their plans and random weights need no network.
-FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-FIELDS += ("intermediate_size", "vocab_size", "tie_word_embeddings")
-SHAPES = {
-    "Qwen/Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True),
-    "Qwen/Qwen2.5-0.5B-Instruct": (896, 24, 14, 2, 4864, 151936, True),
-    "Qwen/Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),
-    "Qwen/Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True),
-    "Qwen/Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False),
-    "Qwen/Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False),
-}
-
-
-# The text part of Qwen3.5-0.8B. Three of four layers are recurrent.
-QWEN_3_5 = {
-    "vocab_size": 248320,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "tie_word_embeddings": True,
-}
-
-
-def model_config(name: str, **changes):
-    """Returns the config of the text part of a model. Raises OSError or ValueError.
-
-    name: a key of SHAPES, a folder, or a name on the hub.
-    """
-    if name == "Qwen/Qwen3.5-0.8B":
-        return Qwen3_5TextConfig(**QWEN_3_5 | changes)
-    if name not in SHAPES:
-        return families.text_part(AutoConfig.from_pretrained(name, **changes))
-    shape = dict(zip(FIELDS, SHAPES[name])) | {"max_position_embeddings": 131072}
-    return Qwen2Config(**shape | changes)
 
 
 class Sizes:
@@ -123,9 +82,41 @@ def total(items: dict[str, float]) -> float:
     return sum(items.values())
 
 
-def estimate(cfg, config, world: int, card_gb: float) -> Memory:
-    """Returns the plan of one rank. card_gb: the card's size as it is sold."""
-    rank = Rank(cfg, config, world, card_gb)
+# Longer rows would make tensors of over 2^31 numbers in large models. Not all kernels take them.
+LONGEST_ROW = 65536
+
+
+def replace_auto(cfg, config, world: int, card: float | None) -> list[str]:
+    """Replaces `auto` in --gradient_checkpointing and --packing_max_len.
+
+    Gradient checkpointing is off if an update fits without it. The row is the longest one that
+    fits. config: of the model. card: GiB that the smallest card shows, or None. Without a card, or
+    with a model that the plan does not know, `auto` is the default. Returns what was chosen, as
+    `--flag value` each.
+    """
+    names = [name for name in AUTO if getattr(cfg, name) == "auto"]
+    is_known = card is not None and config.model_type in families.PLAIN
+
+    def fits(**changes) -> bool:
+        plan = estimate(dataclasses.replace(cfg, **changes), config, world, card)
+        peaks = [plan.peak(phase) for phase in plan.phases if phase in ("critic", "policy")]
+        return max(peaks) < CHOSEN * card
+
+    if "packing_max_len" in names:
+        default = cfg.max_len if is_known else type(cfg).packing_max_len
+        cfg.packing_max_len = max(cfg.max_len, default)
+    if "gradient_checkpointing" in names:
+        cfg.gradient_checkpointing = not (is_known and fits(gradient_checkpointing=False))
+    if "packing_max_len" in names and is_known:
+        rows = range(cfg.max_len, LONGEST_ROW + 1, 1024)
+        count = bisect_left(rows, True, key=lambda row: not fits(packing_max_len=row))
+        cfg.packing_max_len = rows[count - 1] if count else cfg.max_len
+    return [f"--{name} {getattr(cfg, name)}".lower() for name in names]
+
+
+def estimate(cfg, config, world: int, card: float) -> Memory:
+    """Returns the plan of one rank. card: GiB that the card shows."""
+    rank = Rank(cfg, config, world, card)
     phases = {"always": rank.always(), "rollout": {"sampler awake": rank.sampler}}
     if rank.has_critic:
         phases["critic"] = rank.update(rank.sizes.critic, has_head=False)
@@ -144,13 +135,13 @@ def estimate(cfg, config, world: int, card_gb: float) -> Memory:
 class Rank:
     """One rank of a run, in bytes."""
 
-    def __init__(self, cfg, config, world: int, card_gb: float = 80):
+    def __init__(self, cfg, config, world: int, card: float = 80 * VISIBLE):
         self.cfg = cfg
         # The names of the run's variants. log_kl and fp8_rollout change the sums below.
         self.variants = getattr(cfg, "variant_texts", {})
         self.sizes = Sizes(config, getattr(cfg, "lora_rank", 0))
         self.world = world
-        self.card = VISIBLE * card_gb * GIB
+        self.card = card * GIB
         self.width = 2 if cfg.bf16 else 4  # bytes of a number in the training dtype
         self.has_critic = cfg.estimators[cfg.estimator].needs_critic
         self.on_card = cfg.offload != "optimizer"  # Are the optimizer's states on the card?
@@ -303,6 +294,13 @@ class Rank:
         if not cfg.gradient_checkpointing:
             kept = 10 * sizes.hidden + 2 * sizes.keys + 4 * sizes.intermediate
             beside = 2 * sizes.intermediate
+        if cfg.compile_layers:
+            # The kernels of a compiled layer do several operations each. What is between the
+            # operations is not in memory.
+            if cfg.gradient_checkpointing:
+                beside -= 3 * sizes.hidden
+            else:
+                kept -= 4 * sizes.hidden + sizes.intermediate
         # A norm keeps its input in fp32, its result before the weight, and its result: four times
         # the hidden size.
         norm = 4 * sizes.hidden
