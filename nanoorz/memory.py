@@ -268,7 +268,8 @@ class Rank:
         """The weights that ZeRO-3 has gathered in a layer's backward, and in that of the head.
 
         In a layer's backward these are the weights of the layer and of the next one, and the
-        gradients of the layer, which are reduced together.
+        gradients of the layer, which are reduced together. Without checkpointing each product keeps
+        a view of its weight, so the weights of all layers are in memory.
         """
         if self.cfg.zero_stage < 3:
             return 0, 0
@@ -276,7 +277,9 @@ class Rank:
         layer = (sizes.policy - sizes.embeddings) / sizes.layers
         # The last matrix that is gathered ahead may exceed the limit, which is two layers.
         ahead = 2 * layer + sizes.hidden * sizes.intermediate
-        return self.width * 3 * layer, self.width * max(sizes.embedding + layer, ahead)
+        kept = 0 if self.cfg.gradient_checkpointing else sizes.layers * layer
+        in_head = max(sizes.embedding + layer, ahead)
+        return self.width * (kept + 3 * layer), self.width * (kept + in_head)
 
     def row(self) -> int:
         """The tokens of a micro-batch."""

@@ -1,9 +1,10 @@
 """A library of test_plan.py: the memory that a real pass requests, and a copy of CUDA's allocator.
 
-The tensors of a pass have no data, so the pass needs no GPU. Memory that a kernel allocates for
-itself is not seen, and tensors of at most 1 MB are left out. All sizes are in bytes.
+The tensors of an eager pass have no data, so the pass needs no GPU. Memory that a kernel allocates
+for itself is not seen, and tensors of at most 1 MB are left out. All sizes are in bytes.
 """
 
+import json
 import math
 import weakref
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from unittest import mock
 
 import torch
 from conftest import config as make_config
+from ppo_worker import batch_of_lists
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,6 +21,7 @@ from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
 
 import ppo
 from nanoorz import models
+from nanoorz.compiled import compile_layers
 from nanoorz.families import Plain
 from nanoorz.head import ChunkedHead
 
@@ -120,27 +124,32 @@ def micro_batch(length: int) -> ppo.MicroBatch:
     return ppo.MicroBatch(ids, ids, tokens, tokens, tokens, tokens.float(), borders, length)
 
 
+def make_module(shape, has_head: bool, device):
+    """A policy or a critic with random weights in bf16, and the function of its loss."""
+    AttentionInterface.register("varlen", models.packed_attention)
+    auto_class = AutoModelForCausalLM if has_head else AutoModel
+    with torch.device(device):
+        body = auto_class.from_config(shape, dtype=torch.bfloat16, attn_implementation="varlen")
+    family = Plain(None)
+    module = models.Policy(body, family) if has_head else models.Critic(body, family, seed=1)
+    module = module.to(device).train()
+    for parameter in module.parameters():
+        # DeepSpeed takes the gradient at once.
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    cfg = make_config(bf16=True)
+    return module, cfg.policy_loss if has_head else cfg.critic_loss
+
+
 def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool) -> list:
     """The requests for memory of the forward and backward passes of these rows, one by one.
 
     shape: the model's config. has_head: of the policy and its loss. Otherwise of the critic.
     """
-    AttentionInterface.register("varlen", models.packed_attention)
     numbers = torch.empty(sum(row_lengths), device="meta")  # (T,)
     batch = SimpleNamespace(per_token=dict.fromkeys(["values", "returns", "advantages"], numbers))
-    auto_class = AutoModelForCausalLM if has_head else AutoModel
-    with torch.device("meta"):
-        body = auto_class.from_config(shape, dtype=torch.bfloat16, attn_implementation="varlen")
-    family = Plain(None)
-    module = models.Policy(body, family) if has_head else models.Critic(body, family, seed=1)
-    module = module.to("meta").train()
+    module, compute_loss = make_module(shape, has_head, "meta")
     if checkpointing:
-        body.gradient_checkpointing_enable({"use_reentrant": False})
-    for parameter in module.parameters():
-        # DeepSpeed takes the gradient at once.
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    cfg = make_config(bf16=True)
-    compute_loss = cfg.policy_loss if has_head else cfg.critic_loss
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})
     # The chunk of a GPU.
     chunk = mock.patch.object(ChunkedHead, "chunk_size", lambda head, _: 2**27 // len(head.weight))
     with chunk, Tracker([*module.parameters(), *module.buffers()]) as tracker:
@@ -148,3 +157,36 @@ def events_of_pass(shape, checkpointing: bool, row_lengths, has_head: bool) -> l
             loss, _ = compute_loss(module, batch, micro_batch(length))
             loss.backward()
     return tracker.events
+
+
+def events_of_compiled_pass(shape, checkpointing: bool, row_lengths, path) -> list:
+    """Those of a critic with compiled layers. torch's profiler sees them on a CPU, where all
+    tensors have data. path: of a file for the profile."""
+    module, compute_loss = make_module(shape, False, "cpu")
+    compile_layers(models.layers_of(module), checkpointing)
+
+    def run(length: int) -> None:
+        # Short samples, because the attention of kernels.py has all scores of a sample in memory.
+        batch = batch_of_lists([[1]] * (length // 32), [[1] * 31] * (length // 32))
+        numbers = torch.ones(int(batch.response_lengths.sum()))  # (T,)
+        batch.per_token = dict.fromkeys(["values", "returns", "advantages"], numbers)
+        loss, _ = compute_loss(module, batch, ppo.build_rows(batch, [batch.all_indices()]))
+        loss.backward()
+
+    run(64)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        for length in row_lengths:
+            run(length)
+    found.export_chrome_trace(str(path))
+    traced = [x for x in json.loads(path.read_text())["traceEvents"] if x["name"] == "[memory]"]
+    events = []
+    numbers = {}  # {address: the number of its request}
+    for event in sorted(traced, key=lambda x: x["ts"]):
+        address = event["args"]["Addr"]
+        size = event["args"]["Bytes"]
+        if size > MB:
+            numbers[address] = len(events)
+            events.append((len(events), size))
+        elif address in numbers and size < 0:
+            events.append((numbers.pop(address), 0))
+    return events

@@ -22,7 +22,9 @@ import tiny
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param, z3_leaf_module
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, z3_leaf_module
+from torch._dynamo.utils import counters
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -77,7 +79,7 @@ def reader(one: list[dict], two: list[dict], folder: Path, folders: dict):
     def launch() -> str:
         (folder / "cells.json").write_text(json.dumps(two))
         with conftest.started_ranks([__file__, folder]) as ranks:
-            said = [process.communicate(timeout=600) for process in ranks]
+            said = [process.communicate(timeout=800) for process in ranks]
         return "".join(text[-2000:] for texts in said for text in texts)
 
     @functools.cache
@@ -304,17 +306,23 @@ def cell_family(cfg, spec) -> dict:
 
 def cell_gathered(cfg, spec) -> dict:
     """How many weights ZeRO-3 has gathered at most: in the forward pass, in the backward pass, and
-    after each. They are counted where a layer begins and ends."""
+    after each. They are counted where a layer begins and ends. held: those that somebody keeps for
+    the backward pass, whether DeepSpeed knows or not."""
+    torch._dynamo.reset()
     policy = models.make_policy(cfg)
     found = {"forward": 0, "backward": 0}
     phase = "forward"
+    storages = {}  # {a gathered storage: its numbers}
 
     def gathered() -> int:
         parameters = policy.module.parameters()
         return sum(p.ds_numel for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE)
 
-    def count(*_) -> None:
+    def count(module, *_) -> None:
         found[phase] = max(found[phase], gathered())
+        for p in module.parameters():
+            storage = p.data.untyped_storage()
+            storages[StorageWeakRef(storage)] = storage.nbytes() // p.element_size()
 
     for layer in policy.module.model.base_model.layers:
         # DeepSpeed's own hooks come before the first of these and after the second.
@@ -328,14 +336,51 @@ def cell_gathered(cfg, spec) -> dict:
         found |= {"forward": 0, "backward": 0}
         for micro, is_last in ppo.micro_batches(batch, batch.all_indices(), cfg):
             phase = "forward"
+            storages.clear()
             loss, _ = cfg.policy_loss(policy, batch, micro)
             found["after forward"] = gathered()
+            found["held"] = sum(size for x, size in storages.items() if not x.expired())
+            found["ever held"] = sum(storages.values())
             phase = "backward"
             policy.backward(loss, is_last)
             found["after backward"] = gathered()
         policy.apply_update(0.0)
-    plan = memory.Rank(cfg, policy.module.model.config, world=2).gathered()
-    return found | {"plan": [size / 4 for size in plan]}
+    rank = memory.Rank(cfg, policy.module.model.config, world=2)
+    found["plan"] = [size / 4 for size in rank.gathered()]
+    cfg.gradient_checkpointing = True
+    return found | {"layer": rank.gathered()[0] / 4 / 3}
+
+
+def gradient_of_update(learner, loss, batch, cfg) -> torch.Tensor:
+    """The gradient of an update of all samples, in fp32. The learner is not changed."""
+    found = []
+
+    def keep(lr) -> float:
+        gradients = map(safe_get_full_grad, learner.module.parameters())
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        return 0.0
+
+    learner.apply_update = keep
+    ppo.update(learner, loss, batch, batch.all_indices(), 0.0, cfg)
+    return found[0]
+
+
+def cell_compiled(cfg, spec) -> dict:
+    """{name of a learner: its gradients, of eager and of compiled layers}, and the number of graphs
+    of the two."""
+    torch._dynamo.reset()
+    result = {}
+    for name in ("policy", "critic"):
+        result[name] = []
+        for cfg.compile_layers in (False, True):
+            batch = make_batch()
+            ppo.compute_advantages(batch, cfg)
+            learner = getattr(models, f"make_{name}")(cfg)
+            before = counters["stats"]["unique_graphs"]
+            gradient = gradient_of_update(learner, getattr(cfg, f"{name}_loss"), batch, cfg)
+            result[name].append(gradient)
+            result["graphs"] = result.get("graphs", 0) + counters["stats"]["unique_graphs"] - before
+    return result
 
 
 # ---- all of them ---------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""--compile_layers against eager layers. Each test compiles by inductor, as on a GPU.
+
+A sampler on a CPU turns compilation off for its process. These tests have none.
+"""
+
+import itertools
+
+import pytest
+import torch
+from ppo_worker import cell, config, gradient_of_update, make_batch, make_models, reader
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import ppo
+from nanoorz import compiled
+from nanoorz import models as library
+
+ROWS = {
+    "packed": {"packing_max_len": 64, "micro_train_batch_size": 2},
+    "a row for each sample": {"packing": "alone", "packing_max_len": 64},
+}
+# PyTorch's kernel for packed rows is there in bf16 alone.
+VARLEN = {"bf16": True, "attention": "varlen", "packing_max_len": 64}
+CELLS = []
+for again, (rows, flags), stage in itertools.product((True, False), ROWS.items(), (0, 2, 3)):
+    flags = flags | {"zero_stage": stage, "gradient_checkpointing": again}
+    CELLS.append(cell(f"{rows}, ZeRO {stage}, {again}", "compiled", **flags))
+for again, stage in itertools.product((True, False), (2, 3)):
+    flags = VARLEN | {"zero_stage": stage, "gradient_checkpointing": again}
+    CELLS.append(cell(f"bf16, ZeRO {stage}, {again}", "compiled", **flags))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def wide(models, tmp_path_factory):
+    return reader([], CELLS, tmp_path_factory.mktemp("cells"), models)
+
+
+@pytest.fixture
+def compiling(process_group, monkeypatch):
+    """The compiler is on, and has compiled nothing."""
+    # After the test it has its own value again.
+    monkeypatch.setattr(compiled.call, "has_failed", False)
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+def distance(found, expected) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [job["name"] for job in CELLS])
+def test_gradients_on_two_ranks(name, wide):
+    """In fp32 they are those of eager layers. In bf16 they are as near to fp32's as those."""
+    found = wide(2, name)
+    assert found["graphs"] in (1, 2), "policy and critic share graphs, and a row may be alone"
+    for learner in ("policy", "critic"):
+        eager, ours = found[learner]
+        if "bf16" not in name:
+            assert 0 < distance(ours, eager) < 1e-6
+        else:
+            truth, _ = wide(2, name.replace("bf16", "packed"))[learner]
+            assert distance(ours, truth) < 1.1 * distance(eager, truth)
+
+
+def test_a_run_makes_few_graphs(models, compiling):
+    """Updates, passes of the critic and of log_kl, rows of all lengths, fillers, and more rows.
+
+    torch makes a graph for each kind of call, and stops without a word at a limit of graphs.
+    """
+    cfg = config(models[True], compile_layers=True, **ROWS["packed"])
+    before = counters["stats"]["unique_graphs"]
+
+    def graphs() -> int:
+        return counters["stats"]["unique_graphs"] - before
+
+    learners = [library.make_policy(cfg), library.make_critic(cfg)]
+    losses = [cfg.policy_loss, cfg.critic_loss]
+    counts = []
+    for kind in ("one", "ragged", "equal sizes", "copies"):
+        batch = make_batch(kind)
+        ppo.compute_logprobs(learners[0], batch, cfg)
+        ppo.compute_values(learners[1], batch, cfg)
+        ppo.compute_advantages(batch, cfg)
+        for learner, loss in zip(learners, losses):
+            gradient_of_update(learner, loss, batch, cfg)
+        counts.append(graphs())
+    for _ in range(2):
+        learners[0](ppo.filler(torch.device("cpu")), 1.0)
+    # One row or several, with gradients or without.
+    assert counts[0] == 2 and counts[-1] == graphs() == 4
+    assert not compiled.call.has_failed
+
+
+def test_after_a_graph_too_many_the_layers_are_eager(models, compiling, capsys):
+    cfg = config(models[True], **ROWS["packed"])
+    batch = make_batch()
+    ppo.compute_advantages(batch, cfg)
+    policy = library.make_policy(cfg)
+    expected = gradient_of_update(policy, cfg.policy_loss, batch, cfg)
+    cfg.compile_layers = True
+    policy = library.make_policy(cfg)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        ppo.compute_logprobs(policy, batch, cfg)
+        assert not capsys.readouterr().out
+        found = gradient_of_update(policy, cfg.policy_loss, batch, cfg)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("WARNING: --compile_layers: from now on no layer is compiled: ")
+    assert "limit" in line
+    assert torch.equal(found, expected)
+
+
+def test_without_a_compiler_the_layers_are_eager(models, compiling, capsys):
+    cfg = config(models[True], compile_layers=True, **ROWS["packed"])
+    batch = make_batch()
+    policy = library.make_policy(cfg)
+    with fresh_cache(), torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        ppo.compute_logprobs(policy, batch, cfg)
+        ppo.compute_logprobs(policy, batch, cfg)
+    [line] = capsys.readouterr().out.splitlines()
+    assert "from now on no layer is compiled: " in line
