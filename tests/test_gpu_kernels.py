@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity, linear
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 import ppo
-from nanoorz import memory, models
+from nanoorz import compiled, memory, models
 from nanoorz.families import Plain
 from nanoorz.head import ChunkedLogprob
 from nanoorz.models import packed_attention
@@ -132,6 +132,49 @@ def test_the_head_is_that_of_full_logits(bf16, device):
             assert cosine_similarity(found, reference, dim=0) > 0.999
         else:
             assert distance(found, reference) < 1e-4
+
+
+# ---- compiled layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+def test_compiled_layers_are_as_exact_as_eager_ones(
+    again, device, folder_of, process_group, monkeypatch
+):
+    """Gradients in bf16 against those of eager layers in fp32; and the peak of memory."""
+    monkeypatch.setattr(compiled.call, "has_failed", False)
+    is_gpu = device.type == "cuda"
+    model = folder_of(device.type, num_hidden_layers=4)
+    longest = 2048 if is_gpu else 40
+    batch = make_batch(device, 8, longest, 60)
+    found = {}
+    for bf16, is_compiled in ((False, False), (True, False), (True, True)):
+        cfg = config(model=model, bf16=bf16, packing_max_len=longest, micro_train_batch_size=1)
+        cfg.gradient_checkpointing = again
+        cfg.compile_layers = is_compiled
+        cfg.attention = "varlen" if bf16 and is_gpu else "sdpa"
+        family = Plain(model)
+        policy = models.Policy(models.load_model(cfg, family, AutoModelForCausalLM), family)
+        policy.to(device)
+        ppo.compute_advantages(batch, cfg)
+        # A sampler in this process has turned compilation off, on a CPU.
+        with torch.compiler.set_stance("default"):
+            for k in range(2):
+                policy.zero_grad()
+                for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg):
+                    cfg.policy_loss(policy, batch, micro)[0].backward()
+                if is_gpu and k == 0:
+                    # The first round has compiled.
+                    torch.cuda.reset_peak_memory_stats()
+        gradient = torch.cat([p.grad.double().flatten() for p in policy.parameters()])
+        peak = torch.cuda.max_memory_allocated() if is_gpu else 0
+        found[bf16, is_compiled] = gradient, peak
+        del policy
+    (truth, _), (eager, eager_peak), (ours, peak) = found.values()
+    assert not compiled.call.has_failed
+    assert distance(ours, truth) < 1.1 * distance(eager, truth)
+    assert peak <= eager_peak
 
 
 # ---- an update -----------------------------------------------------------------------------------

@@ -48,10 +48,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 from tokenizers.pre_tokenizers import ByteLevel
+from torch._C import DispatchKey
 from torch.autograd import DeviceType
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -176,7 +176,8 @@ def gpu_seconds(function) -> float:
 
 
 def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: list[int]) -> dict:
-    """Times updates of samples of `shortest` to `longest` tokens, for each length of the rows.
+    """Times updates of samples of `shortest` to `longest` tokens, for each length of the rows, on a
+    GPU with compiled layers, too.
 
     The comparisons use the last length.
     """
@@ -190,13 +191,23 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: lis
         ppo.update(policy, cfg.policy_loss, batch, batch.all_indices(), 0.0, cfg)
 
     figures = {}
-    for row in rows:
+    for is_compiled, row in itertools.product((True, False) if ON_GPU else (False,), rows):
         cfg.packing_max_len = row
-        seconds = median_seconds(update)
-        figures[f"rows of {row}: seconds of an update"] = seconds
-        figures[f"rows of {row}: tokens/s of an update"] = sum(batch.sample_lengths) / seconds
+        if cfg.compile_layers != is_compiled:
+            cfg.compile_layers = is_compiled
+            policy = models.make_policy(cfg)
+            if is_compiled:
+                figures["seconds of the first compiled update"] = seconds_of(update)
+        case = f"rows of {row}{', compiled' * is_compiled}"
         if ON_GPU:
-            figures[f"rows of {row}: busy share of the GPU"] = gpu_seconds(update) / seconds
+            torch.cuda.reset_peak_memory_stats()
+        seconds = median_seconds(update)
+        figures[f"{case}: seconds of an update"] = seconds
+        figures[f"{case}: tokens/s of an update"] = sum(batch.sample_lengths) / seconds
+        if ON_GPU:
+            peak = torch.cuda.max_memory_allocated()
+            figures[f"{case}: busy share of the GPU"] = gpu_seconds(update) / seconds
+            figures[f"{case}: GiB at the peak"] = peak / memory.GIB
     best, *others = attentions()
     for name in others:
         policy.module.model.set_attn_implementation(name)
@@ -227,16 +238,34 @@ def bare_pass(model, batch: ppo.Batch, count: int) -> None:
         model(input_ids=labels.clamp(min=0), labels=labels).loss.backward()
 
 
-class Kernels(TorchDispatchMode):
-    """Counts the operations that start a kernel on a GPU."""
+@functools.cache
+def is_kernel(name: str) -> bool:
+    """Does an operation start a kernel on a GPU? name: as in torch's profiler."""
+    # The names of compiled code begin with the number of its graph.
+    if name.startswith("graph_"):
+        return True
+    space, _, word = name.partition("::")
+    if not hasattr(getattr(torch.ops, space), word):
+        return False
+    packet = getattr(getattr(torch.ops, space), word)
+    operation = getattr(packet, packet.overloads()[0])
+    # A composite is made of other operations. A view or an empty tensor starts no kernel.
+    composite = DispatchKey.CompositeImplicitAutograd
+    is_made = operation.is_view or operation.has_kernel_for_dispatch_key(composite)
+    return not (is_made or word.startswith(("empty", "new_empty", "_unsafe_view")))
 
+
+def kernels_of(function) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        function()
     count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        # A view or an empty tensor starts none.
-        names = ("empty", "new_empty", "_unsafe_view")
-        self.count += not (operation.is_view or operation.__name__.startswith(names))
-        return operation(*args, **(kwargs or {}))
+    for event in found.events():
+        # What an operation starts inside of itself would be one kernel on a GPU.
+        outer = event.cpu_parent
+        while outer and not is_kernel(outer.name):
+            outer = outer.cpu_parent
+        count += is_kernel(event.name) and not outer
+    return count
 
 
 def replace_attention() -> None:
@@ -265,27 +294,31 @@ def bench_host(folder: str, repeats: int) -> dict:
     # oneDNN needs 40 us to start a small product in bf16.
     torch.backends.mkldnn.set_flags(False)
     torch.set_num_threads(1)
+    # The profiler sees the kernels that torch compiles for a CPU.
+    torch._inductor.config.cpp.enable_kernel_profile = True
     model = random_model(folder, "narrow")
     # Two samples fill a row, and each row is a micro-batch.
     batch, rows = make_batch(12, 12, torch.device("cpu"), count=24), 12
     figures = {}
-    for name, stage in itertools.product(("policy", "critic"), (0, 2, 3)):
+    cases = itertools.product(("policy", "critic"), (0, 2, 3), (False, True))
+    for name, stage, is_compiled in cases:
         flags = f"--zero_stage {stage} --bf16 {str(stage > 0).lower()}"
         flags += " --max_len 24 --packing_max_len 24 --gradient_checkpointing true"
         cfg = make_config(model, flags)
-        # A flag could not choose varlen on a CPU.
+        # Flags could not choose these two on a CPU.
         cfg.attention = "varlen"
+        cfg.compile_layers = is_compiled
         learner = getattr(models, f"make_{name}")(cfg)
-        inputs = (learner, getattr(cfg, f"{name}_loss"), batch, batch.all_indices(), 0.0, cfg)
-        update = functools.partial(ppo.update, *inputs)
+        loss = getattr(cfg, f"{name}_loss")
+        inputs = [(learner, loss, batch, range(2 * n), 0.0, cfg) for n in (rows, 3, 1)]
+        update, three, one = (functools.partial(ppo.update, *x) for x in inputs)
+        update()
         rounds = [(cpu_seconds(update), cpu_seconds(add_1000_times)) for _ in range(repeats)]
         seconds, unit = map(min, zip(*rounds))
-        # The kernels of the optimizer do not count. So the optimizer does not run.
-        learner.apply_update = lambda lr: 0.0
-        with Kernels() as kernels:
-            update()
-        figures[f"{name}, ZeRO {stage}: kernels of a micro-batch"] = kernels.count / rows
-        figures[f"{name}, ZeRO {stage}: milliseconds of a micro-batch"] = seconds / unit / rows
+        case = f"{name}, ZeRO {stage}{', compiled' * is_compiled}"
+        # An update has kernels of its own, such as those of the optimizer.
+        figures[f"{case}: kernels of a micro-batch"] = (kernels_of(three) - kernels_of(one)) / 2
+        figures[f"{case}: milliseconds of a micro-batch"] = seconds / unit / rows
     return figures
 
 
@@ -436,7 +469,7 @@ UPDATE = ("0.5B", 4096, 4096, [4096, 16384]) if ON_GPU else ("small", 24, 512, [
 PARTS = {
     "reward": (bench_reward,),
     "update": (bench_update, *UPDATE),
-    "host": (bench_host, 10),
+    "host": (bench_host, 6),
     "sync": (bench_sync, "0.5B" if ON_GPU else "tiny"),
     "sync_large": (bench_sync, "1.5B" if ON_GPU else "small"),
     "rollout": (bench_rollout, *(("0.5B", 256) if ON_GPU else ("tiny", 48))),
