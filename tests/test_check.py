@@ -64,6 +64,7 @@ REFUSED = [
     ({"bf16": True, "zero_stage": 1}, "stage 2"),
     ({"attention": "varlen"}, "needs a GPU, --bf16 true and packed rows; or choose sdpa"),
     ({"packing": "none"}, "auto or packed or alone"),
+    ({"compile_layers": True}, "needs a GPU"),
     ({"tensor_parallel": 3}, "2 ranks"),
     ({"offload": "optimizer", "zero_stage": 0}, "--zero_stage 1"),
     ({"log_with": "wandb"}, "pip install"),
