@@ -31,7 +31,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # The import of process.py sets environment variables of DeepSpeed.
 from nanoorz import process  # noqa: F401
-from nanoorz.compiled import compile_layers
 from nanoorz.families import find_family
 from nanoorz.ranks import UserError, check_result, one_line
 
@@ -172,6 +171,9 @@ def load_model(cfg, family, auto_class):
         # there. With a frozen embedding (LoRA) the first layer would have none.
         model.enable_input_require_grads()
     if cfg.compile_layers:
+        # Here and not at the top, because this import starts torch's compiler: half a second.
+        from nanoorz.compiled import compile_layers
+
         compile_layers(layers_of(model), cfg.gradient_checkpointing)
     elif cfg.gradient_checkpointing:
         # A layer is computed again in the backward pass. Without dropout it draws nothing, so no
