@@ -577,7 +577,7 @@ def find_start(run_dir, state, cfg):
     card = None
     if cfg.attention == "varlen":
         card = min(gather(torch.cuda.mem_get_info()[1])) / memory.GIB
-    chosen = memory.replace_auto(cfg, families.load_config(cfg.model), state.world, card)
+    chosen = memory.choose_flags(cfg, families.load_config(cfg.model), state.world, card)
     if chosen:
         print0(f"the plan of memory chooses {' '.join(chosen)}")
     return source, dataclasses.replace(state, config=flags_of(cfg))

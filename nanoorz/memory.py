@@ -86,7 +86,7 @@ def total(items: dict[str, float]) -> float:
 LONGEST_ROW = 65536
 
 
-def replace_auto(cfg, config, world: int, card: float | None) -> list[str]:
+def choose_flags(cfg, config, world: int, card: float | None) -> list[str]:
     """Replaces `auto` in --gradient_checkpointing and --packing_max_len.
 
     Gradient checkpointing is off if an update fits without it. The row is the longest one that

@@ -185,7 +185,7 @@ def choose(card, model="0.5B", **flags):
     sizes = {"max_len": 4096, "micro_train_batch_size": 1, "bf16": True, "zero_stage": 2}
     cfg = config(**BOTH | sizes | flags)
     shape = model_config(f"Qwen/Qwen2.5-{model}")
-    chosen = memory.replace_auto(cfg, shape, 1, card)
+    chosen = memory.choose_flags(cfg, shape, 1, card)
     assert len(chosen) == list({**BOTH, **flags}.values()).count("auto")
     if card is not None:
         check_choice(cfg, shape, card, flags)
@@ -232,7 +232,7 @@ def test_without_a_card_or_a_known_model_auto_is_the_default():
     assert choose(None) == (True, 16384)
     assert choose(None, max_len=20480) == (True, 20480)
     cfg = config(**BOTH)
-    memory.replace_auto(cfg, model_config("Qwen/Qwen3.5-0.8B"), 1, 79)
+    memory.choose_flags(cfg, model_config("Qwen/Qwen3.5-0.8B"), 1, 79)
     assert (cfg.gradient_checkpointing, cfg.packing_max_len) == (True, 16384)
 
 

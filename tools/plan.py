@@ -111,7 +111,7 @@ def print_plan(args, cfg) -> None:
         told = f"--model {cfg.model} cannot be read ({one_line(error).partition('. ')[0]})"
         raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
     card = VISIBLE * args.card_gb
-    chosen = memory.replace_auto(cfg, config, world, card)
+    chosen = memory.choose_flags(cfg, config, world, card)
     if chosen:
         print(f"auto is {' '.join(chosen)}")
     print_batches(cfg, config, world)
