@@ -40,6 +40,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import save_file
 
 from nanoorz import reshard
+from nanoorz.flags import CHOSEN_BY_PLAN
 from nanoorz.ranks import UserError, gather, here, one_line, print0
 from nanoorz.variants import explain_old_run, kept_files
 
@@ -392,6 +393,10 @@ def find_start(run_dir, choice, new_state: RunState, fixed_defaults):
     if path is None:
         return None, new_state
     saved = load_state(path)
+    # `auto` is the value of the checkpoint.
+    chosen = [name for name in CHOSEN_BY_PLAN if new_state.config.get(name) == "auto"]
+    kept = {name: saved.config.get(name, "auto") for name in chosen}
+    new_state = dataclasses.replace(new_state, config=new_state.config | kept)
     misfit = find_misfit(path, run_dir, saved, new_state, fixed_defaults)
     if misfit:
         raise UserError(f"{path} {misfit}, or use --resume none")

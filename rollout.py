@@ -138,8 +138,8 @@ class Sampler:
         self.cfg = cfg
         self.gpu = torch.cuda.is_available()
         if not self.gpu:
-            # Without this vLLM compiles two small functions, which takes 18 s on a CPU. The trainer
-            # compiles nothing, so this setting of the whole process does not change it.
+            # Without this vLLM compiles two small functions, which takes 18 s on a CPU. This holds
+            # for the whole process, so --compile_layers is refused on a CPU.
             torch.compiler.set_stance("force_eager")
         threads = torch.get_num_threads()
         settings = make_settings(cfg, self.gpu)

@@ -564,22 +564,19 @@ def fixed_defaults(cfg):
 def find_start(run_dir, state, cfg):
     """Returns the checkpoint to resume from, or None, and the state that the run begins with.
 
-    state: of a new run. Replaces `auto` in the flags that the plan of memory chooses. A resumed run
-    keeps what was chosen before. A collective. Raises UserError.
+    state: of a new run. Replaces `auto` in the flags that the plan of memory chooses. In a resumed
+    run `auto` is the value of the checkpoint. A collective. Raises UserError.
     """
     source, state = ckpt.find_start(run_dir, cfg.resume, state, fixed_defaults(cfg))
-    if source:
-        saved = ckpt.load_state(source).config
-        for name in flags.AUTO:
-            if getattr(cfg, name) == "auto":
-                setattr(cfg, name, saved[name])
-    # The plan assumes varlen, which a CPU does not have.
+    names = [name for name in flags.CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
+    for name in names:
+        setattr(cfg, name, state.config[name])
     card = None
-    if cfg.attention == "varlen":
+    if torch.cuda.is_available():
         card = min(gather(torch.cuda.mem_get_info()[1])) / memory.GIB
-    chosen = memory.choose_flags(cfg, families.load_config(cfg.model), state.world, card)
-    if chosen:
-        print0(f"the plan of memory chooses {' '.join(chosen)}")
+    memory.choose_flags(cfg, families.load_config(cfg.model), state.world, card)
+    if names:
+        print0(f"auto is {flags.as_words(cfg, names)}{', as in the checkpoint' if source else ''}")
     return source, dataclasses.replace(state, config=flags_of(cfg))
 
 

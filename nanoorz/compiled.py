@@ -1,8 +1,8 @@
 """--compile_layers: torch compiles the layers of policy and critic.
 
-An eager layer starts more than a hundred kernels of a GPU, most of them for one addition or
-product each. torch compiles the forward pass and the backward pass of a layer into a few kernels.
-So the CPU has less to do, and the GPU moves fewer bytes.
+A layer that is not compiled starts more than a hundred kernels of a GPU, most of them for one
+addition or product each. torch compiles the forward pass and the backward pass of a layer into
+fewer kernels. So the CPU has less to do, and the GPU moves fewer bytes.
 
 torch makes a graph for each kind of call: with and without gradients, with one row and with
 several, and for each kind of layer of a model. Policy and critic share graphs. Sizes are variables
@@ -12,52 +12,66 @@ of a graph, except for a size of 1.
 import functools
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
-from nanoorz.ranks import UserError, one_line, print0
+from nanoorz.ranks import UserError, one_line
 
-# A graph more is an error. torch's own limit is 8, which a run with several kinds of layers meets.
-GRAPHS = 64
-
-
-def compile_layers(layers, is_recomputed):
-    """Lets the calls of these layers run compiled code.
-
-    is_recomputed: the backward pass computes each layer again (gradient checkpointing).
-    """
-    if not layers:
-        raise UserError("--compile_layers: torch finds no layers in this model; leave it out")
-    torch._dynamo.config.recompile_limit = GRAPHS
-    # A graph is made in a forward pass, and its backward pass may be compiled later. An error would
-    # come too late then: only a forward pass can be repeated without compiled code.
-    torch._functorch.config.force_non_lazy_backward_lowering = True
-    for layer in layers:
-        # The hooks of a layer, such as those of ZeRO-3, are outside of `forward`.
-        layer.forward = functools.partial(call, layer.forward, is_recomputed)
+# If a run needs more graphs, its layers are no longer compiled. torch's own limit of 8 would be too
+# low for a model with several kinds of layers.
+MOST_GRAPHS = 64
 
 
-def call(forward, is_recomputed, *inputs, **options):
-    """forward(*inputs, **options), compiled. After an error of the compiler: without compiling."""
-    if not call.has_failed:
-        try:
-            return call_compiled(forward, is_recomputed, *inputs, **options)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            call.has_failed = True
-            why = one_line(error.__cause__ or error)
-            print0(f"WARNING: --compile_layers: from now on no layer is compiled: {why}")
-    return call_eager(forward, is_recomputed, *inputs, **options)
-
-
-call.has_failed = False
-
-
-def call_eager(forward, is_recomputed, *inputs, **options):
+def run_layer(forward, is_recomputed, *inputs, **options):
+    """Calls the forward method of a layer. The arguments are those of compile_layers and of the
+    layer."""
     if not is_recomputed:
         return forward(*inputs, **options)
     # Without dropout a layer draws nothing, so no state of the random generators has to be kept.
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-# The whole layer must be one graph (fullgraph). Else a limit of graphs would be hit in silence.
-call_compiled = torch.compile(call_eager, fullgraph=True, dynamic=True)
+# The compiled function. With fullgraph torch raises an error if it cannot compile the whole layer,
+# and if there are too many graphs. Without it torch would stop compiling, and nobody would be told.
+run_compiled = torch.compile(run_layer, fullgraph=True, dynamic=True)
+
+
+def run_if_possible(*arguments, **options):
+    """Calls run_compiled. After the first error of the compiler it always calls run_layer.
+
+    One rank alone may have such an error. This is no fault, because a layer has no collectives:
+    those of ZeRO-3 are in hooks around `forward`.
+    """
+    if not run_if_possible.has_failed:
+        try:
+            return run_compiled(*arguments, **options)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            run_if_possible.has_failed = True
+            told = f"rank {dist.get_rank()} compiles no layer from now on"
+            why = one_line(error.__cause__ or error)
+            print(f"WARNING: --compile_layers: {told}: {why}", flush=True)
+    return run_layer(*arguments, **options)
+
+
+run_if_possible.has_failed = False
+
+
+def compile_layers(layers, is_recomputed):
+    """Lets these layers run compiled code. Raises UserError if there are none.
+
+    is_recomputed: the backward pass computes each layer again (gradient checkpointing).
+    """
+    if not layers:
+        raise UserError(
+            "--compile_layers: transformers does not mark the layers of this model; leave it out"
+        )
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    # A layer with a hook on one of its parts needs a graph of its own. By default torch would run
+    # the graph of another layer.
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    # torch compiles the backward pass of a graph together with the forward pass. By default it may
+    # do so in the first backward pass, where run_layer could no longer replace the layer.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    for layer in layers:
+        layer.forward = functools.partial(run_if_possible, layer.forward, is_recomputed)

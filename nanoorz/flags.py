@@ -25,8 +25,8 @@ CHOICES = {
     "packing": ("auto", "packed", "alone"),
     "log_with": ("tensorboard", "wandb", "none"),
 }
-# These flags also take `auto`. memory.py replaces it.
-AUTO = ("gradient_checkpointing", "packing_max_len")
+# These flags also take `auto`, for which the plan of memory.py chooses a value.
+CHOSEN_BY_PLAN = ("gradient_checkpointing", "packing_max_len")
 # These numbers must be at least 1, all others at least 0. check_core has more rules for some.
 AT_LEAST_1 = (
     "rollout_batch_size",
@@ -55,6 +55,11 @@ def flag(default, help):
 def flags_of(cfg) -> dict:
     """{flag: its value}. `vars(cfg)` also has other attributes, which variants have set."""
     return {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+
+
+def as_words(cfg, names) -> str:
+    """Flags as words of a command line."""
+    return " ".join(f"--{name} {getattr(cfg, name)}".lower() for name in names)
 
 
 def require(holds, message):
@@ -88,9 +93,9 @@ def finish_help(parser, choices):
 
 
 def allow_auto(parser):
-    """Lets an HfArgumentParser take `auto` for the flags of AUTO."""
+    """Lets an HfArgumentParser take `auto` for the flags of CHOSEN_BY_PLAN."""
     for action in parser._actions:
-        if action.dest in AUTO and action.type:
+        if action.dest in CHOSEN_BY_PLAN and action.type:
             action.type = or_auto(action.type)
 
 
@@ -99,7 +104,7 @@ def or_auto(read):
         return word if word == "auto" else read(word)
 
     # The parser names the function in an error.
-    read_or_keep.__name__ = read.__name__
+    read_or_keep.__name__ = f"{read.__name__} or auto"
     return read_or_keep
 
 
@@ -234,7 +239,7 @@ def check_hardware(cfg, world):
         ),
         "compile_layers": (
             not cfg.compile_layers or torch.cuda.is_available(),
-            "needs a GPU: on a CPU the sampler turns compilation off in its process; leave it out",
+            "needs a GPU: on a CPU vLLM turns torch.compile off, for the trainer too; leave it out",
         ),
         "log_with": (cfg.log_with != "wandb" or find_spec("wandb"), "`pip install wandb` first"),
     }

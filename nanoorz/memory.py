@@ -14,17 +14,22 @@ from dataclasses import dataclass
 from torch import nn
 
 from nanoorz import families
-from nanoorz.flags import AUTO
+from nanoorz.flags import CHOSEN_BY_PLAN
+from nanoorz.models import BUCKET
 
 GIB = 2**30
 VISIBLE = 0.989  # A card of 80 GB shows 79.1 GiB.
 USABLE = 0.95  # The plan uses no larger share. It does not see the memory that kernels take.
-CHOSEN = 0.7  # `auto` uses no larger share for an update, because no card has calibrated the plan.
+AUTO_SHARE = (
+    0.7  # `auto` uses no larger share for an update, because few runs have tested the plan.
+)
+# With more tokens in a micro-batch a model with a wide MLP would have tensors of over 2^31 numbers,
+# which some kernels do not take.
+MOST_TOKENS = 65536
 CONTEXT = 0.7 * GIB  # of CUDA
 NCCL = 0.5 * GIB  # NCCL's buffers of the world and of DeepSpeed's copy of it
 ASLEEP = GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
-GRAPHS = GIB
-BUCKET = 10**8  # elements of DeepSpeed's reduce bucket, as nanoorz/models.py sets it
+CUDA_GRAPHS = GIB  # of the sampler that is awake
 SUBGROUP = 10**9  # elements that ZeRO-3's optimizer handles at once: DeepSpeed's default
 CHUNK = 2**29  # bytes of a chunk of fp32 logits in nanoorz/head.py
 
@@ -82,36 +87,35 @@ def total(items: dict[str, float]) -> float:
     return sum(items.values())
 
 
-# Longer rows would make tensors of over 2^31 numbers in large models. Not all kernels take them.
-LONGEST_ROW = 65536
-
-
-def choose_flags(cfg, config, world: int, card: float | None) -> list[str]:
+def choose_flags(cfg, config, world: int, card: float | None):
     """Replaces `auto` in --gradient_checkpointing and --packing_max_len.
 
-    Gradient checkpointing is off if an update fits without it. The row is the longest one that
-    fits. config: of the model. card: GiB that the smallest card shows, or None. Without a card, or
-    with a model that the plan does not know, `auto` is the default. Returns what was chosen, as
-    `--flag value` each.
+    Gradient checkpointing comes first. It is off if an update fits without it, with rows as short
+    as they can be. Then the row is the longest one that fits, in steps of 1,024 tokens. config: of
+    the model. card: GiB that the smallest card shows. Without a card (None), and where the plan
+    does not know what an update needs, `auto` becomes the default of the flag.
     """
-    names = [name for name in AUTO if getattr(cfg, name) == "auto"]
-    is_known = card is not None and config.model_type in families.PLAIN
+    names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
+    # The plan assumes varlen, and counts the critic like the model.
+    has_varlen = cfg.attention in ("auto", "varlen") and cfg.bf16 and cfg.packing != "alone"
+    is_known = has_varlen and config.model_type in families.PLAIN and not cfg.critic
+    is_known = is_known and card is not None
 
     def fits(**changes) -> bool:
         plan = estimate(dataclasses.replace(cfg, **changes), config, world, card)
         peaks = [plan.peak(phase) for phase in plan.phases if phase in ("critic", "policy")]
-        return max(peaks) < CHOSEN * card
+        return max(peaks) < AUTO_SHARE * card
 
     if "packing_max_len" in names:
-        default = cfg.max_len if is_known else type(cfg).packing_max_len
-        cfg.packing_max_len = max(cfg.max_len, default)
+        least = 0 if is_known else type(cfg).packing_max_len
+        cfg.packing_max_len = max(cfg.max_len, least)
     if "gradient_checkpointing" in names:
         cfg.gradient_checkpointing = not (is_known and fits(gradient_checkpointing=False))
     if "packing_max_len" in names and is_known:
-        rows = range(cfg.max_len, LONGEST_ROW + 1, 1024)
+        rows = range(cfg.max_len, MOST_TOKENS // cfg.micro_train_batch_size + 1, 1024)
+        # A longer row needs more memory. So the first rows fit, and the others do not.
         count = bisect_left(rows, True, key=lambda row: not fits(packing_max_len=row))
         cfg.packing_max_len = rows[count - 1] if count else cfg.max_len
-    return [f"--{name} {getattr(cfg, name)}".lower() for name in names]
 
 
 def estimate(cfg, config, world: int, card: float) -> Memory:
@@ -121,7 +125,7 @@ def estimate(cfg, config, world: int, card: float) -> Memory:
     if rank.has_critic:
         phases["critic"] = rank.update(rank.sizes.critic, has_head=False)
     phases["policy"] = rank.update(rank.sizes.learnt, has_head=True)
-    if rank.has_critic and rank.has_sums and world > 1:
+    if rank.has_critic and rank.has_sums and cfg.zero_stage == 2 and world > 1:
         # With several ranks ZeRO-2 makes its sums on a stream of their own. The sums are free after
         # the critic's update, but the other streams cannot use this memory.
         phases["policy"]["critic's sums"] = 4 * rank.sizes.critic / rank.shards(2)
@@ -174,7 +178,7 @@ class Rank:
         of_token = 4 * sizes.hidden + 3 * sizes.intermediate / cfg.tensor_parallel
         work = self.width * tokens * of_token
         work += 5 * 4 * cfg.micro_rollout_batch_size * sizes.vocab
-        work += 0 if cfg.enforce_eager else GRAPHS
+        work += 0 if cfg.enforce_eager else CUDA_GRAPHS
         without_cache = self.sampler_weights + work
         self.sampler = cfg.gpu_memory_utilization * self.card
         if cfg.kv_cache_gb is not None:
@@ -269,7 +273,8 @@ class Rank:
 
         In a layer's backward these are the weights of the layer and of the next one, and the
         gradients of the layer, which are reduced together. Without checkpointing each product keeps
-        a view of its weight, so the weights of all layers are in memory.
+        a view of its weight. So there the weights of all layers are in memory, and DeepSpeed does
+        not know of them: it gathers the weights of a layer again for its backward.
         """
         if self.cfg.zero_stage < 3:
             return 0, 0
@@ -297,12 +302,8 @@ class Rank:
         if not cfg.gradient_checkpointing:
             kept = 10 * sizes.hidden + 2 * sizes.keys + 4 * sizes.intermediate
             beside = 2 * sizes.intermediate
-        if cfg.compile_layers:
-            # The kernels of a compiled layer do several operations each. What is between the
-            # operations is not in memory.
-            if cfg.gradient_checkpointing:
-                beside -= 3 * sizes.hidden
-            else:
+            if cfg.compile_layers:
+                # What is between the operations of a compiled kernel is not in memory.
                 kept -= 4 * sizes.hidden + sizes.intermediate
         # A norm keeps its input in fp32, its result before the weight, and its result: four times
         # the hidden size.

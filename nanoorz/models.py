@@ -244,7 +244,8 @@ def packed_attention(module, query, key, value, mask, **options):
     return out.unflatten(0, (len(query), -1)), None
 
 
-@functools.cache
+# torch's compiler takes the result as a constant.
+@torch.compiler.assume_constant_result
 def arguments_of(function):
     return set(inspect.signature(function).parameters)
 

@@ -328,6 +328,19 @@ def process_group():
 
 
 @pytest.fixture
+def compiling(process_group, monkeypatch):
+    """torch's compiler is on, and has compiled nothing. A sampler on a CPU turns the compiler off
+    in its process, which may be the process of this test."""
+    from nanoorz import compiled
+
+    # After the test it has its own value again.
+    monkeypatch.setattr(compiled.run_if_possible, "has_failed", False)
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+@pytest.fixture
 def small_disk(tmp_path):
     """A disk of 1 MB (tmpfs). If the machine allows no mount, the test is skipped."""
     place = tmp_path / "disk"

@@ -306,8 +306,8 @@ def cell_family(cfg, spec) -> dict:
 
 def cell_gathered(cfg, spec) -> dict:
     """How many weights ZeRO-3 has gathered at most: in the forward pass, in the backward pass, and
-    after each. They are counted where a layer begins and ends. held: those that somebody keeps for
-    the backward pass, whether DeepSpeed knows or not."""
+    after each. They are counted where a layer begins and ends. held: those in memory, of which
+    DeepSpeed does not know all."""
     torch._dynamo.reset()
     policy = models.make_policy(cfg)
     found = {"forward": 0, "backward": 0}
@@ -318,11 +318,16 @@ def cell_gathered(cfg, spec) -> dict:
         parameters = policy.module.parameters()
         return sum(p.ds_numel for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE)
 
-    def count(module, *_) -> None:
+    def held() -> int:
+        return sum(size for storage, size in storages.items() if not storage.expired())
+
+    def count(*_) -> None:
         found[phase] = max(found[phase], gathered())
-        for p in module.parameters():
+        for p in policy.module.parameters():
             storage = p.data.untyped_storage()
             storages[StorageWeakRef(storage)] = storage.nbytes() // p.element_size()
+        if phase == "backward":
+            found["held in backward"] = max(found["held in backward"], held())
 
     for layer in policy.module.model.base_model.layers:
         # DeepSpeed's own hooks come before the first of these and after the second.
@@ -333,22 +338,20 @@ def cell_gathered(cfg, spec) -> dict:
     ppo.compute_advantages(batch, cfg)
     for _ in range(3):
         # DeepSpeed records the order of the layers in the first round.
-        found |= {"forward": 0, "backward": 0}
+        found |= {"forward": 0, "backward": 0, "held in backward": 0}
         for micro, is_last in ppo.micro_batches(batch, batch.all_indices(), cfg):
             phase = "forward"
             storages.clear()
             loss, _ = cfg.policy_loss(policy, batch, micro)
             found["after forward"] = gathered()
-            found["held"] = sum(size for x, size in storages.items() if not x.expired())
-            found["ever held"] = sum(storages.values())
+            found["held after forward"] = held()
             phase = "backward"
             policy.backward(loss, is_last)
             found["after backward"] = gathered()
         policy.apply_update(0.0)
     rank = memory.Rank(cfg, policy.module.model.config, world=2)
-    found["plan"] = [size / 4 for size in rank.gathered()]
-    cfg.gradient_checkpointing = True
-    return found | {"layer": rank.gathered()[0] / 4 / 3}
+    layer = (rank.sizes.policy - rank.sizes.embeddings) / rank.sizes.layers
+    return found | {"plan": [size / 4 for size in rank.gathered()], "layer": layer}
 
 
 def gradient_of_update(learner, loss, batch, cfg) -> torch.Tensor:

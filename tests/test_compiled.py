@@ -1,12 +1,10 @@
-"""--compile_layers against eager layers. Each test compiles by inductor, as on a GPU.
-
-A sampler on a CPU turns compilation off for its process. These tests have none.
-"""
+"""--compile_layers against eager layers. Each test compiles by inductor, as on a GPU."""
 
 import itertools
 
 import pytest
 import torch
+from gpu_worker import distance
 from ppo_worker import cell, config, gradient_of_update, make_batch, make_models, reader
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -40,20 +38,6 @@ def wide(models, tmp_path_factory):
     return reader([], CELLS, tmp_path_factory.mktemp("cells"), models)
 
 
-@pytest.fixture
-def compiling(process_group, monkeypatch):
-    """The compiler is on, and has compiled nothing."""
-    # After the test it has its own value again.
-    monkeypatch.setattr(compiled.call, "has_failed", False)
-    torch._dynamo.reset()
-    with torch.compiler.set_stance("default"):
-        yield
-
-
-def distance(found, expected) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [job["name"] for job in CELLS])
 def test_gradients_on_two_ranks(name, wide):
@@ -69,12 +53,12 @@ def test_gradients_on_two_ranks(name, wide):
             assert distance(ours, truth) < 1.1 * distance(eager, truth)
 
 
-def test_a_run_makes_few_graphs(models, compiling):
-    """Updates, passes of the critic and of log_kl, rows of all lengths, fillers, and more rows.
-
-    torch makes a graph for each kind of call, and stops without a word at a limit of graphs.
-    """
-    cfg = config(models[True], compile_layers=True, **ROWS["packed"])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.engine
+def test_a_run_makes_few_graphs(bf16, models, compiling):
+    """Updates, passes of the critic and of log_kl, rows of all lengths, fillers, and more rows."""
+    flags = ROWS["packed"] | (VARLEN if bf16 else {}) | {"zero_stage": 2 if bf16 else 0}
+    cfg = config(models[True], compile_layers=True, gradient_checkpointing=True, **flags)
     before = counters["stats"]["unique_graphs"]
 
     def graphs() -> int:
@@ -95,7 +79,37 @@ def test_a_run_makes_few_graphs(models, compiling):
         learners[0](ppo.filler(torch.device("cpu")), 1.0)
     # One row or several, with gradients or without.
     assert counts[0] == 2 and counts[-1] == graphs() == 4
-    assert not compiled.call.has_failed
+    assert not compiled.run_if_possible.has_failed
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward"])
+def test_hooks_in_a_layer_are_called(kind, models, compiling):
+    """A user's hook on a part of one layer, in a layer that is compiled already and in another."""
+    found = {}
+    batch = make_batch()
+    ppo.compute_advantages(batch, config(models[True]))
+    for is_compiled in (False, True):
+        cfg = config(models[True], compile_layers=is_compiled, **ROWS["packed"])
+        policy = library.make_policy(cfg)
+        layers = policy.module.model.base_model.layers
+        gradients = [gradient_of_update(policy, cfg.policy_loss, batch, cfg)]
+        for layer in layers:
+
+            def double(module, *tensors):
+                return tuple(2 * x for x in tensors[0])
+
+            def double_output(module, inputs, output):
+                return 2 * output
+
+            hook = double_output if kind == "forward" else double
+            handle = getattr(layer.mlp, f"register_{kind}_hook")(hook)
+            gradients.append(gradient_of_update(policy, cfg.policy_loss, batch, cfg))
+            handle.remove()
+        found[is_compiled] = gradients
+    for eager, ours in zip(*found.values()):
+        assert distance(ours, eager) < 1e-6
+    assert distance(eager, gradients[0]) > 0.01
 
 
 def test_after_a_graph_too_many_the_layers_are_eager(models, compiling, capsys):
@@ -111,7 +125,7 @@ def test_after_a_graph_too_many_the_layers_are_eager(models, compiling, capsys):
         assert not capsys.readouterr().out
         found = gradient_of_update(policy, cfg.policy_loss, batch, cfg)
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("WARNING: --compile_layers: from now on no layer is compiled: ")
+    assert line.startswith("WARNING: --compile_layers: rank 0 compiles no layer from now on: ")
     assert "limit" in line
     assert torch.equal(found, expected)
 
@@ -124,4 +138,4 @@ def test_without_a_compiler_the_layers_are_eager(models, compiling, capsys):
         ppo.compute_logprobs(policy, batch, cfg)
         ppo.compute_logprobs(policy, batch, cfg)
     [line] = capsys.readouterr().out.splitlines()
-    assert "from now on no layer is compiled: " in line
+    assert "rank 0 compiles no layer from now on: " in line

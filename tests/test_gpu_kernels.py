@@ -139,16 +139,14 @@ def test_the_head_is_that_of_full_logits(bf16, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [True, False])
-def test_compiled_layers_are_as_exact_as_eager_ones(
-    again, device, folder_of, process_group, monkeypatch
-):
-    """Gradients in bf16 against those of eager layers in fp32; and the peak of memory."""
-    monkeypatch.setattr(compiled.call, "has_failed", False)
+def test_compiled_layers_are_as_exact_as_eager_ones(again, device, folder_of, compiling):
+    """Gradients in bf16 against those of eager layers in fp32. On a GPU they need less memory."""
     is_gpu = device.type == "cuda"
     model = folder_of(device.type, num_hidden_layers=4)
     longest = 2048 if is_gpu else 40
     batch = make_batch(device, 8, longest, 60)
-    found = {}
+    gradients = []
+    peaks = []
     for bf16, is_compiled in ((False, False), (True, False), (True, True)):
         cfg = config(model=model, bf16=bf16, packing_max_len=longest, micro_train_batch_size=1)
         cfg.gradient_checkpointing = again
@@ -158,23 +156,21 @@ def test_compiled_layers_are_as_exact_as_eager_ones(
         policy = models.Policy(models.load_model(cfg, family, AutoModelForCausalLM), family)
         policy.to(device)
         ppo.compute_advantages(batch, cfg)
-        # A sampler in this process has turned compilation off, on a CPU.
-        with torch.compiler.set_stance("default"):
-            for k in range(2):
-                policy.zero_grad()
-                for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg):
-                    cfg.policy_loss(policy, batch, micro)[0].backward()
-                if is_gpu and k == 0:
-                    # The first round has compiled.
-                    torch.cuda.reset_peak_memory_stats()
-        gradient = torch.cat([p.grad.double().flatten() for p in policy.parameters()])
-        peak = torch.cuda.max_memory_allocated() if is_gpu else 0
-        found[bf16, is_compiled] = gradient, peak
+        # The first round compiles.
+        for _ in range(2):
+            policy.zero_grad()
+            if is_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg):
+                cfg.policy_loss(policy, batch, micro)[0].backward()
+        peaks.append(torch.cuda.max_memory_allocated() if is_gpu else 0)
+        gradient = torch.cat([p.grad.cpu().double().flatten() for p in policy.parameters()])
+        gradients.append(gradient)
         del policy
-    (truth, _), (eager, eager_peak), (ours, peak) = found.values()
-    assert not compiled.call.has_failed
+    truth, eager, ours = gradients
+    assert not compiled.run_if_possible.has_failed
     assert distance(ours, truth) < 1.1 * distance(eager, truth)
-    assert peak <= eager_peak
+    assert not is_gpu or peaks[2] < peaks[1]
 
 
 # ---- an update -----------------------------------------------------------------------------------

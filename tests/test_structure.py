@@ -25,7 +25,7 @@ COPIED_WITH = {
     "rollout.py": {"nanoorz.families", "nanoorz.process", "nanoorz.ranks"},
     "reward.py": {"nanoorz.ranks", "nanoorz.equal", "nanoorz.records"},
     "ppo.py": {"nanoorz.ranks", "nanoorz.flags"},
-    "ckpt.py": {"nanoorz.ranks", "nanoorz.reshard", "nanoorz.variants"},
+    "ckpt.py": {f"nanoorz.{name}" for name in ("ranks", "reshard", "variants", "flags")},
     "nanoorz/head.py": set(),
 }
 

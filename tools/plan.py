@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
 from nanoorz import families, memory
-from nanoorz.flags import require
+from nanoorz.flags import CHOSEN_BY_PLAN, as_words, require
 from nanoorz.log import print_warning
 from nanoorz.memory import USABLE, VISIBLE, Memory, total
 from nanoorz.ranks import UserError, one_line
@@ -111,9 +111,10 @@ def print_plan(args, cfg) -> None:
         told = f"--model {cfg.model} cannot be read ({one_line(error).partition('. ')[0]})"
         raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
     card = VISIBLE * args.card_gb
-    chosen = memory.choose_flags(cfg, config, world, card)
-    if chosen:
-        print(f"auto is {' '.join(chosen)}")
+    names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
+    memory.choose_flags(cfg, config, world, card)
+    if names:
+        print(f"auto is {as_words(cfg, names)}")
     print_batches(cfg, config, world)
     print_memory(memory.estimate(cfg, config, world, card), cfg)
 
