@@ -236,16 +236,22 @@ def packed_attention(module, query, key, value, mask, **options):
     before = window - 1 if window else -1
     after = 0
     settings = {"window_size": (before, after), "scale": options["scaling"]}
-    # The query may have more heads than the key. Versions after PyTorch 2.11 need an argument for
-    # that, and 2.11 does not know this argument (seen on an H200).
-    if "enable_gqa" in arguments_of(varlen_attn):
+    if knows_enable_gqa():
         settings["enable_gqa"] = True
     out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)
     return out.unflatten(0, (len(query), -1)), None
 
 
-# torch's compiler takes the result as a constant.
 @torch.compiler.assume_constant_result
+def knows_enable_gqa() -> bool:
+    """The query may have more heads than the key. Versions after PyTorch 2.11 need an argument for
+    that, and 2.11 does not know this argument (seen on an H200)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in arguments_of(varlen_attn)
+
+
+@functools.cache
 def arguments_of(function):
     return set(inspect.signature(function).parameters)
 

@@ -313,7 +313,7 @@ def test_only_auto_is_accepted_beside_numbers():
         (f"{GSM8K} --estimator gae --gpus 2", r"policy: .*\+ critic's sums 0.9 "),
         (f"{GSM8K} --gpus x", "error: argument --gpus: invalid int value"),
         (f"{GSM8K} --card_gb nan", "error: --card_gb nan: must be a number above 0"),
-        ("--model no/where --data x", "error: --model no/where cannot be read .*give the folder"),
+        ("--model no/where --data x", "error: --model no/where cannot be planned .*give a causal"),
         (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: use a multiple of 3"),
         (f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 16", "error: .* at least 17"),
         (

@@ -105,18 +105,20 @@ def print_plan(args, cfg) -> None:
     # The checks of these two flags would look for a GPU of this machine. The plan is for others.
     attention = "sdpa" if cfg.attention == "varlen" else cfg.attention
     train.check_flags(dataclasses.replace(cfg, attention=attention, compile_layers=False), world)
-    try:
-        config = model_config(cfg.model)
-    except (OSError, ValueError) as error:
-        told = f"--model {cfg.model} cannot be read ({one_line(error).partition('. ')[0]})"
-        raise UserError(f"{told}; give the folder of a model, or a name of the hub") from None
     card = VISIBLE * args.card_gb
     names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
-    memory.choose_flags(cfg, config, world, card)
+    try:
+        config = model_config(cfg.model)
+        memory.choose_flags(cfg, config, world, card)
+        plan = memory.estimate(cfg, config, world, card)
+    # A config of another kind lacks fields, or has 0 in them.
+    except (OSError, ValueError, AttributeError, ZeroDivisionError) as error:
+        told = f"--model {cfg.model} cannot be planned ({one_line(error).partition('. ')[0]})"
+        raise UserError(f"{told}; give a causal LM: a folder, or a name of the hub") from None
     if names:
         print(f"auto is {as_words(cfg, names)}")
     print_batches(cfg, config, world)
-    print_memory(memory.estimate(cfg, config, world, card), cfg)
+    print_memory(plan, cfg)
 
 
 def main(argv: list[str]) -> None:
