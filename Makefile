@@ -55,7 +55,7 @@ test-slow: $(CPU_VENV)/triton/.installed ## run the slow tests (about 18 minutes
 # `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
 # nvidia-smi finds no GPU, the target ends before it installs anything.
 test-gpu: find-gpu $(INSTALLED) ## run the tests that need a GPU
-	$(BIN)/python tools/card.py $(or $(PARTS),cycle kernels sampler runs two_cards) --out out/card
+	$(BIN)/python tools/card.py $(or $(PARTS),cycle kernels sampler compiled runs two_cards) --out out/card
 
 find-gpu:
 	@[ $(STACK) = cuda ] || { echo "error: nvidia-smi finds no GPU here, and the tests of make test-gpu need one"; exit 2; }

@@ -20,9 +20,8 @@ from nanoorz.models import BUCKET
 GIB = 2**30
 VISIBLE = 0.989  # A card of 80 GB shows 79.1 GiB.
 USABLE = 0.95  # The plan uses no larger share. It does not see the memory that kernels take.
-AUTO_SHARE = (
-    0.7  # `auto` uses no larger share for an update, because few runs have tested the plan.
-)
+# `auto` plans no larger share for an update, because few runs have tested the plan.
+AUTO_SHARE = 0.7
 # With more tokens in a micro-batch a model with a wide MLP would have tensors of over 2^31 numbers,
 # which some kernels do not take.
 MOST_TOKENS = 65536

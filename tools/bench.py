@@ -1,10 +1,10 @@
 """Measures speed and memory: `python tools/bench.py [PART ...]`. Without a PART it runs all parts.
 
     reward    checks per second, of two grading processes
-    update    an update by the length of its rows, and with each kind of attention; on a CPU also
-              against bare transformers
-    host      the CPU's work for a micro-batch: kernels that it starts, and milliseconds. The part
-              uses no GPU
+    update    an update by the length of its rows, and with each kind of attention; on a GPU also
+              with compiled layers, on a CPU also against bare transformers
+    host      the CPU's work for a micro-batch, with compiled layers and without: kernels that it
+              starts, and milliseconds. The part uses no GPU
     sync      a sync of the sampler
     sync_large  the same for a larger model
     rollout   tokens per second of the sampler, and of vLLM without our code

@@ -39,16 +39,26 @@ MARKS = ("<!-- cards: made by tools/card.py -->\n", "<!-- end of cards -->\n")
 PARTS = {
     "cycle": ("test_gpu_sampler.py -k eager", "the sampler without CUDA graphs: seeds, sync"),
     "kernels": (
-        "test_gpu_kernels.py tests/test_waits.py",
+        "test_gpu_kernels.py tests/test_waits.py -k 'not compiled'",
         "attention, head, advantages, update against references; waits for the GPU",
     ),
     "sampler": ("test_gpu_sampler.py -k 'not eager'", "the sampler with CUDA graphs, ZeRO 3, fp8"),
-    "runs": ("test_gpu_runs.py -k 'not two_cards'", "whole runs: ZeRO 2 and 3, resume, signal"),
+    "compiled": (
+        "test_gpu_kernels.py tests/test_gpu_runs.py -k compiled",
+        "compiled layers against eager ones, and a run with them; flags that the plan chooses",
+    ),
+    "runs": (
+        "test_gpu_runs.py -k 'not two_cards and not compiled'",
+        "whole runs: ZeRO 2 and 3, resume, signal",
+    ),
     "two_cards": ("test_gpu_runs.py -k two_cards", "two GPUs against one: NCCL, a shared sampler"),
     "zero2": ("", "two steps of 0.5B with a critic at ZeRO 2"),
     "zero3": ("", "two steps of 0.5B with a critic at ZeRO 3"),
     "step": ("", "four GRPO steps of 0.5B; verl's published step takes 6.39 s on one H100"),
-    "update": ("", "an update of 0.5B by the length of its rows, and with each kind of attention"),
+    "update": (
+        "",
+        "an update of 0.5B by the length of its rows, compiled, and with each attention",
+    ),
     "host": ("", "the CPU's work for a micro-batch: kernels and milliseconds"),
     "sync": ("", "a sync of the sampler, 0.5B"),
     "sync_large": ("", "a sync of the sampler, 1.5B"),
