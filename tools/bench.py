@@ -198,6 +198,7 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: lis
         batch = make_batch(shortest, longest, policy.device)
         if cfg.compile_layers:
             figures["seconds of the first compiled update"] = seconds_of(update)
+            check_compiler(cfg)
         for cfg.packing_max_len in rows:
             case = f"rows of {cfg.packing_max_len}{', compiled' * cfg.compile_layers}"
             if ON_GPU:
@@ -221,6 +222,15 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: lis
         ratio = compare(update, fastest)
         figures["seconds of bare transformers / of our update (>= 0.9)"] = ratio
     return figures
+
+
+def check_compiler(cfg) -> None:
+    """Ends the part if its layers should be compiled and are not."""
+    if cfg.compile_layers:
+        from nanoorz.compiled import run_if_possible
+
+        if run_if_possible.has_failed:
+            sys.exit("torch cannot compile the layers; the line above says why")
 
 
 def attentions() -> list[str]:
@@ -316,6 +326,7 @@ def bench_host(folder: str, repeats: int) -> dict:
         update()
         rounds = [(cpu_seconds(update), cpu_seconds(add_1000_times)) for _ in range(repeats)]
         seconds, unit = map(min, zip(*rounds))
+        check_compiler(cfg)
         case = f"{name}, ZeRO {stage}{', compiled' * is_compiled}"
         # An update has kernels of its own, such as those of the optimizer.
         figures[f"{case}: kernels of a micro-batch"] = (kernels_of(three) - kernels_of(one)) / 2
