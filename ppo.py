@@ -20,7 +20,8 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
   not divide.
 
 Shapes: N samples, S tokens of the longest response, T response tokens of the batch, M response
-tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples.
+tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples. A
+response token is one that the policy has drawn. The tokens of replies are like those of the prompt.
 
 To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/flags.py, too. Call
 `start_distributed` of ranks.py first.
@@ -48,7 +49,8 @@ class Batch:
     """All samples of a step, the same on every rank.
 
     A flat tensor (T,) has a number for each response token of all samples, one sample after the
-    other. The numbers of sample i begin at start[i]. There are response_lengths[i] of them.
+    other. The numbers of sample i begin at start[i]. There are response_lengths[i] of them. The
+    tokens of replies are not among them (rollout.py), because the policy has not drawn them.
     """
 
     prompt_ids: list[list[int]]
@@ -61,11 +63,14 @@ class Batch:
     # cfg.temperature; policy_weights and critic_weights: if they are not all 1.
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py, for the methods of variants
+    drawn: list[list[bool]] | None = None  # which of response_ids the policy has drawn. None: all
 
     def __post_init__(self):
-        self.response_lengths = torch.tensor([len(ids) for ids in self.response_ids])  # (N,)
+        if self.drawn is None:
+            self.drawn = [[True] * len(ids) for ids in self.response_ids]
+        self.response_lengths = torch.tensor([sum(drawn) for drawn in self.drawn])  # (N,)
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
-        # N numbers: tokens of prompt and response together
+        # N numbers: all tokens of prompt and response, also those of replies
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
         # Has the response so many tokens? A padding id would not tell, because a response may have
         # that id.
@@ -153,9 +158,10 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
         rewards = gather(rewards)[0]
     prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
     response_ids = [sample.response_ids for sample in samples]
+    drawn = [sample.drawn for sample in samples]
     groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
     rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,)
-    batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples)
+    batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples, drawn)
     if samples[0].logprobs:
         logprobs = [x for sample in samples for x in sample.logprobs]
         batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
@@ -349,7 +355,7 @@ class Recipe:
         return settings
 
     def sampling_params(self, params, request):
-        """vLLM's SamplingParams for a request of rollout.py.
+        """vLLM's SamplingParams for each turn of a request of rollout.py.
 
         `params.logprobs = 0` asks for the log-prob of each sampled token. Then
         batch.per_token["logprobs"] holds them, (T,). The temperature must stay that of the request.
@@ -399,6 +405,15 @@ class Recipe:
         temperature, the losses use that temperature for these samples.
         """
         return rollout.draw(requests, clock)
+
+    def reply_function(self, task):
+        """The function that replies to a turn, or None: then a response has one turn.
+
+        By default it is the function `reply` of the task, if there is one. reply(text,
+        finish_reason, label) gets the response so far, and returns the text that comes next, None
+        if the response is finished, or a concurrent.futures.Future of one of them (docs/turns.md).
+        """
+        return getattr(task, "reply", None)
 
     # ---- 4. batch
 
@@ -696,42 +711,36 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     positions go on through the padding, so that the model finds no second sample in the row. No
     token sees a later token, so the padding changes nothing.
 
-    Example: a prompt of 2 tokens and a response of 3 in a row of 7.
+    Example: a row of 9 tokens. A prompt of 2 tokens, a turn of 2, a reply of 1, a turn of 2.
 
-        position       0  1  2  3  4 | 0  1
-        token          p  p  r  r  r | 0  0
-        places            1  2  3                the next token is a response token
-        flat_index        0  1  2                if batch.start of this sample is 0
+        token          p  p  d  d  r  d  d | 0  0
+        position       0  1  2  3  4  5  6 | 0  1
+        places            1  2     4  5             the next token is drawn
+        flat_index        0  1     2  3             if batch.start of this sample is 0
     """
     longest_row = max(sum(batch.sample_lengths[i] for i in row) for row in rows)
     shape = (len(rows), longest_row)  # (R, L)
     ids = []  # of all rows, one after the other
-    # A part is a sample, or the padding at the end of a row. Of each part: how many tokens it has,
-    # how many of them are its prompt, and where its response starts in the flat tensors.
-    parts = []
+    drawn = []  # Has the policy drawn this token?
+    lengths = []  # of each part: a sample, or the padding at the end of a row
+    flat_index = []  # a tensor of each sample
     for row in rows:
         for i in row:
             ids += batch.prompt_ids[i] + batch.response_ids[i]
-            parts.append((batch.sample_lengths[i], len(batch.prompt_ids[i]), int(batch.start[i])))
+            drawn += [False] * len(batch.prompt_ids[i]) + batch.drawn[i]
+            lengths.append(batch.sample_lengths[i])
+            flat_index.append(batch.start[i] + torch.arange(batch.response_lengths[i]))
         padding = longest_row - sum(batch.sample_lengths[i] for i in row)
         if padding > 0:
-            # A padding is like a prompt without a response.
             ids += [0] * padding
-            parts.append((padding, padding, 0))
-    parts = torch.tensor(parts)  # (P, 3) of P parts
-    lengths = parts[:, 0]  # (P,)
+            drawn += [False] * padding
+            lengths.append(padding)
+    lengths = torch.tensor(lengths)  # (P,) of P parts
     ends = lengths.cumsum(0)  # (P,)
-    # From here on each token has the numbers of its part.
-    of_tokens = parts.repeat_interleave(lengths, 0)  # (R * L, 3)
-    length, prompt_length, response_start = of_tokens.unbind(1)  # (R * L,) each
     part_start = (ends - lengths).repeat_interleave(lengths)  # (R * L,) in the rows
     position = torch.arange(len(ids)) - part_start  # (R * L,) in the part
-    # The output at a position predicts the next token. So the last token of the prompt predicts the
-    # first token of the response, and the last token of a part predicts nothing.
-    last_of_prompt = prompt_length - 1
-    predicts = (last_of_prompt <= position) & (position < length - 1)  # (R * L,) bool
-    places = predicts.nonzero()[:, 0]  # (M,)
-    flat_index = response_start + position - last_of_prompt  # (R * L,)
+    # The output at a place predicts the next token. The first token of a sample is never drawn.
+    places = torch.tensor(drawn).nonzero()[:, 0] - 1  # (M,)
     if alone:
         position = torch.arange(longest_row).repeat(len(rows))
     input_ids = torch.tensor(ids)  # (R * L,)
@@ -740,7 +749,7 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
         "position_ids": position.view(shape),
         "places": places,
         "token_ids": input_ids[places + 1],  # (M,)
-        "flat_index": flat_index[places],  # (M,)
+        "flat_index": torch.cat(flat_index),  # (M,)
         "real": torch.ones(len(places)),  # (M,)
         "borders": None if alone else torch.cat([ends.new_zeros(1), ends]).int(),  # (P + 1,)
     }

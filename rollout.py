@@ -4,6 +4,10 @@ A request asks for one sample: one response to a problem. The sampler draws the 
 grader of the task scores it. The sampler also gets new weights here, and sleeps while the trainer
 works. This file never sees a loss.
 
+A response may have several turns. A turn is what the policy draws until it stops. Then a reply may
+come: text that the policy does not draw, such as the result of a tool. The policy goes on behind
+the reply with its next turn (docs/turns.md).
+
 Deviations from Open-Reasoner-Zero (ORZ):
 - There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
   same GPU.
@@ -11,22 +15,27 @@ Deviations from Open-Reasoner-Zero (ORZ):
   again, which often changes the last token.
 - The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in
   the step, and the number of the sample. The rank, the order and earlier samples do not change it.
+- A response may have replies in it. ORZ's responses have one turn.
 - vLLM's prefix cache is emptied before every call, because it was computed with old weights. ORZ
   has a mode that does not empty it.
 
 To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/process.py, too. Such a copy works for
 models that read text alone, and no images. Call `start_distributed` of ranks.py first. A Sampler
 reads these fields of cfg: model, bf16, max_len, stop, packing, micro_rollout_batch_size,
-gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager. It calls sampler_settings
-and sampling_params of ppo.Recipe. A problem needs the field prompt_ids.
+gpu_memory_utilization, kv_cache_gb, tensor_parallel, enforce_eager, max_turns and reply_seconds.
+It calls sampler_settings and sampling_params of ppo.Recipe. A problem needs the field prompt_ids.
 """
 
 import contextlib
 import functools
+import inspect
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterable
+from concurrent import futures
 from dataclasses import dataclass, field
 from numbers import Real
 
@@ -41,6 +50,7 @@ from nanoorz.ranks import (
     UserError,
     agree,
     check_result,
+    describe_error,
     gather,
     hash64,
     one_line,
@@ -65,16 +75,31 @@ class Request:
 
 @dataclass
 class Sample:
-    """A drawn response. response_ids include the stop token or stop string, if one ended it."""
+    """A response. response_ids include the stop token or stop string, if one ended a turn."""
 
     request: Request
     response_ids: list[int]
-    logprobs: list[float] | None  # log p of each of response_ids, at the sampling temperature
+    logprobs: list[float] | None  # log p of each drawn token, at the sampling temperature
     text: str
     finish_reason: str  # "stop" or "length"
     reward: float = 0.0
     answer: str | None = None  # the answer that the grader found in the text
     text_metrics: dict[str, float] = field(default_factory=dict)
+    # Which of response_ids has the policy drawn? The tokens of replies are the others. Without the
+    # next two arguments the response has one turn and no reply.
+    drawn: list[bool] | None = None
+    parts: list[str] | None = None  # of the text: a turn, a reply, a turn, and so on
+
+    def __post_init__(self):
+        if self.drawn is None:
+            self.drawn = [True] * len(self.response_ids)
+        if self.parts is None:
+            self.parts = [self.text]
+
+    @property
+    def turns(self) -> list[str]:
+        """The text of each turn."""
+        return self.parts[::2]
 
 
 def requests_of_step(problems, cfg, step) -> list[Request]:
@@ -175,46 +200,97 @@ class Sampler:
         self.stop_ids = special_ids(self.tokenizer, cfg.stop)
         self.tags = special_tags(self.tokenizer)
         self.hidden = special_tokens(self.tokenizer).keys() - self.tags
+        # A tokenizer may know more tokens than the embedding of the model.
+        self.vocabulary = config.get_text_config().vocab_size
 
-    def generate(self, requests: list[Request], must_stop=None, with_logprobs=False):
+    def generate(self, requests: list[Request], must_stop=None, with_logprobs=False, reply=None):
         """Yields (position in `requests`, sample) as soon as a sample ends.
 
         `must_stop()` is called before each decode. If it returns True, or if the caller closes the
         generator, the samples that have not ended are dropped. A response also ends when prompt
-        and response together have max_len tokens.
+        and response together have max_len tokens. reply: the function of ppo.Recipe.reply_function.
+        Raises UserError if a reply cannot be used.
         """
-        from vllm.inputs import tokens_input
-
         # The prefix cache was computed with old weights. A prefix in it would also change vLLM's
         # schedule, and the schedule changes the last bits of log-probs.
         is_empty = self.llm.reset_prefix_cache()
         assert is_empty, "the cache is not empty: requests of an earlier call are still running"
         llm_engine = self.llm.llm_engine
-        waiting = {str(position) for position in range(len(requests))}
+        samples = [Sample(request, [], None, "", "", parts=[]) for request in requests]
+        # vLLM's names of the turns that it draws: the positions of their samples, as texts.
+        drawing = set()
+        replies = Replies(reply, self.cfg)
         try:
-            for position, request in enumerate(requests):
-                prompt = tokens_input(request.problem.prompt_ids)
-                params = make_params(request, self.cfg, self.stop_ids, with_logprobs)
-                llm_engine.add_request(str(position), prompt, params)
-            for output in finished_outputs(llm_engine, must_stop):
-                waiting.remove(output.request_id)
-                position = int(output.request_id)
-                yield position, self.make_sample(requests[position], output.outputs[0])
+            for position, sample in enumerate(samples):
+                drawing.add(self.begin_turn(position, sample, with_logprobs))
+            while (drawing or replies.waiting) and not (must_stop and must_stop()):
+                for output in llm_engine.step() if drawing else []:
+                    if not output.finished:
+                        continue
+                    drawing.remove(output.request_id)
+                    position = int(output.request_id)
+                    sample = samples[position]
+                    self.end_turn(sample, output.outputs[0])
+                    is_full = room_for_tokens(sample, self.cfg) == 0
+                    if reply and not (is_full and sample.finish_reason == "length"):
+                        replies.ask(position, sample)
+                    else:
+                        yield position, sample
+                for position, text in replies.take(may_wait=not drawing).items():
+                    if self.add_reply(samples[position], text):
+                        drawing.add(self.begin_turn(position, samples[position], with_logprobs))
+                    else:
+                        yield position, samples[position]
         finally:
-            llm_engine.abort_request(list(waiting))
+            llm_engine.abort_request(list(drawing))
+            replies.cancel()
 
-    def make_sample(self, request, completion) -> Sample:
-        """Makes a Sample of vLLM's completion."""
+    def begin_turn(self, position, sample: Sample, with_logprobs) -> str:
+        """Gives vLLM the ids of the prompt and of the response so far. Returns the turn's name."""
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(sample.request.problem.prompt_ids + sample.response_ids)
+        params = make_params(sample, self.cfg, self.stop_ids, with_logprobs)
+        self.llm.llm_engine.add_request(str(position), prompt, params)
+        return str(position)
+
+    def end_turn(self, sample: Sample, completion):
+        """Adds a turn to a sample. completion: vLLM's."""
         ids = list(completion.token_ids)
         text = completion.text
         # Without stop strings vLLM makes no text (make_params). vLLM's text lacks special tokens.
         if not self.cfg.stop or self.tags.intersection(ids):
             kept = [id for id in ids if id not in self.hidden]
             text = self.tokenizer.decode(kept, skip_special_tokens=False)
-        logprobs = None
+        sample.response_ids += ids
+        sample.drawn += [True] * len(ids)
+        sample.parts.append(text)
+        sample.text += text
+        sample.finish_reason = completion.finish_reason
         if completion.logprobs:
-            logprobs = [found[token].logprob for found, token in zip(completion.logprobs, ids)]
-        return Sample(request, ids, logprobs, text, completion.finish_reason)
+            found = [found[token].logprob for found, token in zip(completion.logprobs, ids)]
+            sample.logprobs = (sample.logprobs or []) + found
+
+    def add_reply(self, sample: Sample, text) -> bool:
+        """Adds a reply to a sample. Returns whether another turn follows.
+
+        text: None if there is no reply. The response is truncated, and the reply is dropped, if
+        there is no room for the reply and another token, if the sample has max_turns turns, or if
+        the model has no embedding for a token of the reply.
+        """
+        if text is None:
+            return False
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        has_room = len(ids) < room_for_tokens(sample, self.cfg)
+        has_room = has_room and len(sample.turns) < self.cfg.max_turns
+        if not has_room or max(ids, default=0) >= self.vocabulary:
+            sample.finish_reason = "length"
+            return False
+        sample.response_ids += ids
+        sample.drawn += [False] * len(ids)
+        sample.parts.append(text)
+        sample.text += text
+        return True
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]):
         """Wakes the sampler and replaces its weights. weights: (Hugging Face name, tensor) pairs.
@@ -308,16 +384,25 @@ def make_settings(cfg, is_gpu) -> dict:
     return settings
 
 
-def make_params(request, cfg, stop_ids, with_logprobs):
-    """vLLM's SamplingParams for a request."""
+def room_for_tokens(sample, cfg) -> int:
+    """How many more tokens the response may have."""
+    request = sample.request
+    limit = min(request.max_tokens, cfg.max_len - len(request.problem.prompt_ids))
+    return limit - len(sample.response_ids)
+
+
+def make_params(sample, cfg, stop_ids, with_logprobs):
+    """vLLM's SamplingParams for the next turn of a sample."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    room = cfg.max_len - len(request.problem.prompt_ids)
+    request = sample.request
+    # Each turn has a seed of its own.
+    turn = len(sample.turns)
     params = SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
-        seed=request.seed,
-        max_tokens=min(request.max_tokens, room),
+        seed=hash64(request.seed, turn) if turn > 0 else request.seed,
+        max_tokens=room_for_tokens(sample, cfg),
         stop=cfg.stop,
         stop_token_ids=stop_ids,
         include_stop_str_in_output=True,
@@ -338,14 +423,6 @@ def make_params(request, cfg, stop_ids, with_logprobs):
         # 0 means the log-prob of the sampled token, and of no other token.
         params.logprobs = 0
     return params
-
-
-def finished_outputs(llm_engine, must_stop):
-    """Yields vLLM's outputs as they finish. Ends when all are finished or `must_stop()` is True."""
-    while llm_engine.has_unfinished_requests() and not (must_stop and must_stop()):
-        for output in llm_engine.step():
-            if output.finished:
-                yield output
 
 
 def special_ids(tokenizer, stop_strings):
@@ -375,6 +452,138 @@ def special_tags(tokenizer) -> set[int]:
     return {id for id, text in found if TAG.fullmatch(text) and text not in others}
 
 
+# ---- replies -------------------------------------------------------------------------------------
+
+
+class Replies:
+    """Asks for the replies to turns. The sampler goes on with other samples while a tool works.
+
+    waiting: {position of a sample: (the Future of its reply, when it is too late)}. Of the ranks
+    that share a sampler the first one asks, and sends the replies to the others before the same
+    decode. The others have None in place of the pair.
+    """
+
+    def __init__(self, function, cfg):
+        """function: see ppo.Recipe.reply_function."""
+        self.function = function
+        self.seconds = cfg.reply_seconds
+        self.is_shared = cfg.tensor_parallel > 1
+        self.is_first = dist.get_rank() % cfg.tensor_parallel == 0
+        self.waiting = {}
+
+    def ask(self, position, sample: Sample):
+        """Asks for the reply to the last turn of a sample. Raises no error: `take` does."""
+        self.waiting[position] = None
+        if self.is_first:
+            too_late = time.monotonic() + self.seconds
+            self.waiting[position] = self.call(sample), too_late
+
+    def call(self, sample) -> futures.Future:
+        """Calls the function. Its result is in the Future, or an error."""
+        future = futures.Future()
+        label = sample.request.problem.label
+        try:
+            with time_limit(self.seconds):
+                result = self.function(sample.text, sample.finish_reason, label)
+            if isinstance(result, futures.Future):
+                return result
+            future.set_result(result)
+        except (Exception, TooSlow) as error:
+            future.set_exception(error)
+        return future
+
+    def take(self, may_wait) -> dict[int, str | None]:
+        """{position: reply or None} of the replies that are there. may_wait: wait a moment for one.
+
+        A collective of the ranks that share a sampler. Raises UserError on all of them.
+        """
+        if not self.waiting:
+            return {}
+        found, fault = {}, ""
+        if self.is_first:
+            try:
+                found = self.collect(may_wait)
+            except UserError as error:
+                fault = str(error)
+        if self.is_shared:
+            from vllm.distributed import get_tp_group
+
+            found, fault = get_tp_group().broadcast_object((found, fault), src=0)
+        if fault:
+            raise UserError(fault)
+        for position in found:
+            del self.waiting[position]
+        return found
+
+    def collect(self, may_wait) -> dict[int, str | None]:
+        """The replies that are there, in the order in which their turns ended."""
+        if may_wait:
+            # The caller looks for signals between two waits.
+            pending = [future for future, _ in self.waiting.values()]
+            futures.wait(pending, 0.1, futures.FIRST_COMPLETED)
+        found = {}
+        for position, (future, too_late) in self.waiting.items():
+            if future.done():
+                found[position] = self.checked(future)
+            elif time.monotonic() > too_late:
+                raise UserError(f"reply: {TooSlow(self.seconds)} ({self.place()})")
+        return found
+
+    def checked(self, future) -> str | None:
+        """The reply of a Future that is done. Raises UserError."""
+        try:
+            text = future.result()
+        except (Exception, TooSlow) as error:
+            raise UserError(f"reply: {describe_error(error)[0]}") from error
+        if text is None:
+            return None
+        if not isinstance(text, str):
+            told = f"returned {text!r:.99} ({type(text).__name__}), and no text, None or Future"
+            raise UserError(f"reply: {told} ({self.place()})")
+        # A tool may print bytes that are no text. They must not end the run.
+        return text.encode("utf-8", "replace").decode("utf-8")
+
+    def place(self):
+        """Where the function is."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(self.function)
+
+    def cancel(self):
+        """Drops the replies that are not there yet. A tool that runs may run to its end."""
+        for entry in self.waiting.values():
+            if entry:
+                entry[0].cancel()
+
+
+class TooSlow(BaseException):
+    """Ends a reply that takes too long. No `except Exception` in the reply catches it."""
+
+    def __init__(self, seconds):
+        super().__init__(f"it takes longer than --reply_seconds {seconds:g}")
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Raises TooSlow in the code inside after so many seconds.
+
+    Python gives signals to the main thread alone, so in another thread there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number, frame):
+        raise TooSlow(seconds)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
 # ---- the rollout ---------------------------------------------------------------------------------
 
 
@@ -391,6 +600,9 @@ class Rollout:
         workers = max(1, cores - 1)
         self.grader = task.Grader(workers, cfg.answer_form)
         self.task = task
+        self.reply = cfg.reply_function(task)
+        is_right = self.reply is None or callable(self.reply)
+        check_result(cfg, "reply_function", is_right, "a function or None", self.reply)
         self.signals = signals
         self.cfg = cfg
 
@@ -405,8 +617,13 @@ class Rollout:
         grader = self.grader
         agree(signals.poll())
         lost_before = grader.lost
-        with clock("rollout"):
-            mine = draw_my_share(self, requests, clock)
+        try:
+            with clock("rollout"):
+                mine = draw_my_share(self, requests, clock)
+        except Exception:
+            # The other ranks stop their sampling early.
+            signals.fail()
+            raise
         with clock("reward"):
             # Wait for the grader, and look for a signal every 0.5 s.
             while grader.pending(0.5) and not signals.poll():
@@ -423,7 +640,7 @@ class Rollout:
             lost = sum(gather(grader.lost - lost_before))
             clock.numbers["reward_lost"] += lost
             samples = exchange(requests, mine)
-        clock.numbers["drawn_tokens"] += sum(len(sample.response_ids) for sample in samples)
+        clock.numbers["drawn_tokens"] += sum(sum(sample.drawn) for sample in samples)
         return samples
 
     def must_stop(self):
@@ -450,7 +667,8 @@ def draw_my_share(rollout, requests: list[Request], clock) -> dict[int, Sample]:
     share = [requests[position] for position in positions]
     mine = {}
     grading_error = None
-    with contextlib.closing(rollout.sampler.generate(share, rollout.must_stop)) as stream:
+    stream = rollout.sampler.generate(share, rollout.must_stop, reply=rollout.reply)
+    with contextlib.closing(stream):
         # Rank 0 shows a progress bar. None tells tqdm to hide the bar if there is no terminal.
         hidden = True if dist.get_rank() > 0 else None
         for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
@@ -483,7 +701,12 @@ def submit(rollout, position, sample):
     # The numbers may be numpy's, and the log takes means of them.
     sample.text_metrics = {key: float(number) for key, number in found.items()}
     label = sample.request.problem.label
-    sample.answer = rollout.grader.submit(position, sample.text, sample.finish_reason, label)
+    # An answer that a reply has printed is not the policy's. So the grader sees a newline in place
+    # of each reply, if the task does not say otherwise.
+    text = "\n".join(sample.turns)
+    if getattr(rollout.task, "GRADES_REPLIES", False):
+        text = sample.text
+    sample.answer = rollout.grader.submit(position, text, sample.finish_reason, label)
     # By mistake a user's task may return True for a right response.
     if not isinstance(sample.answer, str | None):
         raise UserError(

@@ -120,6 +120,7 @@ class Learning(ppo.Recipe):
     prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.")
     generate_max_len: int = flag(8000, "The limit of a response, in tokens. max_len may lower it.")
     max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
+    max_turns: int = flag(16, "The limit of turns, if the task replies (docs/turns.md).")
     # ---- learning
     critic: str | None = flag(None, "A folder with a critic. Default: --model with a new head.")
     max_norm: float = flag(1.0, "A gradient of a larger norm is scaled down to this. 0: never.")
@@ -181,6 +182,7 @@ class Config(Learning):
     micro_rollout_batch_size: int = flag(
         256, "Samples that a sampler draws at the same time. More samples need more memory."
     )
+    reply_seconds: float = flag(300, "A reply of the task that takes longer ends the run.")
     tensor_parallel: int = flag(1, "Ranks that share one sampler. Raise it for large models.")
     gpu_memory_utilization: float = flag(0.5, "The sampler's share of a GPU while it is awake.")
     kv_cache_gb: float | None = flag(
@@ -275,7 +277,10 @@ def find_inputs(cfg):
 
 
 def find_task(cfg):
-    """The module of --task. It has load_problems, Grader and text_metrics. Raises UserError."""
+    """The module of --task. It has load_problems, Grader and text_metrics, and perhaps `reply`.
+
+    Raises UserError.
+    """
     path = cfg.task
     if path == "math":
         path = f"{Path(__file__).parent}/reward.py"
@@ -409,20 +414,24 @@ def count_steps(cfg, problem_count):
 # ---- do sampler and trainer agree? ---------------------------------------------------------------
 
 
-def check_sampler(sampler, policy, problems, cfg, moment="at the start"):
+def check_sampler(rollout, policy, problems, moment="at the start"):
     """The start check: compares the log-probs of policy and samplers. Returns a sentence.
 
-    Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
-    if a sampler has other weights, or if models.py computes other logits than vLLM. If the
-    difference is too large, all ranks raise a UserError, which names the cause. A collective. The
-    sampler sleeps while the policy computes, and loses its weights. So it gets them again.
+    Each rank draws 32 samples from its sampler, so each sampler is compared. They have turns if the
+    task replies. The log-probs differ if a sampler has other weights, or if models.py computes
+    other logits than vLLM. If the difference is too large, all ranks raise a UserError, which names
+    the cause. A collective. The sampler sleeps while the policy computes, and loses its weights. So
+    it gets them again.
     """
+    cfg, sampler = rollout.cfg, rollout.sampler
     seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
     # With a lower top_p the sampler's log-probs would be those of a cut distribution.
     requests = make_requests(
         problems[:8], seeds, samples_each=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
     )
-    mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
+    with raise_together():
+        stream = sampler.generate(requests, with_logprobs=True, reply=rollout.reply)
+        mine = [sample for _, sample in stream]
     samples = sum(gather(mine), [])
     sampler.sleep()
     # Nothing is learnt from these samples, so they need no rewards.
@@ -663,7 +672,7 @@ def main(cfg, world, device, store):
     ckpt.resume(run_dir, source, engines, state)
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
-    agreement = check_sampler(rollout.sampler, policy, problems, cfg)
+    agreement = check_sampler(rollout, policy, problems)
     log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
     log.start(state, agreement, task_text)
 
@@ -712,7 +721,7 @@ def main(cfg, world, device, store):
             if step == first:
                 # A sync may leave a weight as it was. At the start the check cannot see this. Now
                 # it can, unless the first update is too small.
-                check_sampler(rollout.sampler, policy, problems, cfg, f"after step {step + 1}")
+                check_sampler(rollout, policy, problems, f"after step {step + 1}")
             # This sets `state.step` to step + 1.
             state.finish_step(run_dir, cfg.memory)
             if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):

@@ -108,6 +108,10 @@ def numbers_of_samples(samples, batch):
         "response_length": lengths.mean().item(),
         "total_length": statistics.mean(batch.sample_lengths),
     }
+    turns = [len(sample.turns) for sample in samples]
+    if max(turns) > 1:
+        line["turns"] = statistics.mean(turns)
+        line["reply_length"] = statistics.mean(x.drawn.count(False) for x in samples)
     for key in samples[0].text_metrics:
         numbers = [x.text_metrics[key] for x in samples if key in x.text_metrics]
         line[key] = statistics.mean(numbers)
@@ -332,6 +336,8 @@ class RunLog:
             line["paid"] = batch.rewards[k].item()
             if k in in_detail:
                 line["tokens"] = [self.tokenizer.decode([token]) for token in sample.response_ids]
+                if not all(sample.drawn):
+                    line["drawn"] = sample.drawn
                 line |= {key: parts[k].tolist() for key, parts in per_token.items()}
             lines.append(line)
         return lines
@@ -448,7 +454,7 @@ def whole_groups(batch, count):
 def describe(sample, step, name):
     """A line of samples.jsonl or eval_samples.jsonl. name: "train", or the evaluated set."""
     problem = sample.request.problem
-    return {
+    line = {
         "step": step,
         "set": name,
         "problem": problem.index,
@@ -460,6 +466,9 @@ def describe(sample, step, name):
         "finish_reason": sample.finish_reason,
         "length": len(sample.response_ids),
     }
+    if len(sample.parts) > 1:
+        line["parts"] = sample.parts
+    return line
 
 
 # ---- curves elsewhere ----------------------------------------------------------------------------
@@ -467,7 +476,7 @@ def describe(sample, step, name):
 # The first word of a number's name decides its group: seconds_critic belongs to time.
 GROUPS = {
     "reward": "reward paid pass answered return advantage",
-    "length": "length response total truncated",
+    "length": "length response total reply turns truncated",
     "policy": "policy entropy kl ratio clipfrac clipped approx",
     "critic": "critic explained",
     "time": "seconds tokens",

@@ -106,7 +106,7 @@ def find(rollout, policy, problems) -> dict:
     sampler = rollout.sampler
     requests = worker.mixed_requests(problems[:2], longest=8)
     if sampler.cfg.tensor_parallel == 1:
-        found = worker.of_sampler(sampler, policy, requests, problems[:1])
+        found = worker.of_sampler(rollout, policy, requests, problems[:1])
     else:
         found = {"together": worker.generated(sampler, requests, with_logprobs=True)}
     core = sampler.llm.llm_engine.engine_core.engine_core

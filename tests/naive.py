@@ -85,9 +85,14 @@ def mean_over_sets(i: int, group: list[float], k: int) -> float:
     return (own - mean(rewards)) / std(rewards)
 
 
+def drawn_places(batch) -> list[list[int]]:
+    """Of each sample: the places in its response of the tokens that the policy has drawn."""
+    return [[t for t, is_drawn in enumerate(drawn) if is_drawn] for drawn in batch.drawn]
+
+
 def per_sample(batch, flat: Tensor) -> list[list[float]]:
     """A flat (T,) tensor as a list for each sample."""
-    return [part.tolist() for part in flat.split([len(ids) for ids in batch.response_ids])]
+    return [part.tolist() for part in flat.split(list(map(len, drawn_places(batch))))]
 
 
 def raw_advantages(batch, cfg, lambd: float) -> Tensor:
@@ -98,7 +103,7 @@ def raw_advantages(batch, cfg, lambd: float) -> Tensor:
         parts = gae(rewards, values, cfg.gamma, lambd)
     else:
         of_samples = scores(cfg.estimator, rewards, batch.groups.tolist())
-        parts = [[score] * len(ids) for score, ids in zip(of_samples, batch.response_ids)]
+        parts = [[score] * len(places) for score, places in zip(of_samples, drawn_places(batch))]
     return torch.tensor(sum(parts, []), dtype=torch.float64)
 
 
@@ -122,21 +127,22 @@ def logprobs(model, batch, temperature) -> tuple[Tensor, Tensor]:
     of_tokens = []
     entropies = []
     of_samples = torch.as_tensor(temperature).expand(len(batch.prompt_ids)).tolist()
-    for prompt, response, temperature in zip(batch.prompt_ids, batch.response_ids, of_samples):
+    rows = zip(batch.prompt_ids, batch.response_ids, of_samples, drawn_places(batch))
+    for prompt, response, temperature, places in rows:
         logits = model(torch.tensor([prompt + response])).logits[0]  # (L, V)
         # Position t predicts token t + 1.
         log_p = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)  # (S, V)
-        of_tokens.append(log_p[range(len(response)), response])
-        entropies.append(-(log_p.exp() * log_p).sum(-1))
+        of_tokens.append(log_p[range(len(response)), response][places])
+        entropies.append(-(log_p.exp() * log_p).sum(-1)[places])
     return torch.cat(of_tokens), torch.cat(entropies)
 
 
 def values(body, head: Tensor, batch) -> Tensor:
     """(T,), from a body and a head (1, H). A value is read before its token."""
     parts = []
-    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+    for prompt, response, places in zip(batch.prompt_ids, batch.response_ids, drawn_places(batch)):
         hidden = body(torch.tensor([prompt + response])).last_hidden_state[0]  # (L, H)
-        parts.append((hidden[len(prompt) - 1 : -1] * head[0]).sum(-1))
+        parts.append((hidden[len(prompt) - 1 : -1] * head[0]).sum(-1)[places])
     return torch.cat(parts)
 
 
@@ -157,7 +163,7 @@ def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float
 
 def mean_loss(losses: Tensor, batch, cfg) -> Tensor:
     """(T,) -> (), by the variant loss_mean, as the papers write it."""
-    of_samples = losses.split([len(ids) for ids in batch.response_ids])
+    of_samples = losses.split(list(map(len, drawn_places(batch))))
     kind = getattr(cfg, "loss_mean", "token")
     if kind == "sequence":
         return sum(part.mean() for part in of_samples) / len(of_samples)

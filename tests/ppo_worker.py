@@ -114,21 +114,34 @@ def make_batch(kind: str = "ragged") -> ppo.Batch:
     elif kind == "copies":
         # 8 times the same sample: a power of two divides without rounding.
         prompts, responses, groups, rewards = [6] * 8, [20] * 8, [0] * 8, [1.0] * 8
+    drawn = [
+        with_replies(rng, length) if kind == "turns" else [True] * length for length in responses
+    ]
     prompt_ids = [[rng.randint(1, 55) for _ in range(length)] for length in prompts]
     response_ids = [[rng.randint(1, 55) for _ in range(length)] for length in responses]
-    values = torch.randn(sum(responses), generator=torch.Generator().manual_seed(1)) * 0.5  # (T,)
+    count = sum(map(sum, drawn))
+    values = torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.5  # (T,)
     if kind == "copies":
         prompt_ids, response_ids = prompt_ids[:1] * 8, response_ids[:1] * 8
         values = torch.zeros_like(values)
-    return batch_of_lists(prompt_ids, response_ids, groups, rewards, {"values": values})
+    tokens = {"values": values}
+    return batch_of_lists(prompt_ids, response_ids, groups, rewards, tokens, drawn)
 
 
-def batch_of_lists(prompt_ids, response_ids, groups=None, rewards=None, tokens=None) -> ppo.Batch:
+def with_replies(rng, length: int) -> list[bool]:
+    """Which tokens of a response are drawn: the first one, the last one, and some in between."""
+    inner = [rng.random() < 0.6 for _ in range(length - 2)]
+    return [True, *inner, True][:length]
+
+
+def batch_of_lists(
+    prompt_ids, response_ids, groups=None, rewards=None, tokens=None, drawn=None
+) -> ppo.Batch:
     """On the CPU; of one group and without rewards if nothing is said."""
     count = len(prompt_ids)
     groups = torch.tensor(groups or [0] * count)
     rewards = torch.tensor(rewards or [0.0] * count, dtype=torch.float64)
-    return ppo.Batch(prompt_ids, response_ids, groups, rewards, CPU, tokens or {}, [])
+    return ppo.Batch(prompt_ids, response_ids, groups, rewards, CPU, tokens or {}, [], drawn)
 
 
 def weights(engine) -> dict[str, torch.Tensor]:

@@ -94,9 +94,11 @@ def mass_above(model, prompt: list[int], ids: list[int]) -> float:
     return (probs * (probs > sampled)).sum(1).max().item()
 
 
-def of_sampler(sampler, policy, requests, problems) -> dict:
-    """How the sampler behaves with these mixed requests, and in a check with these problems."""
-    cfg = sampler.cfg
+def of_sampler(one, policy, requests, problems) -> dict:
+    """How the sampler of a Rollout behaves with these mixed requests, and in a check with these
+    problems."""
+    sampler = one.sampler
+    cfg = one.cfg
     found = {"cached": cached_tokens(sampler), "mass above": []}
     found["together"] = generated(sampler, requests, with_logprobs=True)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -128,7 +130,7 @@ def of_sampler(sampler, policy, requests, problems) -> dict:
 
     for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):
         sampler.sync(weights(policy))
-        found[name] = said(train.check_sampler, sampler, policy, problems, cfg)
+        found[name] = said(train.check_sampler, one, policy, problems)
     cfg.sampling_params = hotter
     found["hotter"] = said(generated, sampler, requests)
     # A tokenizer may have tags as special tokens, which vLLM leaves out of its text.
@@ -227,13 +229,13 @@ def find_all(rollout, policy, problems) -> dict:
     reasons = ("before", "amid", "submit", "results")
     found["stops"] = {reason: stop(rollout, requests, reason) for reason in reasons}
 
-    found |= of_sampler(sampler, policy, requests, problems)
+    found |= of_sampler(rollout, policy, requests, problems)
     sampler.sync(models.named_weights(policy))
     head = policy.module.model.get_output_embeddings()
     with mock.patch.object(head, "scale", 1.5):
-        found["another head"] = said(train.check_sampler, sampler, policy, problems, cfg)
+        found["another head"] = said(train.check_sampler, rollout, policy, problems)
     with mock.patch.object(ppo.MicroBatch, "model_inputs", without_positions):
-        found["a leak"] = said(train.check_sampler, sampler, policy, problems, cfg)
+        found["a leak"] = said(train.check_sampler, rollout, policy, problems)
     found["reports usage"] = is_usage_stats_enabled()
     # It comes last: the engine that fails leaves half of itself behind.
     found["small cache"] = said(Sampler, dataclasses.replace(cfg, kv_cache_gb=0.00001))["refused"]

@@ -41,6 +41,8 @@ OFFLOAD = {"offload": "optimizer"}
 FLAT_GROUPS = {"batch": "half flat", "estimator": "grpo"}
 SEQUENCE = {"variant": "loss_mean", "loss_mean": "sequence"}
 CONSTANT = {"variant": "loss_mean", "loss_mean": "constant"}
+ALONE = {"packing": "alone", "packing_max_len": 64}
+GAMMA = {"lambd": 0.9, "gamma": 0.99}
 ONE = [  # ranks: 1
     step("zero0, short rows", tied=False, warmup_updates=2, **SHORT_ROWS),
     step("zero1, one micro-batch, clipped", zero_stage=1, micro_train_batch_size=99, max_norm=0.1),
@@ -49,6 +51,9 @@ ONE = [  # ranks: 1
     step("grpo", **FLAT_GROUPS),
     step("grpo, sequence", **FLAT_GROUPS, **SEQUENCE, **SHORT_ROWS),
     step("constant", **CONSTANT, **LONG_ROWS),
+    step("turns", batch="turns", **GAMMA, **LONG_ROWS),
+    step("turns alone", batch="turns", **GAMMA, **ALONE),
+    step("turns grpo", batch="turns", estimator="grpo", zero_stage=2, **SHORT_ROWS),
 ]
 TEXTBOOK = {"variant": "textbook_ppo", "policy_updates": 3, "actor_learning_rate": 3.0}
 TEXTBOOK = step("textbook", zero_stage=1, **TEXTBOOK, **SHORT_ROWS)
@@ -63,6 +68,8 @@ TWO = [  # ranks: 2
     step("idle rank, zero1", batch="one", zero_stage=1, tied=False),
     step("idle rank, zero3, varlen", batch="one", zero_stage=3, tied=False, attention="varlen"),
     step("zero1, grpo", zero_stage=1, **FLAT_GROUPS, **SEQUENCE, **SHORT_ROWS),
+    step("turns, zero3", batch="turns", zero_stage=3, **GAMMA, **SHORT_ROWS),
+    step("turns grpo alone", batch="turns", estimator="grpo", zero_stage=1, **ALONE),
 ]
 NONFINITE = [
     nonfinite("nan", "policy"),
@@ -130,12 +137,12 @@ def wide(models, tmp_path_factory, process_group):
 # ---- Batch ---------------------------------------------------------------------------------------
 
 
-def draw(prompt, response, group=0, reward=1.0, logprobs=None, temperature=1.3):
+def draw(prompt, response, group=0, reward=1.0, logprobs=None, temperature=1.3, drawn=None):
     """A sample, as rollout.py draws it."""
     problem = SimpleNamespace(prompt_ids=prompt)
     request = SimpleNamespace(problem=problem, group=group, temperature=temperature)
-    drawn = {"response_ids": response, "reward": reward, "logprobs": logprobs}
-    return SimpleNamespace(request=request, **drawn)
+    found = {"response_ids": response, "reward": reward, "logprobs": logprobs}
+    return SimpleNamespace(request=request, drawn=drawn or [True] * len(response), **found)
 
 
 def test_a_batch_holds_what_the_sampler_drew(process_group):
@@ -497,10 +504,10 @@ def new_head(cfg) -> torch.Tensor:
 
 
 @functools.cache
-def naive_step(folder, batch_kind, estimator, lambd, loss_mean) -> dict[str, dict]:
+def naive_step(folder, batch_kind, estimator, lambd, gamma, loss_mean) -> dict[str, dict]:
     """Gradients of policy and critic. They do not depend on any knob of memory or speed."""
     batch = make_batch(batch_kind)
-    cfg = config(estimator=estimator, lambd=lambd)
+    cfg = config(estimator=estimator, lambd=lambd, gamma=gamma)
     cfg.loss_mean = loss_mean
     policy = naive.policy_gradient(naive.load(folder), batch, cfg)
     body = naive.load(folder, AutoModel)
@@ -542,7 +549,7 @@ def check_step(result: dict, job: dict, models: dict) -> None:
     stats = result["stats"]
     expected = {}
     lr = LR / cfg.warmup_updates
-    learnt = (cfg.estimator, cfg.lambd, getattr(cfg, "loss_mean", "token"))
+    learnt = (cfg.estimator, cfg.lambd, cfg.gamma, getattr(cfg, "loss_mean", "token"))
     for learner, gradient in naive_step(folder, batch_kind, *learnt).items():
         start = result[f"{learner}_start"]
         assert start.keys() == starts[learner].keys()

@@ -277,7 +277,7 @@ def test_comparisons_without_a_verdict_are_counted_by_call(process_group):
         grader.lost += 3
         return {0: 0.0}
 
-    def generate(share, stopped):
+    def generate(share, stopped, reply):
         yield 0, Sample(share[0], [1], None, "", "stop")
 
     grader.results = results
@@ -286,6 +286,7 @@ def test_comparisons_without_a_verdict_are_counted_by_call(process_group):
         sampler=SimpleNamespace(generate=generate),
         signals=SimpleNamespace(poll=lambda: False),
         must_stop=bool,
+        reply=None,
         task=SimpleNamespace(text_metrics=lambda text: {}),
         grader=grader,
     )
@@ -323,7 +324,7 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
         handed_on.append(position)
         return str(position)
 
-    def generate(share, stopped):
+    def generate(share, stopped, reply):
         first = rollout.dist.get_rank() // tensor_parallel
         assert share == requests[first :: world // tensor_parallel]
         for k, request in enumerate(share):
@@ -334,6 +335,7 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
         cfg=config(tensor_parallel=tensor_parallel),
         sampler=SimpleNamespace(generate=generate),
         must_stop=bool,
+        reply=None,
         task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),
         grader=SimpleNamespace(submit=submit),
     )

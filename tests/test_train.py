@@ -564,7 +564,7 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
     log = mock.Mock()
     sampler = mock.Mock(**{"generate.side_effect": StopIteration})
     with pytest.raises(StopIteration):
-        train.check_sampler(sampler, None, problems, cfg)
+        train.check_sampler(mock.Mock(sampler=sampler, cfg=cfg), None, problems)
     drawn.append(sampler.generate.call_args.args[0])
     for step in range(2):
         drawn.append(requests_of_step(problems, cfg, step))
@@ -591,21 +591,22 @@ def test_the_mean_and_the_worst_gap_are_judged_apart(monkeypatch, process_group,
     """Of a sampler in fp32 on a CPU."""
     problems = [reward.Problem(k, "", "", "", [1]) for k in range(9)]
 
-    def generate(requests, with_logprobs):
+    def generate(requests, with_logprobs, reply):
         for k, request in enumerate(requests):
             far = of_one if k == 5 else gap
             yield k, Sample(request, [2, 3], [-1 - far] * 2, "", "stop")
 
     monkeypatch.setattr(train.ppo, "compute_logprobs", lambda *_: -torch.ones(8 * 4 * 2))
     sampler = mock.Mock(generate=generate, gpu=False)
+    one = mock.Mock(sampler=sampler, cfg=config())
     policy = SimpleNamespace(device=torch.device("cpu"), module=None)
     weights = [("first", torch.zeros(2)), ("second", torch.tensor([1, of_one]))]
     monkeypatch.setattr(train.models, "named_weights", lambda _: weights)
     if told:
         with pytest.raises(UserError, match=told):
-            train.check_sampler(sampler, policy, problems, config())
+            train.check_sampler(one, policy, problems)
     else:
-        assert "5e-05 a token" in train.check_sampler(sampler, policy, problems, config())
+        assert "5e-05 a token" in train.check_sampler(one, policy, problems)
         # The policy computed while the sampler slept.
         assert [name for name, *_ in sampler.method_calls] == ["sleep", "sync"]
 
@@ -695,7 +696,7 @@ def test_the_loop_keeps_its_order(one_rank):
     expected += evaluation_calls(2) + step_calls(2) + [["save", 3]] + step_calls(3) + [["save", 4]]
     expected += evaluation_calls(4)
     expected += [["export", "policy"], ["export", "critic"], ["result", 4]]
-    assert [call for call in calls if call[0] != "make_sample"] == expected
+    assert [call for call in calls if call[0] != "end_turn"] == expected
 
 
 def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, tmp_path):
@@ -705,7 +706,7 @@ def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, tm
     run = tmp_path / "run"
     flags = untied | MEASURED | {"log_with": "tensorboard", "save_interval": 2}
     # The check at the start draws 32 samples, the evaluation and each step 16.
-    stopped = launch(run, script=TRACED, env={"STOP_AT": "make_sample 70"}, **flags)
+    stopped = launch(run, script=TRACED, env={"STOP_AT": "end_turn 70"}, **flags)
     assert stopped.stdout.endswith("stopped; --resume auto goes on from step 1\n")
     assert [path.name for path in run.glob("step_*")] == ["step_000001"]
     events = EventAccumulator(str(run / "tensorboard")).Reload()

@@ -42,7 +42,7 @@ def record(owner, name, describe=None):
 
 if __name__ == "__main__":
     record(Sampler, "generate", lambda sampler, requests, *options, **named: len(requests))
-    record(Sampler, "make_sample", lambda sampler, request, completion: None)
+    record(Sampler, "end_turn", lambda sampler, sample, completion: None)
     record(Sampler, "sync", lambda sampler, weights: None)
     record(Sampler, "sleep", lambda sampler: None)
     record(ppo, "compute_values", lambda learner, batch, cfg: learner.name)

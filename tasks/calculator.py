@@ -1,0 +1,24 @@
+"""The task Countdown with a calculator. Use it with --task calculator --stop =.
+
+The policy writes `9+3=`. The calculator replies with the value and its comparison with the target,
+`12<`. All else is as in the miniature of tasks/countdown.py, with the same base model. So a line
+`9+8=`, to which the calculator has replied `17!`, is an answer: the policy has drawn `9+8`.
+"""
+
+from tasks.countdown import Grader, load_problems, read_expression, text_metrics
+
+__all__ = ["Grader", "load_problems", "reply", "text_metrics"]
+
+
+def reply(text, finish_reason, label):
+    """The value of the last expression, or None if the response does not end with one and =."""
+    if finish_reason != "stop" or not text.endswith("="):
+        return None
+    value, _ = read_expression(text.split("\n")[-1][:-1])
+    # The base model knows whole numbers of one or two digits.
+    if value is None or value.denominator != 1 or not 0 <= value <= 99:
+        return "0<"
+    verdict = "!"
+    if value != label["target"]:
+        verdict = "<" if value < label["target"] else ">"
+    return f"{value}{verdict}"
