@@ -109,6 +109,9 @@ def find(rollout, policy, problems) -> dict:
         found = worker.of_sampler(rollout, policy, requests, problems[:1])
     else:
         found = {"together": worker.generated(sampler, requests, with_logprobs=True)}
+    sampler.sync(worker.models.named_weights(policy))
+    longer = [dataclasses.replace(x, max_tokens=20, top_p=1.0) for x in requests]
+    found["turns"] = worker.draw_turns(sampler, longer)
     core = sampler.llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     found["runner"] = [kind.__module__ for kind in type(runner).__mro__]

@@ -4,17 +4,21 @@ It writes what it found to the JSON file OUT: how the sampler behaves, and what 
 says of right and of wrong weights. gpu_runner.py finds the same with vLLM's runner for GPUs.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from tiny import char_tokenizer
-from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+from tiny import EOS, char_tokenizer
+from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import ppo
 import reward
@@ -147,6 +151,137 @@ def of_sampler(one, policy, requests, problems) -> dict:
     return found
 
 
+# Turns end with one of these digits. A reply begins with the digit 1, which a tokenizer may join to
+# the digit before.
+ENDS = "1234"
+MERGES = [("1", "1"), ("2", "1"), ("3", "1"), ("4", "1")]
+
+
+def merging_tokenizer() -> Qwen2Tokenizer:
+    """The tokens of tiny.py's characters, and a token for each pair of MERGES."""
+    vocabulary = dict(list(char_tokenizer().get_vocab().items()))
+    characters = {x: k for x, k in vocabulary.items() if k < min(TAG_IDS) - 2}
+    pairs = {a + b: len(characters) + k for k, (a, b) in enumerate(MERGES)}
+    return Qwen2Tokenizer(characters | pairs, MERGES, unk_token=EOS, eos_token=EOS, pad_token=EOS)
+
+
+def echo(text, finish_reason, label):
+    """Replies twice to a turn that ends with one of ENDS. Only one rank of a sampler may ask."""
+    assert dist.get_rank() == 0
+    assert finish_reason == "stop" and label.isdigit()
+    if text[-1:] in ENDS and text.count("1+") < 2:
+        return "1+"
+
+
+@contextlib.contextmanager
+def merging(sampler):
+    """Inside, the sampler has the tokenizer that merges, and turns end with ENDS."""
+    tokenizer = sampler.tokenizer
+    sampler.tokenizer = merging_tokenizer()
+    sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(list(ENDS))
+    yield
+    sampler.tokenizer, sampler.stop_ids = tokenizer, []
+
+
+def draw_turns(sampler, requests) -> dict:
+    """{position: what is known of a sample with replies}, with the prompts of its turns."""
+    add_request = sampler.llm.llm_engine.add_request
+    prompts = {}
+
+    def recorded(name, prompt, params):
+        prompts.setdefault(int(name), []).append(prompt["prompt_token_ids"])
+        return add_request(name, prompt, params)
+
+    with merging(sampler), mock.patch.object(sampler.llm.llm_engine, "add_request", recorded):
+        samples = generated(sampler, requests, with_logprobs=True, reply=echo)
+        for position, sample in samples.items():
+            sample["prompts"] = prompts[position]
+            sample["prompt_ids"] = requests[position].problem.prompt_ids
+            sample["encoded"] = sampler.tokenizer.encode(sample["decoded"])
+    return samples
+
+
+def of_turns(sampler, requests) -> dict:
+    """How a sampler draws samples with replies."""
+    with merging(sampler):
+        return find_turns(sampler, requests)
+
+
+def find_turns(sampler, requests) -> dict:
+    cfg = sampler.cfg
+    found = {}
+    found["apart"] = generated(sampler, requests[::-3], reply=echo)
+    found["plain"] = generated(sampler, requests, with_logprobs=True)
+    found["never"] = generated(sampler, requests, with_logprobs=True, reply=lambda *_: None)
+    cfg.max_turns = 2
+    found["two turns"] = generated(sampler, requests, reply=echo)
+    cfg.max_turns = 16
+    found["no room"] = generated(sampler, requests, reply=lambda *_: "1+" * 20)
+    # The first reply is a Future, which is there when all other samples have ended.
+    slow = futures.Future()
+    asked = []
+    order = []
+
+    def first_is_slow(*response):
+        asked.append(response)
+        return slow if len(asked) == 1 else echo(*response)
+
+    slow_samples = {}
+    for position, sample in sampler.generate(requests, reply=first_is_slow):
+        slow_samples[position] = dataclasses.asdict(sample) | {"request": None}
+        order.append(position)
+        if len(order) == len(requests) - 1:
+            slow.set_result(echo(*asked[0]))
+    found["slow"] = {"samples": slow_samples, "order": order, "asked": asked}
+    # A caller that stops while tools work.
+    never = []
+
+    def hang(*response):
+        never.append(futures.Future())
+        return never[-1]
+
+    ended = generated(sampler, requests, must_stop=lambda: len(never) > 1, reply=hang)
+    found["cancelled"] = [len(ended), all(future.cancelled() for future in never)]
+    found["after"] = generated(sampler, requests, reply=echo)
+    cfg.reply_seconds = 0.2
+    for reply in FAULTS:
+        draw = functools.partial(generated, reply=reply)
+        found[reply.__name__] = said(draw, sampler, requests)["refused"]
+    cfg.reply_seconds = 300
+    return found
+
+
+def raises(*response):
+    return 1 / 0
+
+
+def hangs(*response):
+    while True:
+        with contextlib.suppress(Exception):
+            while True:
+                pass
+
+
+def returns_a_number(*response):
+    return 3
+
+
+def future_raises(*response):
+    future = futures.Future()
+    try:
+        raises()
+    except ZeroDivisionError as error:
+        future.set_exception(error)
+    return future
+
+
+def future_hangs(*response):
+    return futures.Future()
+
+
+FAULTS = [raises, hangs, returns_a_number, future_raises, future_hangs]
+
+
 def only_tags(params, request):
     params.allowed_token_ids = TAG_IDS
     return params
@@ -231,6 +366,9 @@ def find_all(rollout, policy, problems) -> dict:
 
     found |= of_sampler(rollout, policy, requests, problems)
     sampler.sync(models.named_weights(policy))
+    requests = [dataclasses.replace(x, max_tokens=40, top_p=1.0) for x in requests]
+    found["turns"] = draw_turns(sampler, requests)
+    found["of turns"] = of_turns(sampler, requests)
     head = policy.module.model.get_output_embeddings()
     with mock.patch.object(head, "scale", 1.5):
         found["another head"] = said(train.check_sampler, rollout, policy, problems)

@@ -17,7 +17,17 @@ import naive
 import numpy as np
 import pytest
 import torch
-from ppo_worker import CPU, LR, batch_of_lists, cell, config, make_batch, make_models, reader
+from ppo_worker import (
+    CPU,
+    LR,
+    batch_of_lists,
+    cell,
+    config,
+    make_batch,
+    make_models,
+    reader,
+    with_replies,
+)
 from transformers import AutoModel
 
 import ppo
@@ -150,16 +160,19 @@ def test_a_batch_holds_what_the_sampler_drew(process_group):
     samples = [
         draw([5, 6], [0, 0, 3], group=1, reward=0.5, logprobs=[-1.0, -2.0, -3.0]),
         draw([7], [0], logprobs=[-4.0]),
+        # The second and the third token are a reply.
+        draw([8], [1, 2, 3, 4], logprobs=[-5.0, -6.0], drawn=[True, False, False, True]),
     ]
     batch = ppo.make_batch(samples, CPU, config())
     assert batch.samples is samples
-    assert (batch.prompt_ids, batch.response_ids) == ([[5, 6], [7]], [[0, 0, 3], [0]])
-    assert (batch.groups.tolist(), batch.rewards.tolist()) == ([1, 0], [0.5, 1.0])
-    assert batch.per_token["logprobs"].tolist() == [-1, -2, -3, -4]
-    assert (batch.response_lengths.tolist(), batch.start.tolist()) == ([3, 1], [0, 3])
-    assert batch.sample_lengths == [5, 2]
-    assert batch.mask.tolist() == [[True, True, True], [True, False, False]]
-    assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 0.5, 2.0]
+    assert batch.prompt_ids == [[5, 6], [7], [8]]
+    assert batch.response_ids == [[0, 0, 3], [0], [1, 2, 3, 4]]
+    assert (batch.groups.tolist(), batch.rewards.tolist()) == ([1, 0, 0], [0.5, 1.0, 1.0])
+    assert batch.per_token["logprobs"].tolist() == [-1, -2, -3, -4, -5, -6]
+    assert (batch.response_lengths.tolist(), batch.start.tolist()) == ([3, 1, 2], [0, 3, 4])
+    assert batch.sample_lengths == [5, 2, 5]
+    assert batch.mask.tolist() == [[True, True, True], [True, False, False], [True, True, False]]
+    assert batch.spread(torch.tensor([0.5, 2.0, 3.0])).tolist() == [0.5, 0.5, 0.5, 2.0, 3.0, 3.0]
     samples[0].logprobs = None
     assert ppo.make_batch(samples, CPU, config()).per_token == {}
 
@@ -275,8 +288,8 @@ def test_rows_of_one_sample_hold_no_more_tokens_than_packed_rows(seed, monkeypat
 
 @pytest.mark.parametrize("seed", range(15))
 def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
-    """Over all ranks and micro-batches, stop tokens included, prompts not. ORZ lost some samples
-    and trained others twice."""
+    """Over all ranks and micro-batches, stop tokens included, prompts and replies not. ORZ lost
+    some samples and trained others twice."""
     rng = random.Random(seed)
     world = rng.randint(1, 5)
     row_len = rng.randint(8, 80)
@@ -289,7 +302,12 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
         prompt_len = rng.randint(1, row_len - 1)
         prompts.append(list(itertools.islice(fresh, prompt_len)))
         responses.append(list(itertools.islice(fresh, rng.randint(1, row_len - prompt_len))))
-    batch = batch_of_lists(prompts, responses)
+    # Half of the seeds have replies.
+    drawn = [with_replies(rng, len(ids)) if seed % 2 else [True] * len(ids) for ids in responses]
+    batch = batch_of_lists(prompts, responses, drawn=drawn)
+    flat_ids = [
+        id for ids, flags in zip(responses, drawn) for id, is_drawn in zip(ids, flags) if is_drawn
+    ]
     samples = sorted(rng.sample(batch.all_indices(), rng.randint(1, len(prompts))))
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)
     ranks = micro_batches_of_all_ranks(monkeypatch, batch, samples, cfg, world)
@@ -316,11 +334,23 @@ def test_every_response_token_is_predicted_exactly_once(seed, monkeypatch):
         for numbers in (ids, positions):
             assert ((numbers - numbers.roll(1, dims=1))[is_inside] == 1).all()
         assert torch.equal(micro.token_ids, micro.select(ids) + 1)
-        assert torch.equal(micro.token_ids, torch.tensor(sum(responses, []))[micro.flat_index])
+        assert torch.equal(micro.token_ids, torch.tensor(flat_ids)[micro.flat_index])
         seen += micro.flat_index.tolist()
     assert sorted(seen) == tokens_of(batch, samples)
     # All groups are flat: no rank runs a filler for nothing.
     assert not any(micro_batches_of_all_ranks(monkeypatch, batch, [], cfg, world))
+
+
+def test_the_tokens_of_a_reply_are_read_and_not_predicted():
+    """The example of build_rows, with a longer row beside it."""
+    drawn = [[True, True, False, True, True], [True]]
+    batch = batch_of_lists([[1, 2], [10] * 8], [[3, 4, 5, 6, 7], [11]], drawn=drawn)
+    micro = ppo.build_rows(batch, [[0], [1]])
+    assert micro.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0, 0], [10] * 8 + [11]]
+    assert micro.position_ids[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert micro.places.tolist() == [1, 2, 4, 5, 9 + 7]
+    assert micro.flat_index.tolist() == [0, 1, 2, 3, 4]
+    assert micro.token_ids.tolist() == [3, 4, 6, 7, 11]
 
 
 def test_a_rank_with_fewer_micro_batches_than_another_runs_fillers(monkeypatch):
@@ -470,11 +500,16 @@ def test_equal_rewards_of_a_batch_are_exactly_zero(estimator, reward):
 CASES = [*itertools.product(["gae", *naive.COMPARES], [{}, SEQUENCE, CONSTANT])]
 
 
-@pytest.mark.parametrize("estimator, settings", [*CASES, ("gae", {"lambd": 0.5})])
+TURNS = [(name, GAMMA | {"batch": "turns"}) for name in ("gae", "grpo", "reinforce")]
+
+
+@pytest.mark.parametrize("estimator, settings", [*CASES, ("gae", {"lambd": 0.5}), *TURNS])
 def test_advantages_and_returns_equal_the_naive_ones(estimator, settings):
     """Some estimators are whitened, over all response tokens, with the population's std. The log
-    and the critic's targets do not depend on the variant loss_mean."""
-    batch = make_batch()
+    and the critic's targets do not depend on the variant loss_mean. In responses with replies GAE
+    goes from drawn token to drawn token."""
+    settings = settings.copy()
+    batch = make_batch(settings.pop("batch", "ragged"))
     cfg = config(estimator=estimator, **settings)
     cfg.token_passes(None, None, batch, 0)
     stats = ppo.compute_advantages(batch, cfg)
@@ -527,11 +562,12 @@ def subtract(one: dict, two: dict) -> dict:
 
 
 def moved_by(gradient: dict, before: dict, after: dict, lr: float, tolerance=1e-5) -> None:
-    """The SGD update from `before` to `after` used this gradient: as a whole, and each tensor."""
+    """The SGD update from `before` to `after` used this gradient: as a whole to the tolerance, and
+    each tensor to 1e-4, because the weights of norms are near 1 and are rounded most."""
     whole = norm_of(gradient)
     errors = subtract(gradient, {name: x / lr for name, x in subtract(before, after).items()})
     for name, expected in gradient.items():
-        limit = 10 * tolerance * (expected.norm() + 0.01 * whole)
+        limit = 1e-4 * (expected.norm() + 0.01 * whole)
         assert errors[name].norm() <= limit, f"{name}: {errors[name].norm()}"
     assert norm_of(errors) <= tolerance * whole
 
@@ -549,6 +585,7 @@ def check_step(result: dict, job: dict, models: dict) -> None:
     stats = result["stats"]
     expected = {}
     lr = LR / cfg.warmup_updates
+    tolerance = 1e-6 if batch_kind == "turns" else 1e-5
     learnt = (cfg.estimator, cfg.lambd, cfg.gamma, getattr(cfg, "loss_mean", "token"))
     for learner, gradient in naive_step(folder, batch_kind, *learnt).items():
         start = result[f"{learner}_start"]
@@ -556,7 +593,8 @@ def check_step(result: dict, job: dict, models: dict) -> None:
         assert not norm_of(subtract(start, starts[learner]))
         norm = norm_of(gradient)
         clip = min(1.0, cfg.max_norm / norm)
-        moved_by({key: x * clip for key, x in gradient.items()}, start, result[learner], lr)
+        clipped = {key: x * clip for key, x in gradient.items()}
+        moved_by(clipped, start, result[learner], lr, tolerance)
         expected |= {f"{learner}_grad_norm": norm, f"{learner}_lr": lr}
     if job["tied"]:
         # vLLM on a CPU keeps the old head if it is not named.
@@ -569,7 +607,7 @@ def check_step(result: dict, job: dict, models: dict) -> None:
     logprobs, entropy = naive.logprobs(naive.load(folder), batch, cfg.temperature)
     values = naive.values(naive.load(folder, AutoModel), new_head(cfg).double(), batch)
     torch.testing.assert_close(result["logprobs"].double(), logprobs, rtol=0, atol=3e-5)
-    torch.testing.assert_close(result["values"].double(), values, rtol=0, atol=3e-5)
+    torch.testing.assert_close(result["values"].double(), values, rtol=0, atol=3 * tolerance)
     advantages, returns = naive.advantages(batch, cfg)
     old = batch.per_token["values"].double()
     losses = naive.clipped_value_loss(values, old, returns, cfg.value_clip)
@@ -581,6 +619,8 @@ def check_step(result: dict, job: dict, models: dict) -> None:
     expected["entropy"] = entropy[passed].mean().item()
     expected |= {"critic_loss": losses.mean().item(), "critic_values": values.mean().item()}
     assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for name in ("policy_loss", "critic_loss"):
+        assert stats[name] == pytest.approx(expected[name], rel=1e-4, abs=tolerance)
 
 
 def each(cells: list[dict]):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import linecache
 import os
 import re
 import sys
@@ -13,6 +14,8 @@ import pytest
 import tiny as maker
 import torch
 from conftest import ROOT, SMALL, arguments, config, started_ranks
+from rollout_worker import merging_tokenizer
+from transformers import AutoModelForCausalLM
 
 import rollout
 from nanoorz.log import Clock
@@ -242,10 +245,122 @@ def test_two_ranks_that_share_a_sampler_draw_what_one_rank_draws(gpu_found, tmp_
     two = run_worker(tmp_path, "gpu_runner.py", ranks=2)
     assert two["scheduling"] == [True, 2] and two["lost"] == [True, True]
     assert two["after sleep"] == two["together"]
-    for position, sample in gpu_found["together"].items():
-        assert two["together"][position]["response_ids"] == sample["response_ids"]
-        logprobs = two["together"][position]["logprobs"]
-        assert logprobs == pytest.approx(sample["logprobs"], abs=1e-5)
+    for kind in ("together", "turns"):
+        assert two[kind].keys() == gpu_found[kind].keys()
+        for position, sample in gpu_found[kind].items():
+            assert two[kind][position]["response_ids"] == sample["response_ids"]
+            logprobs = two[kind][position]["logprobs"]
+            assert logprobs == pytest.approx(sample["logprobs"], abs=1e-5)
+
+
+# ---- turns and replies ---------------------------------------------------------------------------
+
+
+def borders(sample) -> list[int]:
+    """Where the turns of a response begin, behind the first one."""
+    drawn = sample["drawn"]
+    return [k for k in range(1, len(drawn)) if drawn[k] and not drawn[k - 1]]
+
+
+def test_a_turn_goes_on_from_the_exact_ids_so_far(found):
+    """A text that is decoded and encoded again would have other ids: the tokenizer joins the digit
+    at the end of a turn with the digit at the start of the reply."""
+    joined = 0
+    reply_ids = merging_tokenizer().encode("1+")
+    for sample in found["turns"].values():
+        ids = sample["response_ids"]
+        assert sample["prompts"][0] == sample["prompt_ids"]
+        later = [sample["prompt_ids"] + ids[:border] for border in borders(sample)]
+        assert sample["prompts"][1:] == later
+        inserted = [id for id, is_drawn in zip(ids, sample["drawn"]) if not is_drawn]
+        assert inserted == reply_ids * len(later)
+        assert len(sample["logprobs"]) == sum(sample["drawn"])
+        assert "".join(sample["parts"]) == sample["text"]
+        assert sample["parts"][1::2] == ["1+"] * len(later)
+        joined += sample["encoded"] != ids
+    assert {len(borders(sample)) for sample in found["turns"].values()} >= {0, 2}
+    assert joined > 2
+
+
+def test_the_log_probs_of_all_turns_are_those_of_the_trainer(found, tmp_path):
+    """Each drawn token was drawn behind exactly the tokens that stand before it."""
+    model = AutoModelForCausalLM.from_pretrained(
+        maker.make_model(tmp_path, max_position_embeddings=512), dtype=torch.float32
+    )
+    for position, sample in found["turns"].items():
+        temperature = [1.0, 1.0, 0.7, 0.0, 1.0][int(position) % 5]
+        if temperature == 0:
+            continue
+        ids = torch.tensor([sample["prompt_ids"] + sample["response_ids"]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1] / temperature
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        of_response = logprobs[len(sample["prompt_ids"]) - 1 :]
+        expected = of_response[torch.tensor(sample["drawn"])]
+        assert sample["logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_conversation_does_not_depend_on_what_else_is_sampled(cpu_found):
+    turns = [cpu_found["turns"][str(k)]["response_ids"] for k in range(20)]
+    apart = cpu_found["of turns"]["apart"]
+    assert [apart[str(k)]["response_ids"] for k in range(7)] == turns[::-3]
+    after = cpu_found["of turns"]["after"]
+    assert [after[str(k)]["response_ids"] for k in range(20)] == turns, "after a call that ended"
+
+
+def test_a_reply_that_is_always_none_changes_nothing(cpu_found):
+    assert cpu_found["of turns"]["never"] == cpu_found["of turns"]["plain"]
+
+
+def test_a_response_without_room_for_its_reply_is_truncated(cpu_found):
+    """Also one that would have more turns than --max_turns. The reply is dropped."""
+    full = cpu_found["of turns"]
+    for name, most in (("two turns", 2), ("no room", 1)):
+        cut = 0
+        for position, sample in full[name].items():
+            turns = cpu_found["turns"][position]["parts"][::2]
+            assert sample["parts"][::2] == turns[:most] if name == "two turns" else turns[:1]
+            would_go_on = len(turns) > most
+            cut += would_go_on
+            if would_go_on:
+                assert sample["finish_reason"] == "length" and all(sample["drawn"][-1:])
+            assert len(sample["response_ids"]) <= 40
+        assert cut > 1
+
+
+def test_a_slow_tool_does_not_hold_up_the_other_samples(cpu_found):
+    """Its Future is done only when all others have ended. Then the sample is what it would be."""
+    slow = cpu_found["of turns"]["slow"]
+    (last,) = set(range(20)) - set(slow["order"][:-1])
+    assert slow["order"][-1] == last and len(slow["order"]) == 20
+    for position, sample in slow["samples"].items():
+        assert sample["response_ids"] == cpu_found["turns"][position]["response_ids"]
+    assert len(slow["samples"][str(last)]["parts"]) > 1, "the slow reply is a reply"
+
+
+def test_a_call_that_ends_early_drops_the_replies_that_are_not_there(cpu_found):
+    ended, all_cancelled = cpu_found["of turns"]["cancelled"]
+    assert ended < 20 and all_cancelled
+
+
+FAULTS = {
+    "raises": ("ZeroDivisionError: division by zero", "return 1 / 0"),
+    "hangs": ("TooSlow: it takes longer than --reply_seconds 0.2", "pass"),
+    "returns_a_number": ("returned 3 (int), and no text, None or Future", "def returns_a_number"),
+    "future_raises": ("ZeroDivisionError: division by zero", "return 1 / 0"),
+    "future_hangs": ("it takes longer than --reply_seconds 0.2", "def future_hangs"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_reply_that_cannot_be_used_is_one_line_with_its_place(cpu_found, name):
+    told, code = FAULTS[name]
+    line = cpu_found["of turns"][name]
+    place = re.fullmatch(re.escape(f"reply: {told}") + r" \((\S+), line (\d+)\)", line)
+    assert place, line
+    assert place[1].endswith("tests/rollout_worker.py")
+    found = linecache.getline(place[1], int(place[2])).strip()
+    assert found.startswith(code) or (name == "hangs" and found == "while True:")
 
 
 # ---- Rollout -------------------------------------------------------------------------------------
