@@ -723,13 +723,11 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     ids = []  # of all rows, one after the other
     drawn = []  # Has the policy drawn this token?
     lengths = []  # of each part: a sample, or the padding at the end of a row
-    flat_index = []  # a tensor of each sample
     for row in rows:
         for i in row:
             ids += batch.prompt_ids[i] + batch.response_ids[i]
             drawn += [False] * len(batch.prompt_ids[i]) + batch.drawn[i]
             lengths.append(batch.sample_lengths[i])
-            flat_index.append(batch.start[i] + torch.arange(batch.response_lengths[i]))
         padding = longest_row - sum(batch.sample_lengths[i] for i in row)
         if padding > 0:
             ids += [0] * padding
@@ -739,17 +737,24 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     ends = lengths.cumsum(0)  # (P,)
     part_start = (ends - lengths).repeat_interleave(lengths)  # (R * L,) in the rows
     position = torch.arange(len(ids)) - part_start  # (R * L,) in the part
+    # numpy reads a list of numbers five times as fast as torch, and bytearray one of bools.
+    input_ids = torch.from_numpy(np.array(ids))  # (R * L,)
+    is_drawn = torch.frombuffer(bytearray(drawn), dtype=torch.bool)  # (R * L,)
     # The output at a place predicts the next token. The first token of a sample is never drawn.
-    places = torch.tensor(drawn).nonzero()[:, 0] - 1  # (M,)
+    places = is_drawn.nonzero()[:, 0] - 1  # (M,)
+    indices = sum(rows, [])
+    counts = batch.response_lengths[indices]
+    # From the place of a drawn token among those of these rows to its place in the flat tensors.
+    shifts = batch.start[indices] - (counts.cumsum(0) - counts)
+    flat_index = torch.arange(len(places)) + shifts.repeat_interleave(counts)  # (M,)
     if alone:
         position = torch.arange(longest_row).repeat(len(rows))
-    input_ids = torch.tensor(ids)  # (R * L,)
     tensors = {
         "input_ids": input_ids.view(shape),
         "position_ids": position.view(shape),
         "places": places,
         "token_ids": input_ids[places + 1],  # (M,)
-        "flat_index": torch.cat(flat_index),  # (M,)
+        "flat_index": flat_index,  # (M,)
         "real": torch.ones(len(places)),  # (M,)
         "borders": None if alone else torch.cat([ends.new_zeros(1), ends]).int(),  # (P + 1,)
     }

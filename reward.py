@@ -326,7 +326,7 @@ class Grader:
         self.too_slow = set()  # pairs whose comparisons used up their CPU time
         self.workers = [Worker(cpu_seconds, wall_seconds) for _ in range(workers)]
         self.idle_workers = self.workers.copy()
-        # There are as many threads as workers. A thread waits for the reply of its worker.
+        # There are as many threads as workers. A thread waits for its worker.
         self.threads = futures.ThreadPoolExecutor(workers)
 
     def submit(self, key, text, finish_reason, label):
@@ -380,12 +380,12 @@ class Grader:
     def results(self):
         """{key: reward} of all samples since the last call. Waits for all comparisons."""
         for pair, future in self.running.items():
-            reply = future.result()
-            self.counts[reply] += 1
-            self.verdicts[pair] = reply == "equal"
+            ending = future.result()
+            self.counts[ending] += 1
+            self.verdicts[pair] = ending == "equal"
             # A crash or a wall time-out may be an accident, so the next call compares such a pair
             # again.
-            if reply == "cpu_timeouts":
+            if ending == "cpu_timeouts":
                 self.too_slow.add(pair)
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}

@@ -9,8 +9,8 @@ come: text that the policy does not draw, such as the result of a tool. The poli
 the reply with its next turn (docs/turns.md).
 
 Deviations from Open-Reasoner-Zero (ORZ):
-- There is no Ray, and the sampler has no process of its own. Sampler and trainer take turns on the
-  same GPU.
+- There is no Ray, and the sampler has no process of its own. Sampler and trainer use the same GPU,
+  one after the other.
 - The policy is trained on the sampled token ids. ORZ decodes the ids to a text and encodes the text
   again, which often changes the last token.
 - The randomness of a sample is a hash of the seed, the step, the purpose, the problem's place in

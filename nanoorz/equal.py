@@ -603,7 +603,7 @@ class Worker:
         There is none after "cpu_timeouts", "wall_timeouts" or "crashes". Then the process has
         ended. Raises OSError if no process can be started.
         """
-        reply = ""
+        verdict = ""
         # The process may end before it has read the question: BrokenPipeError. `close`, in another
         # thread, may have closed the pipes: ValueError.
         with contextlib.suppress(BrokenPipeError, ValueError):
@@ -614,9 +614,9 @@ class Worker:
             if not wait([self.process.stdout], self.wall_seconds):
                 self.end()
                 return "wall_timeouts"
-            reply = self.process.stdout.readline().decode().strip()
-        if reply:
-            return reply
+            verdict = self.process.stdout.readline().decode().strip()
+        if verdict:
+            return verdict
         # The process has ended by itself. `end` closes its pipes and reads its exit code.
         self.end()
         if self.process.returncode == -signal.SIGPROF:

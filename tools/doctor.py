@@ -126,6 +126,7 @@ METRICS += " paid policy_lr policy_grad_norm"
 # Columns of samples.jsonl, and their types.
 COLUMNS = {"step": int, "problem": int, "label": object, "response": str, "finish_reason": str}
 COLUMNS |= {"reward": int | float, "paid": int | float, "advantages": list | None}
+COLUMNS |= {"parts": list | None}
 FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
 SOLVED = 0.9  # From this reward on, the reward need not rise.
 FLAT = 0.2  # Below this share of tokens with an advantage, there is little to learn from.
@@ -306,16 +307,23 @@ def grade_again(samples: pd.DataFrame, config: dict) -> pd.Series:
     deadline = time.monotonic() + MOST_SECONDS
     # Another task may raise anything.
     with contextlib.suppress(Exception, SystemExit), contextlib.ExitStack() as stack:
+        grades_replies = False
         if not is_math:
-            grader = load_task(config["task_file"]).Grader(1, form)
+            task = load_task(config["task_file"])
+            grades_replies = getattr(task, "GRADES_REPLIES", False)
+            grader = task.Grader(1, form)
             stack.callback(grader.close)
         for place, x in samples.iterrows():
             if time.monotonic() > deadline:
                 break
+            text = x.response
+            if x.parts and not grades_replies:
+                # What the grader has seen (see `submit` of rollout.py).
+                text = "\n".join(map(str, x.parts[::2]))
             if is_math:
-                grades[place] = grade_text(x.response, x.finish_reason, x.label, form)
+                grades[place] = grade_text(text, x.finish_reason, x.label, form)
             else:
-                grader.submit("alone", x.response, x.finish_reason, x.label)
+                grader.submit("alone", text, x.finish_reason, x.label)
                 grades[place] = grader.results()["alone"]
     return grades
 

@@ -6,7 +6,8 @@ The page is RUN/samples.html. It shows the samples of a problem side by side: by
 evaluations before and after the training. It shades the tokens of a response by the critic's value,
 by the value's change, by the sampler's log-prob, by the KL, and by the advantages of all estimators
 of ppo.py. It begins with two responses to one problem: the wrong one of which the critic was surest
-at its end, and a right one. It says what the run has not logged.
+at its end, and a right one. It says what the run has not logged. Replies, which the policy has not
+drawn, are hatched and have no shade.
 
 The page holds at most N samples of a step and set (default: 64), and at most 5,000 training and
 5,000 evaluation samples, 20 MB each, from steps spread evenly over the run. It says how many
@@ -71,7 +72,7 @@ def add_advantages(samples: list[dict]) -> None:
             number = {problem: k for k, problem in enumerate({row["problem"] for row in used})}
             groups = torch.tensor([number[row["problem"]] for row in used])  # (N,)
             rewards = torch.tensor([row["paid"] for row in used], dtype=torch.float64)  # (N,)
-            ids = [[0] * row["length"] for row in used]
+            ids = [[0] * drawn_count(row) for row in used]
             cpu = torch.device("cpu")
             batch = ppo.Batch([[0]] * len(used), ids, groups, rewards, cpu, {}, [])
             if needs_critic:
@@ -86,15 +87,23 @@ def add_advantages(samples: list[dict]) -> None:
 
 def is_whole(row: dict, needs_critic: bool) -> bool:
     """Has the sample what an estimator needs?"""
-    length, paid, values = row.get("length"), row.get("paid"), row.get("values")
+    paid, values = row.get("paid"), row.get("values")
+    length = drawn_count(row)
     numbers = [paid, *values] if needs_critic and isinstance(values, list) else [paid]
     return (
-        isinstance(length, int)
-        and 0 < length < 1e6
+        0 < length < 1e6
         and isinstance(row.get("problem"), int | str)
         and all(is_number(x) for x in numbers)
         and (not needs_critic or len(numbers) == length + 1)
     )
+
+
+def drawn_count(row: dict) -> int:
+    """How many tokens of the response the policy has drawn. 0: the row does not say."""
+    drawn, length = row.get("drawn"), row.get("length")
+    if drawn is None and not row.get("parts"):
+        return length if isinstance(length, int) else 0
+    return drawn.count(True) if isinstance(drawn, list) else 0
 
 
 def is_number(x) -> bool:

@@ -1,0 +1,245 @@
+"""Whole runs whose task replies, and whose answer an answer is.
+
+test_rollout.py has how the sampler draws turns, and test_ppo.py what is learnt from them.
+"""
+
+import dataclasses
+import re
+import shutil
+from types import SimpleNamespace
+
+import conftest
+import pytest
+from conftest import config, equal_runs, jsonl, launch
+
+import reward
+import rollout
+import train
+from rollout import Sample
+from tasks import calculator
+
+# A turn ends with one of these texts, or with the end token.
+STOPS = ["3", "4", "5"]
+TASK = """
+import signal, sys
+from concurrent.futures import Future
+from pathlib import Path
+
+from reward import *
+
+
+def finished_steps():
+    run = Path(sys.argv[sys.argv.index("--run_dir") + 1])
+    path = run / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def reply(text, finish_reason, label):
+    {body}
+"""
+CALLS = 'return "1+" if text[-1:] in "345" and text.count("1+") < 3 else None'
+RAISES = f"""if finished_steps() == 2:
+        raise ValueError("the tool is gone")
+    {CALLS}"""
+# A launcher would send this signal when the time of a job is over.
+WAITS = f"""if finished_steps() == 2:
+        signal.raise_signal(signal.SIGTERM)
+        return Future()
+    {CALLS}"""
+
+
+def write_task(folder, body):
+    path = folder / "mine.py"
+    path.write_text(TASK.format(body=body))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """(its flags, the folder of a run with replies). The log-probs of the sampler are compared."""
+    folder = tmp_path_factory.mktemp("turns")
+    flags = tiny | {"task": write_task(folder, CALLS), "stop": STOPS, "variant": "log_ratio"}
+    flags |= {"save_interval": 1, "keep_last": 0, "eval_interval": 2, "lambd": 0.9, "gamma": 0.99}
+    launch(folder / "run", **flags)
+    return flags, folder / "run"
+
+
+def test_a_run_learns_from_what_the_policy_has_drawn(whole):
+    """The ratio compares sampler and trainer in all turns: a wrong id or a wrong place shows."""
+    flags, run = whole
+    for line in jsonl(run / "metrics.jsonl"):
+        assert abs(line["ratio"] - 1) < 1e-4
+        assert line["turns"] > 1
+        # A reply has two tokens.
+        assert line["reply_length"] == pytest.approx(2 * (line["turns"] - 1))
+        lengths = line["response_length"] * 16, line["drawn_tokens"]
+        assert lengths[0] == pytest.approx(lengths[1])
+    found = [line for line in jsonl(run / "samples.jsonl") if "parts" in line]
+    detailed = [line for line in found if "tokens" in line]
+    assert found and detailed
+    for line in found:
+        assert "".join(line["parts"]) == line["response"]
+        assert set(line["parts"][1::2]) == {"1+"}
+    for line in detailed:
+        assert len(line["tokens"]) == len(line["drawn"]) == line["length"]
+        assert line["drawn"].count(False) == len(line["parts"]) - 1
+        for name in ("values", "advantages", "logprobs"):
+            assert len(line[name]) == sum(line["drawn"])
+    assert not any("drawn" in x for x in jsonl(run / "samples.jsonl") if "parts" not in x)
+
+
+def test_a_run_with_replies_resumes_to_the_bit(whole, tmp_path):
+    flags, run = whole
+    parts = shutil.copytree(run, tmp_path / "parts")
+    for name in ("step_000002", "step_000003"):
+        shutil.rmtree(parts / name)
+    assert "from step 1," in launch(parts, **flags).stdout
+    equal_runs(run, parts)
+
+
+def test_two_ranks_draw_the_conversations_of_one_rank(whole, tmp_path):
+    flags, run = whole
+    launch(tmp_path / "two", ranks=2, **flags | {"max_steps": 1})
+    one, two = (jsonl(x / "samples.jsonl") for x in (run, tmp_path / "two"))
+    names = ("problem", "index", "response", "parts", "reward")
+    assert [[x.get(name) for name in names] for x in two] == [
+        [x.get(name) for name in names] for x in one if x["step"] == 1
+    ]
+
+
+def test_a_reply_that_is_always_none_changes_no_bit_of_a_run(tiny, tmp_path):
+    flags = tiny | {"stop": STOPS, "max_steps": 2}
+    launch(tmp_path / "plain", **flags)
+    launch(tmp_path / "never", **flags, task=write_task(tmp_path, "return None"))
+    equal_runs(tmp_path / "plain", tmp_path / "never")
+
+
+def test_a_reply_that_fails_ends_the_run_in_one_line_and_loses_no_step(tiny, tmp_path):
+    task = write_task(tmp_path, RAISES)
+    done = launch(tmp_path / "run", ranks=2, code=2, **tiny, task=task, stop=STOPS)
+    line = (
+        TASK.format(body=RAISES).splitlines().index('        raise ValueError("the tool is gone")')
+    )
+    told = f"reply: ValueError: the tool is gone ({task}, line {line + 1})"
+    assert f"error: {told}; --resume auto goes on from step 2\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000002"]
+
+
+def test_a_signal_ends_a_run_that_waits_for_replies(tiny, tmp_path):
+    """No reply ever comes."""
+    task = write_task(tmp_path, WAITS)
+    done = launch(tmp_path / "run", **tiny, task=task, stop=STOPS, reply_seconds=9999)
+    assert "stopped; --resume auto goes on from step 2" in done.stdout
+
+
+# ---- whose answer is it? -------------------------------------------------------------------------
+
+BOX = "<answer>\\boxed{18}</answer>"
+
+
+@pytest.mark.parametrize(
+    "parts, grades_replies, is_right",
+    [
+        ([BOX], False, True),
+        (["What is it? ", BOX, ""], False, False),  # the tool has printed the answer
+        (["What is it? ", BOX, ""], True, True),  # and the task says that this counts
+        (["<answer>\\boxed{", "18", "}</answer>"], False, False),  # a part of the answer
+        (["6*3=", "18", f" so {BOX}"], False, True),
+        ([BOX, " Is that so?", " Yes."], False, True),
+        ([BOX, "<answer>\\boxed{19}</answer>", " No."], False, True),
+        (["<answer>\\boxed{1", " and ", "8}</answer>"], False, False),  # a reply divides a number
+    ],
+)
+def test_an_answer_of_a_reply_is_not_the_policy_s(parts, grades_replies, is_right):
+    task = SimpleNamespace(text_metrics=reward.text_metrics, GRADES_REPLIES=grades_replies)
+    request = rollout.Request(reward.Problem(0, "", "18", ""), 0, 0, 0, 9, 1.0, 1.0)
+    with reward.Grader() as grader:
+        one = SimpleNamespace(task=task, grader=grader, cfg=config())
+        sample = Sample(request, [1] * 9, None, "".join(parts), "stop", parts=parts)
+        rollout.submit(one, 0, sample)
+        rollout.take_rewards(one, {0: sample})
+    assert sample.reward == is_right
+
+
+def test_the_page_s_task_looks_words_up(tmp_path, monkeypatch):
+    page = (conftest.ROOT / "docs" / "turns.md").read_text()
+    path = tmp_path / "my_tool.py"
+    path.write_text(re.search(r"^```python\n# tool\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1])
+    (tmp_path / "words.json").write_text('{"tree": "a plant"}')
+    monkeypatch.chdir(tmp_path)
+    task = train.find_task(config(task=path))
+    reply = config().reply_function(task)
+    assert reply("What is it? <look_up>tree</look_up>", "stop", "") == "a plant"
+    assert reply("<look_up>tree</look_up>a plant <look_up>house</look_up>", "stop", "") == "unknown"
+    assert reply("<answer>\\boxed{1}</answer>", "stop", "") is None
+
+
+# ---- tasks/calculator.py -------------------------------------------------------------------------
+
+LABEL = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("8+5=", "13<"),
+        ("8+5=13<\n9*4=", "36>"),
+        ("8+5=13<\n9+8=", "17!"),
+        ("4-9=", "0<"),
+        ("9/4=", "0<"),
+        ("99*99=", "0<"),
+        ("__import__('os')=", "0<"),
+        ("=", "0<"),
+        ("8+5", None),
+        ("8+5=13<", None),
+        ("", None),
+    ],
+)
+def test_the_calculator_replies_behind_an_equals_sign(text, value):
+    assert calculator.reply(text, "stop", LABEL) == value
+    assert calculator.reply(text, "length", LABEL) is None
+
+
+def test_the_calculator_s_value_is_no_claim_of_the_policy():
+    """The grader sees `9+8=`, and the calculator's value is for the policy to read."""
+    request = rollout.Request(reward.Problem(0, "", LABEL, ""), 0, 0, 0, 9, 1.0, 1.0)
+    for parts, is_right in (
+        (["9+8=", "17!", ""], 1),
+        (["9+8=", "0<", ""], 1),
+        (["17", "!", ""], 0),
+    ):
+        with calculator.Grader() as grader:
+            one = SimpleNamespace(task=calculator, grader=grader, cfg=config())
+            sample = Sample(request, [1] * 9, None, "".join(parts), "stop", parts=parts)
+            rollout.submit(one, 0, sample)
+            rollout.take_rewards(one, {0: sample})
+        assert sample.reward == is_right
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"max_turns": 0}, {"reply_seconds": 0}])
+def test_limits_of_replies_are_above_0(changes):
+    with pytest.raises(train.UserError, match=f"--{[*changes][0]} 0"):
+        train.check_flags(config(**changes), 1)
+
+
+def test_a_recipe_may_bring_its_own_reply(tmp_path, process_group):
+    """A variant's function comes in place of the task's, or calls it."""
+    (tmp_path / "hint.py").write_text(
+        "import ppo\n\n\nclass Hint(ppo.Recipe):\n"
+        "    def reply_function(self, task):\n        return self._hint\n\n"
+        "    def _hint(self, text, finish_reason, label):\n        return 'hm'\n"
+    )
+    cfg = config(variant=tmp_path / "hint.py")
+    assert cfg.reply_function(calculator)("", "stop", LABEL) == "hm"
+    assert config().reply_function(calculator) is calculator.reply
+    assert config().reply_function(reward) is None
+    wrong = dataclasses.replace(config())
+    wrong.reply_function = lambda task: "hm"
+    task = SimpleNamespace(Grader=lambda *_: None)
+    with conftest.mock.patch.object(rollout, "Sampler"), pytest.raises(rollout.UserError) as error:
+        rollout.Rollout(task, None, wrong)
+    assert "reply_function must return a function or None, and returned hm" in str(error.value)
