@@ -9,7 +9,7 @@ This file has the flags, the set-up, the loop and the evaluation. Words that all
 - rank: one process of the run. Each GPU has one.
 - collective: a function that all ranks must call together, because they wait for each other in it.
 - stage: one of the five files of the root. Each stage does one part of a step.
-- sampler: vLLM, which draws responses. The sampler and the learners use the GPU one after the other.
+- sampler: vLLM, which draws responses. It uses the GPU, and then the learners use it, in each step.
 - engine: DeepSpeed's object around a model. It shards the model over the ranks and updates it.
 - learner: a model with its engine. The policy is one. The estimator gae has the critic, too.
 - variant: a file that changes decisions of a run: it has a subclass of the class Recipe of ppo.py.

@@ -64,6 +64,7 @@ def whole(tiny, tmp_path_factory):
     return flags, folder / "run"
 
 
+@pytest.mark.engine
 def test_a_run_learns_from_what_the_policy_has_drawn(whole):
     """The ratio compares sampler and trainer in all turns: a wrong id or a wrong place shows."""
     flags, run = whole
@@ -88,6 +89,7 @@ def test_a_run_learns_from_what_the_policy_has_drawn(whole):
     assert not any("drawn" in x for x in jsonl(run / "samples.jsonl") if "parts" not in x)
 
 
+@pytest.mark.engine
 def test_a_run_with_replies_resumes_to_the_bit(whole, tmp_path):
     flags, run = whole
     parts = shutil.copytree(run, tmp_path / "parts")
@@ -97,6 +99,7 @@ def test_a_run_with_replies_resumes_to_the_bit(whole, tmp_path):
     equal_runs(run, parts)
 
 
+@pytest.mark.engine
 def test_two_ranks_draw_the_conversations_of_one_rank(whole, tmp_path):
     flags, run = whole
     launch(tmp_path / "two", ranks=2, **flags | {"max_steps": 1})
@@ -107,6 +110,7 @@ def test_two_ranks_draw_the_conversations_of_one_rank(whole, tmp_path):
     ]
 
 
+@pytest.mark.engine
 def test_a_reply_that_is_always_none_changes_no_bit_of_a_run(tiny, tmp_path):
     flags = tiny | {"stop": STOPS, "max_steps": 2}
     launch(tmp_path / "plain", **flags)
@@ -114,6 +118,7 @@ def test_a_reply_that_is_always_none_changes_no_bit_of_a_run(tiny, tmp_path):
     equal_runs(tmp_path / "plain", tmp_path / "never")
 
 
+@pytest.mark.engine
 def test_a_reply_that_fails_ends_the_run_in_one_line_and_loses_no_step(tiny, tmp_path):
     task = write_task(tmp_path, RAISES)
     done = launch(tmp_path / "run", ranks=2, code=2, **tiny, task=task, stop=STOPS)
@@ -126,6 +131,7 @@ def test_a_reply_that_fails_ends_the_run_in_one_line_and_loses_no_step(tiny, tmp
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000002"]
 
 
+@pytest.mark.engine
 def test_a_signal_ends_a_run_that_waits_for_replies(tiny, tmp_path):
     """No reply ever comes."""
     task = write_task(tmp_path, WAITS)

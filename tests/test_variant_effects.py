@@ -253,7 +253,7 @@ def expected_step(name, cfg, step, tables, memory):
 
     if name == "loss_mean":
         ones = torch.ones_like(advantages, requires_grad=True)
-        responses = SimpleNamespace(response_ids=[x.response_ids for x in samples])
+        responses = SimpleNamespace(drawn=[x.drawn for x in samples])
         naive.mean_loss(ones, responses, cfg).backward()
         advantages = advantages * ones.grad * len(advantages)
     other, loss = LOSSES.get(name, ("policy", lambda a, p, _: -a * p))
