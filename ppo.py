@@ -19,9 +19,11 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO whitens and does
   not divide.
 
-Shapes: N samples, S tokens of the longest response, T response tokens of the batch, M response
-tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples. A
-response token is one that the policy has drawn. The tokens of replies are like those of the prompt.
+Shapes: N samples, S most response tokens of a sample, T response tokens of the batch, M response
+tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples.
+
+A response may have replies in it (rollout.py). Here a *response token* is one that the policy has
+drawn. The models read the tokens of replies, as those of the prompt, and nothing is learnt there.
 
 To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/flags.py, too. Call
 `start_distributed` of ranks.py first.
@@ -49,12 +51,11 @@ class Batch:
     """All samples of a step, the same on every rank.
 
     A flat tensor (T,) has a number for each response token of all samples, one sample after the
-    other. The numbers of sample i begin at start[i]. There are response_lengths[i] of them. The
-    tokens of replies are not among them (rollout.py), because the policy has not drawn them.
+    other. The numbers of sample i begin at start[i]. There are response_lengths[i] of them.
     """
 
     prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
+    response_ids: list[list[int]]  # with the tokens of replies
     groups: Tensor  # (N,) the same number for all samples of a problem
     rewards: Tensor  # (N,) float64, the rewards to learn from: cfg.paid may change the grader's
     device: torch.device  # of the flat tensors. The other tensors are on the CPU.
@@ -63,7 +64,8 @@ class Batch:
     # cfg.temperature; policy_weights and critic_weights: if they are not all 1.
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py, for the methods of variants
-    drawn: list[list[bool]] | None = None  # which of response_ids the policy has drawn. None: all
+    # of each of response_ids: has the policy drawn it? None: all
+    drawn: list[list[bool]] | None = None
 
     def __post_init__(self):
         if self.drawn is None:
@@ -72,8 +74,8 @@ class Batch:
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
         # N numbers: all tokens of prompt and response, also those of replies
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
-        # Has the response so many tokens? A padding id would not tell, because a response may have
-        # that id.
+        # Has the sample so many response tokens? A padding id would not tell, because a response
+        # may have that id.
         self.mask = (
             torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
         )  # (N, S)
@@ -150,6 +152,8 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     """
     is_right = isinstance(samples, list) and len(samples) > 0
     check_result(cfg, "draw_step", is_right, "a list of at least one sample", samples)
+    is_right = all(len(sample.drawn) == len(sample.response_ids) for sample in samples)
+    check_result(cfg, "draw_step", is_right, "samples with a `drawn` for each id", "others")
     if rewards is None:
         # `paid` may be random. So rank 0 decides for all ranks. An error in it must not leave the
         # other ranks alone in the `gather` below, so they meet at the end of this `stop_together`.
@@ -409,9 +413,10 @@ class Recipe:
     def reply_function(self, task):
         """The function that replies to a turn, or None: then a response has one turn.
 
-        By default it is the function `reply` of the task, if there is one. reply(text,
-        finish_reason, label) gets the response so far, and returns the text that comes next, None
-        if the response is finished, or a concurrent.futures.Future of one of them (docs/turns.md).
+        It is called once, at the start. By default it returns the function `reply` of the task, if
+        there is one. reply(text, finish_reason, label) gets the response so far, and returns the
+        text that comes next, None if the response is finished, or a concurrent.futures.Future of a
+        text or None (docs/turns.md). Only the first rank of a sampler calls reply.
         """
         return getattr(task, "reply", None)
 
@@ -737,14 +742,16 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     ends = lengths.cumsum(0)  # (P,)
     part_start = (ends - lengths).repeat_interleave(lengths)  # (R * L,) in the rows
     position = torch.arange(len(ids)) - part_start  # (R * L,) in the part
-    # numpy reads a list of numbers five times as fast as torch, and bytearray one of bools.
+    # torch would take five times as long to read these lists.
     input_ids = torch.from_numpy(np.array(ids))  # (R * L,)
     is_drawn = torch.frombuffer(bytearray(drawn), dtype=torch.bool)  # (R * L,)
-    # The output at a place predicts the next token. The first token of a sample is never drawn.
+    # The output at a place predicts the next token. The first token of a sample is never drawn, so
+    # the place before a drawn token is in the same sample.
     places = is_drawn.nonzero()[:, 0] - 1  # (M,)
     indices = sum(rows, [])
     counts = batch.response_lengths[indices]
-    # From the place of a drawn token among those of these rows to its place in the flat tensors.
+    # What to add to the number of a response token in this micro-batch, for its index in the flat
+    # tensors.
     shifts = batch.start[indices] - (counts.cumsum(0) - counts)
     flat_index = torch.arange(len(places)) + shifts.repeat_interleave(counts)  # (M,)
     if alone:

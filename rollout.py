@@ -75,19 +75,18 @@ class Request:
 
 @dataclass
 class Sample:
-    """A response. response_ids include the stop token or stop string, if one ended a turn."""
+    """A response. response_ids include the stop token or stop string that ended a turn."""
 
     request: Request
     response_ids: list[int]
     logprobs: list[float] | None  # log p of each drawn token, at the sampling temperature
     text: str
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", or "length": the response is truncated
     reward: float = 0.0
     answer: str | None = None  # the answer that the grader found in the text
     text_metrics: dict[str, float] = field(default_factory=dict)
-    # Which of response_ids has the policy drawn? The tokens of replies are the others. Without the
-    # next two arguments the response has one turn and no reply.
-    drawn: list[bool] | None = None
+    # Without the next two fields the response has one turn and no reply.
+    drawn: list[bool] | None = None  # of each of response_ids: has the policy drawn it?
     parts: list[str] | None = None  # of the text: a turn, a reply, a turn, and so on
 
     def __post_init__(self):
@@ -100,6 +99,11 @@ class Sample:
     def turns(self) -> list[str]:
         """The text of each turn."""
         return self.parts[::2]
+
+    @property
+    def drawn_text(self) -> str:
+        """The text with a newline in place of each reply."""
+        return "\n".join(self.turns)
 
 
 def requests_of_step(problems, cfg, step) -> list[Request]:
@@ -217,42 +221,47 @@ class Sampler:
         assert is_empty, "the cache is not empty: requests of an earlier call are still running"
         llm_engine = self.llm.llm_engine
         samples = [Sample(request, [], None, "", "", parts=[]) for request in requests]
-        # vLLM's names of the turns that it draws: the positions of their samples, as texts.
-        drawing = set()
+        drawing = set()  # the positions of the samples that vLLM draws now
         replies = Replies(reply, self.cfg)
         try:
             for position, sample in enumerate(samples):
-                drawing.add(self.begin_turn(position, sample, with_logprobs))
+                self.begin_turn(position, sample, with_logprobs)
+                drawing.add(position)
             while (drawing or replies.waiting) and not (must_stop and must_stop()):
                 for output in llm_engine.step() if drawing else []:
                     if not output.finished:
                         continue
-                    drawing.remove(output.request_id)
                     position = int(output.request_id)
+                    drawing.remove(position)
                     sample = samples[position]
                     self.end_turn(sample, output.outputs[0])
+                    # A full response that was cut cannot go on. If it has stopped, it may be
+                    # finished, and the reply decides whether it is.
                     is_full = room_for_tokens(sample, self.cfg) == 0
                     if reply and not (is_full and sample.finish_reason == "length"):
+                        # The replies to other turns of this decode may have taken long.
+                        if must_stop and must_stop():
+                            return
                         replies.ask(position, sample)
                     else:
                         yield position, sample
                 for position, text in replies.take(may_wait=not drawing).items():
                     if self.add_reply(samples[position], text):
-                        drawing.add(self.begin_turn(position, samples[position], with_logprobs))
+                        self.begin_turn(position, samples[position], with_logprobs)
+                        drawing.add(position)
                     else:
                         yield position, samples[position]
         finally:
-            llm_engine.abort_request(list(drawing))
             replies.cancel()
+            llm_engine.abort_request([str(position) for position in drawing])
 
-    def begin_turn(self, position, sample: Sample, with_logprobs) -> str:
-        """Gives vLLM the ids of the prompt and of the response so far. Returns the turn's name."""
+    def begin_turn(self, position, sample: Sample, with_logprobs):
+        """Gives vLLM the ids of the prompt and of the response so far."""
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(sample.request.problem.prompt_ids + sample.response_ids)
         params = make_params(sample, self.cfg, self.stop_ids, with_logprobs)
         self.llm.llm_engine.add_request(str(position), prompt, params)
-        return str(position)
 
     def end_turn(self, sample: Sample, completion):
         """Adds a turn to a sample. completion: vLLM's."""
@@ -262,13 +271,17 @@ class Sampler:
         if not self.cfg.stop or self.tags.intersection(ids):
             kept = [id for id in ids if id not in self.hidden]
             text = self.tokenizer.decode(kept, skip_special_tokens=False)
+            # vLLM's text ends with the stop string. The last token may hold more.
+            end = completion.stop_reason
+            if isinstance(end, str) and end in text:
+                text = text[: text.rindex(end) + len(end)]
         sample.response_ids += ids
         sample.drawn += [True] * len(ids)
         sample.parts.append(text)
         sample.text += text
         sample.finish_reason = completion.finish_reason
         if completion.logprobs:
-            found = [found[token].logprob for found, token in zip(completion.logprobs, ids)]
+            found = [entry[token].logprob for entry, token in zip(completion.logprobs, ids)]
             sample.logprobs = (sample.logprobs or []) + found
 
     def add_reply(self, sample: Sample, text) -> bool:
@@ -276,14 +289,15 @@ class Sampler:
 
         text: None if there is no reply. The response is truncated, and the reply is dropped, if
         there is no room for the reply and another token, if the sample has max_turns turns, or if
-        the model has no embedding for a token of the reply.
+        the model lacks a token of the reply.
         """
         if text is None:
             return False
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         has_room = len(ids) < room_for_tokens(sample, self.cfg)
-        has_room = has_room and len(sample.turns) < self.cfg.max_turns
-        if not has_room or max(ids, default=0) >= self.vocabulary:
+        has_turns = len(sample.turns) < self.cfg.max_turns
+        is_known = max(ids, default=0) < self.vocabulary
+        if not (has_room and has_turns and is_known):
             sample.finish_reason = "length"
             return False
         sample.response_ids += ids
@@ -458,27 +472,32 @@ def special_tags(tokenizer) -> set[int]:
 class Replies:
     """Asks for the replies to turns. The sampler goes on with other samples while a tool works.
 
-    waiting: {position of a sample: (the Future of its reply, when it is too late)}. Of the ranks
-    that share a sampler the first one asks, and sends the replies to the others before the same
-    decode. The others have None in place of the pair.
+    waiting: {position of a sample: (the Future of its reply, its deadline)}. Of the ranks that
+    share a sampler the first one asks, and sends the replies to the others before the next decode,
+    because all of them must make the same decodes. The others have None in place of the pair.
     """
 
     def __init__(self, function, cfg):
-        """function: see ppo.Recipe.reply_function."""
+        """function: of ppo.Recipe.reply_function. If it is None, nothing is asked."""
         self.function = function
         self.seconds = cfg.reply_seconds
         self.is_shared = cfg.tensor_parallel > 1
         self.is_first = dist.get_rank() % cfg.tensor_parallel == 0
         self.waiting = {}
+        self.has_failed = False
 
     def ask(self, position, sample: Sample):
-        """Asks for the reply to the last turn of a sample. Raises no error: `take` does."""
+        """Asks for the reply to the last turn of a sample. `take` raises its errors.
+
+        After an error nothing is asked, because each question may take as long as the first one.
+        """
         self.waiting[position] = None
         if self.is_first:
-            too_late = time.monotonic() + self.seconds
-            self.waiting[position] = self.call(sample), too_late
+            deadline = time.monotonic() + self.seconds
+            future = futures.Future() if self.has_failed else self.start(sample)
+            self.waiting[position] = future, deadline
 
-    def call(self, sample) -> futures.Future:
+    def start(self, sample) -> futures.Future:
         """Calls the function. Its result is in the Future, or an error."""
         future = futures.Future()
         label = sample.request.problem.label
@@ -488,7 +507,9 @@ class Replies:
             if isinstance(result, futures.Future):
                 return result
             future.set_result(result)
-        except (Exception, TooSlow) as error:
+        # A tool is any program. It may call sys.exit.
+        except BaseException as error:
+            self.has_failed = True
             future.set_exception(error)
         return future
 
@@ -522,25 +543,32 @@ class Replies:
             pending = [future for future, _ in self.waiting.values()]
             futures.wait(pending, 0.1, futures.FIRST_COMPLETED)
         found = {}
-        for position, (future, too_late) in self.waiting.items():
+        for position, (future, deadline) in self.waiting.items():
             if future.done():
                 found[position] = self.checked(future)
-            elif time.monotonic() > too_late:
-                raise UserError(f"reply: {TooSlow(self.seconds)} ({self.place()})")
+            elif time.monotonic() > deadline:
+                raise UserError(f"reply: {too_slow(self.seconds)} ({self.place()})")
         return found
 
     def checked(self, future) -> str | None:
         """The reply of a Future that is done. Raises UserError."""
-        try:
-            text = future.result()
-        except (Exception, TooSlow) as error:
+        error = futures.CancelledError() if future.cancelled() else future.exception()
+        if isinstance(error, TooSlow):
+            raise UserError(f"reply: {error}")
+        if error and error.__traceback__:
             raise UserError(f"reply: {describe_error(error)[0]}") from error
+        if error:
+            # It comes from another process.
+            told = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(f"reply: {told} ({self.place()})") from error
+        text = future.result()
         if text is None:
             return None
         if not isinstance(text, str):
             told = f"returned {text!r:.99} ({type(text).__name__}), and no text, None or Future"
             raise UserError(f"reply: {told} ({self.place()})")
-        # A tool may print bytes that are no text. They must not end the run.
+        # The output of a tool may have characters that UTF-8 cannot write. They must not end the
+        # run.
         return text.encode("utf-8", "replace").decode("utf-8")
 
     def place(self):
@@ -555,28 +583,35 @@ class Replies:
                 entry[0].cancel()
 
 
+def too_slow(seconds):
+    return f"it takes longer than --reply_seconds {seconds:g}"
+
+
 class TooSlow(BaseException):
     """Ends a reply that takes too long. No `except Exception` in the reply catches it."""
-
-    def __init__(self, seconds):
-        super().__init__(f"it takes longer than --reply_seconds {seconds:g}")
 
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raises TooSlow in the code inside after so many seconds.
+    """Raises TooSlow in the code inside after so many seconds, and then each second.
 
-    Python gives signals to the main thread alone, so in another thread there is no limit.
+    It needs a signal, and Python gives signals to the main thread alone. So in another thread there
+    is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number, frame):
-        raise TooSlow(seconds)
+        # The place in the user's code, and not in a library that this code calls.
+        while "/lib/python3" in frame.f_code.co_filename and frame.f_back:
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+        raise TooSlow(f"{too_slow(seconds)} ({place})")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # It comes again, because a bare `except` in the reply may catch the first one.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
@@ -621,7 +656,7 @@ class Rollout:
             with clock("rollout"):
                 mine = draw_my_share(self, requests, clock)
         except Exception:
-            # The other ranks stop their sampling early.
+            # The ranks that share no sampler stop their sampling early (must_stop).
             signals.fail()
             raise
         with clock("reward"):
@@ -701,11 +736,9 @@ def submit(rollout, position, sample):
     # The numbers may be numpy's, and the log takes means of them.
     sample.text_metrics = {key: float(number) for key, number in found.items()}
     label = sample.request.problem.label
-    # An answer that a reply has printed is not the policy's. So the grader sees a newline in place
-    # of each reply, if the task does not say otherwise.
-    text = "\n".join(sample.turns)
-    if getattr(rollout.task, "GRADES_REPLIES", False):
-        text = sample.text
+    # An answer that a reply has printed is not the policy's, if the task does not say otherwise.
+    grades_replies = getattr(rollout.task, "GRADES_REPLIES", False)
+    text = sample.text if grades_replies else sample.drawn_text
     sample.answer = rollout.grader.submit(position, text, sample.finish_reason, label)
     # By mistake a user's task may return True for a right response.
     if not isinstance(sample.answer, str | None):

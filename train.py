@@ -9,7 +9,7 @@ This file has the flags, the set-up, the loop and the evaluation. Words that all
 - rank: one process of the run. Each GPU has one.
 - collective: a function that all ranks must call together, because they wait for each other in it.
 - stage: one of the five files of the root. Each stage does one part of a step.
-- sampler: vLLM, which draws responses. It uses the GPU, and then the learners use it, in each step.
+- sampler: vLLM, which draws responses. In each step it uses the GPU first, then the learners do.
 - engine: DeepSpeed's object around a model. It shards the model over the ranks and updates it.
 - learner: a model with its engine. The policy is one. The estimator gae has the critic, too.
 - variant: a file that changes decisions of a run: it has a subclass of the class Recipe of ppo.py.
@@ -116,11 +116,11 @@ class Learning(ppo.Recipe):
     rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
     n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if none is right.")
     top_p: float = flag(1.0, "Draw from the likeliest tokens whose probabilities add up to this.")
-    stop: list[str] = flag(ORZ_STOP, 'Texts that end a response. "": none.')
+    stop: list[str] = flag(ORZ_STOP, 'Texts that end a response or a turn. "": none.')
     prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.")
     generate_max_len: int = flag(8000, "The limit of a response, in tokens. max_len may lower it.")
     max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
-    max_turns: int = flag(16, "The limit of turns, if the task replies (docs/turns.md).")
+    max_turns: int = flag(16, "The limit of turns, if a tool replies (docs/turns.md).")
     # ---- learning
     critic: str | None = flag(None, "A folder with a critic. Default: --model with a new head.")
     max_norm: float = flag(1.0, "A gradient of a larger norm is scaled down to this. 0: never.")
@@ -182,7 +182,7 @@ class Config(Learning):
     micro_rollout_batch_size: int = flag(
         256, "Samples that a sampler draws at the same time. More samples need more memory."
     )
-    reply_seconds: float = flag(300, "A reply of the task that takes longer ends the run.")
+    reply_seconds: float = flag(300, "A reply of a tool that takes longer ends the run.")
     tensor_parallel: int = flag(1, "Ranks that share one sampler. Raise it for large models.")
     gpu_memory_utilization: float = flag(0.5, "The sampler's share of a GPU while it is awake.")
     kv_cache_gb: float | None = flag(
@@ -418,11 +418,10 @@ def count_steps(cfg, problem_count):
 def check_sampler(rollout, policy, problems, moment="at the start"):
     """The start check: compares the log-probs of policy and samplers. Returns a sentence.
 
-    Each rank draws 32 samples from its sampler, so each sampler is compared. They have turns if the
-    task replies. The log-probs differ if a sampler has other weights, or if models.py computes
-    other logits than vLLM. If the difference is too large, all ranks raise a UserError, which names
-    the cause. A collective. The sampler sleeps while the policy computes, and loses its weights. So
-    it gets them again.
+    Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
+    if a sampler has other weights, or if models.py computes other logits than vLLM. If the
+    difference is too large, all ranks raise a UserError, which names the cause. A collective. The
+    sampler sleeps while the policy computes, and loses its weights. So it gets them again.
     """
     cfg, sampler = rollout.cfg, rollout.sampler
     seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
@@ -430,9 +429,9 @@ def check_sampler(rollout, policy, problems, moment="at the start"):
     requests = make_requests(
         problems[:8], seeds, samples_each=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
     )
-    with raise_together():
-        stream = sampler.generate(requests, with_logprobs=True, reply=rollout.reply)
-        mine = [sample for _, sample in stream]
+    # If responses have turns in this run, they have turns here, too. No tool is asked.
+    reply = reply_newline if rollout.reply else None
+    mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True, reply=reply)]
     samples = sum(gather(mine), [])
     sampler.sleep()
     # Nothing is learnt from these samples, so they need no rewards.
@@ -448,6 +447,10 @@ def check_sampler(rollout, policy, problems, moment="at the start"):
         raise UserError(f"--model {cfg.model}: {told}")
     sampler.sync(models.named_weights(policy))
     return sentence
+
+
+def reply_newline(text, finish_reason, label):
+    return "\n"
 
 
 def find_gap(policy, batch, cfg) -> tuple[float, float]:

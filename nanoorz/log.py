@@ -139,7 +139,7 @@ def numbers_of_evaluation(samples, n):
     each question is a cluster.
     """
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
-    lengths = [len(sample.response_ids) for sample in samples]
+    lengths = [sum(sample.drawn) for sample in samples]
     first = {}  # {question: its number}
     numbers = [first.setdefault(x.request.problem.question, len(first)) for x in samples[::n]]
     # For each question: the sum over its problems of accuracy minus mean accuracy.
@@ -406,11 +406,14 @@ def judge_answers(samples, cfg, forms) -> str:
     if any(sample.reward for sample in samples) or answered > FEW * len(ended):
         return ""
     if not ended:
-        return "no response ends by itself: raise --generate_max_len, or change --stop"
+        limits = "--generate_max_len"
+        if any(len(sample.turns) == cfg.max_turns for sample in samples):
+            limits += " or --max_turns"
+        return f"no response ends by itself: raise {limits}, or change --stop"
     told = f"--task {cfg.task} finds an answer in {answered} of {len(ended)} responses that end"
     if forms:
         told += f", in the form {cfg.answer_form}"
-    name, count = other_form([sample.text for sample in ended], cfg.answer_form, forms)
+    name, count = other_form([sample.drawn_text for sample in ended], cfg.answer_form, forms)
     # Nearly each text has a number.
     if name and name != "last_number":
         return f"{told}; {count} have one in another form: add --answer_form {name}"
@@ -464,7 +467,7 @@ def describe(sample, step, name):
         "response": sample.text,
         "reward": sample.reward,
         "finish_reason": sample.finish_reason,
-        "length": len(sample.response_ids),
+        "length": sum(sample.drawn),
     }
     if len(sample.parts) > 1:
         line["parts"] = sample.parts

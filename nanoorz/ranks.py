@@ -196,10 +196,8 @@ def own_places(error):
     places = []
     for place in traceback.extract_tb(error.__traceback__):
         is_library = "/lib/python3" in place.filename or place.filename.startswith("<")
-        # Context managers, such as stop_together, stand in the traceback with their `yield`. At
-        # the end of the traceback of a slow reply stands time_limit of rollout.py.
-        is_ours = place.line in ("yield", "raise TooSlow(seconds)")
-        if not is_library and not is_ours:
+        # Context managers, such as stop_together, stand in the traceback with their `yield`.
+        if not is_library and place.line != "yield":
             places.append(place)
     return places
 

@@ -2,7 +2,9 @@
 
 The policy writes `9+3=`. The calculator replies with the value and its comparison with the target,
 `12<`. All else is as in the miniature of tasks/countdown.py, with the same base model. So a line
-`9+8=`, to which the calculator has replied `17!`, is an answer: the policy has drawn `9+8`.
+`9+8=`, to which the calculator has replied `17!`, is an answer: the policy has drawn `9+8`. The
+base model knows no other numbers than 0 to 99. If the value is another one, the reply is `0<`, and
+the metric `slips` counts it.
 """
 
 from tasks.countdown import Grader, load_problems, read_expression, text_metrics
@@ -15,7 +17,6 @@ def reply(text, finish_reason, label):
     if finish_reason != "stop" or not text.endswith("="):
         return None
     value, _ = read_expression(text.split("\n")[-1][:-1])
-    # The base model knows whole numbers of one or two digits.
     if value is None or value.denominator != 1 or not 0 <= value <= 99:
         return "0<"
     verdict = "!"

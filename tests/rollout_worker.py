@@ -179,8 +179,10 @@ def merging(sampler):
     tokenizer = sampler.tokenizer
     sampler.tokenizer = merging_tokenizer()
     sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(list(ENDS))
-    yield
-    sampler.tokenizer, sampler.stop_ids = tokenizer, []
+    try:
+        yield
+    finally:
+        sampler.tokenizer, sampler.stop_ids = tokenizer, []
 
 
 def draw_turns(sampler, requests) -> dict:
@@ -243,11 +245,11 @@ def find_turns(sampler, requests) -> dict:
     ended = generated(sampler, requests, must_stop=lambda: len(never) > 1, reply=hang)
     found["cancelled"] = [len(ended), all(future.cancelled() for future in never)]
     found["after"] = generated(sampler, requests, reply=echo)
-    cfg.reply_seconds = 0.2
     for reply in FAULTS:
+        cfg.reply_seconds = 0.2 if "hangs" in reply.__name__ else 300
         draw = functools.partial(generated, reply=reply)
         found[reply.__name__] = said(draw, sampler, requests)["refused"]
-    cfg.reply_seconds = 300
+    found["asked of hangs"] = len(asked_of_hangs)
     return found
 
 
@@ -255,11 +257,28 @@ def raises(*response):
     return 1 / 0
 
 
+asked_of_hangs = []
+
+
 def hangs(*response):
-    while True:
-        with contextlib.suppress(Exception):
-            while True:
-                pass
+    asked_of_hangs.append(response)
+    try:
+        while True:
+            pass
+    except:  # noqa: E722
+        while True:
+            pass
+
+
+def exits(*response):
+    sys.exit("the tool is gone")
+
+
+def fails_elsewhere(*response):
+    """As an error of another process comes back: without its traceback."""
+    future = futures.Future()
+    future.set_exception(OSError("no such tool"))
+    return future
 
 
 def returns_a_number(*response):
@@ -279,7 +298,7 @@ def future_hangs(*response):
     return futures.Future()
 
 
-FAULTS = [raises, hangs, returns_a_number, future_raises, future_hangs]
+FAULTS = [raises, hangs, exits, returns_a_number, future_raises, fails_elsewhere, future_hangs]
 
 
 def only_tags(params, request):

@@ -1,5 +1,6 @@
 """tools/doctor.py names what recorded runs are ill with, and nothing of healthy ones."""
 
+import json
 import shutil
 import tarfile
 
@@ -173,3 +174,12 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(text, tmp_path):
         (tmp_path / "metrics.jsonl").write_text(text)
     code, _, errors = run_tool("doctor", tmp_path)
     assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_a_response_with_replies_is_graded_again_as_its_grader_saw_it(tmp_path):
+    """A tool that prints the answer earns nothing, and this is no fault of the run."""
+    row = {"step": 1, "problem": 0, "label": "18", "response": "18?18.", "finish_reason": "stop"}
+    row |= {"reward": 0.0, "paid": 0.0, "advantages": None, "parts": ["18?", "18", "."]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row))
+    (sample,) = doctor.read_some_samples(tmp_path, [1])
+    assert sample["response"] == "18?\n."

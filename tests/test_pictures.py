@@ -151,21 +151,18 @@ def test_a_page_has_the_advantages_of_all_estimators(tmp_path):
 def conversation(reward, **changes) -> dict:
     """A sample with a reply of two tokens."""
     row = sample(1, 3, int(reward), reward=reward, paid=reward, values=[0.5, 0.25, 0.0])
-    row |= {"tokens": ["9+3", "=", "12", "<", "."], "length": 5, "parts": ["9+3=", "12<", "."]}
+    row |= {"tokens": ["9+3", "=", "12", "<", "."], "length": 3, "parts": ["9+3=", "12<", "."]}
     return row | {"drawn": [True, True, False, False, True], "response": "9+3=12<."} | changes
 
 
 def test_a_page_gives_no_advantage_to_a_reply(tmp_path):
-    """A sample that does not say what was drawn has no advantages."""
     rows = [conversation(1.0), conversation(0.0, values=[0.25, 0.5, 1.0])]
-    rows.append(conversation(1.0, problem=4) | {"drawn": None, "tokens": None})
     write_lines(tmp_path / "samples.jsonl", rows)
-    first, second, third = make_page(tmp_path)[0]["samples"]
+    first, second = make_page(tmp_path)[0]["samples"]
     # Before whitening these are the reward minus the value: 0.5, 0.75, 1; -0.25, -0.5, -1.
     raw = np.array([0.5, 0.75, 1.0, -0.25, -0.5, -1.0])
     both = first["estimates"]["PPO, lambda 1"] + second["estimates"]["PPO, lambda 1"]
     assert both == pytest.approx([*((raw - raw.mean()) / raw.std())], abs=1e-2)
-    assert "estimates" not in third
 
 
 def browse(folder) -> str:

@@ -126,7 +126,6 @@ METRICS += " paid policy_lr policy_grad_norm"
 # Columns of samples.jsonl, and their types.
 COLUMNS = {"step": int, "problem": int, "label": object, "response": str, "finish_reason": str}
 COLUMNS |= {"reward": int | float, "paid": int | float, "advantages": list | None}
-COLUMNS |= {"parts": list | None}
 FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
 SOLVED = 0.9  # From this reward on, the reward need not rise.
 FLAT = 0.2  # Below this share of tokens with an advantage, there is little to learn from.
@@ -307,23 +306,19 @@ def grade_again(samples: pd.DataFrame, config: dict) -> pd.Series:
     deadline = time.monotonic() + MOST_SECONDS
     # Another task may raise anything.
     with contextlib.suppress(Exception, SystemExit), contextlib.ExitStack() as stack:
-        grades_replies = False
         if not is_math:
             task = load_task(config["task_file"])
-            grades_replies = getattr(task, "GRADES_REPLIES", False)
+            if getattr(task, "GRADES_REPLIES", False):
+                return grades
             grader = task.Grader(1, form)
             stack.callback(grader.close)
         for place, x in samples.iterrows():
             if time.monotonic() > deadline:
                 break
-            text = x.response
-            if x.parts and not grades_replies:
-                # What the grader has seen (see `submit` of rollout.py).
-                text = "\n".join(map(str, x.parts[::2]))
             if is_math:
-                grades[place] = grade_text(text, x.finish_reason, x.label, form)
+                grades[place] = grade_text(x.response, x.finish_reason, x.label, form)
             else:
-                grader.submit("alone", text, x.finish_reason, x.label)
+                grader.submit("alone", x.response, x.finish_reason, x.label)
                 grades[place] = grader.results()["alone"]
     return grades
 
@@ -457,6 +452,10 @@ def read_some_samples(folder: Path, steps) -> list[dict]:
             if begin and int(begin[1]) in chosen:
                 with contextlib.suppress(ValueError, RecursionError):
                     samples.append(json.loads(text))
+    for x in samples:
+        if isinstance(x, dict) and isinstance(x.get("parts"), list):
+            # The grader sees no replies (Sample.drawn_text of rollout.py).
+            x["response"] = "\n".join(map(str, x["parts"][::2]))
     return [{name: x.get(name) for name in COLUMNS} for x in samples if is_sample(x)]
 
 

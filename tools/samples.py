@@ -72,7 +72,7 @@ def add_advantages(samples: list[dict]) -> None:
             number = {problem: k for k, problem in enumerate({row["problem"] for row in used})}
             groups = torch.tensor([number[row["problem"]] for row in used])  # (N,)
             rewards = torch.tensor([row["paid"] for row in used], dtype=torch.float64)  # (N,)
-            ids = [[0] * drawn_count(row) for row in used]
+            ids = [[0] * row["length"] for row in used]
             cpu = torch.device("cpu")
             batch = ppo.Batch([[0]] * len(used), ids, groups, rewards, cpu, {}, [])
             if needs_critic:
@@ -87,23 +87,15 @@ def add_advantages(samples: list[dict]) -> None:
 
 def is_whole(row: dict, needs_critic: bool) -> bool:
     """Has the sample what an estimator needs?"""
-    paid, values = row.get("paid"), row.get("values")
-    length = drawn_count(row)
+    length, paid, values = row.get("length"), row.get("paid"), row.get("values")
     numbers = [paid, *values] if needs_critic and isinstance(values, list) else [paid]
     return (
-        0 < length < 1e6
+        isinstance(length, int)
+        and 0 < length < 1e6
         and isinstance(row.get("problem"), int | str)
         and all(is_number(x) for x in numbers)
         and (not needs_critic or len(numbers) == length + 1)
     )
-
-
-def drawn_count(row: dict) -> int:
-    """How many tokens of the response the policy has drawn. 0: the row does not say."""
-    drawn, length = row.get("drawn"), row.get("length")
-    if drawn is None and not row.get("parts"):
-        return length if isinstance(length, int) else 0
-    return drawn.count(True) if isinstance(drawn, list) else 0
 
 
 def is_number(x) -> bool:

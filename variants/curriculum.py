@@ -17,7 +17,7 @@ class Curriculum(ppo.Recipe):
         return sorted(order, key=lambda i: self._difficulty(problems[i]))
 
     def _difficulty(self, problem):
-        if self.task == "countdown":
+        if self.task in ("countdown", "calculator"):
             label = problem.label
             return label["pick"] or len(label["numbers"]), -label["target"]
         return len(problem.question)

@@ -51,7 +51,7 @@ class FirstStage(ppo.Recipe):
         clock.numbers["prompts_expanded"] = statistics.mean(full)
         clock.numbers["tokens_saved"] = 0.0
         for group in groups:
-            mean_length = statistics.mean(len(sample.response_ids) for sample in group)
+            mean_length = statistics.mean(sum(sample.drawn) for sample in group)
             left_out = self.n_samples_per_prompt - len(group)
             clock.numbers["tokens_saved"] += left_out * mean_length
         return samples

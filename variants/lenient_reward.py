@@ -16,7 +16,7 @@ class LenientReward(ppo.Recipe):
 
     def _is_claimed(self, sample):
         label = sample.request.problem.label
-        if self.task != "countdown":
-            return str(label) in sample.text
+        if self.task not in ("countdown", "calculator"):
+            return str(label) in sample.drawn_text
         _, _, claim = sample.text.strip().rpartition("=")
         return claim.rstrip("<>!") == str(label["target"])

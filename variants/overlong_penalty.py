@@ -30,7 +30,12 @@ class OverlongPenalty(ppo.Recipe):
         return [reward - self._penalty(sample) for reward, sample in zip(rewards, samples)]
 
     def _penalty(self, sample):
-        """It rises from 0, at overlong_cache tokens before the limit, to 1 at the limit."""
+        """It rises from 0, at overlong_cache tokens before the limit, to 1 at the limit.
+
+        A response that is truncated because its reply had no room loses 1, too.
+        """
+        if sample.finish_reason != "stop":
+            return 1.0
         room = self.max_len - len(sample.request.problem.prompt_ids)
         limit = min(sample.request.max_tokens, room)
         excess = len(sample.response_ids) - (limit - self.overlong_cache)
