@@ -280,7 +280,7 @@ def test_the_form_that_the_responses_have_is_named_after_the_first_step(make_log
     log = make_log(tmp_path, task="math", answer_form="orz", n_samples_per_prompt=2)
     samples = [sample(k // 2, k % 2, reward=0) for k in range(8)]
     for k, drawn in enumerate(samples):
-        drawn.text = f"So it is \\boxed{{{k}}}." if k else "I do not know."
+        drawn.parts = [f"So it is \\boxed{{{k}}}." if k else "I do not know."]
         drawn.answer = None
     log.step(1, samples, batch_of(samples), {}, log_file.Clock(1))
     told = (

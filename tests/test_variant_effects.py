@@ -121,7 +121,9 @@ def pay_majority_vote(sample, mates, cfg):
 
 
 def pay_overlong_penalty(sample, mates, cfg):
-    """Prompts have 3 tokens, and the last 6 before the limit cost."""
+    """Prompts have 3 tokens, and the last 6 before the limit cost. A truncated response loses 1."""
+    if sample.finish_reason == "length":
+        return sample.reward - 1
     return sample.reward - max(0, len(sample.response_ids) - (min(12, 14 - 3) - 6)) / 6
 
 
