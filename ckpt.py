@@ -178,6 +178,8 @@ def claim(run_dir, needed_bytes):
         if rank == 0:
             lock = open(run_dir / ".lock", "w")  # noqa: SIM115
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A forked child, such as a tool's, may outlive this process. It must not keep the lock.
+            os.register_at_fork(after_in_child=lock.close)
     except BlockingIOError:
         fault = "another run is using this folder; wait for that run, or choose another --run_dir"
     except OSError as error:

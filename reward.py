@@ -336,6 +336,8 @@ class Grader:
         names the sample in `results`.
         """
         answer = self.find_answer(text) if finish_reason == "stop" else None
+        if answer and not answer.strip():
+            answer = None
         # An empty answer equals no label. `results` then has a reward for this key, too.
         self.compare(key, answer or "", str(label))
         return answer or None

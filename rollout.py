@@ -222,7 +222,7 @@ class Sampler:
         llm_engine = self.llm.llm_engine
         samples = [Sample(request, [], None, "", "", parts=[]) for request in requests]
         drawing = set()  # the positions of the samples that vLLM draws now
-        replies = Replies(reply, self.cfg)
+        replies = Replies(reply, self.cfg, must_stop)
         try:
             for position, sample in enumerate(samples):
                 self.begin_turn(position, sample, with_logprobs)
@@ -239,12 +239,12 @@ class Sampler:
                     # finished, and the reply decides whether it is.
                     is_full = room_for_tokens(sample, self.cfg) == 0
                     if reply and not (is_full and sample.finish_reason == "length"):
-                        # The replies to other turns of this decode may have taken long.
-                        if must_stop and must_stop():
-                            return
                         replies.ask(position, sample)
                     else:
                         yield position, sample
+                # A signal to this process may also have ended a tool, and that is no error.
+                if replies.waiting and must_stop and must_stop():
+                    return
                 for position, text in replies.take(may_wait=not drawing).items():
                     if self.add_reply(samples[position], text):
                         self.begin_turn(position, samples[position], with_logprobs)
@@ -252,7 +252,7 @@ class Sampler:
                     else:
                         yield position, samples[position]
         finally:
-            replies.cancel()
+            replies.close()
             llm_engine.abort_request([str(position) for position in drawing])
 
     def begin_turn(self, position, sample: Sample, with_logprobs):
@@ -293,7 +293,9 @@ class Sampler:
         """
         if text is None:
             return False
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # A token has fewer than 100 characters. To read a very long text takes minutes.
+        begin = text[: 100 * self.cfg.max_len]
+        ids = self.tokenizer(begin, add_special_tokens=False)["input_ids"]
         has_room = len(ids) < room_for_tokens(sample, self.cfg)
         has_turns = len(sample.turns) < self.cfg.max_turns
         is_known = max(ids, default=0) < self.vocabulary
@@ -477,9 +479,11 @@ class Replies:
     because all of them must make the same decodes. The others have None in place of the pair.
     """
 
-    def __init__(self, function, cfg):
+    def __init__(self, function, cfg, must_stop):
         """function: of ppo.Recipe.reply_function. If it is None, nothing is asked."""
         self.function = function
+        self.watch = Watch(cfg.reply_seconds, must_stop) if function else None
+        self.pid = os.getpid()
         self.seconds = cfg.reply_seconds
         self.is_shared = cfg.tensor_parallel > 1
         self.is_first = dist.get_rank() % cfg.tensor_parallel == 0
@@ -502,15 +506,19 @@ class Replies:
         future = futures.Future()
         label = sample.request.problem.label
         try:
-            with time_limit(self.seconds):
+            with self.watch:
                 result = self.function(sample.text, sample.finish_reason, label)
             if isinstance(result, futures.Future):
-                return result
-            future.set_result(result)
+                future = result
+            else:
+                future.set_result(result)
         # A tool is any program. It may call sys.exit.
         except BaseException as error:
             self.has_failed = True
             future.set_exception(error)
+        if os.getpid() != self.pid:
+            # The tool has forked, and the child has come back here.
+            os._exit(0)
         return future
 
     def take(self, may_wait) -> dict[int, str | None]:
@@ -576,11 +584,11 @@ class Replies:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(self.function)
 
-    def cancel(self):
-        """Drops the replies that are not there yet. A tool that runs may run to its end."""
-        for entry in self.waiting.values():
-            if entry:
-                entry[0].cancel()
+    def close(self):
+        """Drops the replies that are not there yet."""
+        self.waiting = {}
+        if self.watch:
+            self.watch.close()
 
 
 def too_slow(seconds):
@@ -591,32 +599,53 @@ class TooSlow(BaseException):
     """Ends a reply that takes too long. No `except Exception` in the reply catches it."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds):
-    """Raises TooSlow in the code inside after so many seconds, and then each second.
+class Watch:
+    """Ends a call inside of `with watch` that takes too long, or during which the run must stop.
 
-    It needs a signal, and Python gives signals to the main thread alone. So in another thread there
-    is no limit.
+    A thread looks at the call each 0.5 s, and sends a signal to the main thread. The signal's
+    handler raises TooSlow there. Python gives signals to no other thread. So if the call is in
+    another thread, the watch does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def stop(number, frame):
+    def __init__(self, seconds, must_stop):
+        self.seconds = seconds
+        self.must_stop = must_stop
+        self.begin = None  # when the call has begun
+        self.closed = threading.Event()
+        self.is_on = threading.current_thread() is threading.main_thread()
+        if self.is_on:
+            # Tools use SIGALRM themselves, and hardly ever this signal.
+            self.handler = signal.signal(signal.SIGVTALRM, self.end_call)
+            threading.Thread(target=self.look, daemon=True).start()
+
+    def __enter__(self):
+        self.begin = time.monotonic()
+
+    def __exit__(self, *exception):
+        self.begin = None
+
+    def look(self):
+        while not self.closed.wait(0.5):
+            begin = self.begin
+            is_late = begin and time.monotonic() - begin > self.seconds
+            if is_late or (begin and self.must_stop and self.must_stop()):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGVTALRM)
+
+    def end_call(self, number, frame):
+        """Python calls this in the main thread. frame: of the code that the signal interrupts."""
+        # The call may just have ended.
+        if self.begin is None:
+            return
         # The place in the user's code, and not in a library that this code calls.
         while "/lib/python3" in frame.f_code.co_filename and frame.f_back:
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-        raise TooSlow(f"{too_slow(seconds)} ({place})")
+        raise TooSlow(f"{too_slow(self.seconds)} ({place})")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    # It comes again, because a bare `except` in the reply may catch the first one.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+    def close(self):
+        self.closed.set()
+        if self.is_on:
+            signal.signal(signal.SIGVTALRM, self.handler or signal.SIG_DFL)
 
 
 # ---- the rollout ---------------------------------------------------------------------------------

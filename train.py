@@ -780,6 +780,4 @@ if __name__ == "__main__":
         code = run(sys.argv[1:])
     except Exception as error:
         print_crash(error)
-    # This ends the process without Python's clean-up, in which the threads of gloo could abort the
-    # process, and vLLM would wait 2.6 s.
-    os._exit(code)
+    process.end(code)

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import json
 import os
+import signal
 import sys
+import time
 from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,8 +245,10 @@ def find_turns(sampler, requests) -> dict:
         return never[-1]
 
     ended = generated(sampler, requests, must_stop=lambda: len(never) > 1, reply=hang)
-    found["cancelled"] = [len(ended), all(future.cancelled() for future in never)]
+    found["ended"] = len(ended)
     found["after"] = generated(sampler, requests, reply=echo)
+    for reply in (forks, sets_alarms):
+        found[reply.__name__] = generated(sampler, requests[:4], reply=reply)
     for reply in FAULTS:
         cfg.reply_seconds = 0.2 if "hangs" in reply.__name__ else 300
         draw = functools.partial(generated, reply=reply)
@@ -272,6 +276,26 @@ def hangs(*response):
 
 def exits(*response):
     sys.exit("the tool is gone")
+
+
+def forks(text, finish_reason, label):
+    """The child comes back to the sampler, which must end it."""
+    child = os.fork()
+    if child == 0:
+        sys.exit("of the child")
+    os.waitpid(child, 0)
+    return
+
+
+def sets_alarms(text, finish_reason, label):
+    """As a tool with a time limit of its own does."""
+    rang = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    while not rang:
+        time.sleep(0.01)
+    signal.signal(signal.SIGALRM, before)
+    return
 
 
 def fails_elsewhere(*response):

@@ -337,9 +337,16 @@ def test_a_slow_tool_does_not_hold_up_the_other_samples(cpu_found):
     assert len(slow["samples"][str(last)]["parts"]) > 1, "the slow reply is a reply"
 
 
-def test_a_call_that_ends_early_drops_the_replies_that_are_not_there(cpu_found):
-    ended, all_cancelled = cpu_found["of turns"]["cancelled"]
-    assert ended < 20 and all_cancelled
+def test_a_call_that_waits_for_replies_ends_early(cpu_found):
+    assert cpu_found["of turns"]["ended"] < 20
+
+
+@pytest.mark.parametrize("name", ["forks", "sets_alarms"])
+def test_a_tool_may_fork_and_set_an_alarm(cpu_found, name):
+    """A forked child that raises SystemExit would go on as a second sampler."""
+    plain = cpu_found["of turns"]["plain"]
+    for position, sample in cpu_found["of turns"][name].items():
+        assert sample["response_ids"] == plain[position]["response_ids"]
 
 
 FAULTS = {

@@ -3,6 +3,7 @@
 test_rollout.py has how the sampler draws turns, and test_ppo.py what is learnt from them.
 """
 
+import fcntl
 import re
 import shutil
 from types import SimpleNamespace
@@ -20,8 +21,8 @@ from tasks import calculator
 # A turn ends with one of these texts, or with the end token.
 STOPS = ["3", "4", "5"]
 TASK = """
-import signal, sys
-from concurrent.futures import Future
+import signal, sys, time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from reward import *
@@ -40,10 +41,17 @@ CALLS = 'return "1+" if text[-1:] in "345" and text.count("1+") < 3 else None'
 RAISES = f"""if finished_steps() == 2:
         raise ValueError("the tool is gone")
     {CALLS}"""
-# A launcher would send this signal when the time of a job is over.
-WAITS = f"""if finished_steps() == 2:
+# A launcher would send this signal when the time of a job is over. A pool has a process by then.
+WAITS = f"""global pool
+    if finished_steps() == 2:
+        pool = ProcessPoolExecutor(1)
+        pool.submit(abs, 1).result()
         signal.raise_signal(signal.SIGTERM)
-        return Future()
+        return pool.submit(time.sleep, 9999)
+    {CALLS}"""
+SLEEPS = f"""if finished_steps() == 2:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(9999)
     {CALLS}"""
 
 
@@ -132,11 +140,15 @@ def test_a_reply_that_fails_ends_the_run_in_one_line_and_loses_no_step(tiny, tmp
 
 
 @pytest.mark.engine
-def test_a_signal_ends_a_run_that_waits_for_replies(tiny, tmp_path):
-    """No reply ever comes."""
-    task = write_task(tmp_path, WAITS)
+@pytest.mark.parametrize("body", [WAITS, SLEEPS], ids=["a pool", "a call"])
+def test_a_signal_ends_a_run_that_waits_for_a_reply(tiny, tmp_path, body):
+    """No reply ever comes. The pool's process would keep the lock of the folder, and a pipe open
+    to which the run writes."""
+    task = write_task(tmp_path, body)
     done = launch(tmp_path / "run", **tiny, task=task, stop=STOPS, reply_seconds=9999)
     assert "stopped; --resume auto goes on from step 2" in done.stdout
+    with open(tmp_path / "run" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # ---- whose answer is it? -------------------------------------------------------------------------

@@ -18,14 +18,13 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoorz.process import Signals, leave_on_signals
+from nanoorz.process import Signals, end, leave_on_signals
 
 if __name__ == "__main__":
     # Until main makes a Signals, a signal ends this process.
@@ -227,5 +226,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # The end of train.py says why this is not sys.exit.
-    os._exit(run(sys.argv[1:]))
+    end(run(sys.argv[1:]))
