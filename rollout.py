@@ -22,8 +22,9 @@ Deviations from Open-Reasoner-Zero (ORZ):
 To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/process.py, too. Such a copy works for
 models that read text alone, and no images. Call `start_distributed` of ranks.py first. A Sampler
 reads these fields of cfg: model, bf16, max_len, stop, packing, micro_rollout_batch_size,
-gpu_memory_utilization, kv_cache_gb, tensor_parallel, enforce_eager, max_turns and reply_seconds.
-It calls sampler_settings and sampling_params of ppo.Recipe. A problem needs the field prompt_ids.
+gpu_memory_utilization, kv_cache_gb, tensor_parallel and enforce_eager, and for replies max_turns
+and reply_seconds. It calls sampler_settings and sampling_params of ppo.Recipe. A problem needs the
+field prompt_ids.
 """
 
 import contextlib
@@ -482,13 +483,15 @@ class Replies:
     def __init__(self, function, cfg, must_stop):
         """function: of ppo.Recipe.reply_function. If it is None, nothing is asked."""
         self.function = function
-        self.watch = Watch(cfg.reply_seconds, must_stop) if function else None
-        self.pid = os.getpid()
+        self.waiting = {}
+        if not function:
+            return
+        self.watch = Watch(cfg.reply_seconds, must_stop)
         self.seconds = cfg.reply_seconds
         self.is_shared = cfg.tensor_parallel > 1
         self.is_first = dist.get_rank() % cfg.tensor_parallel == 0
-        self.waiting = {}
         self.has_failed = False
+        self.pid = os.getpid()
 
     def ask(self, position, sample: Sample):
         """Asks for the reply to the last turn of a sample. `take` raises its errors.
@@ -505,9 +508,9 @@ class Replies:
         """Calls the function. Its result is in the Future, or an error."""
         future = futures.Future()
         label = sample.request.problem.label
+        self.watch.begin = time.monotonic()
         try:
-            with self.watch:
-                result = self.function(sample.text, sample.finish_reason, label)
+            result = self.function(sample.text, sample.finish_reason, label)
             if isinstance(result, futures.Future):
                 future = result
             else:
@@ -516,6 +519,8 @@ class Replies:
         except BaseException as error:
             self.has_failed = True
             future.set_exception(error)
+        finally:
+            self.watch.begin = None
         if os.getpid() != self.pid:
             # The tool has forked, and the child has come back here.
             os._exit(0)
@@ -587,7 +592,7 @@ class Replies:
     def close(self):
         """Drops the replies that are not there yet."""
         self.waiting = {}
-        if self.watch:
+        if self.function:
             self.watch.close()
 
 
@@ -600,36 +605,33 @@ class TooSlow(BaseException):
 
 
 class Watch:
-    """Ends a call inside of `with watch` that takes too long, or during which the run must stop.
+    """Ends a call that takes too long, or during which the run must stop.
 
-    A thread looks at the call each 0.5 s, and sends a signal to the main thread. The signal's
-    handler raises TooSlow there. Python gives signals to no other thread. So if the call is in
-    another thread, the watch does nothing.
+    The caller sets `begin` to the time when the call begins, and to None at its end. A thread looks
+    at it each 0.5 s, and sends a signal to the main thread. The signal's handler raises TooSlow
+    there. Python gives signals to no other thread. So if the call is in another thread, the watch
+    does nothing.
     """
 
     def __init__(self, seconds, must_stop):
         self.seconds = seconds
         self.must_stop = must_stop
-        self.begin = None  # when the call has begun
-        self.closed = threading.Event()
-        self.is_on = threading.current_thread() is threading.main_thread()
-        if self.is_on:
-            # Tools use SIGALRM themselves, and hardly ever this signal.
-            self.handler = signal.signal(signal.SIGVTALRM, self.end_call)
-            threading.Thread(target=self.look, daemon=True).start()
-
-    def __enter__(self):
-        self.begin = time.monotonic()
-
-    def __exit__(self, *exception):
         self.begin = None
+        self.closed = threading.Event()
+        if threading.current_thread() is threading.main_thread():
+            # Tools use SIGALRM themselves, and hardly ever this signal. The handler stays, because
+            # the signal may still be on its way when the watch is closed.
+            signal.signal(signal.SIGVTALRM, self.end_call)
+            threading.Thread(target=self.look, daemon=True).start()
 
     def look(self):
         while not self.closed.wait(0.5):
             begin = self.begin
-            is_late = begin and time.monotonic() - begin > self.seconds
-            if is_late or (begin and self.must_stop and self.must_stop()):
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGVTALRM)
+            # If the other ranks are gone, the main thread will say so.
+            with contextlib.suppress(RuntimeError):
+                is_late = begin and time.monotonic() - begin > self.seconds
+                if is_late or (begin and self.must_stop and self.must_stop()):
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGVTALRM)
 
     def end_call(self, number, frame):
         """Python calls this in the main thread. frame: of the code that the signal interrupts."""
@@ -644,8 +646,6 @@ class Watch:
 
     def close(self):
         self.closed.set()
-        if self.is_on:
-            signal.signal(signal.SIGVTALRM, self.handler or signal.SIG_DFL)
 
 
 # ---- the rollout ---------------------------------------------------------------------------------
