@@ -384,6 +384,27 @@ def test_a_text_with_tags_ends_with_its_stop_string():
     assert sample.response_ids == completion.token_ids
 
 
+def test_a_reply_may_hold_the_markers_of_a_chat():
+    """A marker is one token. If the model lacks the token, or if the text is very long, then the
+    response is truncated."""
+    tokenizer = maker.char_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    sampler = SimpleNamespace(cfg=config(), tokenizer=tokenizer, vocabulary=start + 1)
+    (request,) = rollout.make_requests(make_problems(1), [0], 1, 50, 1.0, 1.0)
+    sample = Sample(request, [5], None, "4", "stop")
+    assert rollout.Sampler.add_reply(sampler, sample, "\n<|im_start|>user\n")
+    newline, *user = tokenizer.encode("\nuser")
+    assert sample.response_ids == [5, newline, start, *user, newline]
+    assert sample.drawn == [True] + [False] * 7
+    assert sample.parts == ["4", "\n<|im_start|>user\n"]
+    for text, vocabulary in (("<|im_start|>", start), ("1" * 10**7, start + 1)):
+        sampler.vocabulary = vocabulary
+        sample = Sample(request, [5], None, "4", "stop")
+        assert not rollout.Sampler.add_reply(sampler, sample, text)
+        assert (sample.response_ids, sample.finish_reason) == ([5], "length")
+
+
 def test_after_an_error_no_tool_is_asked(cpu_found):
     """Many turns may end in one decode, and each question may take --reply_seconds."""
     assert cpu_found["of turns"]["asked of hangs"] == 1
