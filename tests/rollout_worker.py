@@ -161,8 +161,9 @@ MERGES = [("1", "1"), ("2", "1"), ("3", "1"), ("4", "1")]
 
 def merging_tokenizer() -> Qwen2Tokenizer:
     """The tokens of tiny.py's characters, and a token for each pair of MERGES."""
-    vocabulary = dict(list(char_tokenizer().get_vocab().items()))
-    characters = {x: k for x, k in vocabulary.items() if k < min(TAG_IDS) - 2}
+    vocabulary = char_tokenizer().get_vocab()
+    # The tags of tiny.py come behind the characters. <think> is the first one.
+    characters = {x: k for x, k in vocabulary.items() if k < vocabulary["<think>"]}
     pairs = {a + b: len(characters) + k for k, (a, b) in enumerate(MERGES)}
     return Qwen2Tokenizer(characters | pairs, MERGES, unk_token=EOS, eos_token=EOS, pad_token=EOS)
 
@@ -221,22 +222,25 @@ def find_turns(sampler, requests) -> dict:
     found["two turns"] = generated(sampler, requests, reply=echo)
     cfg.max_turns = 16
     found["no room"] = generated(sampler, requests, reply=lambda *_: "1+" * 20)
-    # The first reply is a Future, which is there when all other samples have ended.
+    # The first reply that is a text comes when all other samples have ended.
     slow = futures.Future()
-    asked = []
+    held = []
     order = []
 
     def first_is_slow(*response):
-        asked.append(response)
-        return slow if len(asked) == 1 else echo(*response)
+        text = echo(*response)
+        if text is None or held:
+            return text
+        held.append(text)
+        return slow
 
     slow_samples = {}
     for position, sample in sampler.generate(requests, reply=first_is_slow):
         slow_samples[position] = dataclasses.asdict(sample) | {"request": None}
         order.append(position)
         if len(order) == len(requests) - 1:
-            slow.set_result(echo(*asked[0]))
-    found["slow"] = {"samples": slow_samples, "order": order, "asked": asked}
+            slow.set_result(held[0])
+    found["slow"] = {"samples": slow_samples, "order": order}
     # A caller that stops while tools work.
     never = []
 

@@ -551,3 +551,21 @@ def test_a_new_run_sets_all_of_an_earlier_run_aside_together_and_says_so(tmp_pat
     assert said.startswith(f"the run starts at step 0, so these are moved to {aside}: ")
     assert said.count("\n") == 1
     assert all(name in said for name in [*logs, *folders])
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_folder(process_group, tmp_path):
+    """A tool's process may outlive a run that is killed."""
+    lock = ckpt.claim(tmp_path, needed_bytes=0)
+    ready, tell_ready = os.pipe()
+    wait, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(tell_ready, b"1")
+        os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    lock.close()
+    ckpt.claim(tmp_path, needed_bytes=0).close()
+    os.close(end)
+    os.waitpid(child, 0)

@@ -345,3 +345,19 @@ def test_a_trainer_follows_its_parent_only_if_that_launches_one_process(parent, 
     """If a trainer always did, `nohup python train.py &` would end when its shell ends."""
     start = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[-1]])"
     assert int(run_python("-c", start, *parent.split(), READ_BACK, env=env).stdout) == number
+
+
+POOL = """
+from concurrent.futures import ProcessPoolExecutor
+import time
+from nanoorz import process
+pool = ProcessPoolExecutor(1)
+pool.submit(abs, 1).result()
+pool.submit(time.sleep, 9999)
+process.end(3)
+"""
+
+
+def test_the_end_of_a_process_ends_the_pool_of_a_tool():
+    """The process of the pool would keep the pipe open, and this test would wait for its end."""
+    run_python("-c", POOL, code=3)

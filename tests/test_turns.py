@@ -170,14 +170,20 @@ BOX = "<answer>\\boxed{18}</answer>"
     ],
 )
 def test_an_answer_of_a_reply_is_not_the_policy_s(parts, grades_replies, is_right):
-    task = SimpleNamespace(text_metrics=reward.text_metrics, GRADES_REPLIES=grades_replies)
-    request = rollout.Request(reward.Problem(0, "", "18", ""), 0, 0, 0, 9, 1.0, 1.0)
-    with reward.Grader() as grader:
+    names = {"Grader": reward.Grader, "text_metrics": reward.text_metrics}
+    task = SimpleNamespace(GRADES_REPLIES=grades_replies, **names)
+    assert reward_of(task, "18", parts) == is_right
+
+
+def reward_of(task, label, parts) -> float:
+    """What the grader of a task gives to a response that has stopped by itself."""
+    request = rollout.Request(reward.Problem(0, "", label, ""), 0, 0, 0, 9, 1.0, 1.0)
+    sample = Sample(request, [1] * 9, None, "".join(parts), "stop", parts=parts)
+    with task.Grader() as grader:
         one = SimpleNamespace(task=task, grader=grader, cfg=config())
-        sample = Sample(request, [1] * 9, None, "".join(parts), "stop", parts=parts)
         rollout.submit(one, 0, sample)
         rollout.take_rewards(one, {0: sample})
-    assert sample.reward == is_right
+    return sample.reward
 
 
 def test_the_page_s_task_looks_words_up(tmp_path, monkeypatch):
@@ -221,18 +227,12 @@ def test_the_calculator_replies_behind_an_equals_sign(text, value):
 
 def test_the_calculator_s_value_is_no_claim_of_the_policy():
     """The grader sees `9+8=`, and the calculator's value is for the policy to read."""
-    request = rollout.Request(reward.Problem(0, "", LABEL, ""), 0, 0, 0, 9, 1.0, 1.0)
     for parts, is_right in (
         (["9+8=", "17!", ""], 1),
         (["9+8=", "0<", ""], 1),
         (["17", "!", ""], 0),
     ):
-        with calculator.Grader() as grader:
-            one = SimpleNamespace(task=calculator, grader=grader, cfg=config())
-            sample = Sample(request, [1] * 9, None, "".join(parts), "stop", parts=parts)
-            rollout.submit(one, 0, sample)
-            rollout.take_rewards(one, {0: sample})
-        assert sample.reward == is_right
+        assert reward_of(calculator, LABEL, parts) == is_right
 
 
 # ---- flags ---------------------------------------------------------------------------------------
