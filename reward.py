@@ -25,10 +25,21 @@ from collections import Counter
 from concurrent import futures
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 
 from nanoorz.equal import Worker, parse_number, quick_verdict
 from nanoorz.ranks import UserError, one_line, tell_once
-from nanoorz.records import NO_TEXT, Unusable, list_turns, parse_text, read_file, split_path
+from nanoorz.records import (
+    NO_TEXT,
+    SOLUTIONS,
+    Unusable,
+    find_parts,
+    list_turns,
+    parse_question,
+    parse_text,
+    read_file,
+    split_path,
+)
 
 # ---- problems ------------------------------------------------------------------------------------
 
@@ -61,31 +72,43 @@ class Problem:
     system: str = ""  # the record's own system turn, for --template chat
 
 
-def load_problems(path, template, bos="", columns=None, split="train"):
+def load_problems(path, template, bos="", columns=None, split="train", templates=TEMPLATES):
     """The problems of a JSON, JSONL or CSV file (also .gz), of a Parquet file, or of a dataset.
 
     A path that is no file is a dataset's folder or "name:config". columns: the paths of question
-    and label, or None (records.py finds them). `template` is a key of TEMPLATES or a text with
+    and label, or None (records.py finds them). `template` is a key of `templates` or a text with
     {question}. What cannot be used is left out, and a line on stderr says how many and why. Raises
     UserError, also if more records are left out than read.
     """
-    prompt_template = TEMPLATES.get(template, template).replace("{bos}", bos)
+    reading = read_file(path, partial(parse_record, columns=columns), split)
+    where = f"{path}?columns={','.join(columns)}" if columns else path
+    advice = f"`python reward.py '{where}'` shows more; {NAME_COLUMNS}"
+    sentences = describe_sentences(reading)
+    return make_problems(path, reading, template, templates, bos, advice, sentences)
+
+
+def make_problems(path, reading, template, templates, bos, advice, more_warnings=()):
+    """The Problems of a Reading. Other tasks call it with their own templates.
+
+    advice: what to do if too little is read. more_warnings: sentences for stderr, besides those
+    about records that are left out. Raises UserError.
+    """
+    prompt_template = templates.get(template, template).replace("{bos}", bos)
     if "{question}" not in prompt_template:
         raise UserError(
             f"template {template!r} is unknown and lacks {{question}}; choose "
-            f"{', '.join(TEMPLATES)}, or write a text with {{question}}"
+            f"{', '.join(templates)}, or write a text with {{question}}"
         )
-    reading = read_file(path, parse_label, columns, split)
     if reading.is_refused():
-        where = f"{path}?columns={','.join(columns)}" if columns else path
         why = "; ".join(reading.describe()) or "holds no problems"
-        raise UserError(f"{path}: {why}; `python reward.py '{where}'` shows more; {NAME_COLUMNS}")
+        raise UserError(f"{path}: {why}; {advice}")
     problems = []
     for record in reading.records.values():
         prompt = prompt_template.replace("{question}", record["question"])
-        # A record has question, label and system.
-        problems.append(Problem(len(problems), prompt=prompt, **record))
-    warnings = reading.describe() + describe_sentences(reading)
+        system = record.get("system", "")
+        problem = Problem(len(problems), record["question"], record["label"], prompt, None, system)
+        problems.append(problem)
+    warnings = [*reading.describe(), *more_warnings]
     with_system = sum(bool(problem.system) for problem in problems)
     if with_system and template != "chat":
         name = f"--template {one_line(template):.20}"
@@ -105,6 +128,18 @@ NO_ANSWER = re.compile(
 
 
 BLANKS = " \n\xa0\u200b\ufeff"
+
+
+def parse_record(record, columns):
+    """The question and the label of a record, and where they stand. Raises Unusable."""
+    if columns and len(columns) != 2:
+        raise UserError("name two columns, as in FILE?columns=prompt,solution")
+    paths, (question, label) = find_parts(record, columns)
+    question, system, has_several = parse_question(question)
+    # In a column that the user names, a text without a mark is the label.
+    label = parse_label(label, columns is None and paths[1] in SOLUTIONS)
+    found = {"question": question, "label": label, "system": system}
+    return found | {"paths": paths, "has_several_turns": has_several}
 
 
 def parse_label(value, is_solution=False):
@@ -434,7 +469,8 @@ def text_metrics(text):
 
 def show(path, options):
     """Prints what a run would read of a file. Returns whether the run would take it."""
-    reading = read_file(path, parse_label, **options)
+    columns = options.pop("columns", None)
+    reading = read_file(path, partial(parse_record, columns=columns), **options)
     records = list(reading.records.items())
     print(f"{path}: {len(records)} {reading.unit}s are read")
     for sentence in reading.describe() + describe_sentences(reading):
@@ -443,7 +479,8 @@ def show(path, options):
         # Bytes that are no text would steer the terminal.
         row = one_line(reading.first_rows[reason])
         print("  left out:", "".join(x if x.isprintable() else "?" for x in row))
-    for (question, label), count in reading.paths.items():
+    paths = Counter(record["paths"] for _, record in records)
+    for (question, label), count in paths.items():
         print(f"  {count} with the question in {question}, the label in {label}")
     if reading.is_refused():
         print(f"A run refuses this file, because too little of it is read; {NAME_COLUMNS}.")

@@ -658,11 +658,12 @@ class Rollout:
         """task: a module like reward.py. signals: a Signals of process.py. Raises UserError."""
         # vLLM sets LOCAL_WORLD_SIZE to 1 when the sampler starts. So read this variable before.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        self.sampler = Sampler(cfg)
         # The cores of this rank. One of them is for this process, which runs the sampler.
         cores = len(os.sched_getaffinity(0)) // ranks_here
         workers = max(1, cores - 1)
+        # Before the sampler, which starts slowly: a grader may need what this machine lacks.
         self.grader = task.Grader(workers, cfg.answer_form)
+        self.sampler = Sampler(cfg)
         self.task = task
         self.reply = cfg.reply_function(task)
         is_right = self.reply is None or callable(self.reply)

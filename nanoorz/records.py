@@ -2,7 +2,7 @@
 
 Public sets lay out their records in many ways. QUESTIONS and LABELS list the known paths, and
 docs/rewards.md names the sets. A record without a question or a label is left out and counted.
-reward.py says what a label is.
+reward.py says what a label is. Other tasks have records of other forms.
 """
 
 import ast
@@ -14,7 +14,6 @@ import json
 import os
 import re
 import urllib.parse
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,11 +53,8 @@ class Reading:
     """What a file holds. A number is that of a line or an item, counted from 1."""
 
     unit: str  # "line" of JSON, or "item": an object, a row of a table or ORZ's list
-    # {number: {"question", "label" and "system": text}}
+    # {number: what parse_record returned}
     records: dict[int, dict] = field(default_factory=dict)
-    # {(path of the question, path of the label): how many records}
-    paths: Counter = field(default_factory=Counter)
-    several_turns: list[int] = field(default_factory=list)  # numbers
     left_out: dict[str, list[int]] = field(default_factory=dict)  # {reason: numbers}
     first_rows: dict[str, str] = field(default_factory=dict)  # {reason: its first row}
 
@@ -86,9 +82,10 @@ class Reading:
                 parts.append(f"{others} for other reasons")
             of_all = f"{count} of {count + len(self.records)} {self.unit}s"
             messages.append(f"{of_all} are left out: {'; '.join(parts)}")
-        if self.several_turns:
-            what = f"{len(self.several_turns)} {self.unit}s have several turns of a user"
-            place = self.place_of_first(self.several_turns)
+        several = [number for number, x in self.records.items() if x.get("has_several_turns")]
+        if several:
+            what = f"{len(several)} {self.unit}s have several turns of a user"
+            place = self.place_of_first(several)
             messages.append(f"{what}, and the last one is the question ({place})")
         return messages
 
@@ -119,15 +116,12 @@ def split_path(path) -> tuple[str, dict]:
     return file, options
 
 
-def read_file(path, parse_label, columns=None, split="train"):
+def read_file(path, parse_record, split="train"):
     """A Reading of a JSON, JSONL or CSV file (also .gz), of a Parquet file, or of a dataset.
 
-    A path that is no file is a dataset's folder or "name:config". columns: the paths of question
-    and label, or None. parse_label(value, is_solution) returns the label or raises Unusable.
-    is_solution: the value may be a solution that has no label. Raises UserError.
+    A path that is no file is a dataset's folder or "name:config". parse_record(record) returns a
+    dict with "question" and "label", and perhaps "system", or raises Unusable. Raises UserError.
     """
-    if columns and len(columns) != 2:
-        raise UserError(f"{path}: name two columns, as in FILE?columns=prompt,solution")
     try:
         unit, rows = load_rows(path, split)
         reading = Reading(unit)
@@ -138,19 +132,11 @@ def read_file(path, parse_label, columns=None, split="train"):
                 continue  # The last rows of a sheet may be empty.
             try:
                 record = parse_line(row) if unit == "line" else row
-                paths, (question, label) = find_parts(record, columns)
-                question, system, has_several = parse_question(question)
-                # In a column that the user names, a text without a mark is the label.
-                label = parse_label(label, columns is None and paths[1] in SOLUTIONS)
+                reading.records[number] = parse_record(record)
             except Unusable as error:
                 reason = str(error)
                 reading.left_out.setdefault(reason, []).append(number)
                 reading.first_rows.setdefault(reason, str(row))
-                continue
-            reading.records[number] = {"question": question, "label": label, "system": system}
-            reading.paths[paths] += 1
-            if has_several:
-                reading.several_turns.append(number)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except Exception as error:

@@ -1,47 +1,40 @@
-"""The task "code": the grader runs a program's tests in processes that contain the program.
+"""The task "code": the grader runs a program's tests in a jail. `--task code` chooses this task.
 
-`--task code` chooses this task. This file has the interface of reward.py. ORZ has no such task.
-A program's process gets an input, or the expression that an assert compares with a literal. The
-process never gets the expected value. This file reads the process's output with ast.literal_eval
-and compares the output with the expected value. So a program passes a test only by the right
-answer. tasks/jail.py says what contains a program and what is not protected. tasks/code_data.py
-reads the problems.
+This file has the interface of reward.py. ORZ has no such task. A program gets an input, or the
+expression that an assert compares with a literal. It never gets the expected value. This file
+compares the output, which it reads with ast.literal_eval, with the expected value. So a program
+passes a test only by the right answer. tasks/jail.py says what contains a program, code_tests.py
+runs the tests there, and code_data.py reads the problems.
 
-To use this file elsewhere, on Linux, copy tasks/jail.py, tasks/code_data.py and nanoorz/ranks.py,
-too. `python -c "from tasks import code; print(code.Grader().mode)"` prints the mode of the jail.
+To use this file elsewhere, on Linux, copy these files, reward.py and the files of nanoorz/ that
+reward.py names, too.
 """
 
 import ast
-import contextlib
 import json
 import marshal
 import math
-import os
 import re
 import signal
-import sys
-import tempfile
+from collections import Counter
 from concurrent import futures
 from decimal import Decimal
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen, run
 
 from nanoorz.ranks import UserError
-from tasks import jail
-from tasks.code_data import Problem, load_problems
+from tasks import code_tests
+from tasks.code_data import load_problems
+from tasks.jail import Jail
 
-__all__ = ["Grader", "Problem", "load_problems", "text_metrics"]
+__all__ = ["Grader", "load_problems", "text_metrics"]
 
-# The modes of the jail. The safest mode is first.
-MODES = ("namespaces landlock", "landlock", "plain")
 # The ways in which a check ends without a verdict.
 LOST_WAYS = ("cpu_timeouts", "wall_timeouts", "crashes")
-# A run keeps a copy of this file (RUN/task.py), and none of the jail.
-JAIL = str(Path(jail.__file__).resolve())
+RUN_TESTS = Path(code_tests.__file__).read_text()
 
 
 def extract_answer(text: str) -> str | None:
-    """Returns the last fenced block in the last closed answer block, or None.
+    """The last fenced block in the last closed answer block, or None.
 
     The answer block lies between the last </answer> and the last <answer> before it.
     """
@@ -103,7 +96,7 @@ def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> b
 
 
 class Grader:
-    """Grades samples as they end, `workers` samples at a time.
+    """Grades samples as they end, `workers` samples at a time. Raises UserError without a jail.
 
     Each test of a program has three limits: `cpu_seconds`, `memory_mb` and `wall_seconds`. The
     limit `wall_seconds` is much larger than `cpu_seconds`, so that an honest program does not fail
@@ -124,51 +117,23 @@ class Grader:
         partial: bool = False,
         memory_mb: int = 1024,
     ):
-        self.limits = {
-            "CPU": cpu_seconds,
-            "AS": memory_mb << 20,
-            "FSIZE": 8 << 20,
-            "NPROC": 16,
-            "NOFILE": 64,
-        }
+        self.jail = Jail(cpu_seconds, 10 * wall_seconds, memory_mb)
         self.wall_seconds = wall_seconds
         self.partial = partial
-        self.counts = dict.fromkeys(("checks", *LOST_WAYS), 0)
+        self.counts = Counter()
         self.checks = {}  # maps a key to a Future of (reward, how the verdict was lost)
-        self.processes = set()
-        self.closed = False
         # Each thread writes to one process and waits for this process.
         self.threads = futures.ThreadPoolExecutor(workers)
-        self.mode = self.best_mode()
-        if self.mode == "plain":
-            warning = "without Landlock programs can read and write all files of their user"
-            print(f"warning: {warning}", file=sys.stderr)
 
-    def best_mode(self) -> str:
-        """Returns the first mode in which a right program gets 1.0, or raises UserError."""
-        task = {"setup": "", "calls": False, "json": False, "tests": [["", "1", 0]]}
-        label = json.dumps(task)
-        reason = "the jail needs Linux"
-        for mode in MODES:
-            try:
-                reward, _ = self.check("print(1)", label, mode)
-            except UserError as error:
-                reason = error
-                continue
-            if reward == 1:
-                return mode
-        raise UserError(f"no mode of tasks/jail.py works on this machine: {reason}")
-
-    def submit(self, key, text: str, finish_reason: str, label: str) -> str | None:
+    def submit(self, key, text, finish_reason, label) -> str | None:
         """Takes a finished sample, and returns its program or None without waiting for the grade.
 
         A sample that did not stop by itself gets 0.0. `key` names the sample in `results`.
         """
-        self.counts["checks"] += 1
         program = None
         if finish_reason == "stop":
             program = extract_answer(text)
-        self.checks[key] = self.threads.submit(self.check, program, label, self.mode)
+        self.checks[key] = self.threads.submit(self.check, program, label)
         return program or None
 
     @property
@@ -190,114 +155,57 @@ class Grader:
         self.checks = {}
         return rewards
 
-    def check(self, program: str | None, label: str, mode: str) -> tuple[float, str | None]:
+    def check(self, program: str | None, label: dict) -> tuple[float, str | None]:
         """Returns (reward of a program, one of LOST_WAYS or None). It runs in a thread."""
         if not program:
             return 0.0, None
-        task = json.loads(label)
-        job = marshal.dumps(self.make_job(program, task, mode))
+        # The limit is in bytes: at least 128 KB, and at least 16 times the longest expected value.
+        longest_expected = max(len(expected) for _, expected, _ in label["tests"])
+        job = {
+            "program": f"{label['setup']}\n{program}",
+            "calls": label["calls"],
+            "inputs": [test[0] for test in label["tests"]],
+            "seconds": self.wall_seconds,
+            "partial": self.partial,
+            "longest_output": 1 << max(17, 4 + longest_expected.bit_length()),
+        }
         try:
-            passed, loss = self.run_jail(job, task)
+            with self.jail.start(["-c", RUN_TESTS], marshal.dumps(job)) as process:
+                passed, loss = self.read_replies(process, label, job["longest_output"])
         except OSError as error:
             raise UserError(f"no process can be started for a program: {error}") from error
         if self.partial:
-            return passed / len(task["tests"]), loss
-        return float(passed == len(task["tests"])), loss
+            return passed / len(label["tests"]), loss
+        return float(passed == len(label["tests"])), loss
 
-    def run_jail(self, job: bytes, task: dict) -> tuple[int, str | None]:
-        """Returns (number of tests passed, one of LOST_WAYS or None) and ends all processes."""
-        folder = tempfile.mkdtemp()
-        try:
-            process = self.start_jail(folder)
-        except OSError:
-            os.rmdir(folder)
-            raise
-        # A jail that ended early has closed its end of the pipe.
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(job)
-        passed, status, is_late = self.read_replies(process.stdout, task)
-        # No process can leave the jail's process group. So this ends all processes that are left.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # `with process` closes the pipes and waits for the process.
-        with process:
-            self.processes.discard(process)
-        # Nested folders can be too deep for Python's shutil.rmtree.
-        if run(["rm", "-rf", folder], stderr=DEVNULL).returncode:
-            # The program has made a folder that its own user may not list.
-            run(["chmod", "-R", "u+rwx", folder])
-            run(["rm", "-rf", folder])
-        return passed, lost_by(status, is_late, process.returncode)
-
-    def start_jail(self, folder: str) -> Popen:
-        """Starts the jail in that folder, in its own process group, without our environment."""
-        environment = {
-            "PATH": "/usr/bin:/bin",
-            "HOME": folder,
-            "PYTHONHASHSEED": "0",
-            "PYTHONUTF8": "1",
-        }
-        process = Popen(
-            [os.path.realpath(sys.executable), "-P", "-s", "-S", JAIL],
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-        )
-        self.processes.add(process)
-        # If `close` ran before the line above, `close` has not killed this process.
-        if self.closed:
-            process.kill()
-        return process
-
-    def make_job(self, program: str, task: dict, mode: str) -> dict:
-        """Returns what the jail needs to know. Expected values are not part of the job."""
-        job = {
-            "mode": mode,
-            "parent": os.getpid(),
-            "prefix": sys.base_prefix,
-            "limits": self.limits,
-            "wall_seconds": self.wall_seconds,
-            "partial": self.partial,
-            "calls": task["calls"],
-            "code": f"{task['setup']}\n{program}",
-            "inputs": [test[0] for test in task["tests"]],
-        }
-        # This limit is in bytes: at least 128 KB, and at least 16 times the longest expected value.
-        longest_expected = max(len(expected) for _, expected, _ in task["tests"])
-        job["longest_output"] = 1 << max(17, 4 + longest_expected.bit_length())
-        return job
-
-    def read_replies(self, replies, task: dict) -> tuple[int, int | None, bool]:
-        """Returns (number of tests passed, wait status of the last test or None, was it late)."""
+    def read_replies(self, process, label, longest_output) -> tuple[int, str | None]:
+        """Returns (number of tests passed, one of LOST_WAYS or None)."""
         passed = 0
-        status = None
-        is_late = False
-        # The jail's lines are read one by one, because a program decides how long its line is.
-        for _, expected, tolerance in task["tests"]:
-            line = replies.readline()
-            # A jail that was killed leaves half a line, or no line.
-            if not line.endswith(b"\n"):
-                return passed, None, False
-            status, is_late, output = ast.literal_eval(line.decode())
-            if task["calls"]:
-                is_right = same_value(output, expected, tolerance, task["json"])
+        loss = None
+        for _, expected, tolerance in label["tests"]:
+            # A program could write such a line, so it must have this form.
+            head = re.fullmatch(rb"(-?\d+) ([01]) (\d+)\n", process.stdout.readline(99))
+            if head is None:
+                # There is no reply. Only the wall limit of all tests kills the whole jail.
+                is_late = process.wait() == -signal.SIGKILL
+                return passed, "wall_timeouts" if is_late else "crashes"
+            code, is_late, size = map(int, head.groups())
+            output = process.stdout.read(min(size, longest_output)).decode(errors="replace")
+            loss = lost_by(code, is_late)
+            if label["calls"]:
+                is_right = same_value(output, expected, tolerance, label["json"])
             else:
                 is_right = same_lines(output, expected)
-            if status == 0 and is_right:
+            if code == 0 and is_right:
                 passed += 1
-            elif status in (signal.SIGKILL, signal.SIGXCPU) or not self.partial:
+            elif loss or not self.partial:
                 break
-        return passed, status, is_late
+        return passed, loss
 
     def close(self) -> None:
-        """Ends the processes and drops pending checks. The processes also end with their parent."""
-        self.closed = True
+        """Ends the programs and drops pending checks. Programs also end with this process."""
         self.threads.shutdown(wait=False, cancel_futures=True)
-        for process in list(self.processes):
-            process.kill()
+        self.jail.close()
         self.threads.shutdown()
 
     def __enter__(self):
@@ -307,20 +215,15 @@ class Grader:
         self.close()
 
 
-def lost_by(status: int | None, is_late: bool, returncode: int) -> str | None:
-    """Returns one of LOST_WAYS if a check ended by a time-out or a crash, else None.
+def lost_by(code: int, is_late: int) -> str | None:
+    """Returns one of LOST_WAYS if a test ended by a time-out or a crash, else None.
 
-    status: the wait status of the check's last test, or None if the jail did not reply. returncode:
-    the exit code of the jail. If a program ignores SIGXCPU, the kernel ends it by SIGKILL. Its CPU
-    time-out then counts as a crash.
+    code: the exit code, or minus the number of a signal. If a program ignores SIGXCPU, the kernel
+    ends it by SIGKILL. Its CPU time-out then counts as a crash.
     """
-    if returncode == -signal.SIGALRM or (status == signal.SIGKILL and is_late):
+    if is_late:
         return "wall_timeouts"
-    if status == signal.SIGXCPU:
-        return "cpu_timeouts"
-    if status in (None, signal.SIGKILL):
-        return "crashes"
-    return None
+    return {-signal.SIGXCPU: "cpu_timeouts", -signal.SIGKILL: "crashes"}.get(code)
 
 
 def text_metrics(text: str) -> dict[str, float]:

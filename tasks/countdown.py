@@ -17,12 +17,12 @@ import ast
 import operator
 import re
 from fractions import Fraction
+from functools import partial
 
-from nanoorz.ranks import UserError
-from reward import Problem
-from tasks.code_data import load_rows
+from nanoorz.records import Unusable, read_file
+from reward import make_problems
 
-TEMPLATES: dict[str, str] = {
+TEMPLATES = {
     "mini": "{question}:",
     "orz": "{bos}A conversation between User and Assistant. The user asks a question, and the "
     "Assistant solves it. The assistant first thinks about the reasoning process in the mind and "
@@ -55,50 +55,35 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
     with the numbers and with the target.
 
     A label is {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or
-    None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError, which names
-    the file, the item (counted from 1) and what is wrong there.
+    None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError.
     """
-    template = TEMPLATES.get(template, template).replace("{bos}", bos)
-    if "{question}" not in template:
-        names = ", ".join(TEMPLATES)
-        raise UserError(f"template {template!r}: give one of {names}, or a text with {{question}}")
-    problems = []
-    try:
-        for record in load_rows(path, split):
-            question, label = parse_record(record, columns)
-            prompt = template.replace("{question}", question)
-            problems.append(Problem(len(problems), question, label, prompt))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    # The datasets library has a dozen classes of errors for "not found".
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        hint = f"give records with {columns[0]} and {columns[1]}"
-        raise UserError(f"{path}: item {len(problems) + 1}: {reason}; {hint}") from None
-    if not problems:
-        raise UserError(f"{path}: holds no problems; give a file or split with at least one")
-    return problems
+    reading = read_file(path, partial(parse_record, columns=columns), split)
+    advice = f"give records with {columns[0]} and {columns[1]}"
+    return make_problems(path, reading, template, TEMPLATES, bos, advice)
 
 
 def parse_record(record, columns):
-    """Returns the question and the label of a record. A wrong form raises any exception."""
-    numbers = record[columns[0]]
-    if isinstance(numbers, str):
-        # A .csv file has texts, such as "[3, 5]" or "3 5".
-        numbers = re.findall(r"-?\d+", numbers)
-    numbers = [int(number) for number in numbers]
-    target = int(record[columns[1]])
-    pick = int(record["pick"]) if record.get("pick") else None
+    """The question and the label of a record. Raises Unusable."""
+    try:
+        numbers = record[columns[0]]
+        if isinstance(numbers, str):
+            # A .csv file has texts, such as "[3, 5]" or "3 5".
+            numbers = re.findall(r"-?\d+", numbers)
+        numbers = [int(number) for number in numbers]
+        target = int(record[columns[1]])
+        pick = int(record["pick"]) if record.get("pick") else None
+    except (LookupError, TypeError, ValueError) as error:
+        raise Unusable(f"{type(error).__name__}: {error}") from error
     if len(numbers) < 2 or min(numbers) < 0:
-        raise ValueError(f"needs at least two numbers, none below 0: {numbers}")
+        raise Unusable("fewer than two numbers, or a number below 0")
     if pick is not None and not 2 <= pick <= len(numbers):
-        raise ValueError(f"cannot pick {pick} of {len(numbers)} numbers")
+        raise Unusable(f"pick {pick} of {len(numbers)} numbers")
     label = {"numbers": numbers, "target": target, "pick": pick}
     if pick is None:
         question = SENTENCE.format(numbers=numbers, target=target)
     else:
         question = ",".join(map(str, numbers)) + f"={target}"
-    return question, label
+    return {"question": question, "label": label}
 
 
 def extract_answer(text, label):

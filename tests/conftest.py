@@ -43,7 +43,7 @@ PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 # Two processes take the files in this order. A long file at the end would leave one idle.
 LONGEST_FIRST = "families contributing resume two_machines variant_effects variant_runs train ppo "
-LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab sandbox reward").split()
+LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab code reward").split()
 
 # A test of these files, or with one of these fixtures, starts engines or many processes.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
@@ -372,3 +372,17 @@ def shared_memory():
     remove()
     yield
     remove()
+
+
+@pytest.fixture(scope="session")
+def jail():
+    """Skips a test where no program can be contained, and says why."""
+    from nanoorz.ranks import UserError
+    from tasks.jail import Jail
+
+    try:
+        jail = Jail(cpu_seconds=1, wall_seconds=60, memory_mb=256)
+    except UserError as error:
+        pytest.skip(str(error))
+    yield jail
+    jail.close()

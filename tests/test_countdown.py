@@ -1,6 +1,7 @@
 """tasks/countdown.py: the verifier, the records and the metrics."""
 
 import json
+import re
 from fractions import Fraction
 
 import pytest
@@ -82,18 +83,24 @@ def test_both_kinds_of_records_are_read_from_files_and_from_folders(tmp_path, mo
     assert problem.prompt.endswith("tags, for example <answer> (1 + 2) / 3 </answer>.")
 
 
-BAD = [({"nums": [1, 2]}, "'target'"), ({"nums": [5], "target": 5}, "at least two numbers")]
-BAD += [({"nums": [5, -1], "target": 4}, "none below 0"), (7, "TypeError")]
-BAD += [({"nums": [5, 1], "target": 4, "pick": 3}, "cannot pick 3 of 2")]
+BAD = [({"nums": [1, 2]}, "'target'"), ({"nums": [5], "target": 5}, "fewer than two numbers")]
+BAD += [({"nums": [5, -1], "target": 4}, "a number below 0"), (7, "TypeError")]
+BAD += [({"nums": [5, 1], "target": 4, "pick": 3}, "pick 3 of 2")]
 
 
 @pytest.mark.parametrize("record, reason", BAD)
-def test_a_bad_record_is_named_in_one_line(tmp_path, record, reason):
+def test_a_bad_record_is_named_in_one_line(tmp_path, record, reason, capsys):
     path = tmp_path / "problems.json"
-    path.write_text(json.dumps([{"nums": [1, 2], "target": 3}, record]))
-    with pytest.raises(UserError, match=f"item 2.*{reason}") as error:
+    good = {"nums": [1, 2], "target": 3}
+    path.write_text(json.dumps([good, record]))
+    assert len(countdown.load_problems(str(path), "plain")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"1 with .*{reason}.*first: item 2", line)
+    path.write_text(json.dumps([good, record, record]))
+    with pytest.raises(UserError, match=f"2 of 3 items.*{reason}.*give records with nums") as error:
         countdown.load_problems(str(path), "plain")
     assert "\n" not in str(error.value)
+    path.write_text(json.dumps([good]))
     with pytest.raises(UserError, match="^absent.jsonl: no such file$"):
         countdown.load_problems("absent.jsonl", "plain")
     with pytest.raises(UserError, match="mini, orz, plain"):

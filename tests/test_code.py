@@ -1,0 +1,372 @@
+"""The task "code": what it pays, how checks are lost, its problems. test_jail.py has the jail."""
+
+import base64
+import functools
+import json
+import os
+import pickle
+import re
+import runpy
+import shutil
+import tracemalloc
+import zlib
+
+import pytest
+import taught
+from conftest import jsonl, launch
+
+from nanoorz.ranks import UserError
+from tasks import code as task
+
+PAIRS = [["1 2\n", "3\n"], ["4 5\n", "9\n"]]
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+SLEEP = "import time\ntime.sleep(99)"
+
+
+def label(*tests, calls=False, is_json=False, setup=""):
+    tests = [(*test, 0)[:3] for test in tests]
+    return {"setup": setup, "calls": calls, "json": is_json, "tests": tests}
+
+
+of_calls = functools.partial(label, calls=True)
+of_json_calls = functools.partial(label, calls=True, is_json=True)
+
+
+def submit(grader, key, code, tests):
+    return grader.submit(key, f"<answer>\n```python\n{code}\n```\n</answer>", "stop", tests)
+
+
+def grade(grader, code, tests):
+    submit(grader, "", code, tests)
+    return grader.results()[""]
+
+
+# (output, expected)
+SAME = [("3.0", "3"), ("0.33333333", "0.3333333"), ("1e-17", "0.0"), ("1  2 \n3\n\n", "1 2\n3")]
+DIFFERENT = [("1000000008.0", "1000000007"), ("9007199254740993.0", "9007199254740992")]
+DIFFERENT += [("-1.0000000001", "-1"), ("0.333333", "0.333334"), ("1e-17", "0"), ("1e-8", "0.0")]
+DIFFERENT += [("9" * 5000 + ".0", "9" * 5000), ("sNaN", "1"), ("0010", "10")]
+DIFFERENT += [("1\n2 3", "1 2\n3"), ("1 2 3", "1 2")]
+
+
+@pytest.mark.parametrize("pair", SAME + DIFFERENT)
+def test_words_of_programs_are_compared(pair):
+    """Decimals are equal up to rounding. Whole numbers must be exact."""
+    assert task.same_lines(*pair) is (pair in SAME)
+
+
+ADDS = label(*PAIRS)
+ADDS_ONCE = label(PAIRS[0])
+SILENT = label(["", ""])
+DOUBLES = of_calls(["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"])
+ROOTS = of_calls(["f(2)", "1.41421", 1e-3])
+IN_JSON = of_json_calls(["f(2)", "[[2, 2], []]"])
+WRONG_ADDS = ["print(3)", "print(", "print(3)\nprint()\nprint(3)", f"{ADD}\nraise ValueError"]
+WRONG_ADDS += ["", "\ud800", "\0", "x" * 10**6]
+
+# (tests, right programs, wrong programs)
+PROGRAMS = [
+    (ADDS, [ADD, f"{ADD}\nraise SystemExit"], WRONG_ADDS),
+    # Only the exit status is wrong.
+    (ADDS_ONCE, [ADD], [f"{ADD}\nimport os, sys\nsys.stdout.flush()\nos.abort()"]),
+    (SILENT, ["pass"], ["import os\nos._exit(1)"]),
+    (ROOTS, ["f = lambda x: x ** .5"], ["f = lambda x: 1.5", "f = lambda x: float('nan')"]),
+    (of_calls(["f('aa')", "{'a': 2}"]), ["from collections import Counter as f"], []),
+    # The judges of APPS and LiveCodeBench take a tuple for a list, but Python's == does not.
+    (of_calls(["f(2)", "[[2, 2], []]"]), [], ["f = lambda x: ((x, x), [])"]),
+    (IN_JSON, ["f = lambda x: ((x, x), [])"], ["f = lambda x: {2}", "f = lambda x: ((2, 2),)"]),
+    (IN_JSON, [], ["f = lambda x: '[[2, 2], []]'"]),
+    (of_json_calls(["f(1)", "2"]), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
+]
+# They end early, write their own replies, return a value that equals every value or whose literal
+# never ends, patch the checker or the frames above, or look for the expected value.
+CHEATS = [
+    "raise SystemExit(0)",
+    "import os\nprint('True')\nprint('passed')\nos._exit(0)",
+    "import os\nreplies = '''(0, False, '4')\n(0, False, '[1, 1]')\n(0, False, \"'aa'\")\n'''\n"
+    "for file in range(64):\n    try: os.write(file, replies.encode())\n    except OSError: pass\n"
+    "os._exit(0)",
+    "class E:\n    __eq__ = lambda *a: True\n    __repr__ = lambda a: 'E()'\nf = lambda x: E()",
+    "class E:\n    __repr__ = lambda a: '[' * 10 ** 6\nf = lambda x: E()",
+    "import builtins, ast, json\nbuiltins.eval = builtins.repr = lambda *a: True\n"
+    "builtins.all = builtins.any = lambda *a: True\n"
+    "ast.literal_eval = json.loads = lambda *a: 4\nf = lambda x: 4",
+    "import sys\nframe = sys._getframe()\nwhile frame:\n"
+    "    frame.f_globals['same_value'] = lambda *a: True\n"
+    "    frame.f_locals.get('job', {}).clear()\n    frame = frame.f_back\nf = lambda x: 4",
+    "import gc\nfound = [o for o in gc.get_objects() if type(o) is dict and 'expected' in o]\n"
+    "f = lambda x: found[0]",
+]
+DOUBLE = "print('a')\ndef f(x):\n    print('b')\n    return x * 2"
+
+
+def test_right_programs_are_paid_and_wrong_ones_and_cheats_are_not(jail):
+    expected = {}
+    with task.Grader(workers=4, memory_mb=256) as grader:
+        for tests, right, wrong in [*PROGRAMS, (DOUBLES, [DOUBLE], CHEATS)]:
+            for code in [*right, *wrong]:
+                submit(grader, (str(tests), code), code, tests)
+                expected[str(tests), code] = code in right
+        assert grader.results() == expected
+
+
+def test_partial_pays_a_share_and_the_last_block_counts(jail):
+    with task.Grader(partial=True) as grader:
+        assert grade(grader, "print(3)", ADDS) == 0.5
+        assert grade(grader, "f = lambda x: 4", DOUBLES) == pytest.approx(1 / 3)
+        assert submit(grader, "last", f"print(3)\n```\nbetter:\n```\n{ADD}", ADDS) == f"{ADD}\n"
+        block = f"```\n{ADD}\n```"
+        grader.submit("outside", f"{block}<answer>none</answer>", "stop", ADDS)
+        grader.submit("cut off", f"<answer>{block}</answer>", "length", ADDS)
+        assert grader.results() == {"last": 1, "outside": 0, "cut off": 0}
+
+
+RECURSION = "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
+DISK_BOMB = "i = 0\nwhile True:\n    open(str(i), 'wb').write(bytes(1 << 22))\n    i += 1"
+# {how the verdict is lost, as the counts name it: programs}
+BOMBS = {
+    None: [
+        "import os\nwhile True: os.fork()",
+        "import os, time\nfor _ in range(8):\n    if not os.fork(): os.setsid() or time.sleep(600)",
+        "x = []\nwhile True: x.append(bytearray(1 << 24))",
+        "while True: print('3' * 10000)",
+        DISK_BOMB,
+    ],
+    "cpu_timeouts": [
+        "while True: pass",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import os\nwhile True: os.write(2, b'3' * 10000)",
+    ],
+    "crashes": [
+        "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\nwhile True: pass",
+        # Its own timer sends it SIGKILL, like the kernel when memory runs out. This is a crash.
+        "import ctypes, signal\nlibc = ctypes.CDLL(None)\ntimer = ctypes.c_void_p()\n"
+        "libc.timer_create(1, (ctypes.c_int * 16)(0, 0, 9), ctypes.byref(timer))\n"
+        "libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 1), None)\n"
+        "while True: signal.pause()",
+    ],
+}
+
+
+@pytest.mark.engine
+def test_bombs_get_nothing_and_end_and_are_counted(jail):
+    expected = {code: (0, loss) for loss, codes in BOMBS.items() for code in codes}
+    with task.Grader(workers=4, cpu_seconds=1, memory_mb=256) as grader:
+        for code in expected:
+            submit(grader, code, code, ADDS)
+        assert {code: check.result() for code, check in grader.checks.items()} == expected
+        grader.results()
+        # With this limit the other programs could be too late on a busy machine.
+        grader.wall_seconds = 1
+        assert grade(grader, SLEEP, ADDS) == 0
+        assert grader.counts == {"cpu_timeouts": 3, "wall_timeouts": 1, "crashes": 2}
+        assert grader.lost == 6
+        # The machine decides which limit ends this one.
+        assert grade(grader, RECURSION, ADDS) == 0
+
+
+@pytest.mark.slow
+def test_waiting_has_a_limit_for_each_test_and_for_all(jail):
+    """Each test has `wall_seconds`, and all tests of a program have ten times as many."""
+    with (
+        task.Grader(wall_seconds=1, partial=True) as hasty,
+        task.Grader(2, cpu_seconds=1, partial=True) as patient,
+    ):
+        patient.wall_seconds = 6
+        submit(hasty, "many", f"import time\ntime.sleep(0.4)\n{ADD}", label(*PAIRS[:1] * 50))
+        # Waiting is no CPU time, and each test may wait.
+        submit(patient, "few", f"import time\ntime.sleep(1.2)\n{ADD}", label(*PAIRS[:1] * 6))
+        # No test follows one that ran out of time, and it alone holds its worker.
+        tests = label(*PAIRS, *PAIRS[:1] * 38)
+        submit(patient, "one", f"import time\n{ADD}\nif a > 1: time.sleep(99)", tests)
+        assert patient.results() == {"few": 1, "one": 1 / 40}
+        assert 0 < hasty.results()["many"] < 1
+        assert hasty.counts["wall_timeouts"] == patient.counts["wall_timeouts"] == 1
+
+
+def test_output_is_read_no_further_than_its_verdict_needs(jail):
+    """Output that no verdict needs is dropped, so ten tests cannot fill the trainer's memory."""
+    flood = "import os\nos.write(1, b'\\xff' * (7 << 20))"
+    with task.Grader(partial=True) as grader:
+        tracemalloc.start()
+        assert grade(grader, flood, label(*PAIRS * 10)) == 0
+        # Before an answer a program may say anything.
+        assert grade(grader, f"{flood}\nf = lambda x: x * 2", DOUBLES) == 1
+        assert grade(grader, f"print('3' + ' ' * (1 << 20))\n{flood}", ADDS_ONCE) == 0
+        assert grade(grader, flood, SILENT) == 0
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        tracemalloc.stop()
+        assert grade(grader, "print('7' * 300000)", label(["", "7" * 300000])) == 1
+
+
+def test_a_program_on_its_way_when_the_grader_closes_is_ended(jail):
+    """Otherwise a job that is taken but not started holds up the end of a run for minutes."""
+    with task.Grader() as grader:
+        # `close` sets this before it looks for processes.
+        grader.jail.closed = True
+        assert grader.check(SLEEP, ADDS) == (0.0, "wall_timeouts")
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_results(jail):
+    with task.Grader() as grader:
+        grader.jail.command = ["/deleted"]
+        with pytest.raises(UserError, match="^no process can be started .*deleted"):
+            grade(grader, ADD, ADDS)
+
+
+@pytest.mark.parametrize("head", ["x", "0 0", "0 0 -1", "0 2 1", "9" * 99])
+def test_replies_that_a_program_has_written_are_crashes(jail, head, monkeypatch):
+    """A program could reach the process that runs its tests, and the next replies could be its."""
+    code = f"print('0 0 1\\n3{head}')"
+    monkeypatch.setattr(task, "RUN_TESTS", f"{code}\nimport sys\nsys.stdin.read()")
+    with task.Grader(partial=True) as grader:
+        assert grade(grader, ADD, ADDS) == 0.5
+        assert grader.counts == {"crashes": 1}
+
+
+def packed(value):
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+# In merged sets items have empty columns of other sets.
+MBPP = ["assert f(2) == 4", "assert f(1)", "assert not f(0)", "assert abs(f(1) - 2.5) < 1"]
+MBPP += ["assert math.isclose(f(1), 2.5, rel_tol=0.5)"]
+OF_MBPP = [["f(2)", "4"], ["not f(1)", "False"], ["not f(0)", "True"]]
+OF_MBPP += [["f(1)", "2.5", 1], ["f(1)", "2.5", 1.25]]
+CHECK = "def check(candidate):\n    assert candidate(3) == 1.5\n"
+HUMANEVAL = {"prompt": "half = 1.5\n", "entry_point": "f", "test": CHECK}
+OF_HUMANEVAL = of_calls(["f(3)", "1.5"], setup="half = 1.5\n")
+APPS = {"inputs": [["1 2", ""], "4 5\n"], "outputs": [["3\n"], "9\n"]}
+CLASS = "class Solution:\n    def f(self, a, b):"
+APPS_CALL = {"question": "?", "starter_code": CLASS}
+APPS_CALL["input_output"] = json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]})
+CASES = [json.dumps([{"input": text, "output": output}]) for text, output in PAIRS]
+LIVECODEBENCH = {"question_content": "?", "input_output": ""}
+LIVECODEBENCH |= {"public_test_cases": CASES[0], "private_test_cases": packed(CASES[1])}
+LIVE_CALL = {"question_content": "?", "metadata": '{"func_name": "f"}', "private_test_cases": ""}
+LIVE_CALL["public_test_cases"] = [{"input": "1\n[2]", "output": "3"}]
+
+# (item, a right program, label)
+FORMS = [
+    ({"text": "?", "test_list": MBPP}, "f = lambda x: 2 * x", of_calls(*OF_MBPP)),
+    (HUMANEVAL, "f = lambda x: x * half / 3", OF_HUMANEVAL),
+    ({"question": "?", "input_output": APPS}, ADD, ADDS),
+    (APPS_CALL, f"{CLASS} return a + b", of_json_calls(["Solution().f(*[1, 2])", "3"])),
+    (LIVECODEBENCH, ADD, ADDS),
+    (LIVE_CALL, "def f(a, b): return a + b[0]", of_json_calls(["f(*[1, [2]])", "3"])),
+    ({"question": "?", "tests": PAIRS, "input_output": None}, ADD, ADDS),
+]
+
+
+def test_problems_of_every_form_are_read_and_graded(jail, tmp_path):
+    lines = [json.dumps(item) for item, _, _ in FORMS]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    problems = task.load_problems(str(tmp_path / "data.jsonl"), "orz", bos="<s>")
+    assert [problem.label for problem in problems] == [found for _, _, found in FORMS]
+    with task.Grader(workers=4) as grader:
+        for problem, (_, program, _) in zip(problems, FORMS):
+            assert problem.prompt.startswith("<s>") and problem.question in problem.prompt
+            submit(grader, problem.index, program, problem.label)
+        assert grader.results() == dict.fromkeys(range(len(FORMS)), 1)
+
+
+def test_the_copy_of_the_task_that_a_run_keeps_finds_the_jail(jail, tmp_path):
+    copy = str(shutil.copy(task.__file__, tmp_path / "task.py"))
+    with runpy.run_path(copy)["Grader"]() as grader:
+        assert grade(grader, ADD, label(*PAIRS)) == 1
+
+
+BAD = [{"question": None}, {"question": " "}, {"question": "\ud800"}, {"tests": None}]
+BAD += [{"tests": []}, {"tests": [[1, 2]]}, {"input_output": '{"inputs": '}, {"tests": ["f("]}]
+BAD += [{"public_test_cases": "[]", "private_test_cases": packed(os.system)}]
+BAD += [{"public_test_cases": "[]", "private_test_cases": "AAAA"}]
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_bad_items_are_named(tmp_path, change, capsys):
+    good = {"question": "Add.", "tests": PAIRS}
+    bad = json.dumps(good | change)
+    (tmp_path / "data.jsonl").write_text(f"{json.dumps(good)}\n{bad}")
+    assert len(task.load_problems(str(tmp_path / "data.jsonl"), "plain")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "1 of 2 lines are left out: 1 with " in line and "first: line 2" in line
+    (tmp_path / "data.jsonl").write_text(bad)
+    with pytest.raises(UserError, match="1 of 1 lines .*; give items of MBPP, HumanEval"):
+        task.load_problems(str(tmp_path / "data.jsonl"), "plain")
+    with pytest.raises(UserError, match="{question}"):
+        task.load_problems(str(tmp_path / "data.jsonl"), "no room")
+
+
+def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
+    unusable = ["assert all(f(i) == i for i in range(3))", "for y in (1, 2): assert f(y) == 3"]
+    unusable += ["assert isinstance(f(1), int) and f(2) == 2", "assert f(1) in (1, 2)"]
+    items = [
+        {"text": "a", "test_list": ["assert f(1) == 1", "assert f(2) == g(2)", "assert x == 1"]},
+        # Some items of APPS look like this.
+        {"question": "d", "input_output": ""},
+        {"text": "b", "test_list": unusable},
+        {"text": "c", "test_list": ["assert f(1) == 1"]},
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(items))
+    problems = task.load_problems(str(tmp_path / "data.json"), "plain")
+    assert [(problem.index, problem.question[0]) for problem in problems] == [(0, "a"), (1, "c")]
+    assert problems[0].label["tests"] == [("f(1)", "1", 0)]
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.findall(r" (\d+) ", line) for line in lines] == [["2", "4", "2"], ["6"]]
+    (tmp_path / "data.json").write_text(json.dumps(items[1:3]))
+    with pytest.raises(UserError, match="no usable test"):
+        task.load_problems(str(tmp_path / "data.json"), "plain")
+
+
+@pytest.mark.slow
+def test_two_stage_sampling_with_unit_tests_learns(jail, tmp_path):
+    """A whole run: programs of one line, whose base model picks the right sign in 4 of 10."""
+    flags = taught.teach_programs(tmp_path / "base")
+    records = json.loads(flags["data"].read_text())
+    (tmp_path / "eval.json").write_text(json.dumps(records[:90]))
+    launch(
+        tmp_path / "run",
+        **flags,
+        eval_data=tmp_path / "eval.json",
+        task="code",
+        variant="first_stage",
+        first_stage=4,
+        rollout_batch_size=16,
+        n_samples_per_prompt=12,
+        micro_train_batch_size=64,
+        micro_rollout_batch_size=256,
+        actor_learning_rate=3e-4,
+        log_samples=192,
+        max_steps=16,
+    )
+    before, after = jsonl(tmp_path / "run" / "eval.jsonl")
+    assert before["accuracy"] < 0.55 and after["accuracy"] > 0.7
+    samples = jsonl(tmp_path / "run" / "samples.jsonl")
+    for line in jsonl(tmp_path / "run" / "metrics.jsonl"):
+        groups = {}
+        for sample in samples:
+            if (sample["step"], sample["set"]) == (line["step"], "train"):
+                groups.setdefault(sample["problem"], []).append(sample)
+        # All programs of a group are drawn if the first four differ in their rewards.
+        for group in groups.values():
+            few = {sample["reward"] for sample in group if sample["index"] < 4}
+            assert len(group) == (12 if len(few) == 2 else 4)
+        full = sum(len(group) == 12 for group in groups.values())
+        assert len(groups) == 16 and line["prompts_expanded"] == full / 16
+        assert line["reward_lost"] == 0
+
+
+@pytest.mark.engine
+def test_a_run_that_cannot_contain_programs_is_refused_in_one_line(tiny, tmp_path):
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2\nexit 1\n")
+    bwrap.chmod(0o755)
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"question": "1+1", "tests": PAIRS}] * 8))
+    flags = tiny | {"data": path, "template": "plain", "task": "code"}
+    flags.pop("eval_data", None)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = launch(tmp_path / "run", code=2, env=env, **flags)
+    assert "error: no program can be started: bwrap: No permissions; the jail" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,155 @@
+"""tasks/jail.py: what it contains, and what it needs. test_code.py has the grader of programs."""
+
+import ast
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import pytest
+from conftest import ROOT, wait_until
+from jail_worker import ALLOWED, ATTACKS, MARK, OF_ROOT
+
+from nanoorz.ranks import UserError
+from tasks.jail import ENVIRONMENT, Jail
+
+ENDLESS = b"while True: print('3' * 10000)"
+
+
+def processes(mark):
+    """The numbers of the processes with this text in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        # A process may have just ended.
+        with contextlib.suppress(OSError):
+            if mark in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
+
+
+def as_user(user, room):
+    """The start of that user's command. Mounts lead another user to Python, also below /root."""
+    if user == "mine":
+        return [sys.executable]
+    mount = 'mount --bind "$0" "$2/python" && mount --bind "$1" "$2/house" && cd "$2/house"'
+    change = "exec setpriv --reuid=65534 --regid=65534 --clear-groups"
+    script = f'mkdir "$2/python" "$2/house" && {mount} && {change} "$2/python/$3" "${{@:4}}"'
+    program = os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix)
+    return ["unshare", "-m", "bash", "-c", script, sys.base_prefix, ROOT, room, program]
+
+
+@pytest.mark.parametrize("user", ["mine", pytest.param("another", marks=pytest.mark.slow)])
+@pytest.mark.engine
+def test_each_attack_succeeds_without_the_jail_and_fails_behind_it(user, jail):
+    """When the trainer is killed, its program ends too. docs/rewards.md has the same names."""
+    if user == "another" and os.getuid():
+        pytest.skip("only root can be another user")
+    is_root = user == "mine" and os.getuid() == 0
+    page = (ROOT / "docs/rewards.md").read_text()
+    for name in ATTACKS | OF_ROOT | ALLOWED:
+        assert name in page
+    with tempfile.TemporaryDirectory(dir="/tmp") as room:
+        Path(room).chmod(0o777)
+        command = [*as_user(user, room), "tests/jail_worker.py", room]
+        with Popen(command, cwd=ROOT, text=True, stdout=PIPE, stderr=PIPE) as trainer:
+            report = trainer.stdout.readline()
+            if report:
+                assert trainer.stdout.readline() == "runs\n"
+                assert processes(f"{MARK}_of_a_killed_trainer")
+            trainer.kill()
+            errors = trainer.stderr.read()
+        if "unshare failed" in errors:
+            pytest.skip("this machine lets no other user reach Python")
+        assert not errors
+        outcomes = json.loads(report)
+        for name in ATTACKS:
+            assert outcomes[name] == ["done", "refused"], name
+        for name in OF_ROOT:
+            assert outcomes[name] == ["done" if is_root else "refused", "refused"], name
+        for name in ALLOWED:
+            assert outcomes[name][1] == "done", name
+        wait_until(lambda: processes(MARK) == [], seconds=60)
+
+
+def test_a_program_ends_with_its_block_or_its_limits(jail):
+    mark = f"{MARK}_of_{os.getpid()}"
+    with jail.start(["-", mark], ENDLESS) as process:
+        assert process.stdout.read(1 << 20).startswith(b"333")
+        assert processes(mark)
+    wait_until(lambda: processes(mark) == [], seconds=60)
+    with jail.start(["-"], b"while True: pass") as process:
+        assert (process.stdout.read(), process.wait()) == (b"", 128 + 24), "SIGXCPU"
+    hasty = Jail(cpu_seconds=1, wall_seconds=0.5)
+    with hasty.start(["-"], b"import time\ntime.sleep(600)") as process:
+        assert process.wait() == -9
+    hasty.close()
+    # A program on its way when the jail closes is ended.
+    with hasty.start(["-"], b"import time\ntime.sleep(600)") as process:
+        assert process.wait() == -9
+
+
+def test_a_fork_bomb_ends_and_leaves_nothing(jail):
+    mark = f"{MARK}_of_bomb_{os.getpid()}"
+    bomb = b"""print(1, flush=True)
+import os
+while True:
+    try: os.fork()
+    except OSError: pass"""
+    with jail.start(["-", mark], bomb) as process:
+        process.stdout.read(1)
+        # The jail's own processes have this text, too.
+        time.sleep(0.3)
+        assert len(processes(mark)) < 24
+    wait_until(lambda: processes(mark) == [], seconds=60)
+
+
+def test_a_program_may_import_the_packages_of_this_python_if_it_is_allowed(jail):
+    program = b"import numpy\nprint(numpy.arange(3).sum())"
+    with jail.start(["-"], program, subprocess.STDOUT) as process:
+        assert b"No module named 'numpy'" in process.stdout.read()
+    with_packages = Jail(9, 60, packages=True)
+    with with_packages.start(["-"], program) as process:
+        assert process.stdout.read() == b"3\n"
+
+
+def test_a_machine_that_cannot_contain_a_program_is_told_what_to_do(jail, monkeypatch, tmp_path):
+    """Nothing runs unprotected: without bwrap, and where namespaces cannot be made."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with pytest.raises(UserError, match="^no bwrap: install bubblewrap .*apt install"):
+            Jail(1, 1)
+    # A bwrap that refuses, as that of a container does.
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
+    bwrap.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        told = "^no program can be started: bwrap: No permissions .*; the jail needs .*sysctl"
+        with pytest.raises(UserError, match=told) as error:
+            Jail(1, 1)
+        assert "\n" not in str(error.value)
+    # A real one: a user namespace in which no further one can be made.
+    inside = ["--unshare-user", "--disable-userns", "--uid", "65534", "--dev-bind", "/", "/"]
+    script = (
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tasks import jail\njail.Jail(1, 1)"
+    )
+    done = subprocess.run(
+        ["bwrap", *inside, "--proc", "/proc", sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "UserError: no program can be started: bwrap: " in done.stderr
+
+
+def test_the_jail_gets_none_of_our_environment(jail):
+    with jail.start(["-"], b"import os\nprint(sorted(os.environ))") as process:
+        found = ast.literal_eval(process.stdout.read().decode())
+    assert set(found) <= ENVIRONMENT.keys() | {"PWD", "LC_CTYPE"}
