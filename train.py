@@ -288,8 +288,8 @@ def find_task(cfg):
         path = f"{Path(__file__).parent}/tasks/{path}.py"
     require(
         Path(path).is_file(),
-        f"--task {cfg.task}: no file {path}; choose math, code, countdown, calculator, or a path "
-        "to a .py file",
+        f"--task {cfg.task}: no file {path}; choose math, code, python_tool, countdown, "
+        "calculator, or a path to a .py file",
     )
     spec = importlib.util.spec_from_file_location("task", path)
     task = importlib.util.module_from_spec(spec)

@@ -19,10 +19,9 @@ from threading import Timer
 
 from nanoorz.ranks import UserError
 
-# PYTHONPATH: the packages, if a program may import any. The last two are numbers of threads.
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": "/packages"}
 ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # Else: one for each core.
 # What a program sees of this machine. Old systems have a /bin that is not a link into /usr.
 SYSTEM = """
 --ro-bind /usr /usr --ro-bind-try /bin /bin --ro-bind-try /lib /lib --ro-bind-try /lib64 /lib64
@@ -37,10 +36,10 @@ FIRST_JAIL = """
 --unshare-pid --die-with-parent --proc /proc --dir /tmp --cap-drop ALL --cap-add CAP_SETUID
 --cap-add CAP_SETGID -- setpriv --reuid 65534 --regid 65534 --clear-groups -- bwrap
 """
+FROM_FIRST_JAIL = "--ro-bind /python /python --ro-bind-try /packages /packages"
 ADVICE = (
-    "the jail needs bubblewrap 0.8, Linux 5.14, and users that may make namespaces (`sysctl -w "
-    "user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0`; a container: "
-    "--privileged)"
+    "the jail needs bubblewrap 0.8, Linux 5.14 and namespaces of users (`sysctl -w user.max_user_"
+    "namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0`; a container: --privileged)"
 )
 
 
@@ -58,21 +57,20 @@ class Jail:
         self.closed = False
         bwrap = shutil.which("bwrap")
         if not bwrap:
-            raise UserError(
-                f"no bwrap: install bubblewrap (Debian: apt install bubblewrap); {ADVICE}"
-            )
-        limits = f"--cpu={cpu_seconds}:{cpu_seconds + 1} --as={memory_mb << 20} --fsize={8 << 20} "
-        limits += "--nproc=16 --nofile=64 --core=0"  # bwrap is two of the 16 processes.
-        folders = {sys.base_prefix: "/python"}
+            raise UserError(f"no bwrap: install bubblewrap (apt install bubblewrap); {ADVICE}")
+        folders = ["--ro-bind", sys.base_prefix, "/python"]
         if packages:
-            folders[sysconfig.get_path("purelib")] = "/packages"
+            folders += ["--ro-bind", sysconfig.get_path("purelib"), "/packages"]
         self.command = [bwrap]
         if os.getuid() == 0:
-            self.command += [*mount(folders), *FIRST_JAIL.split()]
-            folders = {path: path for path in folders.values()}
-        self.command += [*WALL.split(), *mount(folders), *FOLDER.split(), "prlimit"]
-        python = f"/python/bin/python3.{sys.version_info.minor}"
-        self.command += [*limits.split(), "--", python, "-P", "-s", "-S"]
+            self.command += [*SYSTEM.split(), *folders, *FIRST_JAIL.split()]
+            folders = FROM_FIRST_JAIL.split()
+        self.command += [*WALL.split(), *SYSTEM.split(), *folders, *FOLDER.split()]
+        # bwrap is two of the 16 processes.
+        limits = f"--cpu={cpu_seconds}:{cpu_seconds + 1} --as={memory_mb << 20} --fsize={8 << 20} "
+        limits += "--nproc=16 --nofile=64 --core=0"
+        python = f"/python/bin/python3.{sys.version_info.minor} -P -s -S"
+        self.command += f"prlimit {limits} -- {python}".split()
         # The trial starts a process, too: on an old Linux the limit counts all of this user's.
         trial = [*self.command, "-c", "import os\nif os.fork(): print('started')"]
         done = run(trial, env=ENVIRONMENT, cwd="/", capture_output=True)
@@ -120,11 +118,3 @@ def kill(process):
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def mount(folders):
-    """Options of bwrap for the system and for {a folder here: its place in the jail}."""
-    options = SYSTEM.split()
-    for source, target in folders.items():
-        options += ["--ro-bind", source, target]
-    return options

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 
@@ -20,7 +21,6 @@ if __name__ == "__main__":
 
 from tasks.jail import Jail
 
-MARK = "outlives_its_parent"
 SLEEP = "import time; time.sleep(600)"
 # Each of these succeeds without the jail, and raises an error behind it.
 ATTACKS = {
@@ -58,7 +58,8 @@ ATTACKS = {
     "write 80 MB of files": "for i in range(80): open(str(i), 'wb').write(b' ' * 2**20)",
     "open 99 files": "files = [open('x', 'wb') for i in range(99)]",
     "raise its own limits": "resource.setrlimit(resource.RLIMIT_NOFILE, (999, 999))",
-    "leave a process that outlives it": f"command = [sys.executable, '-c', {SLEEP!r}, {MARK!r}]\n"
+    "leave a process that outlives it": "mark = f'left_of_{ROOM}'\n"
+    f"command = [sys.executable, '-c', {SLEEP!r}, mark]\n"
     "no_output = [(os.POSIX_SPAWN_CLOSE, 1)]\n"
     "os.posix_spawn(sys.executable, command, {}, setsid=True, file_actions=no_output)",
     "make a user namespace": "call('unshare', 0x10000000)",
@@ -80,6 +81,7 @@ ALLOWED = {
     "open a socket": "socket.socket()",
     "send a signal to its own process": "pid = os.fork() or time.sleep(9)\nos.kill(pid, 9)",
     "make a file in memory": "os.memfd_create('x')",
+    "take shared memory": "call('shmget', 0, 1 << 20, 0o600)",
     "change the mode of its own file": "open('a', 'w')\nos.chmod('a', 0o777)",
 }
 PROGRAM = """
@@ -100,15 +102,25 @@ else:
 """
 
 
-def mark_of(outcome):
-    """The outcome, or "refused" if the process that should outlive its program has ended."""
+def processes(mark):
+    """The numbers of the processes with this text in their command."""
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
         # A process may have just ended.
         with contextlib.suppress(OSError):
-            if MARK in (path / "cmdline").read_text():
-                os.kill(int(path.name), 9)
-                return outcome
-    return "refused"
+            if mark in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
+
+
+def has_left_a_process(room, seconds):
+    """Is the process that should outlive its program there after so many seconds? Ends it."""
+    deadline = time.monotonic() + seconds
+    while (found := processes(f"left_of_{room}")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for number in found:
+        os.kill(number, 9)
+    return bool(found)
 
 
 def main(room):
@@ -140,8 +152,9 @@ def main(room):
                 command = [sys.executable, "-P", "-s", "-S", "-"]
                 done = subprocess.run(command, input=program, stdout=subprocess.PIPE, cwd=folder)
                 outcome = done.stdout.decode().strip()
-            if MARK in attack:
-                outcome = mark_of(outcome)
+            # The kernel ends the processes of a jail one after the other.
+            if "left_of" in attack and not has_left_a_process(room, 60 if is_behind else 0):
+                outcome = "refused"
             assert (victim.poll() is None) == ("VICTIM" not in attack or outcome == "refused")
             victim.kill()
             victim.wait()
@@ -151,7 +164,8 @@ def main(room):
     assert public == ("x", "x"), "only the attacks without the jail have written"
     print(json.dumps(found), flush=True)
     # The trainer is killed while this program runs.
-    with jail.start(["-", f"{MARK}_of_a_killed_trainer"], b"print(1)\nwhile True: pass") as process:
+    program = b"print(1, flush=True)\nwhile True: pass"
+    with jail.start(["-", f"killed_{room}"], program) as process:
         process.stdout.read(1)
         print("runs", flush=True)
         process.wait()

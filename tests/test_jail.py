@@ -1,7 +1,6 @@
 """tasks/jail.py: what it contains, and what it needs. test_code.py has the grader of programs."""
 
 import ast
-import contextlib
 import json
 import os
 import subprocess
@@ -13,23 +12,12 @@ from subprocess import PIPE, Popen
 
 import pytest
 from conftest import ROOT, wait_until
-from jail_worker import ALLOWED, ATTACKS, MARK, OF_ROOT
+from jail_worker import ALLOWED, ATTACKS, OF_ROOT, processes
 
 from nanoorz.ranks import UserError
 from tasks.jail import ENVIRONMENT, Jail
 
 ENDLESS = b"while True: print('3' * 10000)"
-
-
-def processes(mark):
-    """The numbers of the processes with this text in their command."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        # A process may have just ended.
-        with contextlib.suppress(OSError):
-            if mark in (path / "cmdline").read_text():
-                found.append(int(path.name))
-    return found
 
 
 def as_user(user, room):
@@ -50,7 +38,7 @@ def test_each_attack_succeeds_without_the_jail_and_fails_behind_it(user, jail):
     if user == "another" and os.getuid():
         pytest.skip("only root can be another user")
     is_root = user == "mine" and os.getuid() == 0
-    page = (ROOT / "docs/rewards.md").read_text()
+    page = " ".join((ROOT / "docs/rewards.md").read_text().split())
     for name in ATTACKS | OF_ROOT | ALLOWED:
         assert name in page
     with tempfile.TemporaryDirectory(dir="/tmp") as room:
@@ -60,7 +48,7 @@ def test_each_attack_succeeds_without_the_jail_and_fails_behind_it(user, jail):
             report = trainer.stdout.readline()
             if report:
                 assert trainer.stdout.readline() == "runs\n"
-                assert processes(f"{MARK}_of_a_killed_trainer")
+                assert processes(f"killed_{room}")
             trainer.kill()
             errors = trainer.stderr.read()
         if "unshare failed" in errors:
@@ -70,14 +58,16 @@ def test_each_attack_succeeds_without_the_jail_and_fails_behind_it(user, jail):
         for name in ATTACKS:
             assert outcomes[name] == ["done", "refused"], name
         for name in OF_ROOT:
-            assert outcomes[name] == ["done" if is_root else "refused", "refused"], name
+            assert outcomes[name][1] == "refused", name
+            # Linux may allow some of them to other users, too.
+            assert outcomes[name][0] == "done" or not is_root, name
         for name in ALLOWED:
             assert outcomes[name][1] == "done", name
-        wait_until(lambda: processes(MARK) == [], seconds=60)
+        wait_until(lambda: processes(f"killed_{room}") == [], seconds=60)
 
 
 def test_a_program_ends_with_its_block_or_its_limits(jail):
-    mark = f"{MARK}_of_{os.getpid()}"
+    mark = f"endless_{os.getpid()}"
     with jail.start(["-", mark], ENDLESS) as process:
         assert process.stdout.read(1 << 20).startswith(b"333")
         assert processes(mark)
@@ -94,7 +84,7 @@ def test_a_program_ends_with_its_block_or_its_limits(jail):
 
 
 def test_a_fork_bomb_ends_and_leaves_nothing(jail):
-    mark = f"{MARK}_of_bomb_{os.getpid()}"
+    mark = f"bomb_{os.getpid()}"
     bomb = b"""print(1, flush=True)
 import os
 while True:
