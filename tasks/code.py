@@ -2,9 +2,9 @@
 
 This file has the interface of reward.py. ORZ has no such task. A program gets an input, or the
 expression that an assert compares with a literal. It never gets the expected value. This file
-compares the output, which it reads with ast.literal_eval, with the expected value. So a program
-passes a test only by the right answer. tasks/jail.py says what contains a program, code_tests.py
-runs the tests there, and code_data.py reads the problems.
+compares its output with the expected value, word by word or read by ast.literal_eval. So a program
+passes a test only by the right answer. tasks/jail.py contains a program, code_tests.py runs the
+tests in the jail, and code_data.py reads the problems.
 
 To use this file elsewhere, on Linux, copy these files, reward.py and the files of nanoorz/ that
 reward.py names, too.
@@ -171,22 +171,22 @@ class Grader:
         }
         try:
             with self.jail.start(["-c", RUN_TESTS], marshal.dumps(job)) as process:
-                passed, loss = self.read_replies(process, label, job["longest_output"])
+                passed, loss = self.read_results(process, label, job["longest_output"])
         except OSError as error:
             raise UserError(f"no process can be started for a program: {error}") from error
         if self.partial:
             return passed / len(label["tests"]), loss
         return float(passed == len(label["tests"])), loss
 
-    def read_replies(self, process, label, longest_output) -> tuple[int, str | None]:
+    def read_results(self, process, label, longest_output) -> tuple[int, str | None]:
         """Returns (number of tests passed, one of LOST_WAYS or None)."""
         passed = 0
         loss = None
         for _, expected, tolerance in label["tests"]:
-            # A program could write such a line, so it must have this form.
+            # A program could write here. So a line of another form is no result.
             head = re.fullmatch(rb"(-?\d+) ([01]) (\d+)\n", process.stdout.readline(99))
             if head is None:
-                # There is no reply. Only the wall limit of all tests kills the whole jail.
+                # Only the wall limit of all tests (and `close`) kills the whole jail.
                 is_late = process.wait() == -signal.SIGKILL
                 return passed, "wall_timeouts" if is_late else "crashes"
             code, is_late, size = map(int, head.groups())
@@ -216,10 +216,10 @@ class Grader:
 
 
 def lost_by(code: int, is_late: int) -> str | None:
-    """Returns one of LOST_WAYS if a test ended by a time-out or a crash, else None.
+    """Returns one of LOST_WAYS, or None if the test has failed or passed.
 
-    code: the exit code, or minus the number of a signal. If a program ignores SIGXCPU, the kernel
-    ends it by SIGKILL. Its CPU time-out then counts as a crash.
+    code: the exit code, or minus the number of a signal. A crash is a SIGKILL, as when the machine
+    has no memory left. If a program ignores SIGXCPU, the kernel ends it by SIGKILL, too.
     """
     if is_late:
         return "wall_timeouts"

@@ -15,6 +15,7 @@ import json
 import pickle
 import re
 import zlib
+from functools import partial
 
 from nanoorz.ranks import one_line
 from nanoorz.records import Unusable, parse_question, read_file
@@ -42,33 +43,36 @@ def load_problems(path, template, bos="", columns=("question", "tests"), split="
     literal, tolerance). `template` is a key of TEMPLATES or a text with {question}. Raises
     UserError.
     """
-    lost_tests = 0
-
-    def parse(record):
-        nonlocal lost_tests
-        try:
-            question, label, test_count = parse_record(record, columns)
-        # A test that is no Python, a column that is missing, a packed column that is broken.
-        except (AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            raise Unusable(f"{type(error).__name__}: {one_line(error)}") from error
-        lost_tests += test_count - len(label["tests"])
-        if not label["tests"]:
-            raise Unusable("no usable test")
-        return {"question": question, "label": label}
-
-    reading = read_file(path, parse, split)
+    reading = read_file(path, partial(parse_record, columns=columns), split)
     advice = f"give items of MBPP, HumanEval, APPS or LiveCodeBench, or columns {columns}"
-    lost = [f"{lost_tests} tests cannot be used and are left out"] if lost_tests else []
-    return make_problems(path, reading, template, TEMPLATES, bos, advice, lost)
+    lost = sum(record["lost_tests"] for record in reading.records.values())
+    warnings = [f"{lost} tests cannot be used and are left out"] if lost else []
+    return make_problems(path, reading, template, TEMPLATES, bos, advice, warnings)
 
 
 def parse_record(record, columns):
-    """(question, label, number of tests before any test was left out)."""
-    names = (columns[0], "question_content", "text", "prompt")
-    question = next((record[name] for name in names if name in record), None)
-    question, _, _ = parse_question(question)
-    label, hint, test_count = parse_tests(record, columns[1])
-    return question + hint, label, test_count
+    """The question and the label of a record, and how many tests are left out. Raises Unusable."""
+    try:
+        names = (columns[0], "question_content", "text", "prompt")
+        question = next((record[name] for name in names if name in record), None)
+        question, _, _ = parse_question(question)
+        label, hint, test_count = parse_tests(record, columns[1])
+        label["tests"] = [test for test in label["tests"] if is_short(test)]
+    except Unusable:
+        raise
+    # A test that is no Python, a missing column, a broken pickle: json, zlib, pickle and ast have
+    # many classes of errors.
+    except Exception as error:
+        raise Unusable(f"{type(error).__name__}: {one_line(error)}") from error
+    if not label["tests"]:
+        raise Unusable("no usable test")
+    lost_tests = test_count - len(label["tests"])
+    return {"question": question + hint, "label": label, "lost_tests": lost_tests}
+
+
+def is_short(test):
+    """In the jail no file, and so no input and no output, is longer than 8 MB."""
+    return max(len(test[0].encode()), len(test[1].encode())) < 8 << 20
 
 
 def parse_tests(record, column):
@@ -78,7 +82,7 @@ def parse_tests(record, column):
         if isinstance(fields.get(name), str) and fields[name]:
             fields[name] = unpack(fields[name])
     if "entry_point" in fields:
-        # HumanEval. The question is the start of the program.
+        # HumanEval. The question is the start of the program, so it needs no hint.
         test = re.sub(r"\bcandidate\b", fields["entry_point"], fields["test"])
         return label_of_asserts([test], setup=fields["prompt"], hint="\n")
     setup_lines = [*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""]
@@ -113,10 +117,7 @@ def unpack(text):
     """
     if text.lstrip().startswith(("{", "[")):
         return json.loads(text)
-    try:
-        return json.loads(OnlyText(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
-    except (zlib.error, pickle.UnpicklingError) as error:
-        raise ValueError(error) from error
+    return json.loads(OnlyText(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
 
 
 class OnlyText(pickle.Unpickler):
@@ -140,7 +141,7 @@ def apps_tests(apps, function):
 
 
 def livecodebench_tests(fields, function):
-    """The same as apps_tests. A test of a function has one argument as JSON in each line."""
+    """The same pairs as of apps_tests. A function has one argument as JSON in each line."""
     cases = [*fields["public_test_cases"], *fields["private_test_cases"]]
     tests = [(case["input"], case["output"]) for case in cases]
     if not function:
@@ -149,7 +150,7 @@ def livecodebench_tests(fields, function):
 
 
 def label_of_asserts(tests, setup, hint):
-    """The same as parse_tests. If the hint is empty, the first call becomes the hint."""
+    """Returns the same as parse_tests. If the hint is empty, the first call becomes the hint."""
     nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
     asserts = [node for node in nodes if isinstance(node, ast.Assert)]
     parts = [split_assert(node.test, setup) for node in asserts]
@@ -204,7 +205,8 @@ def match_condition(condition):
             given = {option.arg: ast.literal_eval(option.value) for option in options}
             relative = given.get("rel_tol", 1e-9) * abs(ast.literal_eval(expected))
             return value, expected, max(given.get("abs_tol", 0), relative)
-        # `assert f(x)` accepts each true value. So the test compares `not f(x)` with False.
+        # `assert f(x)` accepts each true value. So the test compares `not f(x)` with False. With
+        # True it is the test of `assert not f(x)`: the expression does not tell the answer.
         case ast.Call(ast.Name()):
             return ast.UnaryOp(ast.Not(), condition), ast.Constant(False), 0
         case ast.UnaryOp(ast.Not(), ast.Call(ast.Name())):

@@ -1,9 +1,9 @@
 """Runs the tests of one program. tasks/code.py sends this file into the jail of tasks/jail.py.
 
-A job is a dict, by marshal, because an import of json would take longer than this file. For each
-input there is a reply: a line with the exit code, a 1 if the test was too late, and the length of
-the output in bytes, and then the output. A program could change this process, which has the same
-rights. It would gain nothing, because the expected values are not in the jail.
+A job is a dict, packed by marshal, because an import of json would take longer than this file. For
+each test there is a result: a line with the exit code, a 1 if the test was too late, and the length
+of the output in bytes, and then the output. A program could change this process, which has the same
+rights. It would gain no right answer, because the expected values are not in the jail.
 """
 
 import marshal
@@ -39,7 +39,8 @@ def run_tests(job):
         os.write(1, b"%d %d %d\n" % (code, is_late, len(output)) + output)
         os.close(stdin)
         os.close(stdout)
-        # If one test ran out of time, the next tests would probably run out of time too.
+        # One failure decides. If all tests are wanted, only a test that ran out of time ends them:
+        # the next tests would probably run out of time, too.
         if code in (-SIGKILL, -SIGXCPU) or (code and not job["partial"]):
             return
 
@@ -47,6 +48,8 @@ def run_tests(job):
 def run_program(job, text):
     """Runs the program. If the test is an expression, its value becomes the last line of output."""
     main = types.ModuleType("__main__")
+    # Python started without `site`, which makes these two.
+    main.exit = main.quit = sys.exit
     sys.modules["__main__"] = main
     exec(compile(job["program"], "program.py", "exec"), main.__dict__)
     if job["calls"]:
@@ -60,17 +63,18 @@ def run_program(job, text):
 
 def await_end(pid, seconds):
     """(exit code or minus the number of a signal, was it too late?). Kills what is left."""
-    process = os.pidfd_open(pid)
-    ended, _, _ = select.select([process], [], [], seconds)
-    os.kill(-1, SIGKILL)  # All processes of this jail, except this one and its first.
+    pidfd = os.pidfd_open(pid)
+    ended, _, _ = select.select([pidfd], [], [], seconds)
+    os.kill(-1, SIGKILL)  # All processes of this jail, except this one and process 1.
     _, status = os.waitpid(pid, 0)
-    os.close(process)
-    return os.waitstatus_to_exitcode(status), not ended
+    os.close(pidfd)
+    code = os.waitstatus_to_exitcode(status)
+    return code, code == -SIGKILL and not ended
 
 
 def read_output(stdout, code, job):
-    """(exit code, output). A program that failed, or printed far more than the test expects, has
-    failed and has no output. If the tests are calls, the end of the output is enough."""
+    """(exit code, output). Output far longer than the test expects is a failure, and a failure has
+    no output. If the tests are calls, the end of the output is enough."""
     size = os.fstat(stdout).st_size
     longest = job["longest_output"]
     if size > longest and not job["calls"]:

@@ -27,11 +27,11 @@ SYSTEM = """
 --ro-bind /usr /usr --ro-bind-try /bin /bin --ro-bind-try /lib /lib --ro-bind-try /lib64 /lib64
 --perms 0755 --dir /etc --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache --dev /dev
 """
-# A program cannot make namespaces: as root of its own one it could mount more memory.
-WALL = "--unshare-all --unshare-user --disable-userns --die-with-parent"
-FOLDER = "--remount-ro /dev --size 67108864 --tmpfs /tmp --remount-ro / --chdir /tmp --"
-# Limits of processes do not hold for root. So root becomes nobody, who may not open a Python below
-# /root. So root mounts all folders in a first jail, and nobody takes them from there.
+# A program cannot make namespaces. In its own one it would be root, and could mount more memory.
+NAMESPACES = "--unshare-all --unshare-user --disable-userns --die-with-parent"
+TMP = "--remount-ro /dev --size 67108864 --tmpfs /tmp --remount-ro / --chdir /tmp --"
+# Root has no limit of the number of processes. So root becomes user 65534. This user may not open
+# a Python below /root. So root mounts all folders in a first jail, and the user finds them there.
 FIRST_JAIL = """
 --unshare-pid --die-with-parent --proc /proc --dir /tmp --cap-drop ALL --cap-add CAP_SETUID
 --cap-add CAP_SETGID -- setpriv --reuid 65534 --regid 65534 --clear-groups -- bwrap
@@ -46,7 +46,7 @@ ADVICE = (
 class Jail:
     """Runs Python programs. Raises UserError if this machine cannot contain them.
 
-    cpu_seconds and memory_mb limit each process of a program. A program may have 14 processes and
+    cpu_seconds and memory_mb limit each process of a program. A program may have 15 processes and
     threads, 64 open files, files of 8 MB, and 64 MB in its folder. After wall_seconds all its
     processes end. packages: may it import the packages of this Python?
     """
@@ -65,13 +65,13 @@ class Jail:
         if os.getuid() == 0:
             self.command += [*SYSTEM.split(), *folders, *FIRST_JAIL.split()]
             folders = FROM_FIRST_JAIL.split()
-        self.command += [*WALL.split(), *SYSTEM.split(), *folders, *FOLDER.split()]
-        # bwrap is two of the 16 processes.
+        self.command += [*NAMESPACES.split(), *SYSTEM.split(), *folders, *TMP.split()]
+        # bwrap is one of the 16 processes.
         limits = f"--cpu={cpu_seconds}:{cpu_seconds + 1} --as={memory_mb << 20} --fsize={8 << 20} "
         limits += "--nproc=16 --nofile=64 --core=0"
-        python = f"/python/bin/python3.{sys.version_info.minor} -P -s -S"
-        self.command += f"prlimit {limits} -- {python}".split()
-        # The trial starts a process, too: on an old Linux the limit counts all of this user's.
+        python = f"/python/bin/python3.{sys.version_info.minor} -P -s"
+        self.command += f"prlimit {limits} -- {python}{'' if packages else ' -S'}".split()
+        # The trial starts a process, too: on an old Linux the limit counts all processes of a user.
         trial = [*self.command, "-c", "import os\nif os.fork(): print('started')"]
         done = run(trial, env=ENVIRONMENT, cwd="/", capture_output=True)
         if done.stdout != b"started\n":
@@ -111,9 +111,9 @@ class Jail:
 
 
 def kill(process):
-    """Kills the process group of a jail. With process 1 of a namespace all its processes end.
+    """Kills the process group of a jail. If process 1 of a namespace ends, all its processes end.
 
-    While bwrap starts, its processes do not end with each other, so one of them is not enough.
+    While bwrap starts, this does not hold yet. So the whole group is killed.
     """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):

@@ -18,6 +18,7 @@ and grader are those of reward.py: the answer must be in what the policy has dra
 
 import functools
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import STDOUT
 
@@ -29,7 +30,11 @@ __all__ = ["ANSWER_FORMS", "Grader", "load_problems", "reply", "text_metrics"]
 
 CPU_SECONDS = 10
 WALL_SECONDS = 60
-LONGEST = 1000  # characters that a reply has of a program's output
+# A program that has waited longer for a free thread is not started. Together with WALL_SECONDS this
+# is less than --reply_seconds, so slow programs cannot end the run.
+QUEUE_SECONDS = 200
+MOST_BYTES = 1 << 20  # More output is not read.
+LONGEST = 1000  # A longer output keeps so many characters: half of them from its end.
 TOOL = (
     "You may use Python: write a program between ```python and ```, and then ```output. You then "
     "see what the program has printed. "
@@ -43,12 +48,12 @@ load_problems = functools.partial(reward.load_problems, templates=TEMPLATES)
 
 
 class Grader(reward.Grader):
-    """The jail and the threads of `reply` begin and end with the grader."""
+    """Makes the jail and the threads of `reply`, and ends them."""
 
     def __init__(self, workers=1, answer_form="orz"):
         super().__init__(workers, answer_form)
-        # As many programs run at a time as the sampler has cores to spare.
         reply.jail = Jail(CPU_SECONDS, WALL_SECONDS, packages=True)
+        # As many programs run at a time as the sampler has cores to spare.
         reply.threads = ThreadPoolExecutor(workers)
 
     def close(self):
@@ -61,26 +66,42 @@ def reply(text, finish_reason, label):
     """A Future of the output of the turn's program, or None if the turn does not ask for one."""
     if finish_reason != "stop" or not text.endswith("```output"):
         return None
-    # Without the stop text and without the turns before.
-    turn = text.removesuffix("```output").rpartition("```output")[2]
-    _, _, program = turn.rpartition("```python\n")
-    return reply.threads.submit(answer_program, reply.jail, program.partition("```")[0])
+    turn = text.removesuffix("```output")
+    _, _, last_reply = turn.rpartition("```output")
+    if last_reply != turn:
+        # A reply ends with its only ```, and then the turn begins.
+        _, _, turn = last_reply.partition("```\n")
+    _, found, program = turn.rpartition("```python\n")
+    if not found:
+        return end("there is no block of Python")
+    program, _, _ = program.partition("```")
+    return reply.threads.submit(run_program, reply.jail, program, time.monotonic())
 
 
-def answer_program(jail, program):
-    """The reply to a program: what it printed, and its error or what ended it."""
+def run_program(jail, program, asked):
+    """The reply to a program: what it has printed, and its error or what ended it.
+
+    asked: when the policy asked, in seconds of time.monotonic().
+    """
+    if time.monotonic() - asked > QUEUE_SECONDS:
+        return end("not run: too many programs waited")
     with jail.start(["-"], program.encode(errors="replace"), stderr=STDOUT) as process:
-        # What is behind these bytes is not read.
-        output = process.stdout.read(1 << 20)
-        code = 0 if len(output) == 1 << 20 else process.wait()
+        output = process.stdout.read(MOST_BYTES)
+        # With more output the program has not ended, and may never end.
+        code = process.wait() if len(output) < MOST_BYTES else 0
     text = output.decode(errors="replace").strip()
     if len(text) > LONGEST:
-        # The end is there, because it may be an error.
         text = f"{text[: LONGEST // 2]}\n...\n{text[-LONGEST // 2 :]}"
+    # bwrap returns 128 + the number of the signal that ended the program.
     if code == -signal.SIGKILL:
-        text += f"\nstopped: it took more than {WALL_SECONDS} s"
+        text += f"\nstopped: it took more than {jail.wall_seconds} s"
     elif code == 128 + signal.SIGXCPU:
         text += f"\nstopped: it used more than {CPU_SECONDS} s of CPU time"
-    elif code > 128:
+    elif 128 < code <= 128 + 64:
         text += f"\nstopped by signal {code - 128}"
-    return f"\n{text.strip() or 'nothing was printed'}\n```\n"
+    return end(text.strip() or "nothing was printed")
+
+
+def end(text):
+    """The text of a reply. ``` ends it, so it is nowhere else in it."""
+    return "\n" + text.replace("```", "'''") + "\n```\n"

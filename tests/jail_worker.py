@@ -21,7 +21,10 @@ if __name__ == "__main__":
 
 from tasks.jail import Jail
 
-SLEEP = "import time; time.sleep(600)"
+OUTLIVE = """if not os.fork():
+    os.setsid()
+    os.close(1)
+    time.sleep(600)"""
 # Each of these succeeds without the jail, and raises an error behind it.
 ATTACKS = {
     "read a file that everyone may read": "open(f'{ROOM}/public').read()",
@@ -37,15 +40,15 @@ ATTACKS = {
     "list a folder": "os.listdir(ROOM)",
     "write a file that everyone may write": "open(f'{ROOM}/public', 'a').write('x')",
     "write a verdict into the run's metrics.jsonl": "open(f'{ROOM}/metrics.jsonl', 'a').write('x')",
-    "make a file beside it": "open(f'{ROOM}/new', 'w')",
+    "make a file": "open(f'{ROOM}/new', 'w')",
     "remove a file": "os.remove(f'{ROOM}/spare')",
-    "take a file away": "os.rename(f'{ROOM}/spare', 'a')",
+    "rename a file": "os.rename(f'{ROOM}/spare', 'a')",
     "overwrite a file": "open(f'{ROOM}/spare', 'w')",
     "make a folder": "os.mkdir(f'{ROOM}/new_folder')",
     "remove a folder": "os.rmdir(f'{ROOM}/empty')",
     "make a file in `/dev/shm`": "open('/dev/shm/x', 'w')\nos.remove('/dev/shm/x')",
     "find a variable of the trainer's environment": "os.environ['SECRET']",
-    "read this environment in `/proc`": "open(f'/proc/{TRAINER}/environ').read()",
+    "read the trainer's environment in `/proc`": "open(f'/proc/{TRAINER}/environ').read()",
     "connect to a server": "socket.create_connection(('127.0.0.1', PORT))",
     "send to a UNIX socket that has a file": "datagrams().sendto(b'x', f'{ROOM}/letters')",
     "send to a UNIX socket that has a name": "datagrams().sendto(b'x', f'\\0{ROOM}/letters')",
@@ -58,14 +61,12 @@ ATTACKS = {
     "write 80 MB of files": "for i in range(80): open(str(i), 'wb').write(b' ' * 2**20)",
     "open 99 files": "files = [open('x', 'wb') for i in range(99)]",
     "raise its own limits": "resource.setrlimit(resource.RLIMIT_NOFILE, (999, 999))",
-    "leave a process that outlives it": "mark = f'left_of_{ROOM}'\n"
-    f"command = [sys.executable, '-c', {SLEEP!r}, mark]\n"
-    "no_output = [(os.POSIX_SPAWN_CLOSE, 1)]\n"
-    "os.posix_spawn(sys.executable, command, {}, setsid=True, file_actions=no_output)",
+    "leave a process that outlives it": OUTLIVE,
     "make a user namespace": "call('unshare', 0x10000000)",
 }
 # Without the jail these need root.
 OF_ROOT = {
+    "change a file of Python": "open(os.__file__, 'r+b')",
     "change the trainer's memory": "open(f'/proc/{TRAINER}/mem', 'r+b')",
     "become another user": "os.setuid(1)",
     "mount": "os.mkdir('m')\ncall('mount', b'x', b'm', b'tmpfs', 0, None)\ncall('umount', b'm')",
@@ -113,10 +114,10 @@ def processes(mark):
     return found
 
 
-def has_left_a_process(room, seconds):
-    """Is the process that should outlive its program there after so many seconds? Ends it."""
+def has_left_a_process(mark, seconds):
+    """Is a process with this text still there after so many seconds? Ends it."""
     deadline = time.monotonic() + seconds
-    while (found := processes(f"left_of_{room}")) and time.monotonic() < deadline:
+    while (found := processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for number in found:
         os.kill(number, 9)
@@ -134,6 +135,7 @@ def main(room):
     letters[1].bind(f"\0{room}/letters")
     jail = Jail(cpu_seconds=5, wall_seconds=60, memory_mb=256)
     found = {}
+    mark = f"attacks_in_{room}"
     for number, (name, attack) in enumerate((ATTACKS | OF_ROOT | ALLOWED).items()):
         outcomes = []
         for is_behind in (False, True):
@@ -146,16 +148,18 @@ def main(room):
             folder = Path(room, f"folder{number}{is_behind}")
             folder.mkdir()
             if is_behind:
-                with jail.start(["-"], program) as process:
+                with jail.start(["-", mark], program) as process:
                     outcome = process.stdout.read(9999).decode().strip()
             else:
-                command = [sys.executable, "-P", "-s", "-S", "-"]
+                command = [sys.executable, "-P", "-s", "-S", "-", mark]
                 done = subprocess.run(command, input=program, stdout=subprocess.PIPE, cwd=folder)
                 outcome = done.stdout.decode().strip()
             # The kernel ends the processes of a jail one after the other.
-            if "left_of" in attack and not has_left_a_process(room, 60 if is_behind else 0):
+            if attack == OUTLIVE and not has_left_a_process(mark, 60 if is_behind else 0):
                 outcome = "refused"
-            assert (victim.poll() is None) == ("VICTIM" not in attack or outcome == "refused")
+            if "VICTIM" in attack and outcome == "done":
+                assert victim.wait(60) == -9
+            assert victim.poll() in (None, -9)
             victim.kill()
             victim.wait()
             outcomes.append(outcome)

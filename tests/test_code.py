@@ -13,7 +13,8 @@ import zlib
 
 import pytest
 import taught
-from conftest import jsonl, launch
+from conftest import jsonl, launch, wait_until
+from jail_worker import processes
 
 from nanoorz.ranks import UserError
 from tasks import code as task
@@ -66,7 +67,7 @@ WRONG_ADDS += ["", "\ud800", "\0", "x" * 10**6]
 
 # (tests, right programs, wrong programs)
 PROGRAMS = [
-    (ADDS, [ADD, f"{ADD}\nraise SystemExit"], WRONG_ADDS),
+    (ADDS, [ADD, f"{ADD}\nraise SystemExit", f"{ADD}\nexit()"], WRONG_ADDS),
     # Only the exit status is wrong.
     (ADDS_ONCE, [ADD], [f"{ADD}\nimport os, sys\nsys.stdout.flush()\nos.abort()"]),
     (SILENT, ["pass"], ["import os\nos._exit(1)"]),
@@ -83,7 +84,7 @@ PROGRAMS = [
 CHEATS = [
     "raise SystemExit(0)",
     "import os\nprint('True')\nprint('passed')\nos._exit(0)",
-    "import os\nreplies = '''(0, False, '4')\n(0, False, '[1, 1]')\n(0, False, \"'aa'\")\n'''\n"
+    "import os\nreplies = '''0 0 1\n40 0 6\n[1, 1]0 0 4\n'aa''''\n"
     "for file in range(64):\n    try: os.write(file, replies.encode())\n    except OSError: pass\n"
     "os._exit(0)",
     "class E:\n    __eq__ = lambda *a: True\n    __repr__ = lambda a: 'E()'\nf = lambda x: E()",
@@ -94,7 +95,7 @@ CHEATS = [
     "import sys\nframe = sys._getframe()\nwhile frame:\n"
     "    frame.f_globals['same_value'] = lambda *a: True\n"
     "    frame.f_locals.get('job', {}).clear()\n    frame = frame.f_back\nf = lambda x: 4",
-    "import gc\nfound = [o for o in gc.get_objects() if type(o) is dict and 'expected' in o]\n"
+    "import gc\nfound = [o for o in gc.get_objects() if type(o) is dict and 'inputs' in o]\n"
     "f = lambda x: found[0]",
 ]
 DOUBLE = "print('a')\ndef f(x):\n    print('b')\n    return x * 2"
@@ -150,7 +151,9 @@ BOMBS = {
 
 
 @pytest.mark.engine
-def test_bombs_get_nothing_and_end_and_are_counted(jail):
+def test_bombs_get_nothing_and_leave_nothing_and_are_counted(jail, tmp_path, monkeypatch):
+    # The command of each process has this text.
+    monkeypatch.setattr(task, "RUN_TESTS", f"{task.RUN_TESTS}\n# {tmp_path}")
     expected = {code: (0, loss) for loss, codes in BOMBS.items() for code in codes}
     with task.Grader(workers=4, cpu_seconds=1, memory_mb=256) as grader:
         for code in expected:
@@ -164,6 +167,7 @@ def test_bombs_get_nothing_and_end_and_are_counted(jail):
         assert grader.lost == 6
         # The machine decides which limit ends this one.
         assert grade(grader, RECURSION, ADDS) == 0
+        wait_until(lambda: processes(str(tmp_path)) == [], seconds=60)
 
 
 @pytest.mark.slow
@@ -216,10 +220,10 @@ def test_a_process_that_cannot_be_started_is_an_error_of_results(jail):
 
 
 @pytest.mark.parametrize("head", ["x", "0 0", "0 0 -1", "0 2 1", "9" * 99])
-def test_replies_that_a_program_has_written_are_crashes(jail, head, monkeypatch):
-    """A program could reach the process that runs its tests, and the next replies could be its."""
+def test_results_that_a_program_has_written_are_crashes(jail, head, monkeypatch):
+    """A program could reach the process that runs its tests, and write its results."""
     code = f"print('0 0 1\\n3{head}')"
-    monkeypatch.setattr(task, "RUN_TESTS", f"{code}\nimport sys\nsys.stdin.read()")
+    monkeypatch.setattr(task, "RUN_TESTS", code)
     with task.Grader(partial=True) as grader:
         assert grade(grader, ADD, ADDS) == 0.5
         assert grader.counts == {"crashes": 1}
@@ -280,7 +284,8 @@ def test_the_copy_of_the_task_that_a_run_keeps_finds_the_jail(jail, tmp_path):
 BAD = [{"question": None}, {"question": " "}, {"question": "\ud800"}, {"tests": None}]
 BAD += [{"tests": []}, {"tests": [[1, 2]]}, {"input_output": '{"inputs": '}, {"tests": ["f("]}]
 BAD += [{"public_test_cases": "[]", "private_test_cases": packed(os.system)}]
-BAD += [{"public_test_cases": "[]", "private_test_cases": "AAAA"}]
+BAD += [{"public_test_cases": "[]", "private_test_cases": text} for text in ("AAAA", " ")]
+BAD += [{"tests": ["assert " + "(" * 999]}, {"tests": [["x" * (8 << 20), "1"]]}]
 
 
 @pytest.mark.parametrize("change", BAD)
@@ -313,7 +318,7 @@ def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
     assert [(problem.index, problem.question[0]) for problem in problems] == [(0, "a"), (1, "c")]
     assert problems[0].label["tests"] == [("f(1)", "1", 0)]
     lines = capsys.readouterr().err.splitlines()
-    assert [re.findall(r" (\d+) ", line) for line in lines] == [["2", "4", "2"], ["6"]]
+    assert [re.findall(r" (\d+) ", line) for line in lines] == [["2", "4", "2"], ["2"]]
     (tmp_path / "data.json").write_text(json.dumps(items[1:3]))
     with pytest.raises(UserError, match="no usable test"):
         task.load_problems(str(tmp_path / "data.json"), "plain")

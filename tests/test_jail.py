@@ -1,12 +1,11 @@
 """tasks/jail.py: what it contains, and what it needs. test_code.py has the grader of programs."""
 
-import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -15,7 +14,7 @@ from conftest import ROOT, wait_until
 from jail_worker import ALLOWED, ATTACKS, OF_ROOT, processes
 
 from nanoorz.ranks import UserError
-from tasks.jail import ENVIRONMENT, Jail
+from tasks.jail import Jail
 
 ENDLESS = b"while True: print('3' * 10000)"
 
@@ -39,8 +38,10 @@ def test_each_attack_succeeds_without_the_jail_and_fails_behind_it(user, jail):
         pytest.skip("only root can be another user")
     is_root = user == "mine" and os.getuid() == 0
     page = " ".join((ROOT / "docs/rewards.md").read_text().split())
-    for name in ATTACKS | OF_ROOT | ALLOWED:
-        assert name in page
+    rows = re.findall(r"\| ([^|]*) \| succeeds \| fails \|", page)
+    assert {name for row in rows for name in row.split("; ")} == {*ATTACKS, *OF_ROOT}
+    allowed = re.search(r"\*\*What the jail allows\*\*: (.*?)\. ", page)[1]
+    assert set(allowed.split("; ")) == set(ALLOWED)
     with tempfile.TemporaryDirectory(dir="/tmp") as room:
         Path(room).chmod(0o777)
         command = [*as_user(user, room), "tests/jail_worker.py", room]
@@ -83,21 +84,6 @@ def test_a_program_ends_with_its_block_or_its_limits(jail):
         assert process.wait() == -9
 
 
-def test_a_fork_bomb_ends_and_leaves_nothing(jail):
-    mark = f"bomb_{os.getpid()}"
-    bomb = b"""print(1, flush=True)
-import os
-while True:
-    try: os.fork()
-    except OSError: pass"""
-    with jail.start(["-", mark], bomb) as process:
-        process.stdout.read(1)
-        # The jail's own processes have this text, too.
-        time.sleep(0.3)
-        assert len(processes(mark)) < 24
-    wait_until(lambda: processes(mark) == [], seconds=60)
-
-
 def test_a_program_may_import_the_packages_of_this_python_if_it_is_allowed(jail):
     program = b"import numpy\nprint(numpy.arange(3).sum())"
     with jail.start(["-"], program, subprocess.STDOUT) as process:
@@ -113,19 +99,7 @@ def test_a_machine_that_cannot_contain_a_program_is_told_what_to_do(jail, monkey
         patch.setenv("PATH", str(tmp_path))
         with pytest.raises(UserError, match="^no bwrap: install bubblewrap .*apt install"):
             Jail(1, 1)
-    # A bwrap that refuses, as that of a container does.
-    bwrap = tmp_path / "bwrap"
-    bwrap.write_text(
-        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
-    )
-    bwrap.chmod(0o755)
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))
-        told = "^no program can be started: bwrap: No permissions .*; the jail needs .*sysctl"
-        with pytest.raises(UserError, match=told) as error:
-            Jail(1, 1)
-        assert "\n" not in str(error.value)
-    # A real one: a user namespace in which no further one can be made.
+    # A user namespace in which no further one can be made.
     inside = ["--unshare-user", "--disable-userns", "--uid", "65534", "--dev-bind", "/", "/"]
     script = (
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tasks import jail\njail.Jail(1, 1)"
@@ -136,10 +110,4 @@ def test_a_machine_that_cannot_contain_a_program_is_told_what_to_do(jail, monkey
         text=True,
     )
     assert done.returncode == 1
-    assert "UserError: no program can be started: bwrap: " in done.stderr
-
-
-def test_the_jail_gets_none_of_our_environment(jail):
-    with jail.start(["-"], b"import os\nprint(sorted(os.environ))") as process:
-        found = ast.literal_eval(process.stdout.read().decode())
-    assert set(found) <= ENVIRONMENT.keys() | {"PWD", "LC_CTYPE"}
+    assert re.search("no program can be started: bwrap: .*; the jail needs .*sysctl", done.stderr)

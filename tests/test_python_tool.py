@@ -1,37 +1,35 @@
 """tasks/python_tool.py: what replies hold, and what counts as an answer."""
 
+import time
+
 import pytest
 import taught
-from conftest import jsonl, launch
+from conftest import config, jsonl, launch
 
 from rollout import Sample
 from tasks import python_tool
+from tasks.jail import Jail
 
-TRACEBACK = '\nTraceback (most recent call last):\n  File "<stdin>", line 1, in <module>\n'
-# {program: reply without the last line}
+TRACEBACK = 'Traceback (most recent call last):\n  File "<stdin>", line 1, in <module>\n'
+# {program: reply without its first and its last line}
 REPLIES = {
-    "print(3)\nx = 4": "\n3",
-    "import sympy\nprint(sympy.factorint(91))": "\n{7: 1, 13: 1}",
-    "pass": "\nnothing was printed",
-    "": "\nnothing was printed",
+    "print(3)\nx = 4": "3",
+    "import sympy\nprint(sympy.factorint(91))": "{7: 1, 13: 1}",
+    "pass": "nothing was printed",
+    "exit()": "nothing was printed",
+    "exit(-1)": "nothing was printed",
+    "": "nothing was printed",
     "1/0": f"{TRACEBACK}ZeroDivisionError: division by zero",
-    "print(\ud800)": None,
     "x = bytearray(3 << 30)": f"{TRACEBACK}MemoryError",
-    "import os\nos.abort()": "\nstopped by signal 6",
-    "print(1, flush=True)\nwhile True: pass": "\n1\nstopped: it used more than 1 s of CPU time",
-    "import time\ntime.sleep(600)": "\nstopped: it took more than 4 s",
-    "open('/etc/passwd')": f"{TRACEBACK}FileNotFoundError: [Errno 2] No such file or directory: "
-    "'/etc/passwd'",
-    # The middle of a long output is left out, and an endless one is not read to its end.
-    "print('x' * 3000)\n1/0": None,
-    "while True: print('x' * 3000)": None,
+    "import os\nos.abort()": "stopped by signal 6",
+    "print(1, flush=True)\nwhile True: pass": "1\nstopped: it used more than 1 s of CPU time",
+    "print('`' * 3 + 'output')": "'''output",
 }
 
 
 @pytest.fixture
 def grader(jail, monkeypatch):
     monkeypatch.setattr(python_tool, "CPU_SECONDS", 1)
-    monkeypatch.setattr(python_tool, "WALL_SECONDS", 4)
     with python_tool.Grader(workers=2) as grader:
         yield grader
 
@@ -43,21 +41,37 @@ def ask(program, before=""):
 
 def test_a_reply_is_what_the_program_has_printed(grader):
     asked = {program: ask(program) for program in REPLIES}
-    found = {program: reply.result().removesuffix("\n```\n") for program, reply in asked.items()}
-    long = found.pop("print('x' * 3000)\n1/0")
-    assert long.startswith("\n" + "x" * 500 + "\n...\nx")
-    assert long.endswith("ZeroDivisionError: division by zero") and len(long) < 1010
-    assert len(found.pop("while True: print('x' * 3000)")) < 1010
-    assert "SyntaxError" in found.pop("print(\ud800)")
-    assert found == {program: REPLIES[program] for program in found}
+    assert {program: reply.result() for program, reply in asked.items()} == {
+        program: f"\n{text}\n```\n" for program, text in REPLIES.items()
+    }
+    # The middle of a long output is left out, and an endless one is not read to its end.
+    long = ask("print('x' * 3000)\n1/0").result()
+    assert long.startswith("\n" + "x" * 500 + "\n...\nx") and len(long) < 1020
+    assert long.endswith("ZeroDivisionError: division by zero\n```\n")
+    assert len(ask("while True: print('x' * 3000)").result()) < 1020
+    assert "SyntaxError" in ask("print(\ud800)").result()
+
+
+def test_programs_that_take_long_or_wait_long_are_told_so(grader):
+    """So they cannot reach --reply_seconds, which would end the run."""
+    sleeper = "import time\ntime.sleep(600)"
+    hasty = Jail(cpu_seconds=9, wall_seconds=1)
+    told = python_tool.run_program(hasty, sleeper, time.monotonic())
+    assert told == "\nstopped: it took more than 1 s\n```\n"
+    told = python_tool.run_program(hasty, sleeper, time.monotonic() - 201)
+    assert told == "\nnot run: too many programs waited\n```\n"
+    longest = python_tool.QUEUE_SECONDS + python_tool.WALL_SECONDS
+    assert longest < config().reply_seconds
 
 
 def test_only_the_program_of_the_turn_runs(grader):
     first = "```python\nprint(1)\n```\n```output\n1\n```\n"
     assert ask("print(2)", first).result() == "\n2\n```\n"
-    assert python_tool.reply(f"{first}```output", "stop", "").result() == (
-        "\nnothing was printed\n```\n"
-    )
+    # What a program has printed is no program, and no text is one without a block.
+    printed = "```python\nprint(1)\n```\n```output\n'''python\nprint(1)\n```\n"
+    for text in (first, printed, "I think.\n", "```\nprint(1)\n```\n", ""):
+        told = python_tool.reply(f"{text}```output", "stop", "")
+        assert told == "\nthere is no block of Python\n```\n", text
     # Without a request the response is finished.
     assert python_tool.reply(first, "stop", "") is None
     assert python_tool.reply("```python\nprint(1)\n```\n```output", "length", "") is None
