@@ -54,7 +54,7 @@ def parse_record(record, columns):
     """The question and the label of a record, and how many tests are left out. Raises Unusable."""
     try:
         names = (columns[0], "question_content", "text", "prompt")
-        question = next((record[name] for name in names if name in record), None)
+        question = next((record[name] for name in names if record.get(name)), None)
         question, _, _ = parse_question(question)
         label, hint, test_count = parse_tests(record, columns[1])
         label["tests"] = [test for test in label["tests"] if is_short(test)]
@@ -81,12 +81,14 @@ def parse_tests(record, column):
     for name in PACKED_COLUMNS:
         if isinstance(fields.get(name), str) and fields[name]:
             fields[name] = unpack(fields[name])
-    if "entry_point" in fields:
+    if fields.get("entry_point"):
         # HumanEval. The question is the start of the program, so it needs no hint.
         test = re.sub(r"\bcandidate\b", fields["entry_point"], fields["test"])
         return label_of_asserts([test], setup=fields["prompt"], hint="\n")
     setup_lines = [*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""]
     tests = fields.get("test_list") or fields.get(column) or []
+    if isinstance(tests, str):
+        tests = json.loads(tests)  # In a table a list is a text.
     # In a file that merges data sets, an item has empty columns of the other data sets.
     apps = fields.get("input_output") or {}
     function = apps.get("fn_name") or (fields.get("metadata") or {}).get("func_name")
@@ -103,9 +105,11 @@ def parse_tests(record, column):
     if tests and all(isinstance(test, str) for test in tests):
         label, hint, test_count = label_of_asserts(tests, "\n".join(setup_lines), hint)
         return label | {"json": bool(function)}, hint, test_count
-    if not all(isinstance(text, str) for test in tests for text in test):
-        raise ValueError("tests that are neither asserts nor pairs of texts")
-    tests = [(text, output, 0) for text, output in tests]
+    pairs = [(x["input"], x["output"]) if isinstance(x, dict) else x for x in tests]
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str]:
+            raise Unusable("a test that is neither an assert nor a pair of texts")
+    tests = [(text, output, 0) for text, output in pairs]
     label = {"setup": "\n".join(setup_lines), "calls": False, "json": False, "tests": tests}
     return label, "", len(tests)
 
@@ -166,8 +170,9 @@ def split_assert(condition, setup):
     """(expression, literal, tolerance) of an assert's condition, or None.
 
     The result is None in these cases: the expected value is not a literal; the expression has no
-    call; the expression needs a name that is defined elsewhere; the expression holds a comparison,
-    which could show the expected value to the program.
+    call; the expression needs a name that is defined elsewhere; the expression could show the
+    expected value to the program, because it holds a comparison, or gives the result of a call to
+    another function together with more arguments, as in same(f(2), [4]).
     """
     try:
         parts = match_condition(condition)
@@ -177,16 +182,40 @@ def split_assert(condition, setup):
         literal = repr(ast.literal_eval(expected))
     except (ValueError, TypeError):
         return None
-    expression = ast.unparse(value)
-    nodes = list(ast.walk(value))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
-    functions = {function.id for function in calls if isinstance(function, ast.Name)}
-    known = {*dir(builtins), *re.findall(r"\w+", setup), *functions}
-    tells = any(isinstance(node, ast.Compare) for node in nodes)
-    if names <= known and "(" in expression and not tells:
-        return expression, literal, tolerance
+    calls = find_calls(value)
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    known = {*dir(builtins), *defined_names(setup), *(name for name, _ in calls)}
+    shows = any(isinstance(node, ast.Compare) for node in ast.walk(value))
+    for name, call in calls:
+        if name not in dir(builtins) and len(call.args) > 1:
+            inner = {other for part in call.args for other, _ in find_calls(part)}
+            shows = shows or not inner <= {*dir(builtins)}
+    if calls and names <= known and not shows:
+        return ast.unparse(value), literal, tolerance
     return None
+
+
+def find_calls(tree):
+    """(name of the function, AST node) of the calls of functions and methods."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            found.append((name, node))
+    return found
+
+
+def defined_names(setup):
+    """The names that this code defines or imports."""
+    names = set()
+    for node in ast.walk(ast.parse(setup)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
 
 
 def match_condition(condition):
@@ -201,7 +230,9 @@ def match_condition(condition):
             ast.Call(ast.Name("abs"), [ast.BinOp(value, ast.Sub(), expected)]), [ast.Lt()], [limit]
         ):
             return value, expected, ast.literal_eval(limit)
-        case ast.Call(ast.Attribute(attr="isclose"), [value, expected], options):
+        case ast.Call(
+            ast.Attribute(attr="isclose") | ast.Name("isclose"), [value, expected], options
+        ):
             given = {option.arg: ast.literal_eval(option.value) for option in options}
             relative = given.get("rel_tol", 1e-9) * abs(ast.literal_eval(expected))
             return value, expected, max(given.get("abs_tol", 0), relative)

@@ -72,7 +72,7 @@ def parse_record(record, columns):
         numbers = [int(number) for number in numbers]
         target = int(record[columns[1]])
         pick = int(record["pick"]) if record.get("pick") else None
-    except (LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise Unusable(f"{type(error).__name__}: {error}") from error
     if len(numbers) < 2 or min(numbers) < 0:
         raise Unusable("fewer than two numbers, or a number below 0")

@@ -52,14 +52,14 @@ class Grader(reward.Grader):
 
     def __init__(self, workers=1, answer_form="orz"):
         super().__init__(workers, answer_form)
-        reply.jail = Jail(CPU_SECONDS, WALL_SECONDS, packages=True)
+        self.jail = reply.jail = Jail(CPU_SECONDS, WALL_SECONDS, packages=True)
         # As many programs run at a time as the sampler has cores to spare.
-        reply.threads = ThreadPoolExecutor(workers)
+        self.tool_threads = reply.threads = ThreadPoolExecutor(workers)
 
     def close(self):
         super().close()
-        reply.threads.shutdown(wait=False, cancel_futures=True)
-        reply.jail.close()
+        self.tool_threads.shutdown(wait=False, cancel_futures=True)
+        self.jail.close()
 
 
 def reply(text, finish_reason, label):
@@ -104,4 +104,5 @@ def run_program(jail, program, asked):
 
 def end(text):
     """The text of a reply. ``` ends it, so it is nowhere else in it."""
-    return "\n" + text.replace("```", "'''") + "\n```\n"
+    shown = "".join(x if x.isprintable() or x in "\n\t" else "?" for x in text)
+    return "\n" + shown.replace("```", "'''") + "\n```\n"

@@ -56,6 +56,22 @@ def test_words_of_programs_are_compared(pair):
     assert task.same_lines(*pair) is (pair in SAME)
 
 
+# They are slow for ast.literal_eval, or make it print warnings.
+HOSTILE = ["f'" + "{1}" * 10**5 + "'", "[" + "1if 1else 0," * 8000 + "]", "'" + "\\'" * 10**5]
+HOSTILE += ["'" + "\\d" * 10**5 + "'", "rf''", "1e5or 1", "x", "lambda: 1", "1_0", "[1]if"]
+VALUES = [1, -2.5e-7, 1e22, -3j, {1: {"a": (1,)}}, {1, 2}, set(), b"a\x00\"'", True, None, ()]
+VALUES += ['it\'s "q"\n\u2028\r\t\\', "f'x'", "\U0001f600\ud800", float("-1e300")]
+
+
+def test_only_what_repr_writes_is_read(recwarn):
+    for text in HOSTILE:
+        assert not task.LITERAL.fullmatch(text)
+        assert not task.same_value(text, "1", 0, False)
+    for value in VALUES:
+        assert task.same_value(repr(value), repr(value), 0, False)
+    assert not recwarn.list
+
+
 ADDS = label(*PAIRS)
 ADDS_ONCE = label(PAIRS[0])
 SILENT = label(["", ""])
@@ -251,6 +267,8 @@ LIVECODEBENCH |= {"public_test_cases": CASES[0], "private_test_cases": packed(CA
 LIVE_CALL = {"question_content": "?", "metadata": '{"func_name": "f"}', "private_test_cases": ""}
 LIVE_CALL["public_test_cases"] = [{"input": "1\n[2]", "output": "3"}]
 
+TWO = ["f(1)", "2.0", 2e-9]
+
 # (item, a right program, label)
 FORMS = [
     ({"text": "?", "test_list": MBPP}, "f = lambda x: 2 * x", of_calls(*OF_MBPP)),
@@ -260,6 +278,10 @@ FORMS = [
     (LIVECODEBENCH, ADD, ADDS),
     (LIVE_CALL, "def f(a, b): return a + b[0]", of_json_calls(["f(*[1, [2]])", "3"])),
     ({"question": "?", "tests": PAIRS, "input_output": None}, ADD, ADDS),
+    # In a table a list is a text, and in a merged file the columns of other data sets are empty.
+    ({"question": None, "prompt": "?", "tests": json.dumps(PAIRS), "entry_point": None}, ADD, ADDS),
+    ({"question": "?", "tests": [{"input": x, "output": y} for x, y in PAIRS]}, ADD, ADDS),
+    ({"text": "?", "test_list": ["assert isclose(f(1), 2.0)"]}, "f = lambda x: 2", of_calls(TWO)),
 ]
 
 
@@ -306,11 +328,13 @@ def test_bad_items_are_named(tmp_path, change, capsys):
 def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
     unusable = ["assert all(f(i) == i for i in range(3))", "for y in (1, 2): assert f(y) == 3"]
     unusable += ["assert isinstance(f(1), int) and f(2) == 2", "assert f(1) in (1, 2)"]
+    # The program could see the expected value, and define `same` itself. It does not know x.
+    unusable += ["assert same(f(2), [4])", "x = 3\nassert f(x) == 3"]
     items = [
         {"text": "a", "test_list": ["assert f(1) == 1", "assert f(2) == g(2)", "assert x == 1"]},
         # Some items of APPS look like this.
         {"question": "d", "input_output": ""},
-        {"text": "b", "test_list": unusable},
+        {"text": "b", "test_list": unusable, "test_setup_code": "def same(a, b): 'of x'"},
         {"text": "c", "test_list": ["assert f(1) == 1"]},
     ]
     (tmp_path / "data.json").write_text(json.dumps(items))

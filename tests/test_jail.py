@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -14,7 +15,7 @@ from conftest import ROOT, wait_until
 from jail_worker import ALLOWED, ATTACKS, OF_ROOT, processes
 
 from nanoorz.ranks import UserError
-from tasks.jail import Jail
+from tasks.jail import ENVIRONMENT, Jail
 
 ENDLESS = b"while True: print('3' * 10000)"
 
@@ -75,13 +76,35 @@ def test_a_program_ends_with_its_block_or_its_limits(jail):
     wait_until(lambda: processes(mark) == [], seconds=60)
     with jail.start(["-"], b"while True: pass") as process:
         assert (process.stdout.read(), process.wait()) == (b"", 128 + 24), "SIGXCPU"
-    hasty = Jail(cpu_seconds=1, wall_seconds=0.5)
+    hasty = Jail(cpu_seconds=1, wall_seconds=60)
+    hasty.wall_seconds = 0.5
     with hasty.start(["-"], b"import time\ntime.sleep(600)") as process:
         assert process.wait() == -9
     hasty.close()
     # A program on its way when the jail closes is ended.
     with hasty.start(["-"], b"import time\ntime.sleep(600)") as process:
         assert process.wait() == -9
+
+
+def test_no_process_is_left_when_a_block_ends(jail):
+    """Process 1 of a container may not wait for the processes that bwrap leaves."""
+    for program in (b"pass", b"while True: pass", b"import os\nwhile True: os.fork()"):
+        with jail.start(["-"], program) as process:
+            pass
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-process.pid, 0)
+
+
+def test_a_jail_that_loses_its_parent_while_it_starts_runs_nothing(jail):
+    """Then its other processes may go on, but the program never comes through the pipe."""
+    mark = f"lost_{os.getpid()}"
+    for milliseconds in range(0, 24, 2):
+        command = [*jail.command, "-", mark]
+        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE}
+        with Popen(command, env=ENVIRONMENT, cwd="/", start_new_session=True, **pipes) as process:
+            time.sleep(milliseconds / 1000)
+            process.kill()
+    wait_until(lambda: processes(mark) == [], seconds=60)
 
 
 def test_a_program_may_import_the_packages_of_this_python_if_it_is_allowed(jail):
