@@ -90,11 +90,11 @@ def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> b
     JSON has no tuples. So if the expected value was JSON, a tuple counts as a list.
     """
     line = output.rstrip("\n").rpartition("\n")[2]
-    longest = 100_000 + 4 * len(expected)
-    if not LITERAL.fullmatch(line[:longest]):
-        return False
+    # Python reads some long literals slowly, such as a set whose members have one hash.
+    if len(line) > 100_000 or not LITERAL.fullmatch(line):
+        return line == expected
     try:
-        value = ast.literal_eval(line[:longest])
+        value = ast.literal_eval(line)
         expected_value = ast.literal_eval(expected)
         if is_json:
             value = json.loads(json.dumps(value))
@@ -172,7 +172,9 @@ class Grader:
         # The limit is in bytes: at least 128 KB, and at least 16 times the longest expected value.
         longest_expected = max(len(expected) for _, expected, _ in label["tests"])
         job = {
-            "program": f"{label['setup']}\n{program}",
+            "before": label["before"],
+            "program": program,
+            "after": label["after"],
             "calls": label["calls"],
             "inputs": [test[0] for test in label["tests"]],
             "seconds": self.wall_seconds,

@@ -38,7 +38,7 @@ PACKED_COLUMNS = ("input_output", "metadata", "public_test_cases", "private_test
 def load_problems(path, template, bos="", columns=("question", "tests"), split="train"):
     """The problems with usable tests, from a file or a data set (see reward.py).
 
-    A label is a dict. setup: code that runs before the program. calls: are the tests expressions?
+    A label is a dict. before, after: code that runs around the program. calls: are the tests calls?
     json: were the expected values JSON? tests: a list of (input or expression, expected output or
     literal, tolerance). `template` is a key of TEMPLATES or a text with {question}. Raises
     UserError.
@@ -84,8 +84,7 @@ def parse_tests(record, column):
     if fields.get("entry_point"):
         # HumanEval. The question is the start of the program, so it needs no hint.
         test = re.sub(r"\bcandidate\b", fields["entry_point"], fields["test"])
-        return label_of_asserts([test], setup=fields["prompt"], hint="\n")
-    setup_lines = [*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""]
+        return label_of_asserts([test], before=fields["prompt"], hint="\n")
     tests = fields.get("test_list") or fields.get(column) or []
     if isinstance(tests, str):
         tests = json.loads(tests)  # In a table a list is a text.
@@ -94,7 +93,7 @@ def parse_tests(record, column):
     function = apps.get("fn_name") or (fields.get("metadata") or {}).get("func_name")
     if apps:
         tests = apps_tests(apps, function)
-    elif "public_test_cases" in fields:
+    elif fields.get("public_test_cases") is not None:
         tests = livecodebench_tests(fields, function)
     hint = ""
     if function:
@@ -103,14 +102,17 @@ def parse_tests(record, column):
             function = f"Solution().{function}"
         tests = [f"assert {function}(*{[*values]!r}) == {result!r}" for values, result in tests]
     if tests and all(isinstance(test, str) for test in tests):
-        label, hint, test_count = label_of_asserts(tests, "\n".join(setup_lines), hint)
+        before = "\n".join(fields.get("test_imports") or [])
+        # MBPP makes trees here, of a class that the program defines.
+        after = fields.get("test_setup_code") or ""
+        label, hint, test_count = label_of_asserts(tests, before, hint, after)
         return label | {"json": bool(function)}, hint, test_count
     pairs = [(x["input"], x["output"]) if isinstance(x, dict) else x for x in tests]
     for pair in pairs:
         if not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str]:
             raise Unusable("a test that is neither an assert nor a pair of texts")
     tests = [(text, output, 0) for text, output in pairs]
-    label = {"setup": "\n".join(setup_lines), "calls": False, "json": False, "tests": tests}
+    label = {"before": "", "after": "", "calls": False, "json": False, "tests": tests}
     return label, "", len(tests)
 
 
@@ -153,20 +155,24 @@ def livecodebench_tests(fields, function):
     return [([*map(json.loads, text.split("\n"))], json.loads(output)) for text, output in tests]
 
 
-def label_of_asserts(tests, setup, hint):
+def label_of_asserts(tests, before, hint, after=""):
     """Returns the same as parse_tests. If the hint is empty, the first call becomes the hint."""
-    nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
-    asserts = [node for node in nodes if isinstance(node, ast.Assert)]
-    parts = [split_assert(node.test, setup) for node in asserts]
+    trees = [ast.parse(test) for test in tests]
+    asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    # A test may define names, and only its asserts run in the jail.
+    unknown = {name for tree in trees for name in find_names(tree)}
+    setup = ast.parse(f"{before}\n{after}")
+    known = {*dir(builtins), *find_names(setup)} - unknown
+    parts = [split_assert(node.test, known, unknown) for node in asserts]
     usable = [part for part in parts if part is not None]
     if usable and not hint:
         expression, _, _ = usable[0]
         hint = f"\n\nIt is called as in {expression.removeprefix('not ')}"
-    label = {"setup": setup, "calls": True, "json": False, "tests": usable}
+    label = {"before": before, "after": after, "calls": True, "json": False, "tests": usable}
     return label, hint, len(asserts)
 
 
-def split_assert(condition, setup):
+def split_assert(condition, known, unknown):
     """(expression, literal, tolerance) of an assert's condition, or None.
 
     The result is None in these cases: the expected value is not a literal; the expression has no
@@ -179,20 +185,30 @@ def split_assert(condition, setup):
         if parts is None:
             return None
         value, expected, tolerance = parts
-        literal = repr(ast.literal_eval(expected))
+        literal = repr(read_literal(expected))
     except (ValueError, TypeError):
         return None
     calls = find_calls(value)
     names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
-    known = {*dir(builtins), *defined_names(setup), *(name for name, _ in calls)}
+    # The program defines the functions. A comprehension and a lambda define their own names.
+    own = find_names(value) | {node.arg for node in ast.walk(value) if isinstance(node, ast.arg)}
+    defined = known | ({name for name, _ in calls} - unknown) | own
     shows = any(isinstance(node, ast.Compare) for node in ast.walk(value))
     for name, call in calls:
         if name not in dir(builtins) and len(call.args) > 1:
             inner = {other for part in call.args for other, _ in find_calls(part)}
             shows = shows or not inner <= {*dir(builtins)}
-    if calls and names <= known and not shows:
+    if calls and names <= defined and not shows:
         return ast.unparse(value), literal, tolerance
     return None
+
+
+def read_literal(node):
+    """The value of a literal, or of set(literal), which MBPP has often. Raises ValueError."""
+    match node:
+        case ast.Call(ast.Name("set"), [members], []):
+            return set(ast.literal_eval(members))
+    return ast.literal_eval(node)
 
 
 def find_calls(tree):
@@ -205,10 +221,10 @@ def find_calls(tree):
     return found
 
 
-def defined_names(setup):
+def find_names(tree):
     """The names that this code defines or imports."""
     names = set()
-    for node in ast.walk(ast.parse(setup)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.alias):

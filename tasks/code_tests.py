@@ -51,14 +51,27 @@ def run_program(job, text):
     # Python started without `site`, which makes these two.
     main.exit = main.quit = sys.exit
     sys.modules["__main__"] = main
-    exec(compile(job["program"], "program.py", "exec"), main.__dict__)
-    if job["calls"]:
+    if not job["calls"]:
+        exec(compile(job["program"], "program.py", "exec"), main.__dict__)
+        return
+    try:
+        for part in ("before", "program", "after"):
+            exec(compile(job[part], f"{part}.py", "exec"), main.__dict__)
         value = eval(text, main.__dict__)
-        # ast.literal_eval reads only plain types. So a Counter, for example, becomes a dict.
-        for kind in (dict, list, tuple, set):
-            if isinstance(value, kind):
-                value = kind(value)
-        print("\n" + repr(value))
+    except SystemExit:
+        # What the program has printed is not the value of the call.
+        sys.exit(1)
+    print("\n" + repr(to_plain(value)))
+
+
+def to_plain(value):
+    """The value in types that ast.literal_eval reads. A Counter, for example, becomes a dict."""
+    if isinstance(value, dict):
+        return {to_plain(key): to_plain(member) for key, member in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(to_plain, value))
+    return value
 
 
 def await_end(pid, seconds):

@@ -17,6 +17,7 @@ and grader are those of reward.py: the answer must be in what the policy has dra
 """
 
 import functools
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -104,5 +105,5 @@ def run_program(jail, program, asked):
 
 def end(text):
     """The text of a reply. ``` ends it, so it is nowhere else in it."""
-    shown = "".join(x if x.isprintable() or x in "\n\t" else "?" for x in text)
-    return "\n" + shown.replace("```", "'''") + "\n```\n"
+    shown = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "?", text.replace("```", "'''"))
+    return f"\n{shown}\n```\n"

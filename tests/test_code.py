@@ -24,9 +24,9 @@ ADD = "a, b = map(int, input().split())\nprint(a + b)"
 SLEEP = "import time\ntime.sleep(99)"
 
 
-def label(*tests, calls=False, is_json=False, setup=""):
+def label(*tests, calls=False, is_json=False, before="", after=""):
     tests = [(*test, 0)[:3] for test in tests]
-    return {"setup": setup, "calls": calls, "json": is_json, "tests": tests}
+    return {"before": before, "after": after, "calls": calls, "json": is_json, "tests": tests}
 
 
 of_calls = functools.partial(label, calls=True)
@@ -81,6 +81,8 @@ IN_JSON = of_json_calls(["f(2)", "[[2, 2], []]"])
 WRONG_ADDS = ["print(3)", "print(", "print(3)\nprint()\nprint(3)", f"{ADD}\nraise ValueError"]
 WRONG_ADDS += ["", "\ud800", "\0", "x" * 10**6]
 
+FUTURE = "from __future__ import annotations\ndef f(x: int): return math.floor(x) + 1"
+
 # (tests, right programs, wrong programs)
 PROGRAMS = [
     (ADDS, [ADD, f"{ADD}\nraise SystemExit", f"{ADD}\nexit()"], WRONG_ADDS),
@@ -89,6 +91,12 @@ PROGRAMS = [
     (SILENT, ["pass"], ["import os\nos._exit(1)"]),
     (ROOTS, ["f = lambda x: x ** .5"], ["f = lambda x: 1.5", "f = lambda x: float('nan')"]),
     (of_calls(["f('aa')", "{'a': 2}"]), ["from collections import Counter as f"], []),
+    (
+        of_calls(["f('aa')", "[{'a': 2}]"]),
+        ["import collections\ndef f(x): return [collections.Counter(x)]"],
+        [],
+    ),
+    (of_calls(["f(1)", "2"], before="import math"), [FUTURE], ["def f(x): print(x + 1); exit()"]),
     # The judges of APPS and LiveCodeBench take a tuple for a list, but Python's == does not.
     (of_calls(["f(2)", "[[2, 2], []]"]), [], ["f = lambda x: ((x, x), [])"]),
     (IN_JSON, ["f = lambda x: ((x, x), [])"], ["f = lambda x: {2}", "f = lambda x: ((2, 2),)"]),
@@ -251,12 +259,15 @@ def packed(value):
 
 # In merged sets items have empty columns of other sets.
 MBPP = ["assert f(2) == 4", "assert f(1)", "assert not f(0)", "assert abs(f(1) - 2.5) < 1"]
-MBPP += ["assert math.isclose(f(1), 2.5, rel_tol=0.5)"]
+MBPP += ["assert math.isclose(f(1), 2.5, rel_tol=0.5)", "assert set(f([])) == set((4, 5))"]
+MBPP += ["assert f([i for i in 'ab'], lambda x: x) == 3"]
+PROGRAM_OF_MBPP = "def f(x, g=None): return {4, 5} if x == [] else 3 if g else 2 * x"
 OF_MBPP = [["f(2)", "4"], ["not f(1)", "False"], ["not f(0)", "True"]]
-OF_MBPP += [["f(1)", "2.5", 1], ["f(1)", "2.5", 1.25]]
+OF_MBPP += [["f(1)", "2.5", 1], ["f(1)", "2.5", 1.25], ["set(f([]))", "{4, 5}"]]
+OF_MBPP += [["f([i for i in 'ab'], lambda x: x)", "3"]]
 CHECK = "def check(candidate):\n    assert candidate(3) == 1.5\n"
 HUMANEVAL = {"prompt": "half = 1.5\n", "entry_point": "f", "test": CHECK}
-OF_HUMANEVAL = of_calls(["f(3)", "1.5"], setup="half = 1.5\n")
+OF_HUMANEVAL = of_calls(["f(3)", "1.5"], before="half = 1.5\n")
 APPS = {"inputs": [["1 2", ""], "4 5\n"], "outputs": [["3\n"], "9\n"]}
 CLASS = "class Solution:\n    def f(self, a, b):"
 APPS_CALL = {"question": "?", "starter_code": CLASS}
@@ -271,7 +282,7 @@ TWO = ["f(1)", "2.0", 2e-9]
 
 # (item, a right program, label)
 FORMS = [
-    ({"text": "?", "test_list": MBPP}, "f = lambda x: 2 * x", of_calls(*OF_MBPP)),
+    ({"text": "?", "test_list": MBPP}, PROGRAM_OF_MBPP, of_calls(*OF_MBPP)),
     (HUMANEVAL, "f = lambda x: x * half / 3", OF_HUMANEVAL),
     ({"question": "?", "input_output": APPS}, ADD, ADDS),
     (APPS_CALL, f"{CLASS} return a + b", of_json_calls(["Solution().f(*[1, 2])", "3"])),
@@ -281,6 +292,11 @@ FORMS = [
     # In a table a list is a text, and in a merged file the columns of other data sets are empty.
     ({"question": None, "prompt": "?", "tests": json.dumps(PAIRS), "entry_point": None}, ADD, ADDS),
     ({"question": "?", "tests": [{"input": x, "output": y} for x, y in PAIRS]}, ADD, ADDS),
+    (
+        {"text": "?", "test_list": ["assert f(tree) == 1"], "test_setup_code": "tree = Node(1)"},
+        "class Node(int): pass\nf = int",
+        of_calls(["f(tree)", "1"], after="tree = Node(1)"),
+    ),
     ({"text": "?", "test_list": ["assert isclose(f(1), 2.0)"]}, "f = lambda x: 2", of_calls(TWO)),
 ]
 
@@ -330,6 +346,10 @@ def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
     unusable += ["assert isinstance(f(1), int) and f(2) == 2", "assert f(1) in (1, 2)"]
     # The program could see the expected value, and define `same` itself. It does not know x.
     unusable += ["assert same(f(2), [4])", "x = 3\nassert f(x) == 3"]
+    unusable += [
+        "list = [3]\nassert f(list) == 3",
+        "from math import floor\nassert floor(f(1)) == 3",
+    ]
     items = [
         {"text": "a", "test_list": ["assert f(1) == 1", "assert f(2) == g(2)", "assert x == 1"]},
         # Some items of APPS look like this.
