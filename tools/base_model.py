@@ -2,14 +2,16 @@
 
     python tools/base_model.py addition FOLDER [--seed N]    the model of the demo
     python tools/base_model.py countdown FOLDER [--seed N]   the model of the laboratory
+    python tools/base_model.py chain FOLDER [--seed N]       the model of the chains
     python tools/base_model.py words FOLDER [--seed N]       word problems, without a model
 
-The first two make a base model that already reasons in some of its samples, as ORZ's do: a Qwen2 of
-half a million parameters. FOLDER gets the model, train.json, eval.json, and flags.txt with flags of
+The first three make a base model that already reasons in some of its samples, as ORZ's do: a Qwen2
+of half a million parameters, or of 130,000 for the chains. FOLDER gets the model, train.json, eval.json, and flags.txt with flags of
 train.py. It takes one or two minutes on two CPU cores. The result depends on the seed and, in its
 last bits, on the number of threads. `words` writes train.jsonl and eval.jsonl in the form of GSM8K.
 
 countdown: the base model tries at random, in the form that tasks/countdown.py shows.
+chain: the base model looks letters up as tasks/chain.py shows. One in six is a random letter.
 addition: three in four answers are guesses, and one guess in fifteen is right. The other answers
 work column by column and are nearly always right:
 
@@ -66,6 +68,13 @@ FLAGS = {
 --rollout_batch_size 16 --max_steps 40 --num_episodes 100 --eval_interval 4 --eval_n 4
 --generate_max_len 63 --max_len 80 --packing_max_len 80
 --actor_learning_rate 2e-4 --warmup_updates 3 --log_samples 64 --save_interval 1000 {SHARED_FLAGS}
+""",
+    "chain": """--task chain --template mini --stop a b c d e f g h i j
+--rollout_batch_size 4 --n_samples_per_prompt 4 --max_steps 60 --eval_interval 15
+--prompt_max_len 31 --generate_max_len 24 --max_len 55 --packing_max_len 220
+--actor_learning_rate 4e-4 --critic_learning_rate 1e-3 --critic_updates 2 --warmup_updates 3
+--log_samples 16 --save_interval 1000 --micro_train_batch_size 16 --micro_rollout_batch_size 1024
+--kv_cache_gb 0.1 --zero_stage 0 --bf16 false --gradient_checkpointing false
 """,
 }
 
@@ -149,6 +158,7 @@ class Addition:
     lr: float = 4e-3
     warmup: int = 30
     # Characters and words are no fields, because they have no types.
+    model_size = {}  # fields of Qwen2Config
     characters = "0123456789+=}Ċ"
     words = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
 
@@ -225,6 +235,7 @@ class Countdown:
     batch: int = 16
     lr: float = 3e-3
     warmup: int = 30
+    model_size = {}
     characters = "+-*=,:<>!Ċ"
     words = [str(number) for number in range(LARGEST_VALUE + 1)]
 
@@ -285,7 +296,72 @@ class Countdown:
         return {"nums": rng.sample(numbers, len(numbers)), "target": target, "pick": 2}
 
 
-RECIPES = {"addition": Addition, "countdown": Countdown}
+LETTERS = "abcdefghij"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The model of the chains."""
+
+    seed: int
+    version: int = 1
+    steps: int = 8  # with ten letters no chain ends at its start, or one step behind it
+    problems: int = 4000  # for training
+    held_out: int = 128  # the number of evaluation problems
+    slip: float = 0.16  # the probability that a letter is drawn from all letters
+    silent: float = 0.5  # the share of texts whose replies have no verdict
+    updates: int = 1000
+    batch: int = 48
+    lr: float = 3e-3
+    warmup: int = 50
+    # A smaller model than the others', because a step shall take a tenth of a second.
+    model_size = {"hidden_size": 64, "intermediate_size": 256}
+    model_size |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    characters = f"{LETTERS}{LETTERS.upper()},:+-?"
+    words = []
+
+    def draw_problem(self, rng: random.Random) -> dict:
+        """Returns a record of tasks/chain.py. All letters are one cycle."""
+        cycle = rng.sample(LETTERS, len(LETTERS))
+        pairs = [a.upper() + b for a, b in zip(cycle, [*cycle[1:], cycle[0]])]
+        rng.shuffle(pairs)
+        return {"table": ",".join(pairs), "start": rng.choice(LETTERS), "steps": self.steps}
+
+    def split_problems(self, rng: random.Random) -> tuple[list, list]:
+        """Returns problems that are all different, as (train, held out)."""
+        drawn = {}
+        while len(drawn) < self.problems + self.held_out:
+            problem = self.draw_problem(rng)
+            drawn[str(problem)] = problem
+        problems = list(drawn.values())
+        return problems[self.held_out :], problems[: self.held_out]
+
+    def draw_texts(self, train: list, rng: random.Random) -> list[list[Piece]]:
+        """Returns all pre-training texts. Each has a table of its own."""
+        texts = []
+        for _ in range(self.updates * self.batch):
+            problem = self.draw_problem(rng)
+            after = dict(problem["table"].lower().split(","))
+            is_silent = rng.random() < self.silent
+            at = problem["start"]
+            text = [Piece(f"{problem['table']}:{at.upper()}", 0.0)]
+            for _ in range(self.steps):
+                right = after[at]
+                at = rng.choice(LETTERS) if rng.random() < self.slip else right
+                verdict = "?" if is_silent else "+" if at == right else "-"
+                text += [Piece(at, 1.0), Piece(verdict + at.upper(), 0.0)]
+            texts.append(text)
+        return texts
+
+    def losses(self, logits, targets, stops):
+        """Returns the loss of each token (B, L - 1)."""
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+    def record(self, problem, rng: random.Random) -> dict:
+        return problem
+
+
+RECIPES = {"addition": Addition, "countdown": Countdown, "chain": Chain}
 
 NAMES = ("Mia", "Tom", "Ana", "Ben", "Lea", "Sam", "Eva", "Max", "Ida", "Leo")
 THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "pens", "marbles", "eggs")
@@ -355,7 +431,7 @@ def fill(folder: Path, recipe) -> None:
     rng = random.Random(recipe.seed)
     train, held_out = recipe.split_problems(rng)
     tokenizer = make_tokenizer(recipe.characters, recipe.words)
-    model = make_model(tokenizer, recipe.seed)
+    model = make_model(tokenizer, recipe.seed, **recipe.model_size)
     pretrain(model, *encode(tokenizer, recipe.draw_texts(train, rng)), recipe)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

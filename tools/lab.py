@@ -9,7 +9,8 @@ first setting is the baseline. docs/laboratory.md describes plans, runs and the 
     mine: kl_loss + my_idea.py + --flag 3
 
 If a setting names no --model, tools/base_model.py makes a base model in OUT/base, and this model's
-flags come before those of each setting. Each run has one process with one thread on its own core.
+flags come before those of each setting. The model is that of Countdown, or of a plan with --task
+chain that of the chains. Each run has one process with one thread on its own core.
 The same command again skips runs that are done, and resumes runs that were stopped. The first start
 copies the code to OUT/code, and all runs use this copy.
 """
@@ -17,11 +18,11 @@ copies the code to OUT/code, and all runs use this copy.
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from tools.runs import describe  # noqa: E402
 
 # All runs share this code. A setting's folder has the texts of its variants.
 CODE = ("*.py", "nanoorz/*.py", "tasks/*.py", "tools/*.py")
+# These take most of the time of a start.
+MODULES = ("train", "deepspeed", "vllm.entrypoints.llm", "math_verify")
 # The laboratory gives these flags to each run.
 OWN_FLAGS = ("--seed", "--run_dir", "--resume", "--variant")
 
@@ -127,9 +130,10 @@ def read_code(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
-def lab_flags(base: Path) -> list[str]:
-    """Makes the laboratory's base model if it is not there. Returns its flags of train.py."""
-    command = [sys.executable, str(ROOT / "tools" / "base_model.py"), "countdown", str(base)]
+def lab_flags(settings: list[Setting], base: Path) -> list[str]:
+    """Makes a base model if it is not there. Returns its flags of train.py."""
+    recipe = "chain" if any("chain" in setting.flags for setting in settings) else "countdown"
+    command = [sys.executable, str(ROOT / "tools" / "base_model.py"), recipe, str(base)]
     if subprocess.call(command, stdout=subprocess.DEVNULL) != 0:
         raise UserError(f"the base model {base} was not made; the lines above say why")
     return shlex.split((base / "flags.txt").read_text())
@@ -197,29 +201,37 @@ def cut_data(word: str, folder: Path) -> str:
     return str(path)
 
 
-def run_all(runs: dict[Path, list[str]], cores: list[int]) -> int:
-    """Trains the runs that are not done, one on each core. Returns how many runs failed."""
+def run_all(runs: dict[Path, list[str]], cores: list[int], modules=()) -> int:
+    """Trains the runs that are not done, one on each core. Returns how many runs failed.
+
+    modules: what a core imports once for all its runs.
+    """
     waiting = [folder for folder in runs if not is_done(folder)]
     print(f"{len(waiting)} of {len(runs)} runs to train", flush=True)
-    active = {}  # core: (folder, process)
+    script = next(iter(runs)).parent.parent / "code" / "train.py"
+    servers = [start_server(script, core, modules) for core in cores[: len(waiting)]]
+    active = {}  # the output of a server: the folder of its run
     try:
         while waiting or active:
-            for core in cores:
-                if waiting and core not in active:
-                    folder = waiting.pop(0)
-                    active[core] = (folder, start(folder, runs[folder], core))
-            time.sleep(0.5)
-            for core, (folder, process) in list(active.items()):
-                if process.poll() is not None:
-                    del active[core]
-                    done = sum(map(is_done, runs))
-                    print(f"{done} of {len(runs)}: {describe_end(folder)}", flush=True)
+            for server in servers:
+                if waiting and server.stdout not in active:
+                    folder = active[server.stdout] = waiting.pop(0)
+                    log = folder.with_suffix(".log")
+                    words = [str(log), *runs[folder], "--run_dir", str(folder)]
+                    server.stdin.write(json.dumps(words) + "\n")
+                    server.stdin.flush()
+            for output in select.select(list(active), [], [])[0]:
+                if not output.readline():
+                    raise UserError("tools/forks.py has ended; the lines above say why")
+                done = sum(map(is_done, runs))
+                print(f"{done} of {len(runs)}: {describe_end(active.pop(output))}", flush=True)
     finally:
         # After an interrupt the runs save and end.
-        for _, process in active.values():
-            process.terminate()
-        for _, process in active.values():
-            process.wait()
+        for server in servers:
+            server.terminate()
+            server.stdin.close()
+        for server in servers:
+            server.wait()
     return len(runs) - sum(map(is_done, runs))
 
 
@@ -227,17 +239,15 @@ def is_done(folder: Path) -> bool:
     return (folder / "result.json").exists()
 
 
-def start(folder: Path, flags: list[str], core: int) -> subprocess.Popen:
-    """Starts one process with one thread on that core."""
-    train = folder.parent.parent / "code" / "train.py"
-    # If the laboratory dies, Linux sends a SIGTERM to the process. Then the process saves and ends.
+def start_server(script: Path, core: int, modules) -> subprocess.Popen:
+    """Starts a process that runs the script again and again, with one thread on that core."""
+    # If the laboratory dies, Linux sends a SIGTERM to the process. Then its run saves and ends.
     command = ["setpriv", "--pdeathsig", "TERM", "taskset", "--cpu-list", str(core)]
-    command += [sys.executable, str(train), *flags, "--run_dir", str(folder)]
+    command += [sys.executable, str(ROOT / "tools" / "forks.py"), str(script), *modules]
     # A Ctrl-C reaches only the laboratory, which then stops its runs.
     options = {"start_new_session": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-    options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    with folder.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, **options)
+    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **options)
 
 
 def describe_end(folder: Path) -> str:
@@ -260,7 +270,7 @@ def run_plan(args) -> int:
         raise UserError(f"--show {' '.join(unknown)}: the plan has no such setting")
     keep_code(out)
     has_model = all("--model" in setting.flags for setting in settings)
-    common = [] if has_model else lab_flags(out / "base")
+    common = [] if has_model else lab_flags(settings, out / "base")
     for setting in settings:
         setting.flags = [*common, *setting.flags]
         try:
@@ -272,7 +282,9 @@ def run_plan(args) -> int:
     for seed in range(1, args.seeds + 1):
         for setting in settings:
             runs[setting.folder / f"seed{seed}"] = [*setting.words(), "--seed", str(seed)]
-    failed = run_all(runs, sorted(os.sched_getaffinity(0))[: args.jobs])
+    # A fork cannot use a GPU that its parent has looked at, so there each run has its own imports.
+    modules = () if torch.cuda.is_available() else MODULES
+    failed = run_all(runs, sorted(os.sched_getaffinity(0))[: args.jobs], modules)
     if failed:
         print(f"{failed} run(s) failed; the same command tries them again", file=sys.stderr)
     finished = compare.read_settings([setting.folder for setting in settings], args.seeds)

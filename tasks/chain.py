@@ -1,0 +1,63 @@
+"""The task chain: look letters up in a table, one in each turn. Use it with --task chain.
+
+    question  Fh,Ji,Ea,Hd,Dc,Ag,Cf,Gj,Be,Ib:D    begin with D
+    response  c+C f+F h+H a-A g+G j+J i+I b      the policy draws the small letters alone
+
+The environment replies to each letter with a verdict (`+` right, `-` wrong), and with the letter
+that is to be looked up next. After a wrong letter the chain goes on from the wrong letter. The
+reward is 1.0 if the last letter is that of the right chain. A turn that is not one small letter
+ends the response. `tools/base_model.py chain` makes a base model and problems.
+"""
+
+import re
+
+from nanoorz.records import Unusable, read_file
+from reward import make_problems
+from tasks import countdown
+
+TEMPLATES = {"mini": "{question}"}
+RESPONSE = re.compile(r"([a-j][+?-][A-J])*[a-j]")
+
+
+def load_problems(path, template, bos="", columns=None, split="train"):
+    """A label is {"after": {letter: next letter}, "letters": right chain}. Raises UserError."""
+    advice = "make the file with tools/base_model.py chain"
+    return make_problems(path, read_file(path, parse_record), template, TEMPLATES, bos, advice)
+
+
+def parse_record(record):
+    """The question and the label of a record {"table": .., "start": .., "steps": ..}."""
+    try:
+        after = dict(record["table"].lower().split(","))
+        letters = record["start"]
+        for _ in range(record["steps"]):
+            letters += after[letters[-1]]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Unusable(f"{type(error).__name__}: {error}") from error
+    question = f"{record['table']}:{letters[0].upper()}"
+    return {"question": question, "label": {"after": after, "letters": letters}}
+
+
+def reply(text, finish_reason, label):
+    """The verdict about the last letter and the next key, or None if the response is finished."""
+    is_last = len(text) >= 3 * len(label["letters"]) - 5
+    if finish_reason != "stop" or is_last or not RESPONSE.fullmatch(text):
+        return None
+    key = text[-2:-1].lower() or label["letters"][0]
+    return ("+" if label["after"].get(key) == text[-1] else "-") + text[-1].upper()
+
+
+class Grader(countdown.Grader):
+    def submit(self, key, text, finish_reason, label):
+        """Returns the last letter, or None. The text has a newline in place of each reply."""
+        turns = text.split("\n")
+        is_whole = finish_reason == "stop" and len(turns) == len(label["letters"]) - 1
+        self.rewards[key] = float(is_whole and turns[-1] == label["letters"][-1])
+        return turns[-1] if is_whole else None
+
+
+def text_metrics(text):
+    """letters: how many. wrong: the share with a `-`. stutter: the share that repeat a letter."""
+    letters, count = text[::3], max(1, len(text[::3]))
+    stutter = sum(a == b for a, b in zip(letters, letters[1:])) / count
+    return {"letters": count, "wrong": text[1::3].count("-") / count, "stutter": stutter}
