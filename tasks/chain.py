@@ -58,6 +58,7 @@ class Grader(countdown.Grader):
 
 def text_metrics(text):
     """letters: how many. wrong: the share with a `-`. stutter: the share that repeat a letter."""
-    letters, count = text[::3], max(1, len(text[::3]))
+    letters = text[::3]
+    count = max(1, len(letters))
     stutter = sum(a == b for a, b in zip(letters, letters[1:])) / count
-    return {"letters": count, "wrong": text[1::3].count("-") / count, "stutter": stutter}
+    return {"letters": len(letters), "wrong": text[1::3].count("-") / count, "stutter": stutter}

@@ -72,7 +72,8 @@ FLAGS = {
     "chain": """--task chain --template mini --stop a b c d e f g h i j
 --rollout_batch_size 4 --n_samples_per_prompt 4 --max_steps 60 --eval_interval 15
 --prompt_max_len 31 --generate_max_len 24 --max_len 55 --packing_max_len 220
---actor_learning_rate 4e-4 --critic_learning_rate 1e-3 --critic_updates 2 --warmup_updates 3
+--actor_learning_rate 4e-4 --warmup_updates 3
+--critic_learning_rate 3e-3 --critic_updates 8 --value_clip 1e9
 --log_samples 16 --save_interval 1000 --micro_train_batch_size 16 --micro_rollout_batch_size 1024
 --kv_cache_gb 0.1 --zero_stage 0 --bf16 false --gradient_checkpointing false
 """,

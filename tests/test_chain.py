@@ -1,0 +1,140 @@
+"""The task chain, its base model's texts, and the variant without a verdict."""
+
+import json
+import random
+
+import pytest
+
+from nanoorz.ranks import UserError
+from tasks import chain
+from tools import base_model
+from train import parse_flags
+
+TABLE = "Fh,Ji,Ea,Hd,Dc,Ag,Cf,Gj,Be,Ib"
+
+
+def make_label(steps=3):
+    record = {"table": TABLE, "start": "d", "steps": steps}
+    return chain.parse_record(record)["label"]
+
+
+def play(turns, label, reply=chain.reply):
+    """The whole text, and the text that the grader sees."""
+    text = ""
+    for turn in turns:
+        text += turn
+        answer = reply(text, "stop", label)
+        if answer is None:
+            break
+        text += answer
+    drawn = turns[: turns.index(turn) + 1]
+    return text, "\n".join(drawn)
+
+
+def test_a_label_has_the_right_chain(tmp_path):
+    path = tmp_path / "chains.json"
+    path.write_text(json.dumps([{"table": TABLE, "start": "d", "steps": 3}]))
+    (problem,) = chain.load_problems(str(path), "mini")
+    assert (problem.question, problem.prompt) == (f"{TABLE}:D", f"{TABLE}:D")
+    assert problem.label["letters"] == "dcfh"
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        ({"table": "Ab,Ba", "start": "c", "steps": 3}, "KeyError"),
+        ({"table": "Ab,Bac", "start": "a", "steps": 3}, "ValueError"),
+        ({"table": 5, "start": "a", "steps": 3}, "AttributeError"),
+        ({"table": "Ab,Ba", "start": "a", "steps": "3"}, "TypeError"),
+        ({"question": "1+1", "answer": "2"}, "KeyError"),
+    ],
+)
+def test_a_record_of_another_form_is_refused_in_one_line(record, reason, tmp_path):
+    path = tmp_path / "others.json"
+    path.write_text(json.dumps([record]))
+    with pytest.raises(UserError, match=f"{reason}.*make the file with tools/base_model.py chain"):
+        chain.load_problems(str(path), "mini")
+
+
+@pytest.mark.parametrize(
+    "turns, text, reward",
+    [
+        (["c", "f", "h"], "c+Cf+Fh", 1),
+        (["c", "a", "g"], "c+Ca-Ag", 0),  # the last letter follows from a wrong one
+        (["c", "a", "h"], "c+Ca-Ah", 1),  # two errors that end at the right letter
+        (["c", "f"], "c+Cf+F", 0),
+        (["c", "f", "h", "d"], "c+Cf+Fh", 1),  # the response has ended before the last turn
+        (["c", "+Ff", "h"], "c+C+Ff", 0),  # a reply of its own
+        (["c", "Xh", "h"], "c+CXh", 0),
+        (["cf", "f", "h"], "cf", 0),
+        (["", "c"], "", 0),
+        (["C", "f", "h"], "C", 0),
+    ],
+)
+def test_a_chain_is_right_only_if_its_last_letter_is_and_no_turn_has_other_text(
+    turns, text, reward
+):
+    label = make_label()
+    played, drawn = play(turns, label)
+    with chain.Grader() as grader:
+        grader.submit("a", drawn, "stop", label)
+        grader.submit("b", drawn, "length", label)
+        assert grader.results() == {"a": reward, "b": 0}
+    assert played in (text, text + "+F")
+
+
+def test_a_response_that_was_cut_gets_no_reply():
+    assert chain.reply("c", "length", make_label()) is None
+    assert chain.reply("c", "stop", make_label()) == "+C"
+
+
+def test_text_metrics_count_wrong_and_repeated_letters():
+    found = chain.text_metrics("c+Ca-Aa-Ah")
+    assert found == {"letters": 4, "wrong": 0.5, "stutter": 0.25}
+    assert chain.text_metrics("") == {"letters": 0, "wrong": 0.0, "stutter": 0.0}
+
+
+def test_the_base_model_is_shown_what_the_task_says():
+    """A right letter has a +, another one a -, and half of the texts have no verdict."""
+    recipe = base_model.Chain(1, updates=4)
+    texts = recipe.draw_texts([], random.Random(3))
+    silent = wrong = letters = 0
+    for prompt, *pieces in texts:
+        assert prompt.weight == 0
+        table, _, start = prompt.text.partition(":")
+        record = {"table": table, "start": start.lower(), "steps": recipe.steps}
+        label = chain.parse_record(record)["label"]
+        text = "".join(piece.text for piece in pieces)
+        said = ""
+        for turn, answer in zip(pieces[::2], pieces[1::2]):
+            assert (turn.weight, answer.weight) == (1, 0)
+            told = chain.reply(said + turn.text, "stop", label | {"letters": start.lower() * 99})
+            assert answer.text in (told, "?" + told[1:])
+            said += turn.text + told
+            wrong += told[0] == "-"
+        letters += recipe.steps
+        is_silent = "?" in text
+        assert not (is_silent and set(text) & {"+", "-"})
+        silent += is_silent
+    assert 0.35 < silent / len(texts) < 0.65
+    # 0.16 of the letters are random, and one in ten of these is right.
+    assert 0.11 < wrong / letters < 0.18
+
+
+def test_the_problems_are_different_and_no_chain_is_short(tmp_path):
+    recipe = base_model.Chain(1, problems=50, held_out=20)
+    train, held_out = recipe.split_problems(random.Random(1))
+    assert (len(train), len(held_out)) == (50, 20)
+    assert len({str(problem) for problem in train + held_out}) == 70
+    for problem in train:
+        label = chain.parse_record(problem)["label"]
+        assert len(set(label["letters"])) == recipe.steps + 1, "no letter comes twice"
+
+
+def test_without_a_verdict_the_reply_is_a_question_mark():
+    flags = ["--model", "m", "--data", "d", "--variant", "no_verdict"]
+    reply = parse_flags([*flags, "--task", "chain"]).reply_function(chain)
+    text, _ = play(["c", "a", "h"], make_label(), reply)
+    assert text == "c?Ca?Ah"
+    with pytest.raises(UserError, match="no_verdict is for --task chain, not math"):
+        parse_flags(flags).check(1)
