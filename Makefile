@@ -38,6 +38,12 @@ lab: $(INSTALLED) ## train the model of the laboratory on Countdown problems (3 
 	$(BIN)/python tools/plot.py out/lab/run
 	$(BIN)/python tools/compare.py out/lab/run
 
+chain: $(INSTALLED) ## train the model of the chains, in a task with turns (about 2 minutes)
+	$(BIN)/python tools/base_model.py chain out/chain/base
+	xargs $(BIN)/python train.py --seed 1 --run_dir out/chain/run < out/chain/base/flags.txt
+	$(BIN)/python tools/plot.py out/chain/run
+	$(BIN)/python tools/compare.py out/chain/run
+
 # Run `make check` after an edit. It runs ruff and all tests without the mark `engine`.
 check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 90 seconds)
 	$(CPU_VENV)/bin/ruff check .
@@ -120,4 +126,4 @@ $(CPU_VENV)/triton/.installed: requirements-triton.txt | $(CPU_VENV)/.installed
 	@$(CPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $< || $(FAILED)
 	touch $@
 
-.PHONY: help demo lab check test test-slow test-gpu find-gpu card bench lint install
+.PHONY: help demo lab chain check test test-slow test-gpu find-gpu card bench lint install

@@ -16,6 +16,7 @@ of a share.
 """
 
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanoorz.ranks import UserError
-from tools.compare import Run, limit_of_t, read_run
+from studies.pays import with_seconds
+from tools.compare import Run, compare, difference_text, limit_of_t, read_run
 
 STEPS = 60
-RATES = (1, 2, 4, 8, 16)
+RATES = (1, 2, 4, 6, 8, 16)
 ESTIMATORS = {
     "ppo": "PPO, lambda 1",
     "l95": "PPO, lambda 0.95",
@@ -36,6 +38,8 @@ ESTIMATORS = {
     "rloo": "RLOO",
     "reinforce": "REINFORCE",
 }
+PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "rloo"), ("l95", "reinforce"), ("l95", "ppo")]
+PAIRS += [("l90", "l95"), ("ppo", "grpo"), ("ppo", "reinforce"), ("zero", "grpo")]
 CHOOSING, JUDGING = range(1, 11), range(11, 21)
 
 
@@ -86,3 +90,92 @@ def read_runs(folder: Path) -> dict[str, dict[int, Run]]:
 
 def row(*cells) -> None:
     print(" | ".join(map(str, cells)))
+
+
+def cells(settings: dict, name: str) -> dict[int, dict[int, Run]]:
+    """{rate: the runs of NAME_RATE by seed}."""
+    return {rate: settings[key] for rate in RATES if (key := f"{name}_{rate}") in settings}
+
+
+def best_rate(runs_of: dict[int, dict[int, Run]]) -> int:
+    """The rate with the highest mean accuracy of the choosing seeds."""
+    means = {
+        rate: np.mean([accuracy(run) for seed, run in runs.items() if seed in CHOOSING])
+        for rate, runs in runs_of.items()
+    }
+    return max(means, key=means.get)
+
+
+def pick(runs: dict[int, Run], seeds) -> dict[int, Run]:
+    return {seed: run for seed, run in runs.items() if seed in seeds}
+
+
+def print_rates(settings: dict) -> None:
+    """Accuracy and broken runs of the choosing seeds at each rate."""
+    row("estimator", *(f"{rate}e-4" for rate in RATES))
+    row("---", *("---" for _ in RATES))
+    for name, title in ESTIMATORS.items():
+        texts = []
+        for runs in cells(settings, name).values():
+            chosen = pick(runs, CHOOSING).values()
+            broken = [is_broken(run) for run in chosen]
+            texts.append(f"{mean_text(map(accuracy, chosen))}, {sum(broken)} of {len(broken)}")
+        row(title, *texts)
+    print("\nbroken runs of all estimators at a rate |")
+    for rate in RATES:
+        flags = []
+        for name in ESTIMATORS:
+            flags += map(is_broken, pick(cells(settings, name).get(rate, {}), CHOOSING).values())
+        if flags:
+            row(f"{rate}e-4", share_text(flags))
+
+
+def print_best(settings: dict, alone: dict) -> None:
+    """The judging seeds at each estimator's best rate."""
+    best = {}
+    for name in ESTIMATORS:
+        rate = best_rate(cells(settings, name))
+        runs = pick(settings[f"{name}_{rate}"], JUDGING)
+        best[name] = {seed: with_seconds(run, alone[name][1]) for seed, run in runs.items()}
+        print(f"the best rate of {ESTIMATORS[name]} is {rate}e-4")
+    print()
+    row("estimator", "equal samples", "broken", "equal seconds", "broken", "seeds")
+    row(*["---"] * 6)
+    longest = best["ppo"]
+    for name, runs in best.items():
+        at_seconds = compare(runs, longest, "seconds")["accuracies"]
+        last = max(run.evaluations.step.max() for run in runs.values())
+        row(
+            ESTIMATORS[name],
+            mean_text(map(accuracy, runs.values())),
+            share_text(map(is_broken, runs.values())),
+            mean_text(at_seconds),
+            share_text(is_broken(run, last) for run in runs.values()),
+            len(runs),
+        )
+    print()
+    row("difference", "equal samples", "equal seconds", "seeds")
+    row(*["---"] * 4)
+    for name, other in PAIRS:
+        ours, theirs = best[name], best[other]
+        texts = [difference_text(compare(ours, theirs, axis)) for axis in ("step", "seconds")]
+        seeds = len(ours.keys() & theirs.keys())
+        row(f"{ESTIMATORS[name]}, minus {ESTIMATORS[other]}", *texts, seeds)
+
+
+def main(folder: Path) -> None:
+    settings = read_runs(folder)
+    alone = read_runs(folder / "alone")
+    print_rates(settings)
+    print()
+    print_best(settings, alone)
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the settings' folders")
+    args = parser.parse_args()
+    try:
+        main(args.folder)
+    except (OSError, ValueError, UserError) as error:
+        parser.exit(2, f"error: {error}\n")

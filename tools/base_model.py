@@ -6,9 +6,10 @@
     python tools/base_model.py words FOLDER [--seed N]       word problems, without a model
 
 The first three make a base model that already reasons in some of its samples, as ORZ's do: a Qwen2
-of half a million parameters, or of 130,000 for the chains. FOLDER gets the model, train.json, eval.json, and flags.txt with flags of
-train.py. It takes one or two minutes on two CPU cores. The result depends on the seed and, in its
-last bits, on the number of threads. `words` writes train.jsonl and eval.jsonl in the form of GSM8K.
+of half a million parameters, or of 130,000 for the chains. FOLDER gets the model, train.json,
+eval.json, and flags.txt with flags of train.py. It takes one or two minutes on two CPU cores. The
+result depends on the seed and, in its last bits, on the number of threads. `words` writes
+train.jsonl and eval.jsonl in the form of GSM8K.
 
 countdown: the base model tries at random, in the form that tasks/countdown.py shows.
 chain: the base model looks letters up as tasks/chain.py shows. One in six is a random letter.
