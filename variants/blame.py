@@ -1,0 +1,63 @@
+"""A negative advantage blames a token. Here only some tokens are blamed, and the others get 0.
+
+--blame none: no token, so the policy learns from positive advantages alone. unsure: the tokens that
+had a probability below 0.3 when they were drawn. wrong, right: of the letters of tasks/chain.py the
+wrong ones, or the right ones. With these two docs/chain.md shows why a run breaks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+import ppo
+from nanoorz.flags import flag, require, require_all
+
+KINDS = ("none", "unsure", "wrong", "right")
+
+
+@dataclass
+class Blame(ppo.Recipe):
+    blame: str = flag("none", f"Which tokens may have a negative advantage: {', '.join(KINDS)}.")
+
+    def check(self, world):
+        super().check(world)
+        require_all(self, {"blame": (self.blame in KINDS, f"choose {', '.join(KINDS)}")})
+        is_chain = self.task == "chain" or self.blame in ("none", "unsure")
+        require(is_chain, f"--blame {self.blame} needs --task chain, because it names its letters")
+
+    def sampling_params(self, params, request):
+        params = super().sampling_params(params, request)
+        if self.blame == "unsure":
+            # The log-prob of the sampled token, and of no other token.
+            params.logprobs = 0
+        return params
+
+    def whiten(self, advantages, batch):
+        advantages = super().whiten(advantages, batch)
+        return advantages.where((advantages > 0) | self._is_blamed(batch), 0.0)
+
+    def _is_blamed(self, batch):
+        """May the token have a negative advantage? (T,) bool."""
+        if self.blame == "unsure":
+            return batch.per_token["logprobs"] < math.log(0.3)
+        if self.blame == "none":
+            return torch.zeros(int(batch.response_lengths.sum()), dtype=bool, device=batch.device)
+        wrong = [is_wrong for sample in batch.samples for is_wrong in _wrong_tokens(sample)]
+        wrong = torch.tensor(wrong, device=batch.device)
+        return wrong if self.blame == "wrong" else ~wrong
+
+
+def _wrong_tokens(sample) -> list[bool]:
+    """Of each drawn token: is its turn another text than the right letter?"""
+    label = sample.request.problem.label
+    keys = [label["letters"][0], *sample.turns]
+    is_wrong = [label["after"].get(key) != turn for key, turn in zip(keys, sample.turns)]
+    number = 0
+    wrong = []
+    for drawn, before in zip(sample.drawn, [True, *sample.drawn]):
+        # A reply ends a turn.
+        number += before and not drawn
+        if drawn:
+            wrong.append(is_wrong[number])
+    return wrong
