@@ -2,10 +2,15 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
+from conftest import config
 
+import ppo
 from nanoorz.ranks import UserError
+from rollout import Sample
 from tasks import chain
 from tools import base_model
 from train import parse_flags
@@ -129,6 +134,31 @@ def test_the_problems_are_different_and_no_chain_is_short(tmp_path):
     for problem in train:
         label = chain.parse_record(problem)["label"]
         assert len(set(label["letters"])) == recipe.steps + 1, "no letter comes twice"
+
+
+def test_the_blamed_letters_are_the_wrong_ones_or_the_right_ones():
+    """Also where a turn has two tokens, and where the last letter is wrong."""
+    label = make_label(4)
+    problem = SimpleNamespace(label=label)
+    for parts, drawn, wrong in (
+        (["c", "+C", "a", "-A", "g", "+G", "b"], "100100100" + "1", [0, 1, 0, 1]),
+        (["c", "+C", "f", "+F", "h", "+H", "d"], "100100100" + "1", [0, 0, 0, 0]),
+        (["f", "-F", "Xh"], "100" + "11", [1, 1, 1]),
+        (["c", "+C", ""], "100" + "1", [0, 1]),  # the end token
+    ):
+        drawn = [digit == "1" for digit in drawn]
+        ids = list(range(len(drawn)))
+        request = SimpleNamespace(problem=problem)
+        sample = Sample(request, ids, None, "".join(parts), "stop", drawn=drawn, parts=parts)
+        batch = ppo.Batch(
+            [[1]], [ids], torch.zeros(1), torch.zeros(1), "cpu", {}, [sample], [drawn]
+        )
+        for blame in ("wrong", "right"):
+            cfg = config(variant="blame", blame=blame, task="chain", estimator="grpo")
+            is_blamed = torch.tensor(wrong) == (blame == "wrong")
+            found = cfg.whiten(torch.full((len(wrong),), -2.0), batch)
+            assert found.tolist() == (-2.0 * is_blamed).tolist()
+            assert (cfg.whiten(torch.full((len(wrong),), 3.0), batch) == 3).all()
 
 
 def test_without_a_verdict_the_reply_is_a_question_mark():

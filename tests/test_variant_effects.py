@@ -161,7 +161,7 @@ LOSSES = {
 }
 # `expected_step` names these.
 OTHERS = ["critic_first", "critic_lambd", "kl_penalty", "loss_mean", "lr_end", "no_whitening"]
-OTHERS += ["overlong_drop"]
+OTHERS += ["overlong_drop", "zero_values", "blame"]
 NAMES = sorted([*DRAWS, *PAYS, *LOSSES, *OTHERS, *naive.VARIANTS_COMPARE])
 OWN = {
     "overlong_penalty": {"overlong_cache": 6},
@@ -176,7 +176,7 @@ OWN = {
 # Each variant, and some of them once more with other flags.
 CASES = [(name, OWN.get(name, {})) for name in NAMES]
 CASES += [("kl_penalty", {"estimator": "reinforce"}), ("first_stage", {"task": "code"})]
-CASES += [("loss_mean", {"loss_mean": "constant"})]
+CASES += [("loss_mean", {"loss_mean": "constant"}), ("blame", {"blame": "unsure"})]
 MATH = ["format_reward", "lenient_reward", "majority_vote", "curriculum", "first_stage"]
 CASES += [(name, {"task": "math"}) for name in MATH]
 LONG = {"generate_max_len": 40, "max_len": 50, "packing_max_len": 60, "n_samples_per_prompt": 10}
@@ -217,7 +217,7 @@ def expected_step(name, cfg, step, tables, memory):
     of_tokens = dict.fromkeys(["policy", "critic"], torch.ones(len(owner)))
     if weighted.__file__ in cfg.variant:
         of_tokens = {key: weighted.weights(len(owner), key) for key in of_tokens}
-    values = others["critic"]
+    values = others["critic"] * (name != "zero_values")
     counting = [i for i, x in enumerate(samples) if x.finish_reason == "stop"]
     counting = counting if name == "overlong_drop" else list(range(len(samples)))
     if not counting:
@@ -243,7 +243,8 @@ def expected_step(name, cfg, step, tables, memory):
 
         seed = hash64(cfg.seed, step, "critic")
         shared = (owner, counting, rates, seed, of_tokens["critic"])
-        tables["critic"] = learn(tables["critic"], value_loss, *shared)
+        if name != "zero_values":
+            tables["critic"] = learn(tables["critic"], value_loss, *shared)
     else:
         paid = [score + sum(penalty) for score, penalty in zip(paid, penalties)]
         groups = [sample.request.group for sample in samples]
@@ -252,6 +253,11 @@ def expected_step(name, cfg, step, tables, memory):
     if is_whitened and name != "no_whitening":
         used = advantages[torch.isin(owner, torch.tensor(counting))]
         advantages = (advantages - used.mean()) / used.std(correction=0)
+
+    if name == "blame":
+        is_unsure = others["sampler"].exp() < 0.3
+        is_blamed = is_unsure & (cfg.blame == "unsure")
+        advantages = advantages.clamp(min=0) + advantages.clamp(max=0) * is_blamed
 
     if name == "loss_mean":
         ones = torch.ones_like(advantages, requires_grad=True)
@@ -377,6 +383,9 @@ def test_every_ordered_pair_does_what_neither_does_alone():
 
 REFUSED = [
     (["critic_first"], {"critic_only_steps": 3}, "--critic_only_steps 3: .* in none of 3 steps"),
+    (["blame"], {"blame": "all"}, "--blame all.*choose none, unsure, wrong, right"),
+    (["blame"], {"blame": "wrong"}, "--blame wrong needs --task chain"),
+    (["no_verdict"], {}, "no_verdict is for --task chain, not countdown"),
     (["log_ratio"], {"top_p": 0.9}, "--top_p 0.9: choose 1 with --variant log_ratio"),
     (["kl_penalty", "maxrl"], {}, "--estimator maxrl.* kl_penalty"),
     (["textbook_ppo"], {"policy_updates": 0}, "--policy_updates 0.*1 or more"),

@@ -115,7 +115,8 @@ SHIPPED = sorted(path.stem for path in VARIANTS.glob("*.py"))
 
 def shipped(*names):
     """The config of these variants, with flags that suit each of them."""
-    cfg = config(variant=names, zero_stage=2, bf16=True, n_samples_per_prompt=8)
+    task = "chain" if "no_verdict" in names else "math"
+    cfg = config(variant=names, task=task, zero_stage=2, bf16=True, n_samples_per_prompt=8)
     train.check_flags(cfg, 2)
     return cfg
 

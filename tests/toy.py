@@ -117,7 +117,8 @@ def take_steps(names, flags):
 
     def draw(requests, clock):
         samples = [respond(cfg, request) for request in requests]
-        if "log_ratio" in cfg.variant_texts:
+        params = cfg.sampling_params(SimpleNamespace(logprobs=None), requests[0])
+        if params.logprobs is not None:
             return samples
         return [replace(x, logprobs=None) for x in samples]
 
