@@ -1,7 +1,7 @@
 """Makes sick and healthy runs, and writes their numbers into tests/doctor_runs.
 
 `python tests/sick_runs.py FOLDER [NAME ...]` trains FOLDER/NAME: all runs, or those named. A run
-whose name starts with "laboratory" is one of the laboratory, all others are of the demo.
+whose name starts with "laboratory" or "chain" is one of that model, all others are of the demo.
 """
 
 import contextlib
@@ -66,6 +66,10 @@ RUNS = {
     "laboratory_overlong": [*GRPO, "--variant", "overlong_penalty", "--overlong_cache", "14"],
     "laboratory_format": [*GRPO, "--variant", "format_reward"],
     "laboratory_kl_penalty": ["--variant", "kl_penalty", "--kl_penalty_coef", "0.1"],
+    "chain": [*GRPO],
+    # A step of the chains has 16 samples.
+    "chain_broken_policy": ["--lambd", "0.95", "--actor_learning_rate", "8e-4"],
+    "chain_broken_and_alike": [*GRPO, "--actor_learning_rate", "16e-4"],
 }
 NUMBERS = ["step", "reward", "pass_at_n", "answered", "truncated", "response_length"]
 NUMBERS += ["total_length", "entropy", "explained_variance", "approx_kl", "policy_tokens"]
@@ -85,7 +89,7 @@ SAMPLES = RECORDED / "samples.tar.xz"
 
 def main(folder: str, *names: str) -> None:
     folder = Path(folder).absolute()
-    for task, seed in (("addition", 42), ("countdown", 1)):
+    for task, seed in (("addition", 42), ("countdown", 1), ("chain", 1)):
         tool = ROOT / "tools/base_model.py"
         run_python(tool, task, folder / task, "--seed", seed, timeout=None)
     problems = json.loads((folder / "addition/train.json").read_text())
@@ -96,8 +100,9 @@ def main(folder: str, *names: str) -> None:
     moved = [x | {"answer": label} for x, label in zip(problems, labels[-1:] + labels)]
     (folder / "moved.json").write_text(json.dumps(moved))
     for name in names or RUNS:
-        if name.startswith("laboratory"):
-            flags = [*shlex.split((folder / "countdown/flags.txt").read_text()), "--seed", 1]
+        if name.startswith(("laboratory", "chain")):
+            base = folder / ("chain" if name.startswith("chain") else "countdown")
+            flags = [*shlex.split((base / "flags.txt").read_text()), "--seed", 1]
         else:
             shutil.copytree(folder / "addition", folder / name / "base")
             flags = []

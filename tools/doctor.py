@@ -74,7 +74,8 @@ lost verdicts: {unchecked:.0%} of the answers got no verdict, and counted as wro
 
 steps too large: the reward was {best:.2f} up to step {best_step} and is {last.reward:.2f} in the
 last steps. pass_at_n went from {first.pass_at_n:.2f} to {late_pass_at_n:.2f}, and truncated from
-{table.truncated.iloc[0]:.0%} to {last.truncated:.0%}. Divide --actor_learning_rate by {divisor}
+{table.truncated.iloc[0]:.0%} to {last.truncated:.0%}. Divide --actor_learning_rate by
+{divisor}{few_samples}
 
 format never met: no response of {steps} steps was right (reward is 0){form}{hint}. tools/samples.py
 shows the responses. If the grader does not find their answers, change --template, --answer_form or
@@ -94,7 +95,8 @@ If tools/samples.py shows right answers, check the labels
 entropy collapse: the responses to each problem have become alike, but the reward is only
 {last.reward:.2f}. The entropy went from {first.entropy:.3f} to {last.entropy:.3f}, and the share of
 tokens with an advantage from {first.learnt_from:.0%} to {last.learnt_from:.0%}. The policy does not
-recover: start from an earlier checkpoint, with --temperature 1 and a lower --actor_learning_rate
+recover: start from an earlier checkpoint, with --temperature 1 and a lower
+--actor_learning_rate{few_samples}
 
 no gradient: the gradient of the policy is 0 (policy_grad_norm), so the policy does not change. Look
 at token_loss and token_weights of the variants
@@ -120,6 +122,10 @@ too slow: {steps} steps brought the reward from {first.reward:.2f} to {last.rewa
 {first.pass_at_n:.0%} of the first problems had a right response (pass_at_n). Multiply
 --actor_learning_rate by 3, or train longer. --variant log_ratio shows if the sampler is stale
 """
+# It follows the rate. docs/chain.md has measured what helps.
+FEW_SAMPLES = """, or draw more than {count:.0f} samples a step: with few samples the right tokens
+of wrong responses are blamed too often. --variant positive blames no token. A KL term, a clip,
+--max_norm and --warmup_updates did not help in docs/chain.md"""
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
 METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
 METRICS += " paid policy_lr policy_grad_norm"
@@ -177,6 +183,9 @@ class Run:
         has_grown = self.is_clear and self.gain > max(0.6 * first.reward, 0.02)
         self.rises = not self.fell and (self.gain > enough or has_grown)
         self.divisor = 10 if last.reward < 0.2 * self.best else 3
+        count = (tokens / table.total_length).median()
+        told = FEW_SAMPLES.format(count=count) if count <= 64 else ""
+        self.few_samples = " ".join(told.split())
         self.config = config or {}
         # The shipped variants that pay something else do it on purpose.
         pairs = self.config.get("variants", [])
