@@ -18,14 +18,20 @@ of a share.
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ppo
 from nanoorz.ranks import UserError
 from studies.pays import with_seconds
 from tools.compare import Run, compare, difference_text, limit_of_t, read_run
+from tools.runs import BLACK, BLUE, GREEN, GREY, RED, STYLE, read_lines
 
 STEPS = 60
 RATES = (1, 2, 4, 6, 8, 16)
@@ -47,6 +53,7 @@ BREAKS += ["max_norm", "warmup", "kl_loss", "kl_penalty", "clip", "dr_grpo", "en
 BREAKS += ["no_whitening", "l80", "l50", "zero_50", "first_100", "first_95", "first_80"]
 BREAKS += ["first_50", "first_50_silent"]
 NEW = range(3, 11)
+MORE = ["positive_4", "positive_16", "l80_4", "l50_4", "zero_50_4", "l80_6", "l50_6"]
 CHOOSING, JUDGING = range(1, 11), range(11, 21)
 
 
@@ -65,7 +72,7 @@ def wilson(count: int, total: int) -> tuple[float, float]:
     share = count / total
     centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     margin = z / (1 + z**2 / total) * np.sqrt(share * (1 - share) / total + (z / 2 / total) ** 2)
-    return centre - margin, centre + margin
+    return max(0.0, centre - margin), min(1.0, centre + margin)
 
 
 def mean_text(numbers, sign="") -> str:
@@ -143,7 +150,7 @@ def print_best(settings: dict, alone: dict) -> None:
     for name in ESTIMATORS:
         rate = best_rate(cells(settings, name))
         runs = pick(settings[f"{name}_{rate}"], JUDGING)
-        best[name] = {seed: with_seconds(run, alone[name][1]) for seed, run in runs.items()}
+        best[name] = {seed: with_seconds(run, alone[f"{name}_4"][1]) for seed, run in runs.items()}
         print(f"the best rate of {ESTIMATORS[name]} is {rate}e-4")
     print()
     row("estimator", "equal samples", "broken", "equal seconds", "broken", "seeds")
@@ -172,14 +179,123 @@ def print_best(settings: dict, alone: dict) -> None:
 
 def print_breaks(settings: dict) -> None:
     """Broken runs and accuracy at the rate 8e-4, of the seeds that were not explored."""
-    row("setting", "broken", "accuracy", "seconds of a step")
-    row(*["---"] * 4)
+    row("setting", "broken", "accuracy")
+    row(*["---"] * 3)
     for name in (*ALREADY_RUN, *BREAKS):
         runs = pick(settings[name], NEW).values()
-        steps = 120 if name.startswith("first") else STEPS
+        steps = last_step(name)
         broken = share_text(is_broken(run, steps) for run in runs)
-        seconds = np.median([run.metrics.seconds.median() for run in runs])
-        row(f"`{name}`", broken, mean_text(accuracy(run, steps) for run in runs), f"{seconds:.2f}")
+        row(f"`{name}`", broken, mean_text(accuracy(run, steps) for run in runs))
+
+
+def print_more(settings: dict, names) -> None:
+    row("setting", "broken", "accuracy")
+    row(*["---"] * 3)
+    for name in names:
+        runs = settings[name].values()
+        row(f"`{name}`", share_text(map(is_broken, runs)), mean_text(map(accuracy, runs)))
+
+
+def last_step(name: str) -> int:
+    """Runs with a head start of the critic have 60 more steps."""
+    return 120 if name.startswith("first") else STEPS
+
+
+def read_conversations(folder: Path) -> list[dict]:
+    """The samples of the last 15 steps whose letters are eight, with the critic's values."""
+    lines = [
+        line for path in sorted(folder.glob("seed*/samples.jsonl")) for line in read_lines(path)
+    ]
+    return [x for x in lines if x["step"] > 45 and len(x["values"]) == len(x["parts"][::2]) == 8]
+
+
+def first_error(sample: dict) -> int | None:
+    """The place of the first wrong letter that is not the last letter, or None."""
+    at = sample["label"]["letters"][0]
+    for place, letter in enumerate(sample["parts"][:-1:2]):
+        if sample["label"]["after"][at] != letter:
+            return place
+        at = letter
+    return None
+
+
+def values_around_an_error(samples: list[dict]) -> pd.Series:
+    """The mean value before the letter at each distance from the first wrong one."""
+    found = {}
+    for sample in samples:
+        if (place := first_error(sample)) is not None:
+            for k, value in enumerate(sample["values"]):
+                found.setdefault(k - place, []).append(value)
+    return pd.Series({k: np.mean(found[k]) for k in sorted(found) if -4 <= k <= 4})
+
+
+def advantages(sample: dict, lambd: float) -> list[float]:
+    """Of each letter, before whitening."""
+    values = torch.tensor([sample["values"]], dtype=torch.float64)
+    rewards = torch.tensor([sample["reward"]], dtype=torch.float64)
+    mask = torch.ones_like(values, dtype=torch.bool)
+    cfg = SimpleNamespace(gamma=1.0, lambd=lambd)
+    return ppo.gae(rewards, values, mask, torch.zeros(1), cfg)[0].tolist()
+
+
+def draw(settings: dict, folder: Path, out: Path) -> None:
+    with rc_context(STYLE):
+        figure = Figure(figsize=(15, 9.5), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
+        rates, breaks, one, mean = figure.subplots(2, 2).flat
+        draw_rates(rates, settings)
+        draw_breaks(breaks, settings)
+        told = read_conversations(folder / "sees")
+        draw_conversation(
+            one, next(x for x in told if first_error(x) in (2, 3) and not x["reward"])
+        )
+        mean.set(title="Mean value around the first wrong letter, steps 46 to 60")
+        mean.set(xlabel="letters after the wrong one; its verdict comes before letter 1")
+        for samples, label in (
+            (told, "with the verdict"),
+            (read_conversations(folder / "sees_silent"), "without the verdict"),
+        ):
+            values = values_around_an_error(samples)
+            mean.plot(values.index, values, marker="o", label=label)
+        mean.legend(frameon=False)
+        figure.savefig(out, dpi=100)
+
+
+def draw_rates(ax, settings: dict) -> None:
+    ax.set(title="Accuracy after 60 steps of 16 samples, ten seeds", xlabel="learning rate / 1e-4")
+    for name, title in ESTIMATORS.items():
+        runs_of = {x: pick(runs, CHOOSING) for x, runs in cells(settings, name).items() if x < 16}
+        means = [np.mean([accuracy(run) for run in runs.values()]) for runs in runs_of.values()]
+        ax.plot(list(runs_of), means, marker="o", label=title)
+    ax.set_ylim(0, 0.8)
+    ax.legend(frameon=False, fontsize=11, ncols=2)
+
+
+def draw_breaks(ax, settings: dict) -> None:
+    ax.set(title="Share of broken runs at the rate 8e-4, eight seeds", xlabel="95 % intervals")
+    names = [*ALREADY_RUN, *BREAKS][::-1]
+    for place, name in enumerate(names):
+        flags = [is_broken(x, last_step(name)) for x in pick(settings[name], NEW).values()]
+        low, high = wilson(sum(flags), len(flags))
+        ax.plot([low, high], [place, place], color=GREY, linestyle="-")
+        ax.plot(
+            np.mean(flags), place, "o", color=RED if np.mean(flags) > 0.5 else BLUE, clip_on=False
+        )
+    ax.set_yticks(range(len(names)), names, fontsize=9)
+    ax.set_xlim(0, 1)
+
+
+def draw_conversation(ax, sample: dict) -> None:
+    ax.set(title=f"One response to {sample['question']}")
+    turns, replies = sample["parts"][::2], [*sample["parts"][1::2], " "]
+    ax.set_xticks(range(8), [turn + reply for turn, reply in zip(turns, replies)])
+    ax.set_xlabel("a letter and its reply; the value is that before the letter")
+    ax.plot(sample["values"], "o-", color=BLACK, label="value")
+    for lambd, colour in ((1.0, BLUE), (0.95, RED), (0.5, GREEN)):
+        label = f"advantage, lambda {lambd:g}"
+        ax.plot(advantages(sample, lambd), "s--", color=colour, label=label)
+    ax.axhline(0, color=GREY, linewidth=0.8)
+    ax.legend(frameon=False, fontsize=11)
 
 
 def main(folder: Path) -> None:
@@ -190,6 +306,9 @@ def main(folder: Path) -> None:
     print_best(settings, alone)
     print()
     print_breaks(settings)
+    print()
+    print_more(settings, MORE)
+    draw(settings, folder, Path(__file__).resolve().parent.parent / "docs" / "chain.png")
 
 
 if __name__ == "__main__":

@@ -123,9 +123,9 @@ too slow: {steps} steps brought the reward from {first.reward:.2f} to {last.rewa
 --actor_learning_rate by 3, or train longer. --variant log_ratio shows if the sampler is stale
 """
 # It follows the rate. docs/chain.md has measured what helps.
-FEW_SAMPLES = """, or draw more than {count:.0f} samples a step: with few samples the right tokens
-of wrong responses are blamed too often. --variant positive blames no token. A KL term, a clip,
---max_norm and --warmup_updates did not help in docs/chain.md"""
+FEW_SAMPLES = """, or draw more than {count:.0f} samples a step: with few samples wrong responses
+blame their right tokens too much. In docs/chain.md a KL term and --variant positive helped some
+runs, and a clip, --max_norm, no whitening and an entropy bonus helped none"""
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
 METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
 METRICS += " paid policy_lr policy_grad_norm"
