@@ -14,7 +14,7 @@ from nanoorz.ranks import UserError
 from studies import race, ratio_one
 
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md"]
-for folder in ("docs", "studies"):
+for folder in ("docs", "docs/exercises", "studies"):
     PAGES += [f"{folder}/{path.name}" for path in sorted((ROOT / folder).glob("*.md"))]
 DEMO = ["--model", "demo", "--data", "demo"]
 BLOCK = r"^```(\w*)\n(.*?)^```"

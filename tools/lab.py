@@ -130,9 +130,13 @@ def read_code(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
-def lab_flags(settings: list[Setting], base: Path) -> list[str]:
+def recipe_of(settings: list[Setting]) -> str:
+    """Which base model of tools/base_model.py the settings start from."""
+    return "chain" if any("chain" in setting.flags for setting in settings) else "countdown"
+
+
+def lab_flags(recipe: str, base: Path) -> list[str]:
     """Makes a base model if it is not there. Returns its flags of train.py."""
-    recipe = "chain" if any("chain" in setting.flags for setting in settings) else "countdown"
     command = [sys.executable, str(ROOT / "tools" / "base_model.py"), recipe, str(base)]
     if subprocess.call(command, stdout=subprocess.DEVNULL) != 0:
         raise UserError(f"the base model {base} was not made; the lines above say why")
@@ -270,7 +274,7 @@ def run_plan(args) -> int:
         raise UserError(f"--show {' '.join(unknown)}: the plan has no such setting")
     keep_code(out)
     has_model = all("--model" in setting.flags for setting in settings)
-    common = [] if has_model else lab_flags(settings, out / "base")
+    common = [] if has_model else lab_flags(recipe_of(settings), out / "base")
     for setting in settings:
         setting.flags = [*common, *setting.flags]
         try:
