@@ -196,6 +196,19 @@ def print_more(settings: dict, names) -> None:
         row(f"`{name}`", share_text(map(is_broken, runs)), mean_text(map(accuracy, runs)))
 
 
+def print_countdown(settings: dict) -> None:
+    rates = (1, 2, 4, 8)
+    row("estimator", *(f"{rate}e-4" for rate in rates))
+    row("---", *("---" for _ in rates))
+    for name in ("grpo", "l95", "positive"):
+        texts = []
+        for rate in rates:
+            runs = settings[f"{name}_{rate}"].values()
+            broken = [is_broken(run) for run in runs]
+            texts.append(f"{mean_text(map(accuracy, runs))}, {sum(broken)} of {len(broken)}")
+        row(ESTIMATORS.get(name, f"`{name}`"), *texts)
+
+
 def last_step(name: str) -> int:
     """Runs with a head start of the critic have 60 more steps."""
     return 120 if name.startswith("first") else STEPS
@@ -298,7 +311,7 @@ def draw_conversation(ax, sample: dict) -> None:
     ax.legend(frameon=False, fontsize=11)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, picture: Path | None) -> None:
     settings = read_runs(folder)
     alone = read_runs(folder / "alone")
     print_rates(settings)
@@ -308,14 +321,18 @@ def main(folder: Path) -> None:
     print_breaks(settings)
     print()
     print_more(settings, MORE)
-    draw(settings, folder, Path(__file__).resolve().parent.parent / "docs" / "chain.png")
+    print()
+    print_countdown(read_runs(folder / "countdown_16"))
+    if picture:
+        draw(settings, folder, picture)
 
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the settings' folders")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the picture, too")
     args = parser.parse_args()
     try:
-        main(args.folder)
+        main(args.folder, args.picture)
     except (OSError, ValueError, UserError) as error:
         parser.exit(2, f"error: {error}\n")
