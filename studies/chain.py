@@ -33,13 +33,14 @@ from studies.pays import with_seconds
 from tools.compare import Run, compare, difference_text, limit_of_t, read_run
 from tools.runs import BLACK, BLUE, GREEN, GREY, RED, STYLE, read_lines
 
+PLANS = Path(__file__).resolve().parent.parent / "variants" / "plans"
 STEPS = 60
 RATES = (1, 2, 4, 6, 8, 16)
 ESTIMATORS = {
     "ppo": "PPO, lambda 1",
     "l95": "PPO, lambda 0.95",
     "l90": "PPO, lambda 0.9",
-    "zero": "lambda 0.95, values of 0",
+    "zero": "its control, values of 0",
     "grpo": "GRPO",
     "rloo": "RLOO",
     "reinforce": "REINFORCE",
@@ -61,8 +62,9 @@ def accuracy(run: Run, steps: int = STEPS) -> float:
     return run.evaluations.accuracy[run.evaluations.step <= steps].tail(3).mean()
 
 
-def is_broken(run: Run, steps: int = STEPS) -> bool:
-    accuracies = run.evaluations.accuracy[run.evaluations.step <= steps]
+def is_broken(run: Run, steps: int | None = STEPS) -> bool:
+    """steps: the last one that counts. None: that of the run."""
+    accuracies = run.evaluations.accuracy[run.evaluations.step <= (steps or 1e9)]
     return bool(accuracies.iloc[-1] < max(accuracies.iloc[0], accuracies.max() / 2))
 
 
@@ -157,43 +159,40 @@ def print_best(settings: dict, alone: dict) -> None:
     row(*["---"] * 6)
     longest = best["ppo"]
     for name, runs in best.items():
-        at_seconds = compare(runs, longest, "seconds")["accuracies"]
-        last = max(run.evaluations.step.max() for run in runs.values())
-        row(
-            ESTIMATORS[name],
-            mean_text(map(accuracy, runs.values())),
-            share_text(map(is_broken, runs.values())),
-            mean_text(at_seconds),
-            share_text(is_broken(run, last) for run in runs.values()),
-            len(runs),
-        )
+        texts = [mean_text(map(accuracy, runs.values())), share_text(map(is_broken, runs.values()))]
+        texts += [mean_text(compare(runs, longest, "seconds")["accuracies"])]
+        texts += [share_text(is_broken(run, None) for run in runs.values())]
+        # The control computes values that it does not use, so its seconds say nothing.
+        row(ESTIMATORS[name], *(texts if name != "zero" else [*texts[:2], "", ""]), len(runs))
     print()
     row("difference", "equal samples", "equal seconds", "seeds")
     row(*["---"] * 4)
     for name, other in PAIRS:
         ours, theirs = best[name], best[other]
-        texts = [difference_text(compare(ours, theirs, axis)) for axis in ("step", "seconds")]
+        axes = ("step",) if "zero" in (name, other) else ("step", "seconds")
+        texts = [difference_text(compare(ours, theirs, axis)) for axis in axes]
+        texts += [""] * (2 - len(axes))
         seeds = len(ours.keys() & theirs.keys())
         row(f"{ESTIMATORS[name]}, minus {ESTIMATORS[other]}", *texts, seeds)
 
 
-def print_breaks(settings: dict) -> None:
-    """Broken runs and accuracy at the rate 8e-4, of the seeds that were not explored."""
-    row("setting", "broken", "accuracy")
-    row(*["---"] * 3)
-    for name in (*ALREADY_RUN, *BREAKS):
-        runs = pick(settings[name], NEW).values()
+def print_settings(settings: dict, names, seeds) -> None:
+    """Broken runs and accuracy of settings, with the words of their plans."""
+    row("setting", "variants and flags", "broken", "accuracy")
+    row(*["---"] * 4)
+    plans = [path.read_text() for path in sorted(PLANS.glob("chain*.txt"))]
+    lines = dict(
+        line.split(":", 1)
+        for text in plans
+        for line in text.splitlines()
+        if line[:1] not in ("", "#")
+    )
+    for name in names:
+        runs = pick(settings[name], seeds).values()
         steps = last_step(name)
         broken = share_text(is_broken(run, steps) for run in runs)
-        row(f"`{name}`", broken, mean_text(accuracy(run, steps) for run in runs))
-
-
-def print_more(settings: dict, names) -> None:
-    row("setting", "broken", "accuracy")
-    row(*["---"] * 3)
-    for name in names:
-        runs = settings[name].values()
-        row(f"`{name}`", share_text(map(is_broken, runs)), mean_text(map(accuracy, runs)))
+        words = f"`{lines[name].strip()}`"
+        row(f"`{name}`", words, broken, mean_text(accuracy(run, steps) for run in runs))
 
 
 def print_countdown(settings: dict) -> None:
@@ -216,10 +215,10 @@ def last_step(name: str) -> int:
 
 def read_conversations(folder: Path) -> list[dict]:
     """The samples of the last 15 steps whose letters are eight, with the critic's values."""
-    lines = [
-        line for path in sorted(folder.glob("seed*/samples.jsonl")) for line in read_lines(path)
-    ]
-    return [x for x in lines if x["step"] > 45 and len(x["values"]) == len(x["parts"][::2]) == 8]
+    lines = [x for path in sorted(folder.glob("seed*/samples.jsonl")) for x in read_lines(path)]
+    # A response of one turn has no parts.
+    lines = [x for x in lines if x["step"] > 45 and "parts" in x]
+    return [x for x in lines if len(x["values"]) == len(x["parts"][::2]) == 8]
 
 
 def first_error(sample: dict) -> int | None:
@@ -318,9 +317,9 @@ def main(folder: Path, picture: Path | None) -> None:
     print()
     print_best(settings, alone)
     print()
-    print_breaks(settings)
+    print_settings(settings, [*ALREADY_RUN, *BREAKS], NEW)
     print()
-    print_more(settings, MORE)
+    print_settings(settings, MORE, CHOOSING)
     print()
     print_countdown(read_runs(folder / "countdown_16"))
     if picture:
