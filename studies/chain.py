@@ -31,7 +31,7 @@ import ppo
 from nanoorz.ranks import UserError
 from studies.pays import with_seconds
 from tools.compare import Run, compare, difference_text, limit_of_t, read_run
-from tools.runs import BLACK, BLUE, GREEN, GREY, RED, STYLE, read_lines
+from tools.runs import BLACK, BLUE, GREEN, GREY, RED, STYLE, read_lines, read_metrics
 
 PLANS = Path(__file__).resolve().parent.parent / "variants" / "plans"
 STEPS = 60
@@ -195,6 +195,26 @@ def print_settings(settings: dict, names, seeds) -> None:
         row(f"`{name}`", words, broken, mean_text(accuracy(run, steps) for run in runs))
 
 
+def print_signs(folder: Path) -> None:
+    """What a run at 8e-4 shows when it breaks: when the share of wrong letters has doubled."""
+    row("estimator", "median step", "entropy", "letters", "repeated letters", "runs")
+    row(*["---"] * 6)
+    for name in ("ppo", "l95", "grpo", "rloo", "reinforce"):
+        found = []
+        for path in sorted(folder.glob(f"{name}_8/seed*")):
+            table = read_metrics(path)
+            start = table.head(3).mean()
+            # A step has 128 letters, so the share is a mean of three steps.
+            means = table.rolling(3, min_periods=1).mean()
+            doubled = means[means.wrong > 2 * start.wrong].head(1)
+            if len(doubled):
+                step, now = doubled.index[0], doubled.iloc[0]
+                found.append([step, now.entropy / start.entropy, now.letters, now.stutter])
+        step, entropy, letters, stutter = np.median(found, axis=0)
+        texts = [f"{step:.0f}", f"{entropy:.2f} of the start", f"{letters:.1f}", f"{stutter:.2f}"]
+        row(ESTIMATORS[name], *texts, len(found))
+
+
 def print_countdown(settings: dict) -> None:
     rates = (1, 2, 4, 8)
     row("estimator", *(f"{rate}e-4" for rate in rates))
@@ -320,6 +340,8 @@ def main(folder: Path, picture: Path | None) -> None:
     print_settings(settings, [*ALREADY_RUN, *BREAKS], NEW)
     print()
     print_settings(settings, MORE, CHOOSING)
+    print()
+    print_signs(folder)
     print()
     print_countdown(read_runs(folder / "countdown_16"))
     if picture:
