@@ -1,6 +1,7 @@
 """The embedding is not trained, and with tied weights the head is not trained either."""
 
 from dataclasses import dataclass
+
 import ppo
 
 
