@@ -66,10 +66,10 @@ RUNS = {
     "laboratory_overlong": [*GRPO, "--variant", "overlong_penalty", "--overlong_cache", "14"],
     "laboratory_format": [*GRPO, "--variant", "format_reward"],
     "laboratory_kl_penalty": ["--variant", "kl_penalty", "--kl_penalty_coef", "0.1"],
-    "chain": [*GRPO],
+    "chain": [*GRPO, "--max_steps", "105"],
     # A step of the chains has 16 samples.
     "chain_broken_policy": ["--lambd", "0.95", "--actor_learning_rate", "8e-4"],
-    "chain_broken_and_alike": [*GRPO, "--actor_learning_rate", "16e-4"],
+    "chain_broken_and_alike": [*GRPO, "--max_steps", "105", "--actor_learning_rate", "16e-4"],
 }
 NUMBERS = ["step", "reward", "pass_at_n", "answered", "truncated", "response_length"]
 NUMBERS += ["total_length", "entropy", "explained_variance", "approx_kl", "policy_tokens"]

@@ -39,6 +39,10 @@ FOUND = {
     ],
     "rate_ends": ["rate has ended: "],
     "kl_too_strong": ["strong KL: a KL term with the factor 100"],
+    "chain": [],
+    "chain_broken_policy": ["steps too large: the reward was ", "critic explains nothing: "],
+    # First its letters became wrong, and then its responses became alike.
+    "chain_broken_and_alike": ["entropy collapse: the responses to each problem have become alike"],
     # Endless responses without an answer follow from the steps.
     "laboratory_large_steps": ["steps too large: the reward was 0.14 up to step 1 and is 0.00"],
 }
@@ -51,7 +55,7 @@ HEADINGS = {
     "laboratory_format": "40 steps; the reward fell: 0.15 to 0.07; --variant format_reward pays "
     "something else: 0.98 to 1.00",
 }
-HEALTHY = ("ppo", "grpo", "laboratory", "laboratory_overlong", "laboratory_kl_penalty")
+HEALTHY = ("chain", "ppo", "grpo", "laboratory", "laboratory_overlong", "laboratory_kl_penalty")
 
 
 @pytest.fixture(scope="module")
