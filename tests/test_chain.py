@@ -161,6 +161,14 @@ def test_the_blamed_letters_are_the_wrong_ones_or_the_right_ones():
             assert (cfg.whiten(torch.full((len(wrong),), 3.0), batch) == 3).all()
 
 
+def test_a_frozen_embedding_is_the_tied_head_and_all_else_learns():
+    tokenizer = base_model.make_tokenizer("ab", [])
+    model = config(variant="frozen_embedding").policy_model(base_model.make_model(tokenizer, 1))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+    assert frozen == ["model.embed_tokens.weight"]
+
+
 def test_without_a_verdict_the_reply_is_a_question_mark():
     flags = ["--model", "m", "--data", "d", "--variant", "no_verdict"]
     reply = parse_flags([*flags, "--task", "chain"]).reply_function(chain)

@@ -108,6 +108,18 @@ def test_at_ratio_one_only_the_mean_of_a_loss_matters():
     assert {ratio_one.mean_of(name) for name in ratio_one.LOSSES} == ratio_one.LEFT.keys()
 
 
+def test_the_tables_of_the_chains_have_the_numbers_of_their_runs(tmp_path):
+    """Each row with an interval is one that studies/chain.py prints."""
+    with tarfile.open(ROOT / "studies" / "chain_runs.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    picture = tmp_path / "picture.png"
+    words = [ROOT / "studies" / "chain.py", tmp_path, "--picture", picture]
+    told = run_python(*words).stdout.splitlines()
+    rows = re.findall(r"^.* \| .*\].*", (ROOT / "docs" / "chain.md").read_text(), re.MULTILINE)
+    assert len(rows) > 50 and not set(rows) - set(told)
+    assert picture.exists()
+
+
 def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):
     """Each row of the README and of the laboratory is one that pays.py prints."""
     with tarfile.open(ROOT / "studies" / "critic_runs.tar.xz") as archive:
