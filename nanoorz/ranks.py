@@ -6,6 +6,7 @@ rank that calls it waits until the other ranks have called it, too.
 Copy this file together with a stage. On one machine it needs torch alone.
 """
 
+import atexit
 import contextlib
 import datetime
 import hashlib
@@ -290,8 +291,16 @@ def start_distributed():
     store = dist.HashStore() if is_alone else meet_ranks()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    if backend == "gloo":
+        # If its threads lived until the end of Python, they could abort the process.
+        atexit.register(leave_group)
     # The prefix keeps our keys apart from torch's keys.
     return rank, world, device, dist.PrefixStore("nanoorz", store)
+
+
+def leave_group():
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def meet_ranks() -> dist.Store:
