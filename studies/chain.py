@@ -45,8 +45,13 @@ ESTIMATORS = {
     "rloo": "RLOO",
     "reinforce": "REINFORCE",
 }
+TITLES = ESTIMATORS | {"positive": "`positive`"}
 PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "rloo"), ("l95", "reinforce"), ("l95", "ppo")]
 PAIRS += [("l90", "l95"), ("ppo", "grpo"), ("ppo", "reinforce"), ("zero", "grpo")]
+PAIRS += [("positive", "reinforce")]
+# The runs of chain_silent.txt, and their pairs.
+SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]
+SILENT_PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "reinforce"), ("ppo", "grpo")]
 # The lines of chain_breaks.txt, behind two of chain.txt.
 ALREADY_RUN = ["grpo_8", "l95_8"]
 BREAKS = ["blame_none", "blame_wrong", "blame_right", "blame_unsure", "positive", "samples_64"]
@@ -54,6 +59,7 @@ BREAKS += ["max_norm", "warmup", "kl_loss", "kl_penalty", "clip", "dr_grpo", "en
 BREAKS += ["no_whitening", "l80", "l50", "zero_50", "first_100", "first_95", "first_80"]
 BREAKS += ["first_50", "first_50_silent"]
 NEW = range(3, 11)
+PROBLEMS = ["positive", "positive_problems", "reinforce_8", "reinforce_problems"]
 MORE = ["positive_4", "positive_16", "l80_4", "l50_4", "zero_50_4", "l80_6", "l50_6"]
 CHOOSING, JUDGING = range(1, 11), range(11, 21)
 
@@ -113,6 +119,14 @@ def cells(settings: dict, name: str) -> dict[int, dict[int, Run]]:
     return {rate: settings[key] for rate in RATES if (key := f"{name}_{rate}") in settings}
 
 
+def up_to(runs: dict[int, Run], steps: int = STEPS) -> dict[int, Run]:
+    """The runs without later evaluations."""
+    return {
+        seed: run._replace(evaluations=run.evaluations[run.evaluations.step <= steps])
+        for seed, run in runs.items()
+    }
+
+
 def best_rate(runs_of: dict[int, dict[int, Run]]) -> int:
     """The rate with the highest mean accuracy of the choosing seeds."""
     means = {
@@ -154,6 +168,8 @@ def print_best(settings: dict, alone: dict) -> None:
         runs = pick(settings[f"{name}_{rate}"], JUDGING)
         best[name] = {seed: with_seconds(run, alone[f"{name}_4"][1]) for seed, run in runs.items()}
         print(f"the best rate of {ESTIMATORS[name]} is {rate}e-4")
+    runs, time = pick(settings["positive_long"], JUDGING), alone["positive_long"][1]
+    best["positive"] = {seed: with_seconds(run, time) for seed, run in runs.items()}
     print()
     row("estimator", "equal samples", "broken", "equal seconds", "broken", "seeds")
     row(*["---"] * 6)
@@ -163,17 +179,35 @@ def print_best(settings: dict, alone: dict) -> None:
         texts += [mean_text(compare(runs, longest, "seconds")["accuracies"])]
         texts += [share_text(is_broken(run, None) for run in runs.values())]
         # The control computes values that it does not use, so its seconds say nothing.
-        row(ESTIMATORS[name], *(texts if name != "zero" else [*texts[:2], "", ""]), len(runs))
+        row(TITLES[name], *(texts if name != "zero" else [*texts[:2], "", ""]), len(runs))
     print()
     row("difference", "equal samples", "equal seconds", "seeds")
     row(*["---"] * 4)
     for name, other in PAIRS:
         ours, theirs = best[name], best[other]
-        axes = ("step",) if "zero" in (name, other) else ("step", "seconds")
-        texts = [difference_text(compare(ours, theirs, axis)) for axis in axes]
-        texts += [""] * (2 - len(axes))
+        texts = [difference_text(compare(up_to(ours), up_to(theirs), "step"))]
+        is_timed = "zero" not in (name, other)
+        texts += [difference_text(compare(ours, theirs, "seconds")) if is_timed else ""]
         seeds = len(ours.keys() & theirs.keys())
-        row(f"{ESTIMATORS[name]}, minus {ESTIMATORS[other]}", *texts, seeds)
+        row(f"{TITLES[name]}, minus {TITLES[other]}", *texts, seeds)
+
+
+def print_silent(settings: dict) -> None:
+    """Runs at 4e-4 without the verdict, and their pairs with it."""
+    told = {name: up_to(pick(settings[f"{name}_4"], CHOOSING)) for name in SILENT}
+    silent = {name: settings[f"{name}_4_silent"] for name in SILENT}
+    row("estimator", "with the verdict", "without", "difference", "broken without")
+    row(*["---"] * 5)
+    for name in SILENT:
+        texts = [mean_text(map(accuracy, runs[name].values())) for runs in (told, silent)]
+        texts += [difference_text(compare(silent[name], told[name], "step"))]
+        row(ESTIMATORS[name], *texts, share_text(map(is_broken, silent[name].values())))
+    print()
+    row("difference", "with the verdict", "without")
+    row(*["---"] * 3)
+    for name, other in SILENT_PAIRS:
+        texts = [difference_text(compare(x[name], x[other], "step")) for x in (told, silent)]
+        row(f"{ESTIMATORS[name]}, minus {ESTIMATORS[other]}", *texts)
 
 
 def print_settings(settings: dict, names, seeds) -> None:
@@ -225,7 +259,7 @@ def print_countdown(settings: dict) -> None:
             runs = settings[f"{name}_{rate}"].values()
             broken = [is_broken(run) for run in runs]
             texts.append(f"{mean_text(map(accuracy, runs))}, {sum(broken)} of {len(broken)}")
-        row(ESTIMATORS.get(name, f"`{name}`"), *texts)
+        row(TITLES[name], *texts)
 
 
 def last_step(name: str) -> int:
@@ -339,7 +373,11 @@ def main(folder: Path, picture: Path | None) -> None:
     print()
     print_settings(settings, [*ALREADY_RUN, *BREAKS], NEW)
     print()
+    print_settings(settings, PROBLEMS, NEW)
+    print()
     print_settings(settings, MORE, CHOOSING)
+    print()
+    print_silent(settings)
     print()
     print_signs(folder)
     print()

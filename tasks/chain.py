@@ -3,10 +3,9 @@
     question  Fh,Ji,Ea,Hd,Dc,Ag,Cf,Gj,Be,Ib:D    begin with D
     response  c+C f+F h+H a-A g+G j+J i+I b      the policy draws the small letters alone
 
-The environment replies to each letter with a verdict (`+` right, `-` wrong), and with the letter
-that is to be looked up next. After a wrong letter the chain goes on from the wrong letter. The
-reward is 1.0 if the last letter is that of the right chain. A turn that is not one small letter
-ends the response. `tools/base_model.py chain` makes a base model and problems.
+The environment replies to each letter with a verdict (`+` right, `-` wrong), and with this letter as
+the next key. The reward is 1.0 if the last letter is that of the right chain. A turn that is not
+one small letter ends the response. `tools/base_model.py chain` makes a base model and problems.
 """
 
 import re
@@ -21,8 +20,9 @@ RESPONSE = re.compile(r"([a-j][+?-][A-J])*[a-j]")
 
 def load_problems(path, template, bos="", columns=None, split="train"):
     """A label is {"after": {letter: next letter}, "letters": right chain}. Raises UserError."""
+    reading = read_file(path, parse_record, split)
     advice = "make the file with tools/base_model.py chain"
-    return make_problems(path, read_file(path, parse_record), template, TEMPLATES, bos, advice)
+    return make_problems(path, reading, template, TEMPLATES, bos, advice)
 
 
 def parse_record(record):

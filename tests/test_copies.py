@@ -15,7 +15,8 @@ import atexit
 from pathlib import Path
 
 # This comes behind all other functions of atexit.
-atexit.register(lambda: print([path.read_text() for path in Path("/proc/self/task").glob("*/comm")]))
+tasks = Path("/proc/self/task")
+atexit.register(lambda: print([path.read_text() for path in tasks.glob("*/comm")]))
 
 import ckpt
 import reward
