@@ -3,7 +3,7 @@
     question  Fh,Ji,Ea,Hd,Dc,Ag,Cf,Gj,Be,Ib:D    begin with D
     response  c+C f+F h+H a-A g+G j+J i+I b      the policy draws the small letters alone
 
-The environment replies to each letter with a verdict (`+` right, `-` wrong), and with this letter as
+The environment replies to each letter with a verdict (`+` right, `-` wrong) and with this letter as
 the next key. The reward is 1.0 if the last letter is that of the right chain. A turn that is not
 one small letter ends the response. `tools/base_model.py chain` makes a base model and problems.
 """
