@@ -59,7 +59,7 @@ BREAKS += ["max_norm", "warmup", "kl_loss", "kl_penalty", "clip", "dr_grpo", "en
 BREAKS += ["no_whitening", "l80", "l50", "zero_50", "first_100", "first_95", "first_80"]
 BREAKS += ["first_50", "first_50_silent"]
 NEW = range(3, 11)
-PROBLEMS = ["positive", "positive_problems", "reinforce_8", "reinforce_problems"]
+PROBLEMS = ["positive_problems", "reinforce_problems"]
 MORE = ["positive_4", "positive_16", "l80_4", "l50_4", "zero_50_4", "l80_6", "l50_6"]
 CHOOSING, JUDGING = range(1, 11), range(11, 21)
 

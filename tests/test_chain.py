@@ -136,10 +136,30 @@ def test_the_problems_are_different_and_no_chain_is_short(tmp_path):
         assert len(set(label["letters"])) == recipe.steps + 1, "no letter comes twice"
 
 
+def make_batch(parts: list[str], drawn: list[bool], label: dict, seed: int = 0) -> ppo.Batch:
+    """One sample of one token for each entry of `drawn`."""
+    ids = list(range(len(drawn)))
+    request = SimpleNamespace(problem=SimpleNamespace(label=label), seed=seed)
+    sample = Sample(request, ids, None, "".join(parts), "stop", drawn=drawn, parts=parts)
+    zero = torch.zeros(1)
+    return ppo.Batch([[1]], [ids], zero, zero, "cpu", {}, [sample], [drawn])
+
+
+def test_as_many_random_letters_are_blamed_as_are_wrong():
+    cfg = config(variant="blame", blame="random", task="chain", estimator="grpo")
+    parts, drawn = ["c", "+C", "a", "-A", "g", "+G", "b"], [x == "1" for x in "1001001001"]
+    found = set()
+    for seed in range(60):
+        batch = make_batch(parts, drawn, make_label(4), seed)
+        advantages = cfg.whiten(torch.full((4,), -2.0), batch)
+        assert advantages.tolist() == cfg.whiten(torch.full((4,), -2.0), batch).tolist()
+        found.add(tuple(advantages.tolist()))
+    # Two of four letters are wrong: six choices.
+    assert len(found) == 6 and {sum(numbers) for numbers in found} == {-4.0}
+
+
 def test_the_blamed_letters_are_the_wrong_ones_or_the_right_ones():
     """Also where a turn has two tokens, and where the last letter is wrong."""
-    label = make_label(4)
-    problem = SimpleNamespace(label=label)
     for parts, drawn, wrong in (
         (["c", "+C", "a", "-A", "g", "+G", "b"], "100100100" + "1", [0, 1, 0, 1]),
         (["c", "+C", "f", "+F", "h", "+H", "d"], "100100100" + "1", [0, 0, 0, 0]),
@@ -147,12 +167,7 @@ def test_the_blamed_letters_are_the_wrong_ones_or_the_right_ones():
         (["c", "+C", ""], "100" + "1", [0, 1]),  # the end token
     ):
         drawn = [digit == "1" for digit in drawn]
-        ids = list(range(len(drawn)))
-        request = SimpleNamespace(problem=problem)
-        sample = Sample(request, ids, None, "".join(parts), "stop", drawn=drawn, parts=parts)
-        batch = ppo.Batch(
-            [[1]], [ids], torch.zeros(1), torch.zeros(1), "cpu", {}, [sample], [drawn]
-        )
+        batch = make_batch(parts, drawn, make_label(4))
         for blame in ("wrong", "right"):
             cfg = config(variant="blame", blame=blame, task="chain", estimator="grpo")
             is_blamed = torch.tensor(wrong) == (blame == "wrong")

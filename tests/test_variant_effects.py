@@ -383,7 +383,7 @@ def test_every_ordered_pair_does_what_neither_does_alone():
 
 REFUSED = [
     (["critic_first"], {"critic_only_steps": 3}, "--critic_only_steps 3: .* in none of 3 steps"),
-    (["blame"], {"blame": "all"}, "--blame all.*choose none, unsure, wrong, right"),
+    (["blame"], {"blame": "all"}, "--blame all.*choose none, unsure, wrong, right, random"),
     (["blame"], {"blame": "wrong"}, "--blame wrong needs --task chain"),
     (["no_verdict"], {}, "no_verdict is for --task chain, not countdown"),
     (["log_ratio"], {"top_p": 0.9}, "--top_p 0.9: choose 1 with --variant log_ratio"),

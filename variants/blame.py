@@ -2,10 +2,12 @@
 
 --blame none: no token, so the policy learns from positive advantages alone. unsure: the tokens that
 had a probability below 0.3 when they were drawn. wrong, right: of the letters of tasks/chain.py the
-wrong ones, or the right ones. With these two docs/chain.md shows why a run breaks.
+wrong ones, or the right ones. random: letters at random, in each response as many as are wrong. With
+these three docs/chain.md shows why a run breaks.
 """
 
 import math
+import random
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,7 @@ import torch
 import ppo
 from nanoorz.flags import flag, require, require_all
 
-KINDS = ("none", "unsure", "wrong", "right")
+KINDS = ("none", "unsure", "wrong", "right", "random")
 
 
 @dataclass
@@ -43,9 +45,16 @@ class Blame(ppo.Recipe):
             return batch.per_token["logprobs"] < math.log(0.3)
         if self.blame == "none":
             return torch.zeros(int(batch.response_lengths.sum()), dtype=bool, device=batch.device)
-        wrong = [is_wrong for sample in batch.samples for is_wrong in _wrong_tokens(sample)]
-        wrong = torch.tensor(wrong, device=batch.device)
-        return wrong if self.blame == "wrong" else ~wrong
+        blamed = [x for sample in batch.samples for x in self._blamed_letters(sample)]
+        return torch.tensor(blamed, device=batch.device)
+
+    def _blamed_letters(self, sample) -> list[bool]:
+        wrong = _wrong_tokens(sample)
+        if self.blame == "right":
+            return [not is_wrong for is_wrong in wrong]
+        if self.blame == "random":
+            random.Random(sample.request.seed).shuffle(wrong)
+        return wrong
 
 
 def _wrong_tokens(sample) -> list[bool]:
