@@ -36,11 +36,12 @@ from tools.runs import BLACK, BLUE, GREEN, GREY, RED, STYLE, read_lines, read_me
 PLANS = Path(__file__).resolve().parent.parent / "variants" / "plans"
 STEPS = 60
 RATES = (1, 2, 4, 6, 8, 16)
+CALM = (1, 2, 4)  # the rates at which few runs break
 ESTIMATORS = {
     "ppo": "PPO, lambda 1",
     "l95": "PPO, lambda 0.95",
+    "zero": "lambda 0.95, values of 0",
     "l90": "PPO, lambda 0.9",
-    "zero": "its control, values of 0",
     "grpo": "GRPO",
     "rloo": "RLOO",
     "reinforce": "REINFORCE",
@@ -54,7 +55,8 @@ SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]
 SILENT_PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "reinforce"), ("ppo", "grpo")]
 # The lines of chain_breaks.txt, behind two of chain.txt.
 ALREADY_RUN = ["grpo_8", "l95_8"]
-BREAKS = ["blame_none", "blame_wrong", "blame_right", "blame_unsure", "positive", "samples_64"]
+BREAKS = ["blame_none", "blame_wrong", "blame_right", "blame_random", "blame_unsure", "positive"]
+BREAKS += ["samples_64"]
 BREAKS += ["max_norm", "warmup", "kl_loss", "kl_penalty", "clip", "dr_grpo", "entropy"]
 BREAKS += ["no_whitening", "l80", "l50", "zero_50", "first_100", "first_95", "first_80"]
 BREAKS += ["first_50", "first_50_silent"]
@@ -141,23 +143,27 @@ def pick(runs: dict[int, Run], seeds) -> dict[int, Run]:
 
 
 def print_rates(settings: dict) -> None:
-    """Accuracy and broken runs of the choosing seeds at each rate."""
-    row("estimator", *(f"{rate}e-4" for rate in RATES))
+    """The accuracy of the choosing seeds at each rate, and the broken runs of all seeds."""
+    # From 6e-4 on a mean is that of broken runs and others.
+    row("accuracy", *(f"{rate}e-4" for rate in CALM))
+    row("---", *("---" for _ in CALM))
+    for name, title in ESTIMATORS.items():
+        runs_of = cells(settings, name)
+        chosen = [pick(runs_of[rate], CHOOSING).values() for rate in CALM]
+        row(title, *(mean_text(map(accuracy, runs)) for runs in chosen))
+    print()
+    row("broken runs", *(f"{rate}e-4" for rate in RATES))
     row("---", *("---" for _ in RATES))
+    flags = {rate: [] for rate in RATES}
     for name, title in ESTIMATORS.items():
         texts = []
-        for runs in cells(settings, name).values():
-            chosen = pick(runs, CHOOSING).values()
-            broken = [is_broken(run) for run in chosen]
-            texts.append(f"{mean_text(map(accuracy, chosen))}, {sum(broken)} of {len(broken)}")
+        for rate, runs in cells(settings, name).items():
+            broken = [*map(is_broken, runs.values())]
+            flags[rate] += broken
+            # At 6e-4 the seed decides.
+            texts.append(share_text(broken) if rate == 6 else f"{sum(broken)} of {len(broken)}")
         row(title, *texts)
-    print("\nbroken runs of all estimators at a rate |")
-    for rate in RATES:
-        flags = []
-        for name in ESTIMATORS:
-            flags += map(is_broken, pick(cells(settings, name).get(rate, {}), CHOOSING).values())
-        if flags:
-            row(f"{rate}e-4", share_text(flags))
+    row("all", *map(share_text, flags.values()))
 
 
 def print_best(settings: dict, alone: dict) -> None:
@@ -230,23 +236,34 @@ def print_settings(settings: dict, names, seeds) -> None:
 
 
 def print_signs(folder: Path) -> None:
-    """What a run at 8e-4 shows when it breaks: when the share of wrong letters has doubled."""
-    row("estimator", "median step", "entropy", "letters", "repeated letters", "runs")
-    row(*["---"] * 6)
-    for name in ("ppo", "l95", "grpo", "rloo", "reinforce"):
-        found = []
-        for path in sorted(folder.glob(f"{name}_8/seed*")):
-            table = read_metrics(path)
-            start = table.head(3).mean()
-            # A step has 128 letters, so the share is a mean of three steps.
-            means = table.rolling(3, min_periods=1).mean()
-            doubled = means[means.wrong > 2 * start.wrong].head(1)
-            if len(doubled):
-                step, now = doubled.index[0], doubled.iloc[0]
-                found.append([step, now.entropy / start.entropy, now.letters, now.stutter])
-        step, entropy, letters, stutter = np.median(found, axis=0)
-        texts = [f"{step:.0f}", f"{entropy:.2f} of the start", f"{letters:.1f}", f"{stutter:.2f}"]
-        row(ESTIMATORS[name], *texts, len(found))
+    """When a run shows each sign: a mean of three steps, beside that of the first three steps."""
+    signs = {
+        "`policy_grad_norm` has doubled": lambda now, start: (
+            now.policy_grad_norm > 2 * start.policy_grad_norm
+        ),
+        "`reward` has halved": lambda now, start: now.reward < start.reward / 2,
+        "`wrong` has doubled": lambda now, start: now.wrong > 2 * start.wrong,
+        "`entropy` is above 1.2 of the start": lambda now, start: now.entropy > 1.2 * start.entropy,
+        "`stutter` is above 0.2": lambda now, start: now.stutter > 0.2,
+        "`entropy` is below half of the start": lambda now, start: now.entropy < start.entropy / 2,
+    }
+    row("sign", "broken runs at 8e-4", "median step", "runs at 4e-4, none broken", "median step")
+    row(*["---"] * 5)
+    for sign, is_there in signs.items():
+        texts = []
+        for rate in (8, 4):
+            steps = []
+            for name in ("ppo", "l95", "grpo", "rloo", "reinforce"):
+                for seed in CHOOSING:
+                    table = read_metrics(folder / f"{name}_{rate}" / f"seed{seed}")
+                    # A step without a gradient has no entropy.
+                    means = table[table.index <= STEPS].rolling(3, min_periods=2).mean()
+                    there = is_there(means, table.head(3).mean())
+                    steps.append(there.idxmax() if there.any() else None)
+            shown = [step for step in steps if step]
+            texts += [share_text(step is not None for step in steps)]
+            texts += [f"{np.median(shown):.0f}" if shown else ""]
+        row(sign, *texts)
 
 
 def print_countdown(settings: dict) -> None:
@@ -260,6 +277,13 @@ def print_countdown(settings: dict) -> None:
             broken = [is_broken(run) for run in runs]
             texts.append(f"{mean_text(map(accuracy, runs))}, {sum(broken)} of {len(broken)}")
         row(TITLES[name], *texts)
+    print()
+    row("difference", *(f"{rate}e-4" for rate in CALM[:2]))
+    row(*["---"] * 3)
+    for name, other in (("l95", "grpo"), ("l95", "positive"), ("positive", "grpo")):
+        pairs = [(settings[f"{name}_{x}"], settings[f"{other}_{x}"]) for x in CALM[:2]]
+        texts = [difference_text(compare(*pair, "step")) for pair in pairs]
+        row(f"{TITLES[name]}, minus {TITLES[other]}", *texts)
 
 
 def last_step(name: str) -> int:

@@ -2,8 +2,8 @@
 
 --blame none: no token, so the policy learns from positive advantages alone. unsure: the tokens that
 had a probability below 0.3 when they were drawn. wrong, right: of the letters of tasks/chain.py the
-wrong ones, or the right ones. random: letters at random, in each response as many as are wrong. With
-these three docs/chain.md shows why a run breaks.
+wrong ones, or the right ones. random: letters at random places, in each response as many as are
+wrong. With these three docs/chain.md shows why a run breaks.
 """
 
 import math
