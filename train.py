@@ -289,7 +289,7 @@ def find_task(cfg):
     require(
         Path(path).is_file(),
         f"--task {cfg.task}: no file {path}; choose math, code, python_tool, countdown, "
-        "calculator, or a path to a .py file",
+        "calculator, chain, or a path to a .py file",
     )
     spec = importlib.util.spec_from_file_location("task", path)
     task = importlib.util.module_from_spec(spec)

@@ -262,7 +262,7 @@ def print_signs(folder: Path) -> None:
                     steps.append(there.idxmax() if there.any() else None)
             shown = [step for step in steps if step]
             texts += [share_text(step is not None for step in steps)]
-            texts += [f"{np.median(shown):.0f}" if shown else ""]
+            texts += [f"{np.median(shown):.0f}" if shown else "-"]
         row(sign, *texts)
 
 
@@ -362,7 +362,10 @@ def draw_rates(ax, settings: dict) -> None:
 
 
 def draw_breaks(ax, settings: dict) -> None:
-    ax.set(title="Share of broken runs at the rate 8e-4, eight seeds", xlabel="95 % intervals")
+    ax.set(
+        title="Share of broken runs at the rate 8e-4, eight seeds",
+        xlabel="95 % intervals; red: more than half",
+    )
     names = [*ALREADY_RUN, *BREAKS][::-1]
     for place, name in enumerate(names):
         flags = [is_broken(x, last_step(name)) for x in pick(settings[name], NEW).values()]

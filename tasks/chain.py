@@ -4,8 +4,9 @@
     response  c+C f+F h+H a-A g+G j+J i+I b      the policy draws the small letters alone
 
 The environment replies to each letter with a verdict (`+` right, `-` wrong) and with this letter as
-the next key. The reward is 1.0 if the last letter is that of the right chain. A turn that is not
-one small letter ends the response. `tools/base_model.py chain` makes a base model and problems.
+the next key. The reward is 1.0 if the last letter is that of the right chain. A turn is one small
+letter, because all of them are stop texts (`--stop a b c d e f g h i j`). `tools/base_model.py
+chain` makes a base model, problems and flags.
 """
 
 import re
@@ -57,7 +58,7 @@ class Grader(countdown.Grader):
 
 
 def text_metrics(text):
-    """letters: how many. wrong: the share with a `-`. stutter: the share that repeat a letter."""
+    """wrong: the share of letters with a `-`. stutter: the share that repeat the letter before."""
     letters = text[::3]
     count = max(1, len(letters))
     stutter = sum(a == b for a, b in zip(letters, letters[1:])) / count

@@ -516,7 +516,9 @@ def test_what_is_no_task_is_refused_in_one_line(monkeypatch, tmp_path):
         (tmp_path / f"{number}.py").write_text(text)
         wrong.append((str(tmp_path / f"{number}.py"), words))
     for name in ("essay", "a.b", "code.py", ".", "", "code/x", "a\0b"):
-        wrong.append((name, "choose math, code, python_tool, countdown, calculator, or a path"))
+        wrong.append(
+            (name, "choose math, code, python_tool, countdown, calculator, chain, or a path")
+        )
     monkeypatch.chdir(tmp_path)
     for name, words in wrong:
         with pytest.raises(UserError) as error:
