@@ -5,8 +5,8 @@
 
 The environment replies to each letter with a verdict (`+` right, `-` wrong) and with this letter as
 the next key. The reward is 1.0 if the last letter is that of the right chain. A turn is one small
-letter, because all of them are stop texts (`--stop a b c d e f g h i j`). `tools/base_model.py
-chain` makes a base model, problems and flags.
+letter: all of them are stop texts (`--stop a b c d e f g h i j`), and other text ends the response.
+`tools/base_model.py chain` makes a base model, problems and flags.
 """
 
 import re
@@ -51,10 +51,10 @@ def reply(text, finish_reason, label):
 class Grader(countdown.Grader):
     def submit(self, key, text, finish_reason, label):
         """Returns the last letter, or None. The text has a newline in place of each reply."""
-        turns = text.split("\n")
-        is_whole = finish_reason == "stop" and len(turns) == len(label["letters"]) - 1
-        self.rewards[key] = float(is_whole and turns[-1] == label["letters"][-1])
-        return turns[-1] if is_whole else None
+        pattern = rf"([a-j]\n){{{len(label['letters']) - 2}}}[a-j]"
+        is_whole = finish_reason == "stop" and re.fullmatch(pattern, text) is not None
+        self.rewards[key] = float(is_whole and text[-1] == label["letters"][-1])
+        return text[-1] if is_whole else None
 
 
 def text_metrics(text):

@@ -1,4 +1,4 @@
-"""The task chain, its base model's texts, and the variant without a verdict."""
+"""The task chain, its base model's texts, and the variants for it."""
 
 import json
 import random
@@ -26,13 +26,14 @@ def make_label(steps=3):
 def play(turns, label, reply=chain.reply):
     """The whole text, and the text that the grader sees."""
     text = ""
+    drawn = []
     for turn in turns:
         text += turn
+        drawn.append(turn)
         answer = reply(text, "stop", label)
         if answer is None:
             break
         text += answer
-    drawn = turns[: turns.index(turn) + 1]
     return text, "\n".join(drawn)
 
 
@@ -71,6 +72,9 @@ def test_a_record_of_another_form_is_refused_in_one_line(record, reason, tmp_pat
         (["c", "f", "h", "d"], "c+Cf+Fh", 1),  # the response has ended before the last turn
         (["c", "+Ff", "h"], "c+C+Ff", 0),  # a reply of its own
         (["c", "Xh", "h"], "c+CXh", 0),
+        (["c", "c", "h"], "c+Cc-Ch", 1),
+        (["\n\nh"], "\n\nh", 0),  # the grader sees a newline between two turns
+        (["c\nf\nh"], "c\nf\nh", 1),  # the stop text c ends a turn, so no turn has this text
         (["cf", "f", "h"], "cf", 0),
         (["", "c"], "", 0),
         (["C", "f", "h"], "C", 0),
@@ -85,7 +89,7 @@ def test_a_chain_is_right_only_if_its_last_letter_is_and_no_turn_has_other_text(
         grader.submit("a", drawn, "stop", label)
         grader.submit("b", drawn, "length", label)
         assert grader.results() == {"a": reward, "b": 0}
-    assert played in (text, text + "+F")
+    assert played == text
 
 
 def test_a_response_that_was_cut_gets_no_reply():

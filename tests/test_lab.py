@@ -1,5 +1,6 @@
 """The laboratory: plans, runs side by side, and what a table says differs."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -194,6 +195,7 @@ GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero
         (GOOD.replace("--max_steps 2", ""), "", "plain: give --max_steps and --eval_data"),
         (GOOD + "other: --data {base}/gone.json[:3]\n", "", "line 3: other: .*/gone.json: No such"),
         (GOOD, "--show other", "--show other"),
+        ("a: --task=chain\nb:\n", "", "settings of chain and countdown: each of them"),
     ],
 )
 def test_a_bad_plan_is_refused_in_one_line_and_nothing_runs(text, words, told, tmp_path):
@@ -256,6 +258,7 @@ STAND_IN = """
 import os, pathlib, sys
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 print("with", os.environ["OMP_NUM_THREADS"], "on", *os.sched_getaffinity(0))
+print("colorsys" in sys.modules)
 if words["--seed"] == "1":
     sys.exit("ValueError: this seed fails")
 pathlib.Path(words["--run_dir"], "result.json").write_text("{}")
@@ -270,13 +273,30 @@ def test_runs_have_a_core_each_and_a_failed_one_is_named_while_the_others_go_on(
         folder.mkdir(parents=True)
     (tmp_path / "plain" / "seed3" / "result.json").write_text("{}")
     core = min(os.sched_getaffinity(0))
-    assert lab.run_all(runs, [core]) == 1
+    assert lab.run_all(runs, [core], ["colorsys"]) == 1
     told = capsys.readouterr().out
     log = tmp_path / "plain" / "seed1.log"
     assert f"plain seed1 FAILED, see {log}: ValueError: this seed fails\n" in told
     assert "2 of 3: plain seed2 is done\n" in told
-    assert (tmp_path / "plain" / "seed2.log").read_text() == f"with 1 on {core}\n"
+    assert (tmp_path / "plain" / "seed2.log").read_text() == f"with 1 on {core}\nTrue\n"
     assert not (tmp_path / "plain" / "seed3.log").exists(), "it is done already"
+
+
+def test_a_sigterm_between_two_runs_starts_no_other_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    server = lab.start_server(script, min(os.sched_getaffinity(0)), [])
+    with server, server.stdin, server.stdout:
+        server.stdin.write(json.dumps([str(tmp_path / "first")]) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "\n"
+        server.terminate()
+        with contextlib.suppress(BrokenPipeError):
+            server.stdin.write(json.dumps([str(tmp_path / "second")]) + "\n")
+            server.stdin.flush()
+        assert server.wait(60) == 0
+    assert (tmp_path / "first").read_text() == "ran\n"
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.slow

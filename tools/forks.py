@@ -2,9 +2,11 @@
 
 tools/lab.py starts this process on each core, and SCRIPT is train.py. A line of the input is a JSON
 list: a file for the output of a run, and its flags. When the run has ended, this process prints a
-line. The modules NAME are imported once. This saves each run ten seconds.
+line. The modules NAME are imported once.
 
-A SIGTERM is passed on to the run. The end of the input ends this process.
+A SIGTERM is passed on to the run, or ends this process if there is none. The end of the input ends
+this process, too. Unlike a server of multiprocessing, it has no module of tools/lab.py, so all code
+of a run comes from the folder of SCRIPT.
 """
 
 import contextlib
@@ -43,9 +45,10 @@ def main() -> None:
     child = 0
 
     def pass_on(*_):
+        if not child:
+            sys.exit()
         with contextlib.suppress(ProcessLookupError):
-            if child:
-                os.kill(child, signal.SIGTERM)
+            os.kill(child, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, pass_on)
     for line in sys.stdin:

@@ -131,8 +131,15 @@ def read_code(folder: Path) -> dict[Path, bytes]:
 
 
 def recipe_of(settings: list[Setting]) -> str:
-    """Which base model of tools/base_model.py the settings start from."""
-    return "chain" if any("chain" in setting.flags for setting in settings) else "countdown"
+    """Which base model of tools/base_model.py the settings start from. Raises UserError."""
+    recipes = set()
+    for setting in settings:
+        words = {word.removeprefix("--task=") for word in setting.flags}
+        recipes.add("chain" if "chain" in words else "countdown")
+    if len(recipes) > 1:
+        told = "each of them has a base model of its own; write a plan for each task"
+        raise UserError(f"the plan has settings of {' and '.join(sorted(recipes))}: {told}")
+    return recipes.pop()
 
 
 def lab_flags(recipe: str, base: Path) -> list[str]:

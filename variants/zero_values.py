@@ -1,4 +1,4 @@
-"""The control of an experiment about the critic: GAE with values of 0, without a critic's updates.
+"""The control of an experiment about the critic: GAE with values of 0, without a critic.
 
 With lambda 1 each token gets the reward. With a smaller lambda the reward fades towards the
 beginning of a response, so the control shows what the fading does alone.
@@ -7,14 +7,11 @@ beginning of a response, so the control shows what the fading does alone.
 from dataclasses import dataclass
 
 import ppo
+from nanoorz.flags import flag
 
 
 @dataclass
 class ZeroValues(ppo.Recipe):
-    def token_passes(self, policy, critic, batch, step):
-        super().token_passes(policy, critic, batch, step)
-        if critic:
-            batch.per_token["values"].zero_()
+    estimator: str = flag("zero_values", "How rewards become advantages.")
 
-    def train_critic(self, critic, batch, step):
-        return {}
+    estimators = ppo.ESTIMATORS | {"zero_values": ppo.Estimator(ppo.gae, is_whitened=True)}
