@@ -1,9 +1,6 @@
 """Prints the tables of docs/chain.md, and draws its picture.
 
-    python tools/lab.py variants/plans/chain.txt --seeds 10 --out out/chain
-    python studies/chain.py out/chain
-
-studies/chain_runs.tar.xz has the numbers of the runs that the page is made from:
+studies/chain_runs.tar.xz has the numbers of the runs:
 
     mkdir -p out/chain && tar xf studies/chain_runs.tar.xz -C out/chain
     python studies/chain.py out/chain
@@ -11,8 +8,8 @@ studies/chain_runs.tar.xz has the numbers of the runs that the page is made from
 A setting's folder is NAME_RATE, where RATE is the learning rate of the policy times 10,000. The
 accuracy of a run is the mean of its last three evaluations up to step 60. A run is broken if its
 last evaluation up to step 60 is below the first one, of the base model, or below half of the run's
-best one. Intervals are 95 %: Student's t of a mean or of a mean difference over seeds, and Wilson's
-of a share.
+best one. It has collapsed if its last evaluation is below half of the base model's mean. Intervals
+are 95 %: Student's t of a mean or of a mean difference over seeds, and Wilson's of a share.
 """
 
 import sys
@@ -37,6 +34,7 @@ PLANS = Path(__file__).resolve().parent.parent / "variants" / "plans"
 STEPS = 60
 RATES = (1, 2, 4, 6, 8, 16)
 CALM = (1, 2, 4)  # the rates at which few runs break
+BASE = 0.32  # the accuracy of the base model, a mean over the first evaluations of 20 seeds
 ESTIMATORS = {
     "ppo": "PPO, lambda 1",
     "l95": "PPO, lambda 0.95",
@@ -50,30 +48,37 @@ TITLES = ESTIMATORS | {"positive": "`positive`"}
 PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "rloo"), ("l95", "reinforce"), ("l95", "ppo")]
 PAIRS += [("l90", "l95"), ("ppo", "grpo"), ("ppo", "reinforce"), ("zero", "grpo")]
 PAIRS += [("positive", "reinforce")]
-# The runs of chain_silent.txt, and their pairs.
-SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]
-SILENT_PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "reinforce"), ("ppo", "grpo")]
+SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]  # the runs of chain_silent.txt
 # The lines of chain_breaks.txt, behind two of chain.txt.
 ALREADY_RUN = ["grpo_8", "l95_8"]
-BREAKS = ["blame_none", "blame_wrong", "blame_right", "blame_random", "blame_unsure", "positive"]
-BREAKS += ["samples_64"]
+CAUSES = ["blame_right", "blame_random", "blame_none", "blame_unsure", "blame_wrong", "positive"]
+CAUSES += ["positive_problems", "reinforce_problems"]
+BREAKS = ["samples_64"]
 BREAKS += ["max_norm", "warmup", "kl_loss", "kl_penalty", "clip", "dr_grpo", "entropy"]
 BREAKS += ["no_whitening", "l80", "l50", "zero_50", "first_100", "first_95", "first_80"]
 BREAKS += ["first_50", "first_50_silent"]
-NEW = range(3, 11)
-PROBLEMS = ["positive_problems", "reinforce_problems"]
-MORE = ["positive_4", "positive_16", "l80_4", "l50_4", "zero_50_4", "l80_6", "l50_6"]
-CHOOSING, JUDGING = range(1, 11), range(11, 21)
+SHORT_LAMBDAS = ["l80_4", "l50_4", "zero_50_4", "l80_6", "l50_6"]
+LATER = ["kl_loss_03", "kl_loss_1", "frozen_8"]
+# The seeds that choose a rate, those that judge it, and those that the exploration did not see.
+CHOOSING, JUDGING, UNSEEN = range(1, 11), range(11, 21), range(3, 11)
 
 
 def accuracy(run: Run, steps: int = STEPS) -> float:
-    return run.evaluations.accuracy[run.evaluations.step <= steps].tail(3).mean()
+    return evaluations_up_to(run, steps).tail(3).mean()
+
+
+def evaluations_up_to(run: Run, steps: int | None) -> pd.Series:
+    """The accuracies. steps: the last one that counts. None: that of the run."""
+    return run.evaluations.accuracy[run.evaluations.step <= (steps or 1e9)]
 
 
 def is_broken(run: Run, steps: int | None = STEPS) -> bool:
-    """steps: the last one that counts. None: that of the run."""
-    accuracies = run.evaluations.accuracy[run.evaluations.step <= (steps or 1e9)]
+    accuracies = evaluations_up_to(run, steps)
     return bool(accuracies.iloc[-1] < max(accuracies.iloc[0], accuracies.max() / 2))
+
+
+def has_collapsed(run: Run, steps: int) -> bool:
+    return bool(evaluations_up_to(run, steps).iloc[-1] < BASE / 2)
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
@@ -85,13 +90,13 @@ def wilson(count: int, total: int) -> tuple[float, float]:
     return max(0.0, centre - margin), min(1.0, centre + margin)
 
 
-def mean_text(numbers, sign="") -> str:
+def mean_text(numbers) -> str:
     """A mean with its interval."""
     numbers = pd.Series(list(numbers), dtype=float)
-    text = f"{numbers.mean():{sign}.3f}"
+    text = f"{numbers.mean():.3f}"
     if len(numbers) > 1:
         margin = numbers.sem() * limit_of_t(len(numbers))
-        text += f" [{numbers.mean() - margin:{sign}.3f}, {numbers.mean() + margin:{sign}.3f}]"
+        text += f" [{numbers.mean() - margin:.3f}, {numbers.mean() + margin:.3f}]"
     return text
 
 
@@ -116,7 +121,7 @@ def row(*cells) -> None:
     print(" | ".join(map(str, cells)))
 
 
-def cells(settings: dict, name: str) -> dict[int, dict[int, Run]]:
+def runs_by_rate(settings: dict, name: str) -> dict[int, dict[int, Run]]:
     """{rate: the runs of NAME_RATE by seed}."""
     return {rate: settings[key] for rate in RATES if (key := f"{name}_{rate}") in settings}
 
@@ -148,7 +153,7 @@ def print_rates(settings: dict) -> None:
     row("accuracy", *(f"{rate}e-4" for rate in CALM))
     row("---", *("---" for _ in CALM))
     for name, title in ESTIMATORS.items():
-        runs_of = cells(settings, name)
+        runs_of = runs_by_rate(settings, name)
         chosen = [pick(runs_of[rate], CHOOSING).values() for rate in CALM]
         row(title, *(mean_text(map(accuracy, runs)) for runs in chosen))
     print()
@@ -157,7 +162,7 @@ def print_rates(settings: dict) -> None:
     flags = {rate: [] for rate in RATES}
     for name, title in ESTIMATORS.items():
         texts = []
-        for rate, runs in cells(settings, name).items():
+        for rate, runs in runs_by_rate(settings, name).items():
             broken = [*map(is_broken, runs.values())]
             flags[rate] += broken
             # At 6e-4 the seed decides.
@@ -168,14 +173,17 @@ def print_rates(settings: dict) -> None:
 
 def print_best(settings: dict, alone: dict) -> None:
     """The judging seeds at each estimator's best rate."""
-    best = {}
-    for name in ESTIMATORS:
-        rate = best_rate(cells(settings, name))
-        runs = pick(settings[f"{name}_{rate}"], JUDGING)
-        best[name] = {seed: with_seconds(run, alone[f"{name}_4"][1]) for seed, run in runs.items()}
+    rates = {name: best_rate(runs_by_rate(settings, name)) for name in ESTIMATORS}
+    for name, rate in rates.items():
         print(f"the best rate of {ESTIMATORS[name]} is {rate}e-4")
-    runs, time = pick(settings["positive_long"], JUDGING), alone["positive_long"][1]
-    best["positive"] = {seed: with_seconds(run, time) for seed, run in runs.items()}
+    folders = {name: f"{name}_{rate}" for name, rate in rates.items()}
+    folders |= {"zero": "zero_long", "positive": "positive_long"}
+    best = {}
+    for name, folder in folders.items():
+        # The seconds of a step do not depend on the rate.
+        time = (alone.get(folder) or alone[f"{name}_4"])[1]
+        runs = pick(settings[folder], JUDGING)
+        best[name] = {seed: with_seconds(run, time) for seed, run in runs.items()}
     print()
     row("estimator", "equal samples", "broken", "equal seconds", "broken", "seeds")
     row(*["---"] * 6)
@@ -184,22 +192,24 @@ def print_best(settings: dict, alone: dict) -> None:
         texts = [mean_text(map(accuracy, runs.values())), share_text(map(is_broken, runs.values()))]
         texts += [mean_text(compare(runs, longest, "seconds")["accuracies"])]
         texts += [share_text(is_broken(run, None) for run in runs.values())]
-        # The control computes values that it does not use, so its seconds say nothing.
-        row(TITLES[name], *(texts if name != "zero" else [*texts[:2], "", ""]), len(runs))
+        row(TITLES[name], *texts, len(runs))
     print()
-    row("difference", "equal samples", "equal seconds", "seeds")
+    row("difference", "equal samples", "equal seconds", "equal samples, seeds 1 to 20")
     row(*["---"] * 4)
     for name, other in PAIRS:
         ours, theirs = best[name], best[other]
         texts = [difference_text(compare(up_to(ours), up_to(theirs), "step"))]
-        is_timed = "zero" not in (name, other)
-        texts += [difference_text(compare(ours, theirs, "seconds")) if is_timed else ""]
-        seeds = len(ours.keys() & theirs.keys())
-        row(f"{TITLES[name]}, minus {TITLES[other]}", *texts, seeds)
+        texts += [difference_text(compare(ours, theirs, "seconds"))]
+        # The first 60 steps of positive_long are those of a run with 60 steps.
+        names = [f"{x}_long" if x == "positive" else f"{x}_4" for x in (name, other)]
+        ours, theirs = (up_to(settings[x]) for x in names)
+        is_whole = len(ours) == len(theirs) == 20
+        texts += [difference_text(compare(ours, theirs, "step")) if is_whole else "-"]
+        row(f"{TITLES[name]}, minus {TITLES[other]}", *texts)
 
 
 def print_silent(settings: dict) -> None:
-    """Runs at 4e-4 without the verdict, and their pairs with it."""
+    """Runs at 4e-4 without the verdict, beside those with it."""
     told = {name: up_to(pick(settings[f"{name}_4"], CHOOSING)) for name in SILENT}
     silent = {name: settings[f"{name}_4_silent"] for name in SILENT}
     row("estimator", "with the verdict", "without", "difference", "broken without")
@@ -208,18 +218,17 @@ def print_silent(settings: dict) -> None:
         texts = [mean_text(map(accuracy, runs[name].values())) for runs in (told, silent)]
         texts += [difference_text(compare(silent[name], told[name], "step"))]
         row(ESTIMATORS[name], *texts, share_text(map(is_broken, silent[name].values())))
-    print()
-    row("difference", "with the verdict", "without")
-    row(*["---"] * 3)
-    for name, other in SILENT_PAIRS:
-        texts = [difference_text(compare(x[name], x[other], "step")) for x in (told, silent)]
-        row(f"{ESTIMATORS[name]}, minus {ESTIMATORS[other]}", *texts)
 
 
-def print_settings(settings: dict, names, seeds) -> None:
-    """Broken runs and accuracy of settings, with the words of their plans."""
-    row("setting", "variants and flags", "broken", "accuracy")
-    row(*["---"] * 4)
+def print_settings(settings: dict, names, seeds, first=False) -> None:
+    """Broken runs and accuracy of settings, with the words of their plans.
+
+    first: adds the accuracy of the first evaluation, at step 15.
+    """
+    columns = ["setting", "variants and flags", "broken", "collapsed", "accuracy"]
+    columns += ["at step 15"] * first
+    row(*columns)
+    row(*["---"] * len(columns))
     plans = [path.read_text() for path in sorted(PLANS.glob("chain*.txt"))]
     lines = dict(
         line.split(":", 1)
@@ -231,8 +240,11 @@ def print_settings(settings: dict, names, seeds) -> None:
         runs = pick(settings[name], seeds).values()
         steps = last_step(name)
         broken = share_text(is_broken(run, steps) for run in runs)
+        collapsed = sum(has_collapsed(run, steps) for run in runs)
         words = f"`{lines[name].strip()}`"
-        row(f"`{name}`", words, broken, mean_text(accuracy(run, steps) for run in runs))
+        texts = [mean_text(accuracy(run, steps) for run in runs)]
+        texts += [mean_text(evaluations_up_to(run, 15).iloc[-1] for run in runs)] * first
+        row(f"`{name}`", words, broken, collapsed, *texts)
 
 
 def print_signs(folder: Path) -> None:
@@ -319,6 +331,26 @@ def values_around_an_error(samples: list[dict]) -> pd.Series:
     return pd.Series({k: np.mean(found[k]) for k in sorted(found) if -4 <= k <= 4})
 
 
+def print_values(folder: Path) -> None:
+    """What the critic explains and sees in the runs of chain_sees.txt."""
+    row(
+        "runs",
+        "explained variance, steps 1 to 15",
+        "46 to 60",
+        "value",
+        "behind it",
+        "a letter later",
+    )
+    row(*["---"] * 6)
+    for name, title in (("sees", "with the verdict"), ("sees_silent", "without the verdict")):
+        tables = [read_metrics(path) for path in sorted((folder / name).glob("seed*"))]
+        explained = [table.explained_variance for table in tables]
+        texts = [mean_text(x[x.index <= 15].mean() for x in explained)]
+        texts += [mean_text(x[x.index > 45].mean() for x in explained)]
+        values = values_around_an_error(read_conversations(folder / name))
+        row(title, *texts, *(f"{values[k]:.2f}" for k in (0, 1, 2)))
+
+
 def advantages(sample: dict, lambd: float) -> list[float]:
     """Of each letter, before whitening."""
     values = torch.tensor([sample["values"]], dtype=torch.float64)
@@ -352,9 +384,13 @@ def draw(settings: dict, folder: Path, out: Path) -> None:
 
 
 def draw_rates(ax, settings: dict) -> None:
-    ax.set(title="Accuracy after 60 steps of 16 samples, ten seeds", xlabel="learning rate / 1e-4")
+    ax.set(
+        title="Accuracy, a mean of steps 30, 45 and 60, ten seeds", xlabel="learning rate / 1e-4"
+    )
     for name, title in ESTIMATORS.items():
-        runs_of = {x: pick(runs, CHOOSING) for x, runs in cells(settings, name).items() if x < 16}
+        runs_of = {
+            x: pick(runs, CHOOSING) for x, runs in runs_by_rate(settings, name).items() if x < 16
+        }
         means = [np.mean([accuracy(run) for run in runs.values()]) for runs in runs_of.values()]
         ax.plot(list(runs_of), means, marker="o", label=title)
     ax.set_ylim(0, 0.8)
@@ -366,9 +402,9 @@ def draw_breaks(ax, settings: dict) -> None:
         title="Share of broken runs at the rate 8e-4, eight seeds",
         xlabel="95 % intervals; red: more than half",
     )
-    names = [*ALREADY_RUN, *BREAKS][::-1]
+    names = [*ALREADY_RUN, *CAUSES, *BREAKS][::-1]
     for place, name in enumerate(names):
-        flags = [is_broken(x, last_step(name)) for x in pick(settings[name], NEW).values()]
+        flags = [is_broken(x, last_step(name)) for x in pick(settings[name], UNSEEN).values()]
         low, high = wilson(sum(flags), len(flags))
         ax.plot([low, high], [place, place], color=GREY, linestyle="-")
         ax.plot(
@@ -398,15 +434,19 @@ def main(folder: Path, picture: Path | None) -> None:
     print()
     print_best(settings, alone)
     print()
-    print_settings(settings, [*ALREADY_RUN, *BREAKS], NEW)
+    print_settings(settings, ["grpo_8", *CAUSES], UNSEEN, first=True)
     print()
-    print_settings(settings, PROBLEMS, NEW)
+    print_settings(settings, [*ALREADY_RUN, *BREAKS], UNSEEN)
     print()
-    print_settings(settings, MORE, CHOOSING)
+    print_settings(settings, LATER, JUDGING)
+    print()
+    print_settings(settings, SHORT_LAMBDAS, CHOOSING)
     print()
     print_silent(settings)
     print()
     print_signs(folder)
+    print()
+    print_values(folder)
     print()
     print_countdown(read_runs(folder / "countdown_16"))
     if picture:
@@ -420,5 +460,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     try:
         main(args.folder, args.picture)
+    except KeyError as error:
+        parser.exit(2, f"error: {args.folder} lacks runs of {error}; unpack the archive there\n")
     except (OSError, ValueError, UserError) as error:
         parser.exit(2, f"error: {error}\n")

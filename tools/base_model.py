@@ -159,7 +159,7 @@ class Addition:
     batch: int = 48
     lr: float = 4e-3
     warmup: int = 30
-    # Characters and words are no fields, because they have no types.
+    # These are no fields, because they have no types.
     model_size = {}  # fields of Qwen2Config
     characters = "0123456789+=}Ċ"
     words = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
@@ -307,7 +307,7 @@ class Chain:
 
     seed: int
     version: int = 1
-    steps: int = 8  # with ten letters no chain ends at its start, or one step behind it
+    steps: int = 8  # of ten letters, so no letter comes twice in a chain
     problems: int = 4000  # for training
     held_out: int = 128  # the number of evaluation problems
     slip: float = 0.16  # the probability that a letter is drawn from all letters
@@ -316,7 +316,7 @@ class Chain:
     batch: int = 48
     lr: float = 3e-3
     warmup: int = 50
-    # A smaller model than the others', because a step shall take a tenth of a second.
+    # A smaller model than the others'.
     model_size = {"hidden_size": 64, "intermediate_size": 256}
     model_size |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     characters = f"{LETTERS}{LETTERS.upper()},:+-?"
