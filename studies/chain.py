@@ -169,6 +169,7 @@ def print_rates(settings: dict) -> None:
             texts.append(share_text(broken) if rate == 6 else f"{sum(broken)} of {len(broken)}")
         row(title, *texts)
     row("all", *map(share_text, flags.values()))
+    print()
 
 
 def print_best(settings: dict, alone: dict) -> None:
@@ -206,6 +207,7 @@ def print_best(settings: dict, alone: dict) -> None:
         is_whole = len(ours) == len(theirs) == 20
         texts += [difference_text(compare(ours, theirs, "step")) if is_whole else "-"]
         row(f"{TITLES[name]}, minus {TITLES[other]}", *texts)
+    print()
 
 
 def print_silent(settings: dict) -> None:
@@ -218,6 +220,7 @@ def print_silent(settings: dict) -> None:
         texts = [mean_text(map(accuracy, runs[name].values())) for runs in (told, silent)]
         texts += [difference_text(compare(silent[name], told[name], "step"))]
         row(ESTIMATORS[name], *texts, share_text(map(is_broken, silent[name].values())))
+    print()
 
 
 def print_settings(settings: dict, names, seeds, first=False) -> None:
@@ -245,6 +248,7 @@ def print_settings(settings: dict, names, seeds, first=False) -> None:
         texts = [mean_text(accuracy(run, steps) for run in runs)]
         texts += [mean_text(evaluations_up_to(run, 15).iloc[-1] for run in runs)] * first
         row(f"`{name}`", words, broken, collapsed, *texts)
+    print()
 
 
 def print_signs(folder: Path) -> None:
@@ -276,6 +280,7 @@ def print_signs(folder: Path) -> None:
             texts += [share_text(step is not None for step in steps)]
             texts += [f"{np.median(shown):.0f}" if shown else "-"]
         row(sign, *texts)
+    print()
 
 
 def print_countdown(settings: dict) -> None:
@@ -296,6 +301,7 @@ def print_countdown(settings: dict) -> None:
         pairs = [(settings[f"{name}_{x}"], settings[f"{other}_{x}"]) for x in CALM[:2]]
         texts = [difference_text(compare(*pair, "step")) for pair in pairs]
         row(f"{TITLES[name]}, minus {TITLES[other]}", *texts)
+    print()
 
 
 def last_step(name: str) -> int:
@@ -349,6 +355,7 @@ def print_values(folder: Path) -> None:
         texts += [mean_text(x[x.index > 45].mean() for x in explained)]
         values = values_around_an_error(read_conversations(folder / name))
         row(title, *texts, *(f"{values[k]:.2f}" for k in (0, 1, 2)))
+    print()
 
 
 def advantages(sample: dict, lambd: float) -> list[float]:
@@ -431,23 +438,14 @@ def main(folder: Path, picture: Path | None) -> None:
     settings = read_runs(folder)
     alone = read_runs(folder / "alone")
     print_rates(settings)
-    print()
-    print_best(settings, alone)
-    print()
     print_settings(settings, ["grpo_8", *CAUSES], UNSEEN, first=True)
-    print()
-    print_settings(settings, [*ALREADY_RUN, *BREAKS], UNSEEN)
-    print()
-    print_settings(settings, LATER, JUDGING)
-    print()
-    print_settings(settings, SHORT_LAMBDAS, CHOOSING)
-    print()
-    print_silent(settings)
-    print()
     print_signs(folder)
-    print()
+    print_settings(settings, [*ALREADY_RUN, *BREAKS], UNSEEN)
+    print_settings(settings, LATER, JUDGING)
+    print_best(settings, alone)
+    print_silent(settings)
+    print_settings(settings, SHORT_LAMBDAS, CHOOSING)
     print_values(folder)
-    print()
     print_countdown(read_runs(folder / "countdown_16"))
     if picture:
         draw(settings, folder, picture)

@@ -16,6 +16,7 @@ from reward import make_problems
 from tasks import countdown
 
 TEMPLATES = {"mini": "{question}"}
+TABLE = re.compile(r"[A-J][a-j](,[A-J][a-j])*")
 RESPONSE = re.compile(r"([a-j][+?-][A-J])*[a-j]")
 
 
@@ -29,13 +30,17 @@ def load_problems(path, template, bos="", columns=None, split="train"):
 def parse_record(record):
     """The question and the label of a record {"table": .., "start": .., "steps": ..}."""
     try:
-        after = dict(record["table"].lower().split(","))
-        letters = record["start"]
-        for _ in range(record["steps"]):
+        table, letters, steps = record["table"], record["start"], int(record["steps"])
+        after = dict(table.lower().split(","))
+        is_usable = TABLE.fullmatch(table) and 3 * len(after) == len(table) + 1
+        is_usable = is_usable and len(letters) == 1 and steps > 0
+        for _ in range(steps):
             letters += after[letters[-1]]
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Unusable(f"{type(error).__name__}: {error}") from error
-    question = f"{record['table']}:{letters[0].upper()}"
+    except (AttributeError, LookupError, TypeError, ValueError):
+        is_usable = False
+    if not is_usable:
+        raise Unusable('not of the form {"table": "Ab,Bc,Ca", "start": "b", "steps": 3}')
+    question = f"{table}:{letters[0].upper()}"
     return {"question": question, "label": {"after": after, "letters": letters}}
 
 

@@ -46,20 +46,36 @@ def test_a_label_has_the_right_chain(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "record, reason",
+    "record",
     [
-        ({"table": "Ab,Ba", "start": "c", "steps": 3}, "KeyError"),
-        ({"table": "Ab,Bac", "start": "a", "steps": 3}, "ValueError"),
-        ({"table": 5, "start": "a", "steps": 3}, "AttributeError"),
-        ({"table": "Ab,Ba", "start": "a", "steps": "3"}, "TypeError"),
-        ({"question": "1+1", "answer": "2"}, "KeyError"),
+        {"table": "Ab,Ba", "start": "c", "steps": 3},
+        {"table": "Ab,Ba", "start": "A", "steps": 3},
+        {"table": "Ab,Ba", "start": "ab", "steps": 3},
+        {"table": "Ab,Ba", "start": "", "steps": 3},
+        {"table": "Ab,Bac", "start": "a", "steps": 3},
+        {"table": "Ab, Ba", "start": "a", "steps": 3},
+        {"table": "Ab,Aa,Ba", "start": "a", "steps": 3},
+        {"table": "Xy,Yx", "start": "x", "steps": 3},
+        {"table": 5, "start": "a", "steps": 3},
+        {"table": "Ab,Ba", "start": "a", "steps": 0},
+        {"table": "Ab,Ba", "start": "a", "steps": "three"},
+        {"question": "1+1", "answer": "2"},
+        [],
     ],
 )
-def test_a_record_of_another_form_is_refused_in_one_line(record, reason, tmp_path):
+def test_a_record_of_another_form_is_refused_in_one_line(record, tmp_path):
     path = tmp_path / "others.json"
     path.write_text(json.dumps([record]))
-    with pytest.raises(UserError, match=f"{reason}.*make the file with tools/base_model.py chain"):
+    told = "not of the form .*; make the file with tools/base_model.py chain"
+    with pytest.raises(UserError, match=told):
         chain.load_problems(str(path), "mini")
+
+
+def test_a_table_of_chains_may_be_a_sheet(tmp_path):
+    path = tmp_path / "chains.csv"
+    path.write_text(f'table,start,steps\n"{TABLE}",d,3\n')
+    (problem,) = chain.load_problems(str(path), "mini")
+    assert problem.label == make_label(3)
 
 
 @pytest.mark.parametrize(

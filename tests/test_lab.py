@@ -230,6 +230,20 @@ def test_a_copy_of_the_code_is_kept_and_other_code_is_refused(tmp_path, monkeypa
         path.write_text(text)
 
 
+def test_a_folder_of_another_laboratory_or_of_another_task_is_refused(tmp_path):
+    (tmp_path / "plan.txt").write_text("a: --task chain\n")
+    out = tmp_path / "out"
+    words = ["lab", tmp_path / "plan.txt", "--out", out]
+    with lab.claim(out):
+        assert f"another laboratory uses {out}; wait for it" in run_tool(*words)[2]
+    (out / "base").mkdir()
+    base_model.write_flags(out / "base", "countdown", 1)
+    code, _, errors = run_tool(*words)
+    assert code == 2 and f"{out}/base is not the base model of the task chain" in errors
+    words[-1] = tmp_path / "plan.txt"
+    assert re.fullmatch("error: .*plan.txt: .*; choose another --out\n", run_tool(*words)[2])
+
+
 def test_our_plans_can_run_and_share_names_only_for_equal_settings(tmp_path):
     """train.py takes the flags of each line, with its variants. Plans share the folder of runs."""
     base = ["--model", "m", "--data", "d", "--eval_data", "e"]

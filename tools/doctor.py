@@ -123,9 +123,9 @@ too slow: {steps} steps brought the reward from {first.reward:.2f} to {last.rewa
 --actor_learning_rate by 3, or train longer. --variant log_ratio shows if the sampler is stale
 """
 # It follows the rate. docs/chain.md has measured what helps.
-FEW_SAMPLES = """, or draw more than {count:.0f} samples a step: with few samples wrong responses
-blame their right tokens too much. In docs/chain.md a KL term and --variant positive helped some
-runs, and a clip, --max_norm, no whitening and an entropy bonus helped none"""
+FEW_SAMPLES = """, or draw more than {count:.0f} samples a step, or add --variant kl_loss
+--kl_loss_coef 0.3. Each of these prevented breaks in docs/chain.md; --max_norm and an entropy bonus
+did not"""
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
 METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
 METRICS += " paid policy_lr policy_grad_norm"
@@ -184,7 +184,7 @@ class Run:
         self.rises = not self.fell and (self.gain > enough or has_grown)
         self.divisor = 10 if last.reward < 0.2 * self.best else 3
         count = (tokens / table.total_length).median()
-        told = FEW_SAMPLES.format(count=count) if count <= 64 else ""
+        told = FEW_SAMPLES.format(count=count) if count < 64 else ""
         self.few_samples = " ".join(told.split())
         self.config = config or {}
         # The shipped variants that pay something else do it on purpose.

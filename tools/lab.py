@@ -15,12 +15,15 @@ The same command again skips runs that are done, and resumes runs that were stop
 copies the code to OUT/code, and all runs use this copy.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -109,6 +112,23 @@ def read_line(words: list[str], folder: Path, out: Path) -> Setting:
     return Setting(name, variants, words[first_flag:], out / name)
 
 
+@contextlib.contextmanager
+def claim(out: Path):
+    """Makes the folder. Raises UserError if that fails, or if another laboratory uses it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{describe(error, out)}; choose another --out") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            told = f"another laboratory uses {out}; wait for it, or choose another --out"
+            raise UserError(told) from None
+        yield
+
+
 def keep_code(out: Path) -> None:
     """Copies the code to OUT/code at the first start. Raises UserError if the code differs now."""
     code, part = out / "code", out / "code.part"
@@ -143,11 +163,15 @@ def recipe_of(settings: list[Setting]) -> str:
 
 
 def lab_flags(recipe: str, base: Path) -> list[str]:
-    """Makes a base model if it is not there. Returns its flags of train.py."""
+    """Makes a base model if it is not there. Returns its flags of train.py. Raises UserError."""
+    flags = base / "flags.txt"
+    if flags.exists() and f"--task {recipe}" not in flags.read_text():
+        told = f"{base} is not the base model of the task {recipe}, which the plan needs"
+        raise UserError(f"{told}; choose another --out, or give the plan another --task")
     command = [sys.executable, str(ROOT / "tools" / "base_model.py"), recipe, str(base)]
     if subprocess.call(command, stdout=subprocess.DEVNULL) != 0:
         raise UserError(f"the base model {base} was not made; the lines above say why")
-    return shlex.split((base / "flags.txt").read_text())
+    return shlex.split(flags.read_text())
 
 
 def prepare(setting: Setting) -> None:
@@ -279,9 +303,16 @@ def run_plan(args) -> int:
         raise UserError(f"--seeds {args.seeds}: give 1 or a larger number")
     if unknown := set(args.show) - {setting.name for setting in settings}:
         raise UserError(f"--show {' '.join(unknown)}: the plan has no such setting")
-    keep_code(out)
     has_model = all("--model" in setting.flags for setting in settings)
-    common = [] if has_model else lab_flags(recipe_of(settings), out / "base")
+    recipe = None if has_model else recipe_of(settings)
+    with claim(out):
+        return run_settings(args, out, settings, recipe)
+
+
+def run_settings(args, out: Path, settings: list[Setting], recipe: str | None) -> int:
+    """recipe: of the base model. None: each setting names its own model."""
+    keep_code(out)
+    common = lab_flags(recipe, out / "base") if recipe else []
     for setting in settings:
         setting.flags = [*common, *setting.flags]
         try:
@@ -314,6 +345,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, help="the number of runs at a time", **jobs)
     parser.add_argument("--show", nargs="+", default=[], help="settings to draw; all are trained")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run_plan(args)
     except KeyboardInterrupt:
