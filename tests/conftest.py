@@ -9,6 +9,7 @@ import os
 import random
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 # 500 problems of MATH and 100 of GSM8K, with their license.
 DATA = ROOT / "tests" / "data"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# Tests send a SIGHUP, which is ignored under nohup. nanoorz/process.py looks at its import.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Two processes run the tests on two cores.
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -93,6 +96,14 @@ def run_tool(name, *words) -> tuple[int, str, str]:
     return code, output.getvalue(), errors.getvalue()
 
 
+class Process(subprocess.Popen):
+    def __exit__(self, *error):
+        # A test that has failed does not wait for its process.
+        if error[0]:
+            self.kill()
+        super().__exit__(*error)
+
+
 def start_python(*words, output=None, env=None, **options) -> subprocess.Popen:
     """Starts a Python process. Each output is a pipe, or both outputs go to the file `output`."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -101,7 +112,7 @@ def start_python(*words, output=None, env=None, **options) -> subprocess.Popen:
             pipes = {"stdout": file, "stderr": file}
         options = {"text": True, "cwd": ROOT} | pipes | options
         command = [sys.executable, *map(str, words)]
-        return subprocess.Popen(command, env=clean_environment() | (env or {}), **options)
+        return Process(command, env=clean_environment() | (env or {}), **options)
 
 
 def run_python(*words, code=0, timeout=300, env=None, **options) -> subprocess.CompletedProcess:
