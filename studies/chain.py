@@ -47,7 +47,7 @@ ESTIMATORS = {
 TITLES = ESTIMATORS | {"positive": "`positive`"}
 PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "rloo"), ("l95", "reinforce"), ("l95", "ppo")]
 PAIRS += [("l90", "l95"), ("ppo", "grpo"), ("ppo", "reinforce"), ("zero", "grpo")]
-PAIRS += [("positive", "reinforce")]
+PAIRS += [("zero", "reinforce"), ("positive", "reinforce")]
 SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]  # the runs of chain_silent.txt
 # The lines of chain_breaks.txt, behind two of chain.txt.
 ALREADY_RUN = ["grpo_8", "l95_8"]
@@ -57,7 +57,7 @@ BREAKS = ["samples_64"]
 BREAKS += ["max_norm", "warmup", "kl_loss", "kl_penalty", "clip", "dr_grpo", "entropy"]
 BREAKS += ["no_whitening", "l80", "l50", "zero_50", "first_100", "first_95", "first_80"]
 BREAKS += ["first_50", "first_50_silent"]
-SHORT_LAMBDAS = ["l80_4", "l50_4", "zero_50_4", "l80_6", "l50_6"]
+MORE = ["positive_16", "l80_4", "l50_4", "zero_50_4", "l80_6", "l50_6"]
 LATER = ["kl_loss_03", "kl_loss_1", "frozen_8"]
 # The seeds that choose a rate, those that judge it, and those that the exploration did not see.
 CHOOSING, JUDGING, UNSEEN = range(1, 11), range(11, 21), range(3, 11)
@@ -147,6 +147,15 @@ def pick(runs: dict[int, Run], seeds) -> dict[int, Run]:
     return {seed: run for seed, run in runs.items() if seed in seeds}
 
 
+def print_counts(settings: dict) -> None:
+    runs = [(run, last_step(name)) for name, found in settings.items() for run in found.values()]
+    broken = [pair for pair in runs if is_broken(*pair)]
+    collapsed = sum(has_collapsed(*pair) for pair in broken)
+    print(f"{len(broken)} of {len(runs)} runs are broken, and {collapsed} of them have collapsed")
+    starts = [run.evaluations.accuracy.iloc[0] for run, _ in runs]
+    print(f"the base model has {min(starts):.2f} to {max(starts):.2f} in one evaluation\n")
+
+
 def print_rates(settings: dict) -> None:
     """The accuracy of the choosing seeds at each rate, and the broken runs of all seeds."""
     # From 6e-4 on a mean is that of broken runs and others.
@@ -186,14 +195,14 @@ def print_best(settings: dict, alone: dict) -> None:
         runs = pick(settings[folder], JUDGING)
         best[name] = {seed: with_seconds(run, time) for seed, run in runs.items()}
     print()
-    row("estimator", "equal samples", "broken", "equal seconds", "broken", "seeds")
-    row(*["---"] * 6)
+    row("estimator", "equal samples", "broken", "equal seconds", "broken at the end")
+    row(*["---"] * 5)
     longest = best["ppo"]
     for name, runs in best.items():
         texts = [mean_text(map(accuracy, runs.values())), share_text(map(is_broken, runs.values()))]
         texts += [mean_text(compare(runs, longest, "seconds")["accuracies"])]
         texts += [share_text(is_broken(run, None) for run in runs.values())]
-        row(TITLES[name], *texts, len(runs))
+        row(TITLES[name], *texts)
     print()
     row("difference", "equal samples", "equal seconds", "equal samples, seeds 1 to 20")
     row(*["---"] * 4)
@@ -226,7 +235,7 @@ def print_silent(settings: dict) -> None:
 def print_settings(settings: dict, names, seeds, first=False) -> None:
     """Broken runs and accuracy of settings, with the words of their plans.
 
-    first: adds the accuracy of the first evaluation, at step 15.
+    first: adds the accuracy at step 15.
     """
     columns = ["setting", "variants and flags", "broken", "collapsed", "accuracy"]
     columns += ["at step 15"] * first
@@ -251,8 +260,8 @@ def print_settings(settings: dict, names, seeds, first=False) -> None:
     print()
 
 
-def print_signs(folder: Path) -> None:
-    """When a run shows each sign: a mean of three steps, beside that of the first three steps."""
+def print_signs(settings: dict, folder: Path) -> None:
+    """How many runs show each sign: a mean of three steps, beside that of the first three steps."""
     signs = {
         "`policy_grad_norm` has doubled": lambda now, start: (
             now.policy_grad_norm > 2 * start.policy_grad_norm
@@ -263,24 +272,30 @@ def print_signs(folder: Path) -> None:
         "`stutter` is above 0.2": lambda now, start: now.stutter > 0.2,
         "`entropy` is below half of the start": lambda now, start: now.entropy < start.entropy / 2,
     }
-    row("sign", "broken runs at 8e-4", "median step", "runs at 4e-4, none broken", "median step")
-    row(*["---"] * 5)
+    row("sign", "8e-4, broken", "median step", "6e-4, broken", "6e-4, others", "4e-4, others")
+    row(*["---"] * 6)
+    groups = [(8, True), (6, True), (6, False), (4, False)]
     for sign, is_there in signs.items():
-        texts = []
-        for rate in (8, 4):
-            steps = []
+        steps = {group: [] for group in groups}
+        for rate in (4, 6, 8):
             for name in ("ppo", "l95", "grpo", "rloo", "reinforce"):
-                for seed in CHOOSING:
-                    table = read_metrics(folder / f"{name}_{rate}" / f"seed{seed}")
-                    # A step without a gradient has no entropy.
-                    means = table[table.index <= STEPS].rolling(3, min_periods=2).mean()
-                    there = is_there(means, table.head(3).mean())
-                    steps.append(there.idxmax() if there.any() else None)
-            shown = [step for step in steps if step]
-            texts += [share_text(step is not None for step in steps)]
-            texts += [f"{np.median(shown):.0f}" if shown else "-"]
-        row(sign, *texts)
+                for seed, run in settings[f"{name}_{rate}"].items():
+                    path = folder / f"{name}_{rate}" / f"seed{seed}"
+                    if (path / "metrics.jsonl").exists():
+                        steps[rate, is_broken(run)].append(first_step(read_metrics(path), is_there))
+        texts = [share_text(step is not None for step in steps[group]) for group in groups]
+        shown = [step for step in steps[8, True] if step]
+        row(sign, texts[0], f"{np.median(shown):.0f}", *texts[1:])
     print()
+
+
+def first_step(table: pd.DataFrame, is_there) -> int | None:
+    """The first step that shows a sign, or None."""
+    start = table.head(3).mean()
+    # A step without a gradient has no entropy.
+    means = table[table.index <= STEPS].rolling(3, min_periods=2).mean()
+    there = is_there(means[means.index > 3], start)
+    return there.idxmax() if there.any() else None
 
 
 def print_countdown(settings: dict) -> None:
@@ -428,7 +443,7 @@ def draw_conversation(ax, sample: dict) -> None:
     ax.set_xlabel("a letter and its reply; the value is that before the letter")
     ax.plot(sample["values"], "o-", color=BLACK, label="value")
     for lambd, colour in ((1.0, BLUE), (0.95, RED), (0.5, GREEN)):
-        label = f"advantage, lambda {lambd:g}"
+        label = f"advantage before whitening, lambda {lambd:g}"
         ax.plot(advantages(sample, lambd), "s--", color=colour, label=label)
     ax.axhline(0, color=GREY, linewidth=0.8)
     ax.legend(frameon=False, fontsize=11)
@@ -437,14 +452,15 @@ def draw_conversation(ax, sample: dict) -> None:
 def main(folder: Path, picture: Path | None) -> None:
     settings = read_runs(folder)
     alone = read_runs(folder / "alone")
+    print_counts(settings)
     print_rates(settings)
     print_settings(settings, ["grpo_8", *CAUSES], UNSEEN, first=True)
-    print_signs(folder)
+    print_signs(settings, folder)
     print_settings(settings, [*ALREADY_RUN, *BREAKS], UNSEEN)
     print_settings(settings, LATER, JUDGING)
     print_best(settings, alone)
     print_silent(settings)
-    print_settings(settings, SHORT_LAMBDAS, CHOOSING)
+    print_settings(settings, MORE, CHOOSING)
     print_values(folder)
     print_countdown(read_runs(folder / "countdown_16"))
     if picture:
@@ -458,7 +474,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     try:
         main(args.folder, args.picture)
-    except KeyError as error:
-        parser.exit(2, f"error: {args.folder} lacks runs of {error}; unpack the archive there\n")
+    except (ArithmeticError, LookupError, StopIteration) as error:
+        told = f"{args.folder} lacks runs ({type(error).__name__}: {error})"
+        parser.exit(2, f"error: {told}; unpack the archive there\n")
     except (OSError, ValueError, UserError) as error:
         parser.exit(2, f"error: {error}\n")

@@ -120,7 +120,7 @@ def test_the_tables_of_the_chains_have_the_numbers_of_their_runs(tmp_path):
     assert len(rows) > 50 and rows == printed
     shutil.rmtree(tmp_path / "grpo_4")
     done = run_python(*words, code=2)
-    assert "lacks runs of 4" in done.stderr
+    assert "lacks runs (KeyError: 4); unpack the archive there" in done.stderr
 
 
 def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):

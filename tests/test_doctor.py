@@ -82,7 +82,7 @@ def test_the_doctor_names_the_fault_of_each_recorded_run_and_none_of_a_healthy_o
     assert all(line.startswith(begin) for line, begin in zip(found, expected))
     assert heading.startswith(HEADINGS.get(name, ""))
     assert heading.endswith("; nothing looks wrong") == (name in HEALTHY)
-    helps = "or draw more than 16 samples a step, or add --variant kl_loss --kl_loss_coef 0.3"
+    helps = "or draw four times 16 samples a step, or add --variant kl_loss --kl_loss_coef 0.3"
     assert (helps in output) == name.startswith("chain_broken")
 
 

@@ -123,9 +123,9 @@ too slow: {steps} steps brought the reward from {first.reward:.2f} to {last.rewa
 --actor_learning_rate by 3, or train longer. --variant log_ratio shows if the sampler is stale
 """
 # It follows the rate. docs/chain.md has measured what helps.
-FEW_SAMPLES = """, or draw more than {count:.0f} samples a step, or add --variant kl_loss
---kl_loss_coef 0.3. Each of these prevented breaks in docs/chain.md; --max_norm and an entropy bonus
-did not"""
+FEW_SAMPLES = """, or draw four times {count:.0f} samples a step, or add --variant kl_loss
+--kl_loss_coef 0.3. In the small runs of docs/chain.md each of these prevented nearly all breaks;
+--max_norm 0.1 and an entropy bonus of 0.01 did not"""
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
 METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
 METRICS += " paid policy_lr policy_grad_norm"

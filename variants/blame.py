@@ -3,7 +3,7 @@
 --blame none: no token, so the policy learns from positive advantages alone. unsure: the tokens that
 had a probability below 0.3 when they were drawn. wrong, right: of the letters of tasks/chain.py the
 wrong ones, or the right ones. random: letters at random places, in each response as many as are
-wrong. With these three docs/chain.md shows why a run breaks.
+wrong. docs/chain.md compares them at a rate that breaks runs.
 """
 
 import math
@@ -26,7 +26,8 @@ class Blame(ppo.Recipe):
         super().check(world)
         require_all(self, {"blame": (self.blame in KINDS, f"choose {', '.join(KINDS)}")})
         is_chain = self.task == "chain" or self.blame in ("none", "unsure")
-        require(is_chain, f"--blame {self.blame} needs --task chain, because it names its letters")
+        advice = "needs --task chain, because it must know which letters are wrong"
+        require(is_chain, f"--blame {self.blame} {advice}")
 
     def sampling_params(self, params, request):
         params = super().sampling_params(params, request)

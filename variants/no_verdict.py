@@ -1,6 +1,6 @@
 """The replies of tasks/chain.py have `?` in place of their verdict.
 
-So the policy and the critic do not know whether a letter was right. The model of
+So the policy and the critic are not told whether a letter was right. The model of
 `tools/base_model.py chain` has seen half of its texts in this form.
 """
 
