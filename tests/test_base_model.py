@@ -161,16 +161,24 @@ def test_no_held_out_problem_is_trained_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_the_baseline_trains(tmp_path):
+@pytest.mark.parametrize(
+    "task, variant, names",
+    [
+        ("countdown", [], {"tries", "checked", "backtracking", "slips"}),
+        ("chain", ["--variant", "no_verdict"], {"letters", "wrong", "stutter"}),
+    ],
+)
+def test_the_baseline_trains(task, variant, names, tmp_path):
     """A base with few updates, and two steps with its own flags."""
     folder = tmp_path / "base"
-    base_model.build(folder, base_model.Countdown(seed=1, updates=20))
-    base_model.write_flags(folder, "countdown", 1)
-    flags = shlex.split((folder / "flags.txt").read_text())
+    base_model.build(folder, base_model.RECIPES[task](seed=1, updates=20))
+    base_model.write_flags(folder, task, 1)
+    flags = shlex.split((folder / "flags.txt").read_text()) + variant
     flags += ["--run_dir", tmp_path / "run", "--max_steps", 2, "--eval_interval", 0, "--eval_n", 1]
     run_python("train.py", *flags)
     first, second = jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert {"tries", "checked", "backtracking", "slips"} <= first.keys() and second["step"] == 2
+    assert names <= first.keys() and second["step"] == 2
+    assert not variant or (first["wrong"], first["letters"] > 1) == (0, True)
 
 
 def solve(question: str) -> int:
