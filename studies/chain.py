@@ -174,7 +174,7 @@ def print_rates(settings: dict) -> None:
         for rate, runs in runs_by_rate(settings, name).items():
             broken = [*map(is_broken, runs.values())]
             flags[rate] += broken
-            # At 6e-4 the seed decides.
+            # At 6e-4 about half of the runs break.
             texts.append(share_text(broken) if rate == 6 else f"{sum(broken)} of {len(broken)}")
         row(title, *texts)
     row("all", *map(share_text, flags.values()))

@@ -230,6 +230,12 @@ def test_a_copy_of_the_code_is_kept_and_other_code_is_refused(tmp_path, monkeypa
         path.write_text(text)
 
 
+def test_a_setting_with_its_own_model_may_have_any_task(tmp_path):
+    plan = tmp_path / "plan.txt"
+    plan.write_text("a: --task chain\nb: --model m\n")
+    assert lab.recipe_of(lab.read_plan(plan, tmp_path)) == "chain"
+
+
 def test_a_folder_of_another_laboratory_or_of_another_task_is_refused(tmp_path):
     (tmp_path / "plan.txt").write_text("a: --task chain\n")
     out = tmp_path / "out"
@@ -300,14 +306,14 @@ def test_a_sigterm_between_two_runs_starts_no_other_run(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('ran')")
     server = lab.start_server(script, min(os.sched_getaffinity(0)), [])
-    with server, server.stdin, server.stdout:
+    with server:
         server.stdin.write(json.dumps([str(tmp_path / "first")]) + "\n")
         server.stdin.flush()
         assert server.stdout.readline() == "\n"
         server.terminate()
+        # Without a buffer, which `close` would write once more.
         with contextlib.suppress(BrokenPipeError):
-            server.stdin.write(json.dumps([str(tmp_path / "second")]) + "\n")
-            server.stdin.flush()
+            os.write(server.stdin.fileno(), json.dumps([str(tmp_path / "second")]).encode() + b"\n")
         assert server.wait(60) == 0
     assert (tmp_path / "first").read_text() == "ran\n"
     assert not (tmp_path / "second").exists()

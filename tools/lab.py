@@ -155,7 +155,8 @@ def recipe_of(settings: list[Setting]) -> str:
     recipes = set()
     for setting in settings:
         words = {word.removeprefix("--task=") for word in setting.flags}
-        recipes.add("chain" if "chain" in words else "countdown")
+        if "--model" not in words:
+            recipes.add("chain" if "chain" in words else "countdown")
     if len(recipes) > 1:
         told = "each of them has a base model of its own; write a plan for each task"
         raise UserError(f"the plan has settings of {' and '.join(sorted(recipes))}: {told}")
@@ -264,7 +265,8 @@ def run_all(runs: dict[Path, list[str]], cores: list[int], modules=()) -> int:
         # After an interrupt the runs save and end.
         for server in servers:
             server.terminate()
-            server.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                server.stdin.close()
         for server in servers:
             server.wait()
     return len(runs) - sum(map(is_done, runs))
