@@ -264,16 +264,25 @@ def find_inputs(cfg):
     with raise_together():
         task = find_task(cfg)
         tokenizer = load_tokenizer(cfg, cfg.model)
-        if cfg.critic:
-            critic_tokenizer = load_tokenizer(cfg, cfg.critic)
-            require(
-                critic_tokenizer.get_vocab() == tokenizer.get_vocab(),
-                f"--critic {cfg.critic}: its tokenizer is not the tokenizer of {cfg.model}",
-            )
+        for name, source in families.models_of(cfg).items():
+            other = load_tokenizer(cfg, source) if name != "model" else tokenizer
+            found = find_difference(other.get_vocab(), tokenizer.get_vocab())
+            fault = f"--{name} {source}: its tokenizer is not that of {cfg.model}: {found}"
+            require(not found, fault)
         families.replace_auto(cfg)
         if flags.is_chat(cfg.template):
             cfg.template = chat.fix_date(cfg, tokenizer)
     return task, tokenizer
+
+
+def find_difference(vocabulary, other) -> str:
+    """The first id that has another text in the other vocabulary, or "". {text: id} each."""
+    texts = {id: text for text, id in vocabulary.items()}
+    others = {id: text for text, id in other.items()}
+    for id in sorted({*texts, *others}):
+        if texts.get(id) != others.get(id):
+            return f"its token {id} is {texts.get(id)!r:.99} in place of {others.get(id)!r:.99}"
+    return ""
 
 
 def find_task(cfg):
@@ -544,10 +553,9 @@ def open_run_dir(cfg):
     """
     run_dir = Path(cfg.run_dir).absolute()
     # The run writes RUN/config.json, RUN/policy and RUN/critic.
-    for name in ("model", "critic"):
-        source = getattr(cfg, name)
-        outputs = (run_dir, run_dir / "policy", run_dir / "critic")
-        is_output = source and Path(source).absolute() in outputs
+    outputs = (run_dir, run_dir / "policy", run_dir / "critic")
+    for name, source in families.models_of(cfg).items():
+        is_output = Path(source).absolute() in outputs
         require(not is_output, f"--{name} {source} is in --run_dir; choose another --run_dir")
     needed = ckpt.needed_bytes(run_dir, cfg, count_parameters(cfg))
     lock = ckpt.claim(run_dir, needed)
@@ -587,7 +595,8 @@ def find_start(run_dir, state, cfg):
     card = None
     if torch.cuda.is_available():
         card = min(gather(torch.cuda.mem_get_info()[1])) / memory.GIB
-    memory.choose_flags(cfg, families.load_config(cfg.model), state.world, card)
+    configs = {name: families.load_config(x) for name, x in families.models_of(cfg).items()}
+    memory.choose_flags(cfg, configs["model"], state.world, card, configs.get("teacher"))
     if names:
         print0(f"auto is {flags.as_words(cfg, names)}{', as in the checkpoint' if source else ''}")
     return source, dataclasses.replace(state, config=flags_of(cfg))

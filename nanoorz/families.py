@@ -178,9 +178,15 @@ def count_parameters(config):
 # ---- what `auto` means ---------------------------------------------------------------------------
 
 
+def models_of(cfg) -> dict[str, str]:
+    """{flag: the model that it names}. The flag --teacher is that of a variant."""
+    named = {name: getattr(cfg, name, None) for name in ("model", "critic", "teacher")}
+    return {name: source for name, source in named.items() if source}
+
+
 def replace_auto(cfg):
     """Replaces `auto` in --packing and --attention by what the models need. Raises UserError."""
-    models = [cfg.model, cfg.critic or cfg.model]
+    models = list(models_of(cfg).values())
     if not all(map(is_plain, models)):
         replace_auto_of_special(cfg, models)
     if cfg.packing == "auto":
@@ -196,7 +202,7 @@ def is_plain(source):
 def replace_auto_of_special(cfg, models):
     """Replaces `auto` where a model needs another value than plain models do. Raises UserError.
 
-    models: policy and critic, a folder or a name on the hub each.
+    models: of the run, a folder or a name on the hub each.
     """
     configs = [read_text_part(model) for model in models]
     packed = all(config.model_type in PACKED.split() for config in configs)

@@ -1,4 +1,4 @@
-"""Hashes of model, critic, task and problems of a run. They do not depend on where the files are.
+"""Hashes of the models, the task and the problems of a run. They do not depend on where the files are.
 
 A checkpoint keeps these hashes, and a resume compares them (ckpt.py). The ranks compare them, too,
 because two machines may have different files under one name.
@@ -9,12 +9,12 @@ import json
 
 from transformers import PreTrainedConfig
 
-from nanoorz.families import folder_of
+from nanoorz.families import folder_of, models_of
 from nanoorz.ranks import UserError, hash64, one_line, raise_together, require_same
 
 
 def hash_inputs(cfg, task_text, tokenizer, problems):
-    """{flag: {part: hash}} of model, critic, task and prompts. A collective.
+    """{flag: {part: hash}} of models, task and prompts. A collective.
 
     task_text: the bytes of the task's file. The prompts are those that the model sees: a chat
     template may put a date into them. Raises UserError, also if the hashes of two ranks
@@ -23,9 +23,8 @@ def hash_inputs(cfg, task_text, tokenizer, problems):
     hashes = {"task": {"text": hash64(task_text)}}
     hashes["data"] = {"prompts": hash64([problem.prompt_ids for problem in problems])}
     with raise_together():
-        hashes["model"] = hash_model(cfg.model) | {"tokenizer": hash_tokenizer(tokenizer)}
-        if cfg.critic:
-            hashes["critic"] = hash_model(cfg.critic)
+        hashes |= {name: hash_model(source) for name, source in models_of(cfg).items()}
+        hashes["model"]["tokenizer"] = hash_tokenizer(tokenizer)
     found = {}
     for name, parts in hashes.items():
         for part, number in parts.items():

@@ -141,6 +141,7 @@ class ChunkedHead(nn.Module):
         super().__init__()
         self.weight = weight
         self.scale = scale
+        self.ids = None  # Ids from this number on have no logits. None: all ids have.
 
     def forward(self, hidden: Tensor, token_ids: Tensor | None = None, temperature=1.0):
         """Log-probs and entropies of M tokens, (M,) each.
@@ -158,7 +159,12 @@ class ChunkedHead(nn.Module):
         learns = torch.is_grad_enabled()
         # To multiply logits by the scale is to divide them by 1 / scale.
         temperature = temperature / self.scale
-        return ChunkedLogprob.apply(hidden, self.weight, token_ids, temperature, chunk, learns)
+        weight = self.used_weight()
+        return ChunkedLogprob.apply(hidden, weight, token_ids, temperature, chunk, learns)
+
+    def used_weight(self) -> Tensor:
+        """The rows of the ids that have logits, (V, H)."""
+        return self.weight if self.ids is None else self.weight[: self.ids]
 
     def chunk_size(self, hidden: Tensor):
         """The number of tokens in a chunk, but at least 16."""
@@ -179,7 +185,7 @@ class CappedHead(ChunkedHead):
     def of_tokens(self, hidden, token_ids, temperature):
         size = self.chunk_size(hidden)
         # The gradient of the weight is a sum over chunks. It has the dtype of this tensor, fp32.
-        weight = self.weight.float()
+        weight = self.used_weight().float()
         outputs = []
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)

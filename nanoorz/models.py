@@ -1,12 +1,13 @@
 """Policy and critic: bodies of transformers, our two heads, and a DeepSpeed engine around each.
 
-A learner is a model with its engine: the policy, the critic, or the reference of a variant, which
+A learner is a model with its engine: the policy, the critic, or a frozen model of a variant, which
 never learns. families.py has what is special in some families of models.
 
 Shapes: R packed rows, L row length, M response tokens of a micro-batch, V vocabulary, H hidden.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import glob
@@ -77,6 +78,27 @@ class Policy(nn.Module):
         self.family.save(self.model, folder, weights)
 
 
+class Frozen(Policy):
+    """A causal LM that never learns. It has the tokenizer of the policy.
+
+    Two models of one tokenizer may have different numbers of ids, because the last ids may stand
+    for no token. Here the logits have the ids of both models. If the policy draws an id that this
+    model lacks, it reads its own last id.
+    """
+
+    def __init__(self, model, family, policy_ids):
+        """policy_ids: the number of the policy's ids."""
+        super().__init__(model, family)
+        shared = min(policy_ids, model.get_input_embeddings().num_embeddings)
+        self.last_id = shared - 1
+        model.get_output_embeddings().ids = shared
+
+    def forward(self, micro, temperature):
+        names = ("input_ids", "token_ids")
+        ids = {name: getattr(micro, name).clamp(max=self.last_id) for name in names}
+        return super().forward(dataclasses.replace(micro, **ids), temperature)
+
+
 class Critic(nn.Module):
     """A body of its own and a linear head H -> 1.
 
@@ -129,11 +151,15 @@ def make_critic(cfg):
     return Learner("critic", critic, cfg, cfg.critic_learning_rate)
 
 
-def make_reference(cfg):
-    """The base model as a learner that never learns. Variants compare the policy with it."""
-    family = find_family(cfg.model)
+def make_frozen(cfg, name, source):
+    """A learner that never learns. Variants compare the policy with it.
+
+    source: a folder, or a name on the hub. Its tokenizer must be that of --model.
+    """
+    family = find_family(source)
     model = load_model(cfg, family, AutoModelForCausalLM)
-    return Learner("reference", Policy(model, family), cfg, lr=None)
+    policy_ids = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
+    return Learner(name, Frozen(model, family, policy_ids), cfg, lr=None)
 
 
 def load_model(cfg, family, auto_class):

@@ -109,8 +109,9 @@ def print_plan(args, cfg) -> None:
     names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
     try:
         config = model_config(cfg.model)
-        memory.choose_flags(cfg, config, world, card)
-        plan = memory.estimate(cfg, config, world, card)
+        teacher = model_config(cfg.teacher) if "teacher" in families.models_of(cfg) else None
+        memory.choose_flags(cfg, config, world, card, teacher)
+        plan = memory.estimate(cfg, config, world, card, teacher)
     # A config of another kind lacks fields, or has 0 in them.
     except (OSError, ValueError, AttributeError, ZeroDivisionError) as error:
         told = f"--model {cfg.model} cannot be planned ({one_line(error).partition('. ')[0]})"

@@ -12,7 +12,7 @@ from nanoorz import models
 class LogKL(ppo.Recipe):
     def policy_model(self, model):
         """Makes the reference, too."""
-        self._reference = models.make_reference(self)
+        self._reference = models.make_frozen(self, "reference", self.model)
         return super().policy_model(model)
 
     def token_passes(self, policy, critic, batch, step):

@@ -1,0 +1,54 @@
+"""On-policy distillation: the policy draws the responses, and a teacher scores each drawn token.
+
+The advantage of a token is w * (log p of the teacher - log p of the policy) + (1 - w) * (advantage
+of the estimator). w is --teacher_weight. The first part is that of its token alone, and no sum over
+later tokens. Its mean over all tokens that the policy could draw is minus the reverse KL divergence
+KL(policy, teacher) of this token. Both log-probs are those at the sampling temperature.
+Sources: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation, 2025), after GKD
+(arXiv 2306.13649). MiniLLM (arXiv 2306.08543) also sums over later tokens.
+"""
+
+from dataclasses import dataclass
+
+import ppo
+from nanoorz import models
+from nanoorz.flags import flag, require, require_all
+
+
+@dataclass
+class Distill(ppo.Recipe):
+    teacher: str | None = flag(None, "A causal LM with the tokenizer of --model: a folder or name.")
+    teacher_weight: float = flag(1.0, "The teacher's share of the advantage. 0: only log its KL.")
+    estimator: str = flag("reinforce", "How rewards become advantages. reinforce has no critic.")
+
+    def check(self, world):
+        super().check(world)
+        require(self.teacher, "--variant distill: name a model with --teacher")
+        is_right = 0 <= self.teacher_weight <= 1
+        require_all(self, {"teacher_weight": (is_right, "choose 0 to 1")})
+
+    def policy_model(self, model):
+        """Makes the teacher, too."""
+        self._teacher = models.make_frozen(self, "teacher", self.teacher)
+        return super().policy_model(model)
+
+    def token_passes(self, policy, critic, batch, step):
+        super().token_passes(policy, critic, batch, step)
+        batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
+        batch.per_token["teacher_logprobs"] = ppo.compute_logprobs(self._teacher, batch, self)
+
+    def whiten(self, advantages, batch):
+        advantages = super().whiten(advantages, batch)
+        of_teacher = self._log_ratio(batch)  # (T,)
+        return self.teacher_weight * of_teacher + (1 - self.teacher_weight) * advantages
+
+    def metrics(self, line, samples, batch):
+        """Adds two estimates of KL(policy, teacher) (joschu.net/blog/kl-approx.html)."""
+        log_ratio = self._log_ratio(batch)  # (T,)
+        line["teacher_k1"] = -log_ratio.mean()
+        line["teacher_k3"] = (log_ratio.exp() - 1 - log_ratio).mean()
+        return super().metrics(line, samples, batch)
+
+    def _log_ratio(self, batch):
+        tokens = batch.per_token
+        return (tokens["teacher_logprobs"] - tokens["old_logprobs"]).double()
