@@ -29,6 +29,7 @@ To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/flags.py, too. Cal
 `start_distributed` of ranks.py first.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoorz.flags import flag
+from nanoorz.flags import flag, require
 from nanoorz.ranks import UserError, check_result, gather, hash64, print0, stop_together
 
 # ---- batch -----------------------------------------------------------------------------------
@@ -190,6 +191,36 @@ def checked_rewards(samples, cfg) -> list[float]:
     return [float(reward) for reward in rewards]
 
 
+def find_weights(cfg, names) -> dict[str, float]:
+    """{name: weight} of a task's rewards. Raises UserError for a wrong --reward_weights."""
+    # Of a task with one reward this is {}.
+    weights = {name: float(k == 0) for k, name in enumerate(names)}
+    given = set()
+    for word in cfg.reward_weights:
+        name, _, number = word.partition("=")
+        known = f"the task names {', '.join(weights) or 'no rewards'}"
+        require(name in weights, f"--reward_weights {word}: {known}; write NAME=WEIGHT")
+        require(name not in given, f"--reward_weights {word}: {name} has two weights")
+        given.add(name)
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            weights[name] = math.nan
+        is_right = abs(weights[name]) < 1e6
+        require(is_right, f"--reward_weights {word}: write NAME=WEIGHT, with a number below 1e6")
+    return weights
+
+
+def weighted_reward(sample, cfg) -> float:
+    """The grader's reward of a sample, or the weighted sum of its rewards."""
+    # A sample of your own may have no field `rewards`.
+    rewards = getattr(sample, "rewards", None)
+    if not rewards:
+        return sample.reward
+    weights = find_weights(cfg, rewards)
+    return sum(weights[name] * reward for name, reward in rewards.items())
+
+
 # ---- estimators ------------------------------------------------------------------------------
 
 
@@ -320,6 +351,9 @@ class Recipe:
     )
     warmup_updates: int = flag(50, "Each learning rate rises in so many updates. 1: no rise.")
     value_clip: float = flag(0.2, "The critic's loss clips a value's change to this. 1e9: no clip.")
+    reward_weights: list[str] = flag(
+        [], "NAME=WEIGHT of a task's rewards. Default: 1 for the first, 0 for all others."
+    )
 
     # The next three decide how fast a run is, and not what is learnt. In train.Config they are
     # flags, which a resumed run may change.
@@ -424,8 +458,9 @@ class Recipe:
 
     def paid(self, samples) -> list[float]:
         """One reward for each sample, from which the policy learns. By default it is the reward of
-        the grader, sample.reward. The logs have both. Only rank 0 calls this method."""
-        return [sample.reward for sample in samples]
+        the grader, or the weighted sum if the task names several rewards. The logs have both. Only
+        rank 0 calls this method."""
+        return [weighted_reward(sample, self) for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:
         """The indices of the samples that the losses and the whitening use.

@@ -83,9 +83,10 @@ class Sample:
     logprobs: list[float] | None  # log p of each drawn token, at the sampling temperature
     text: str
     finish_reason: str  # "stop", or "length": the response is truncated
-    reward: float = 0.0
+    reward: float = 0.0  # of several rewards the first one
     answer: str | None = None  # the answer that the grader found in the text
     text_metrics: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)  # of a task that names its rewards
     # Without the next two fields the response has one turn and no reply.
     drawn: list[bool] | None = None  # of each of response_ids: has the policy drawn it?
     parts: list[str] | None = None  # of the text: a turn, a reply, a turn, and so on
@@ -782,16 +783,23 @@ def take_rewards(rollout, mine: dict[int, Sample]):
     """Writes the grader's rewards into the samples. Raises UserError for a wrong reward."""
     # By mistake a user's task may return None.
     rewards = rollout.grader.results() or {}
+    names = getattr(rollout.task, "REWARDS", ())
+    wanted = f"{{name: number}} with the names {', '.join(names)}" if names else "a number"
     for position, sample in mine.items():
         reward = rewards.get(position)
+        numbers = [reward]
+        if names:
+            is_named = isinstance(reward, dict) and reward.keys() == set(names)
+            numbers = [reward[name] for name in names] if is_named else [None]
         # Much larger numbers do not fit into float32. `not <` also finds NaN.
-        if not isinstance(reward, Real) or not abs(reward) < 1e30:
+        if not all(isinstance(x, Real) and abs(x) < 1e30 for x in numbers):
             raise UserError(
                 f"--task {rollout.cfg.task}: Grader.results has the reward {reward!r:.99} "
-                f"({type(reward).__name__}) for the answer {sample.answer!r:.99}; return a number "
-                "below 1e30 in size for each key that submit got"
+                f"({type(reward).__name__}) for the answer {sample.answer!r:.99}; return {wanted}, "
+                "below 1e30 in size, for each key that submit got"
             )
-        sample.reward = float(reward)
+        sample.reward = float(numbers[0])
+        sample.rewards = dict(zip(names, map(float, numbers)))
 
 
 def exchange(requests: list[Request], mine: dict[int, Sample]) -> list[Sample]:

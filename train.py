@@ -298,7 +298,7 @@ def find_task(cfg):
     require(
         Path(path).is_file(),
         f"--task {cfg.task}: no file {path}; choose math, code, python_tool, countdown, "
-        "calculator, chain, or a path to a .py file",
+        "countdown_short, calculator, chain, or a path to a .py file",
     )
     spec = importlib.util.spec_from_file_location("task", path)
     task = importlib.util.module_from_spec(spec)
@@ -318,7 +318,19 @@ def find_task(cfg):
         f"--answer_form {cfg.answer_form}: {path} has {' or '.join(forms)}; if its Grader is a "
         "subclass of reward.Grader, add `from reward import ANSWER_FORMS`",
     )
+    check_rewards(cfg, getattr(task, "REWARDS", ()))
     return task
+
+
+def check_rewards(cfg, names):
+    """Raises UserError for wrong names of the task's rewards, or wrong --reward_weights."""
+    are_texts = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
+    # metrics.jsonl has reward_NAME of each, and numbers with the names reward_lost, reward_drawn.
+    is_right = are_texts and all(x.isidentifier() and x not in ("lost", "drawn") for x in names)
+    wanted = 'different names, as in ("right", "short"), but not lost or drawn'
+    is_right = is_right and len(set(names)) == len(names)
+    require(is_right, f"--task {cfg.task}: REWARDS is {names!r:.99}; give {wanted}")
+    ppo.find_weights(cfg, names)
 
 
 def load_tokenizer(cfg, source):

@@ -1,4 +1,4 @@
-"""Hashes of the models, the task and the problems of a run. They do not depend on where the files are.
+"""Hashes of the models, the task and the problems of a run. Where the files are does not matter.
 
 A checkpoint keeps these hashes, and a resume compares them (ckpt.py). The ranks compare them, too,
 because two machines may have different files under one name.

@@ -112,6 +112,7 @@ def numbers_of_samples(samples, batch):
     if max(turns) > 1:
         line["turns"] = statistics.mean(turns)
         line["reply_length"] = statistics.mean(x.drawn.count(False) for x in samples)
+    line |= means_of_rewards(samples)
     for key in samples[0].text_metrics:
         numbers = [x.text_metrics[key] for x in samples if key in x.text_metrics]
         line[key] = statistics.mean(numbers)
@@ -156,7 +157,15 @@ def numbers_of_evaluation(samples, n):
         f"pass@{n}": (rewards >= 1).any(1).mean(),
         "length": statistics.mean(lengths),
         "truncated": share_truncated(samples),
-    }
+    } | means_of_rewards(samples)
+
+
+def means_of_rewards(samples) -> dict[str, float]:
+    """The means of the rewards of a task that names several."""
+    means = {}
+    for name in samples[0].rewards:
+        means[f"reward_{name}"] = statistics.mean(sample.rewards[name] for sample in samples)
+    return means
 
 
 def share_truncated(samples):
@@ -469,6 +478,8 @@ def describe(sample, step, name):
         "finish_reason": sample.finish_reason,
         "length": sum(sample.drawn),
     }
+    if sample.rewards:
+        line["rewards"] = sample.rewards
     if len(sample.parts) > 1:
         line["parts"] = sample.parts
     return line

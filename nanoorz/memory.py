@@ -91,8 +91,8 @@ def choose_flags(cfg, config, world: int, card: float | None, teacher=None):
 
     Gradient checkpointing comes first. It is off if an update fits without it, with rows as short
     as they can be. Then the row is the longest one that fits, in steps of 1,024 tokens. config,
-    teacher: see estimate. card: GiB that the smallest card shows. Without a card (None), and where the plan
-    does not know what an update needs, `auto` becomes the default of the flag.
+    teacher: see estimate. card: GiB that the smallest card shows. Without a card (None), and where
+    the plan does not know what an update needs, `auto` becomes the default of the flag.
     """
     names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
     # The plan assumes varlen, and counts the critic like the model.

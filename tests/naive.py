@@ -41,7 +41,7 @@ def std(numbers: list[float]) -> float:
 
 # What `scores` knows, and whether it compares the samples of a problem: of ppo.py, of variants/.
 COMPARES = {"grpo": True, "rloo": True, "reinforce": False}
-VARIANTS_COMPARE = dict.fromkeys(["dr_grpo", "reinforce_pp", "maxrl", "pass_at_k"], True)
+VARIANTS_COMPARE = dict.fromkeys(["dr_grpo", "reinforce_pp", "maxrl", "pass_at_k", "gdpo"], True)
 VARIANTS_COMPARE |= {"positive": False, "negative": False}
 
 
@@ -59,7 +59,7 @@ def scores(estimator: str, rewards: list[float], groups: list[int], k: int = 2) 
             found.append(reward - 1)
         elif min(group) == max(group):
             found.append(0.0)
-        elif estimator == "grpo":
+        elif estimator in ("grpo", "gdpo"):
             found.append((reward - mean(group)) / std(group))
         elif estimator == "rloo":
             found.append(reward - mean([rewards[j] for j in mates if j != i]))

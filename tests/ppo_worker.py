@@ -34,7 +34,7 @@ from nanoorz.families import Plain
 from nanoorz.ranks import gather
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
-SGD_KINDS = ("step", "nonfinite", "bf16", "family")  # their update is the gradient itself
+SGD_KINDS = ("step", "nonfinite", "bf16", "family", "taught")  # their update is the gradient itself
 CPU = torch.device("cpu")
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -67,6 +67,9 @@ def make_models(root: Path) -> dict[bool, Path]:
         folders[tied] = tiny.make_model(root / f"tied-{tied}", tied=tied)
         path = folders[tied] / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.3}))
+    # Teachers with more ids than the policy's 64, and with fewer.
+    for name, vocab in (("large", 80), ("small", 58)):
+        folders[name] = tiny.make_model(root / name, vocab=vocab, hidden=96, layers=1, seed=3)
     return folders
 
 
@@ -74,6 +77,8 @@ def reader(one: list[dict], two: list[dict], folder: Path, folders: dict):
     """result(ranks, name): of a cell of `one`, run here, or of `two`, launched once."""
     for job in (*one, *two):
         job["settings"]["model"] = str(folders[job["tied"]])
+        if "teacher" in job["spec"]:
+            job["settings"]["teacher"] = str(folders[job["spec"]["teacher"]])
 
     @functools.cache
     def launch() -> str:
@@ -235,6 +240,25 @@ def cell_logging(cfg, spec) -> dict:
     batch.per_token["ref_logprobs"] -= 0.02
     ppo.compute_advantages(batch, cfg)
     return cfg.train_policy(policy, batch, step=0, total_steps=1)
+
+
+def make_taught_batch() -> ppo.Batch:
+    """Responses with replies. One token of the policy is none of the small teacher's."""
+    batch = make_batch("turns")
+    batch.response_ids[1][0] = 63
+    return batch
+
+
+def cell_taught(cfg, spec) -> dict:
+    """One SGD update of the policy that a teacher scores."""
+    batch = make_taught_batch()
+    policy = models.make_policy(cfg)
+    result = {"start": weights(policy)}
+    cfg.token_passes(policy, None, batch, 0)
+    ppo.compute_advantages(batch, cfg)
+    result |= {"stats": cfg.train_policy(policy, batch, step=0, total_steps=99)}
+    result |= {"tokens": batch.per_token, "line": cfg.metrics({}, [], batch)}
+    return result | {"after": weights(policy)}
 
 
 def cell_memory(cfg, spec) -> dict:

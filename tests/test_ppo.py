@@ -25,6 +25,7 @@ from ppo_worker import (
     config,
     make_batch,
     make_models,
+    make_taught_batch,
     reader,
     with_replies,
 )
@@ -116,6 +117,19 @@ OTHERS = [
     cell("logging", "logging", estimator="grpo", zero_stage=3, variant=["log_kl", "log_ratio"]),
 ]
 
+
+def taught(name: str, teacher: str, **settings) -> dict:
+    settings |= {"variant": "distill", "teacher_weight": 0.75}
+    return cell(name, "taught", spec={"teacher": teacher}, **settings)
+
+
+TAUGHT = [
+    taught("taught, short rows", "large", **SHORT_ROWS),
+    taught("taught, zero3", "large", zero_stage=3, estimator="grpo", **LONG_ROWS),
+    taught("taught alone, zero3", "small", zero_stage=3, tied=False, **ALONE),
+    taught("taught, zero1", "small", zero_stage=1),
+]
+
 WIDE = []
 for stage, (row, rows), checkpointing, tied in itertools.product(
     (0, 1, 2, 3, "3 whole"), ((48, 1), (64, 3), (130, 1), (700, 1)), (False, True), (True, False)
@@ -136,7 +150,8 @@ def results(models, tmp_path_factory, process_group):
     """results(ranks, name): what a cell has found."""
     # The first cell of a process can measure its peak memory.
     two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS, TEXTBOOK]
-    return reader([*ONE, *BF16, TEXTBOOK], two, tmp_path_factory.mktemp("cells"), models)
+    two += TAUGHT
+    return reader([*ONE, *BF16, TEXTBOOK, *TAUGHT], two, tmp_path_factory.mktemp("cells"), models)
 
 
 @pytest.fixture(scope="module")
@@ -663,6 +678,41 @@ def test_textbook_ppo_makes_the_updates_of_naive_clipped_ppo(ranks, results, mod
     assert (ratio < 0.8).double().mean() > 0.2 and (ratio > 1.2).double().mean() > 0.2
     change = subtract(model.state_dict(), result["policy_start"])
     assert norm_of(subtract(model.state_dict(), result["policy"])) < 1e-4 * norm_of(change)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@each(TAUGHT)
+def test_distill_makes_the_update_of_a_loop_over_samples(job, ranks, results, models):
+    """The teacher's log-probs are those of the ids that it shares with the policy, at the sampling
+    temperature. An id that it lacks is its last one. Advantages are of single tokens."""
+    result = results(ranks, job["name"])
+    cfg = config(**job["settings"])
+    batch = make_taught_batch()
+    teacher = naive.load(models[job["spec"]["teacher"]])
+    last_id = min(64, teacher.config.vocab_size) - 1
+    known = [[min(id, last_id) for id in ids] for ids in batch.response_ids]
+
+    def shared(ids):
+        return SimpleNamespace(logits=teacher(ids).logits[..., : last_id + 1])
+
+    with torch.no_grad():
+        read = dataclasses.replace(batch, response_ids=known)
+        of_teacher, _ = naive.logprobs(shared, read, cfg.temperature)
+    model = naive.load(models[job["tied"]])
+    of_policy, _ = naive.logprobs(model, batch, cfg.temperature)
+    log_ratio = of_teacher - of_policy.detach()
+    estimated, _ = naive.advantages(batch, cfg)
+    advantages = 0.75 * log_ratio + 0.25 * estimated
+    tokens = {name: numbers.double() for name, numbers in result["tokens"].items()}
+    torch.testing.assert_close(tokens["teacher_logprobs"], of_teacher, rtol=0, atol=3e-5)
+    torch.testing.assert_close(tokens["advantages"], advantages, rtol=0, atol=3e-5)
+    k3 = log_ratio.exp() - 1 - log_ratio
+    expected = {"teacher_k1": -log_ratio.mean().item(), "teacher_k3": k3.mean().item()}
+    assert result["line"] == pytest.approx(expected, rel=1e-4)
+    assert result["stats"]["policy_tokens"] == sum(batch.sample_lengths), "no sample is skipped"
+    naive.clipped_ppo(of_policy, of_policy.detach(), advantages).mean().backward()
+    gradient = {name: p.grad for name, p in model.named_parameters()}
+    moved_by(gradient, result["start"], result["after"], LR)
 
 
 @pytest.mark.long

@@ -161,7 +161,7 @@ LOSSES = {
 }
 # `expected_step` names these.
 OTHERS = ["critic_first", "critic_lambd", "kl_penalty", "loss_mean", "lr_end", "no_whitening"]
-OTHERS += ["overlong_drop", "zero_values", "blame"]
+OTHERS += ["overlong_drop", "zero_values", "blame", "distill"]
 NAMES = sorted([*DRAWS, *PAYS, *LOSSES, *OTHERS, *naive.VARIANTS_COMPARE])
 OWN = {
     "overlong_penalty": {"overlong_cache": 6},
@@ -170,6 +170,7 @@ OWN = {
     "critic_first": {"critic_only_steps": 1},
     "critic_lambd": {"lambd": 0.5, "critic_lambd": 0.9},
     "lr_end": {"lr_end": 0.5},
+    "distill": {"teacher": "-", "teacher_weight": 0.25},
     # Its loss is that of whole samples if all tokens of a sample have the same advantage.
     "gspo": {"estimator": "reinforce", "policy_clip": 0.03, "policy_clip_high": 0.04},
 }
@@ -177,6 +178,7 @@ OWN = {
 CASES = [(name, OWN.get(name, {})) for name in NAMES]
 CASES += [("kl_penalty", {"estimator": "reinforce"}), ("first_stage", {"task": "code"})]
 CASES += [("loss_mean", {"loss_mean": "constant"}), ("blame", {"blame": "unsure"})]
+CASES += [("distill", {"teacher": "-", "estimator": x}) for x in ("gae", "grpo")]
 MATH = ["format_reward", "lenient_reward", "majority_vote", "curriculum", "first_stage"]
 CASES += [(name, {"task": "math"}) for name in MATH]
 LONG = {"generate_max_len": 40, "max_len": 50, "packing_max_len": 60, "n_samples_per_prompt": 10}
@@ -250,10 +252,17 @@ def expected_step(name, cfg, step, tables, memory):
         seed = hash64(cfg.seed, step, "critic")
         shared = (owner, counting, rates, seed, of_tokens["critic"])
         tables["critic"] = learn(tables["critic"], value_loss, *shared)
-    is_whitened = cfg.estimator in ("gae", "zero_values", "reinforce", "reinforce_pp")
+    is_whitened = cfg.estimator in ("gae", "zero_values", "reinforce", "reinforce_pp", "gdpo")
     if is_whitened and name != "no_whitening":
         used = advantages[torch.isin(owner, torch.tensor(counting))]
         advantages = (advantages - used.mean()) / used.std(correction=0)
+
+    if name == "distill":
+        log_ratio = others["teacher"] - others["policy"]
+        share = cfg.teacher_weight
+        advantages = share * log_ratio + (1 - share) * advantages
+        log |= {"teacher_k1": -log_ratio.mean().item()}
+        log |= {"teacher_k3": (log_ratio.exp() - 1 - log_ratio).mean().item()}
 
     if name == "blame":
         is_unsure = others["sampler"].exp() < 0.3
@@ -318,7 +327,7 @@ def hold(name, flags):
     wanted, wanted_logs = expected(name, flags)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     for log, numbers in zip(logs, wanted_logs):
-        assert {key: log[key] for key in numbers} == pytest.approx(numbers)
+        assert {key: log[key] for key in numbers} == pytest.approx(numbers, rel=1e-4)
 
 
 @pytest.mark.parametrize("name, flags", CASES)
@@ -339,7 +348,9 @@ def test_a_variant_does_the_same_on_two_ranks():
 def learnt(*names):
     """What the steps make of policy and critic, or None if the variants do not go together."""
     # Without these critic_first and lr_end change only later steps.
-    flags = {"warmup_updates": 1} | (OWN["critic_first"] if "critic_first" in names else {})
+    flags = {"warmup_updates": 1}
+    for name in {"critic_first", "distill"} & {*names}:
+        flags |= OWN[name]
     with contextlib.suppress(UserError):
         return take_steps(names, flags)[0]
 
@@ -412,6 +423,8 @@ REFUSED = [
     (["dynamic_sampling", "first_stage"], {}, "dynamic_sampling: name it behind first_stage"),
     (["no_whitening"], {"estimator": "grpo"}, "--variant no_whitening: grpo is not whitened"),
     (["loss_mean"], {"loss_mean": "token"}, "--loss_mean token: choose sequence or constant"),
+    (["distill"], {}, "distill: name a model with --teacher"),
+    (["distill"], {"teacher": "-", "teacher_weight": 1.5}, "--teacher_weight 1.5: choose 0 to 1"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),
 ]
 

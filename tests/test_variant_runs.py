@@ -127,6 +127,7 @@ def test_an_error_on_one_rank_ends_all_ranks_and_saves_the_step_before(runs, tmp
 
 # Flags of variants that suit runs of two steps with short responses.
 OWN = {"pass_k": 2, "overlong_cache": 8, "critic_only_steps": 1, "first_stage": 2}
+OWN |= {"teacher": "-", "teacher_weight": 0.5}
 
 
 def flags_for(names):
@@ -188,7 +189,9 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
     assert rest <= {"fp8_rollout", "lora", "no_verdict"} and len(names) < 10
     processes = []
     for number, group in enumerate(names):
-        words = arguments(SMALL | tiny | flags_for(group) | {"run_dir": tmp_path / str(number)})
+        flags = flags_for(group) | {"run_dir": tmp_path / str(number)}
+        flags |= {"teacher": tiny["model"]} if "distill" in group else {}
+        words = arguments(SMALL | tiny | flags)
         processes.append(Fork([ROOT / "train.py", *words], conftest.clean_environment(), ROOT))
     try:
         said = ["".join(process.communicate(500)) for process in processes]

@@ -115,8 +115,9 @@ SHIPPED = sorted(path.stem for path in VARIANTS.glob("*.py"))
 
 def shipped(*names):
     """The config of these variants, with flags that suit each of them."""
-    task = "chain" if "no_verdict" in names else "math"
-    cfg = config(variant=names, task=task, zero_stage=2, bf16=True, n_samples_per_prompt=8)
+    own = {"task": "chain"} if "no_verdict" in names else {}
+    own |= {"teacher": "-"} if "distill" in names else {}
+    cfg = config(variant=names, zero_stage=2, bf16=True, n_samples_per_prompt=8, **own)
     train.check_flags(cfg, 2)
     return cfg
 

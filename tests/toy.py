@@ -79,6 +79,7 @@ START = {
     "policy": torch.linspace(-2, -0.1, 23),
     "critic": torch.linspace(-0.5, 1, 23),
     "reference": torch.linspace(-1.7, -0.3, 23),
+    "teacher": torch.linspace(-1.9, -0.2, 23).flip(0),
 }
 
 
@@ -111,7 +112,7 @@ class Learner:
 def take_steps(names, flags):
     """What the product makes of policy and critic, and each step's numbers to log."""
     cfg = config(variant=names or None, **SETTINGS | flags)
-    policy, critic, cfg._reference = (Learner(name) for name in START)
+    policy, critic, cfg._reference, cfg._teacher = (Learner(name) for name in START)
     problems = make_problems(cfg)
     logs = []
 

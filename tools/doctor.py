@@ -190,7 +190,9 @@ class Run:
         # The shipped variants that pay something else do it on purpose.
         pairs = self.config.get("variants", [])
         names = [str(pair[0]) for pair in pairs if isinstance(pair, list) and pair]
-        self.pays_else = [name for name in names if changes_pay(name)]
+        self.pays_else = [f"--variant {name}" for name in names if changes_pay(name)]
+        if self.config.get("reward_weights"):
+            self.pays_else.append("--reward_weights")
         self.read_rates()
         self.read_samples(pd.DataFrame(samples))
 
@@ -267,7 +269,7 @@ class Run:
         if not self.pays_else or not self.paid_own < AGREES:
             return ""
         pay = f"{self.first.paid:.2f} to {self.last.paid:.2f}"
-        return f"; --variant {' '.join(self.pays_else)} pays something else: {pay}"
+        return f"; {' and '.join(self.pays_else)} pays something else: {pay}"
 
 
 def mean_of(numbers) -> float:
@@ -328,7 +330,8 @@ def grade_again(samples: pd.DataFrame, config: dict) -> pd.Series:
                 grades[place] = grade_text(x.response, x.finish_reason, x.label, form)
             else:
                 grader.submit("alone", x.response, x.finish_reason, x.label)
-                grades[place] = grader.results()["alone"]
+                grade = grader.results()["alone"]
+                grades[place] = grade[task.REWARDS[0]] if isinstance(grade, dict) else grade
     return grades
 
 

@@ -45,8 +45,8 @@ class Distill(ppo.Recipe):
     def metrics(self, line, samples, batch):
         """Adds two estimates of KL(policy, teacher) (joschu.net/blog/kl-approx.html)."""
         log_ratio = self._log_ratio(batch)  # (T,)
-        line["teacher_k1"] = -log_ratio.mean()
-        line["teacher_k3"] = (log_ratio.exp() - 1 - log_ratio).mean()
+        line["teacher_k1"] = -log_ratio.mean().item()
+        line["teacher_k3"] = (log_ratio.exp() - 1 - log_ratio).mean().item()
         return super().metrics(line, samples, batch)
 
     def _log_ratio(self, batch):

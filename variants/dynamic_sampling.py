@@ -51,7 +51,7 @@ class DynamicSampling(ppo.Recipe):
         clock.numbers["reward_drawn"] = float(np.mean([sample.reward for sample in samples]))
         clock.numbers["tokens_dropped"] = 0
         for number in range(self.sampling_rounds):
-            flat = [key for key, group in groups.items() if len({x.reward for x in group}) == 1]
+            flat = [key for key, group in groups.items() if self._is_flat(group)]
             if not flat:
                 break
             for sample in sum([groups.pop(key) for key in flat], []):
@@ -65,6 +65,9 @@ class DynamicSampling(ppo.Recipe):
             for sample in super().draw_step(rollout, new, problems, step, clock):
                 groups.setdefault(sample.request.group, []).append(sample)
         return [sample for key in sorted(groups) for sample in groups[key]]
+
+    def _is_flat(self, group):
+        return len({ppo.weighted_reward(sample, self) for sample in group}) == 1
 
     def metrics(self, line, samples, batch):
         line = super().metrics(line, samples, batch)

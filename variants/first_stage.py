@@ -45,7 +45,7 @@ class FirstStage(ppo.Recipe):
         samples.sort(key=lambda sample: (sample.request.group, sample.request.sample_number))
         # A step may have a problem twice, where one pass ends and the next pass begins.
         for key, visited in _by(_problem, samples).items():
-            hopeful[key] = any(sample.reward > 0 for sample in visited)
+            hopeful[key] = any(ppo.weighted_reward(sample, self) > 0 for sample in visited)
         groups = list(_by(_group, samples).values())
         full = [len(group) == self.n_samples_per_prompt for group in groups]
         clock.numbers["prompts_expanded"] = statistics.mean(full)
@@ -57,7 +57,7 @@ class FirstStage(ppo.Recipe):
         return samples
 
     def _can_teach(self, tried):
-        rewards = {sample.reward for sample in tried}
+        rewards = {ppo.weighted_reward(sample, self) for sample in tried}
         if len(rewards) > 1:
             return True
         # With --task code a problem gets no more samples if no program passed a test.

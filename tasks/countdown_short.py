@@ -1,0 +1,23 @@
+"""Countdown with two rewards: is a response right, and is it short? Use --task countdown_short.
+
+By default the policy learns from `right` alone, and `short` is only logged. --reward_weights
+short=0.5 pays for both. A wrong response may be short, too. All else is as in the miniature of
+tasks/countdown.py, with the same base model.
+"""
+
+from tasks import countdown
+from tasks.countdown import load_problems, text_metrics
+
+__all__ = ["REWARDS", "Grader", "load_problems", "text_metrics"]
+
+REWARDS = ("right", "short")
+LIMIT = 63  # the limit of a response in the laboratory, where each character is a token
+
+
+class Grader(countdown.Grader):
+    def submit(self, key, text, finish_reason, label):
+        """short: 1.0 for an empty response, and 0.0 for a response of 63 characters or more."""
+        answer = super().submit(key, text, finish_reason, label)
+        short = max(0.0, 1 - len(text) / LIMIT)
+        self.rewards[key] = {"right": self.rewards[key], "short": short}
+        return answer
