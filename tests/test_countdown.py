@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from nanoorz.ranks import UserError
-from tasks import countdown
+from tasks import countdown, countdown_short
 
 MINI = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}
 REAL = {"numbers": [19, 36, 55, 7], "target": 65, "pick": None}
@@ -81,6 +81,17 @@ def test_both_kinds_of_records_are_read_from_files_and_from_folders(tmp_path, mo
     (problem,) = countdown.load_problems(str(tmp_path / "hub"), "chat")
     assert problem.label == REAL
     assert problem.prompt.endswith("tags, for example <answer> (1 + 2) / 3 </answer>.")
+
+
+def test_a_short_response_has_a_second_reward_right_or_wrong():
+    with countdown_short.Grader() as grader:
+        for text, reason in (("9+8=17!", "stop"), ("9" * 21, "stop"), ("9" * 63, "length")):
+            grader.submit(len(text), text, reason, MINI)
+        found = grader.results()
+    assert found[7] == {"right": 1.0, "short": pytest.approx(8 / 9)}
+    assert found[21] == {"right": 0.0, "short": pytest.approx(2 / 3)}
+    assert found[63] == {"right": 0.0, "short": 0.0}
+    assert tuple(found[7]) == countdown_short.REWARDS
 
 
 BAD = [({"nums": [1, 2]}, "'target'"), ({"nums": [5], "target": 5}, "fewer than two numbers")]

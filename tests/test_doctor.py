@@ -6,7 +6,7 @@ import tarfile
 
 import pandas as pd
 import pytest
-from conftest import run_tool
+from conftest import ROOT, run_tool
 from sick_runs import RECORDED, RUNS, SAMPLES, SICK
 
 from tools import doctor
@@ -180,6 +180,16 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(text, tmp_path):
         (tmp_path / "metrics.jsonl").write_text(text)
     code, _, errors = run_tool("doctor", tmp_path)
     assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_of_several_rewards_the_first_is_graded_again_and_another_pay_is_no_fault(tmp_path):
+    config = {"task": "countdown_short", "answer_form": "orz", "reward_weights": ["short=1"]}
+    config["task_file"] = ROOT / "tasks" / "countdown_short.py"
+    label = {"numbers": [8, 9, 1, 2], "target": 17, "pick": 2}
+    rows = [{"response": x, "finish_reason": "stop", "label": label} for x in ("8+9=17!", "8-1=7")]
+    assert doctor.grade_again(pd.DataFrame(rows), config).tolist() == [1, 0]
+    run = doctor.Run(pd.DataFrame([{"reward": 0.5}]), config=config)
+    assert run.pays_else == ["--reward_weights"]
 
 
 def test_a_response_with_replies_is_graded_again_as_its_grader_saw_it(tmp_path):

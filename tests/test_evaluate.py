@@ -159,8 +159,11 @@ def trained(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     # train.json is no name for a set.
     sets = [tiny["eval_data"], str(shutil.copy(tiny["data"], folder / "larger.json"))]
-    flags = {"eval_data": sets, "max_steps": 2, "variant": "log_ratio", "stop": "9"}
-    launch(folder / "run", **tiny | SAMPLING | flags)
+    flags = {"eval_data": sets, "max_steps": 2, "variant": ["log_ratio", "distill"], "stop": "9"}
+    teacher = shutil.copytree(tiny["model"], folder / "teacher")
+    launch(folder / "run", **tiny | SAMPLING | flags, teacher=teacher)
+    # An evaluation needs no teacher.
+    shutil.rmtree(teacher)
     return folder / "run", sets
 
 

@@ -47,7 +47,8 @@ def held_bytes() -> int:
 def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     """ZeRO-3 keeps its gradient sums and a bucket an engine for ever; ZeRO-2 neither of them."""
     model = maker.make_model(tmp_path, tied=False, hidden=256, layers=4, vocab=2048)
-    cfg = config(model=model, estimator="gae", zero_stage=stage, bf16=True)
+    taught = {"variant": "distill", "teacher": maker.make_model(tmp_path / "teacher", hidden=512)}
+    cfg = config(model=model, estimator="gae", zero_stage=stage, bf16=True, **taught)
     before = held_bytes()
     batch = make_batch()
     ppo.compute_advantages(batch, cfg)
@@ -55,7 +56,8 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     # The moments are made by the first update.
     for engine, loss in zip(engines, (cfg.policy_loss, cfg.critic_loss)):
         ppo.update(engine, loss, batch, batch.all_indices(), 1e-3, cfg)
-    plan = memory.Rank(cfg, model_config(cfg.model), world=1).always()
+    configs = {"config": model_config(cfg.model), "teacher": model_config(cfg.teacher)}
+    plan = memory.Rank(cfg, world=1, **configs).always()
     expected = memory.total(plan) - memory.CONTEXT
     assert held_bytes() - before == pytest.approx(expected, rel=0.02)
 
@@ -289,6 +291,8 @@ def test_only_auto_is_accepted_beside_numbers():
         (GSM8K, "KV cache: 3,177,239 tokens"),
         # The reference has weights, too. Of parameters there are 0.46 GiB.
         (f"{GSM8K} --variant log_kl", "weights 1.8 .* moments 5.5 "),
+        # A teacher of 7B has weights of 14.2 GiB.
+        (f"{GSM8K} --variant distill --teacher Qwen/Qwen2.5-7B", "weights 15.1 .* moments 5.5 "),
         # The sampler holds 0.34 GiB less, so its cache holds more tokens. No GPU is needed.
         (f"{GSM8K} --variant fp8_rollout", "KV cache: "),
         (f"{GSM8K} --variant lr_end --lr_end 0.1", "KV cache: "),

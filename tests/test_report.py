@@ -96,6 +96,13 @@ def test_numbers_of_samples_are_those_worked_by_hand():
     assert log_file.numbers_of_samples(samples, batch) == expected
     line = log_file.numbers_of_samples(samples[3:], batch_of(samples[3:]))
     assert line["length_wrong_mean"] == 4 and "length_right_mean" not in line
+    for k, x in enumerate(samples):
+        x.rewards = {"right": x.reward, "short": k / 4}
+    line = log_file.numbers_of_samples(samples, batch)
+    assert line == expected | {"reward_right": 0.5, "reward_short": 0.375}
+    line = log_file.numbers_of_evaluation(samples, n=2)
+    assert (line["accuracy"], line["reward_short"]) == (0.5, 0.375)
+    assert log_file.describe(samples[1], 1, "train")["rewards"] == {"right": 1.0, "short": 0.25}
 
 
 # ---- the screen and the files --------------------------------------------------------------------

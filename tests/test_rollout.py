@@ -1,5 +1,6 @@
 """Requests, the rollout, and the real vLLM sampler, which rollout_worker.py runs."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -510,7 +511,10 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
 
 
 ANSWER = "Grader.submit returned {}; its last line must be `return answer`: "
-REWARD = "Grader.results has the reward {} for the answer '3'; return a number below 1e30 in size "
+REWARD = "Grader.results has the reward {} for the answer '3'; return a number, below 1e30 in size"
+NAMED = (
+    "Grader.results has the reward {} for the answer '3'; return {{name: number}} with the names"
+)
 
 
 @pytest.mark.parametrize(
@@ -530,18 +534,44 @@ REWARD = "Grader.results has the reward {} for the answer '3'; return a number b
     ],
 )
 def test_a_task_that_returns_what_it_must_not_is_refused_in_one_line(method, returned, told):
-    found = {"text_metrics": {}, "submit": "3", "results": {0: 1.0}} | {method: returned}
+    take_from_task({"submit": "3", "results": {0: 1.0}} | {method: returned}, told)
+
+
+@pytest.mark.parametrize(
+    "reward, told",
+    [
+        (1.0, NAMED.format("1.0 (float)") + " right, short"),
+        ({"right": 1.0}, NAMED.format("{'right': 1.0} (dict)")),
+        ({"right": 1.0, "short": float("nan")}, "'short': nan"),
+        ({"short": 0.25, "right": True}, ""),
+    ],
+)
+def test_a_task_that_names_its_rewards_returns_a_number_for_each_name(reward, told):
+    """The first name is that of the reward, whatever the order of the numbers."""
+    sample = take_from_task({"submit": "3", "results": {0: reward}}, told, ("right", "short"))
+    if not told:
+        assert (sample.reward, list(sample.rewards.items())) == (1, [("right", 1), ("short", 0.25)])
+
+
+def take_from_task(returned, told, names=()):
+    """A sample with what a task returned about it. told: why it is refused, or ""."""
+    found = {"text_metrics": {}} | returned
     one = SimpleNamespace(
         cfg=CFG,
-        task=SimpleNamespace(text_metrics=lambda text: found["text_metrics"]),
+        task=SimpleNamespace(text_metrics=lambda text: found["text_metrics"], REWARDS=names),
         grader=SimpleNamespace(submit=lambda *_: found["submit"], results=lambda: found["results"]),
     )
     (request,) = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
     sample = Sample(request, [1], None, "", "stop")
-    with pytest.raises(UserError, match=re.escape(f"--task mine.py: {told}")) as error:
+    refused = contextlib.nullcontext()
+    if told:
+        words = f"--task mine.py: .*{re.escape(told)}"
+        refused = pytest.raises(UserError, match=words)
+    with refused as error:
         rollout.submit(one, 0, sample)
         rollout.take_rewards(one, {0: sample})
-    assert "\n" not in str(error.value)
+    assert not told or "\n" not in str(error.value)
+    return sample
 
 
 @pytest.mark.parametrize("tensor_parallel, stops", [(1, True), (2, False)])

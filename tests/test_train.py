@@ -194,6 +194,9 @@ def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, ca
         train.main(cfg, *alone)
 
 
+DISTILL = {"variant": "distill"}
+
+
 def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, process_group):
     """A critic of other tokens would value another text."""
     no_eos = maker.make_model(tmp_path / "no_eos")
@@ -201,6 +204,11 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     (no_eos / "tokenizer_config.json").write_text(json.dumps(edited))
     short = maker.make_model(tmp_path / "short", max_position_embeddings=32)
     other = maker.make_model(tmp_path / "other", text_tokenizer=True)
+    other_id = maker.make_model(tmp_path / "other_id")
+    tokenizer = AutoTokenizer.from_pretrained(other_id)
+    tokenizer.add_tokens("<new>")
+    tokenizer.save_pretrained(other_id)
+    model = tiny["model"]
     no_tokenizer = maker.make_model(tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("*token*"):
         file.unlink()
@@ -213,7 +221,9 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         ({"model": no_eos}, "its tokenizer has no eos token"),
         ({"max_len": 257}, "--max_len 257.* exceed the 256 positions"),
         ({"critic": short}, f"--max_len 64.* exceed the 32 positions of {short}"),
-        ({"critic": other}, f"^--critic {other}: its tokenizer is not the tokenizer of"),
+        ({"critic": other}, f"^--critic {other}: its tokenizer .*: its token 1 is '!' in place of"),
+        (DISTILL | {"teacher": other}, f"^--teacher {other}: its tokenizer is not that of {model}"),
+        (DISTILL | {"teacher": other_id}, "its token 56 is '<new>' in place of None$"),
         ({"critic": no_tokenizer}, f"^{no_tokenizer} has no tokenizer"),
         ({"critic": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
         ({"critic": cut_short}, "model.safetensors is damaged .*; copy the file again"),
@@ -221,9 +231,10 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     for changes, words in wrong:
         with pytest.raises(UserError, match=words):
             train.find_inputs(config(**tiny | changes))
-    # A critic of another size is fine.
-    _, tokenizer = train.find_inputs(config(**tiny, max_len=256, critic=other_critic))
-    assert len(tokenizer) == 56
+    # A critic and a teacher of another size are fine.
+    for other in ({"critic": other_critic}, DISTILL | {"teacher": other_critic}):
+        _, tokenizer = train.find_inputs(config(**tiny, max_len=256, **other))
+        assert len(tokenizer) == 56
 
 
 def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group, tiny):
@@ -517,7 +528,7 @@ def test_what_is_no_task_is_refused_in_one_line(monkeypatch, tmp_path):
         wrong.append((str(tmp_path / f"{number}.py"), words))
     for name in ("essay", "a.b", "code.py", ".", "", "code/x", "a\0b"):
         wrong.append(
-            (name, "choose math, code, python_tool, countdown, calculator, chain, or a path")
+            (name, "choose math, code, python_tool, countdown, countdown_short, calculator, chain,")
         )
     monkeypatch.chdir(tmp_path)
     for name, words in wrong:
@@ -525,6 +536,30 @@ def test_what_is_no_task_is_refused_in_one_line(monkeypatch, tmp_path):
             train.find_task(train.Config(task=name))
         assert str(error.value).startswith(f"--task {name}: ")
         assert words in str(error.value) and "\n" not in str(error.value)
+
+
+REWARDED = "from reward import Grader, load_problems, text_metrics\nREWARDS = {}\n"
+
+
+@pytest.mark.parametrize(
+    "names, weights, told",
+    [
+        ("('right', 'short')", ["fast=1"], "fast=1: the task names right, short; write NAME=WEIGH"),
+        ("('right', 'short')", ["short=1", "short=2"], "short=2: short has two weights"),
+        ("('right', 'short')", ["short"], "short: write NAME=WEIGHT, with a number below 1e6"),
+        ("('right', 'short')", ["short=nan"], "short=nan: write NAME=WEIGHT, with a number"),
+        ("()", ["right=1"], "right=1: the task names no rewards"),
+        ("('right')", [], "REWARDS is 'right'; give different names, as in"),
+        ("('right', 'right')", [], "REWARDS is .*; give different names"),
+        ("('right', 'lost')", [], "REWARDS is .*; give different names, .*not lost or drawn"),
+    ],
+)
+def test_rewards_have_names_and_weights_or_are_refused_in_one_line(names, weights, told, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(REWARDED.format(names))
+    with pytest.raises(UserError, match=told) as error:
+        train.find_task(config(task=path, reward_weights=weights or None))
+    assert "\n" not in str(error.value)
 
 
 def test_an_answer_form_is_one_of_the_task_s():

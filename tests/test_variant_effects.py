@@ -436,6 +436,34 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
     assert "\n" not in str(error.value)
 
 
+def test_gdpo_normalises_each_reward_in_its_group_and_sums_by_the_weights():
+    """What another variant pays beside them is one more reward. The sum is whitened."""
+    cfg = config(variant="gdpo", reward_weights=["short=0.5", "right=2"])
+    right = [1, 0, 0, 1, 0, 0, 0, 0]
+    short = [0.3, 0.9, 0.1, 0.2, 0.4, 0.4, 0.5, 0.1]
+    others = [0, 0, 0, 0, 0, -1, 0, 0]
+    groups = [0, 0, 0, 0, 1, 1, 1, 1]
+    request = {k: SimpleNamespace(problem=toy.make_problems(cfg)[0], group=k) for k in (0, 1)}
+    for x in request.values():
+        x.temperature = 1.0
+    samples = []
+    for k in range(8):
+        rewards = {"right": right[k], "short": short[k], "logged": k}
+        samples.append(rollout.Sample(request[groups[k]], [7] * (k + 1), None, "", "stop"))
+        samples[-1].rewards = rewards
+    paid = cfg.paid(samples)
+    assert paid == pytest.approx([2 * r + 0.5 * s for r, s in zip(right, short)])
+    paid = [x + other for x, other in zip(paid, others)]
+    batch = ppo.make_batch(samples, torch.device("cpu"), cfg, paid)
+    ppo.compute_advantages(batch, cfg)
+    columns = [naive.scores("grpo", x, groups) for x in (right, short, others)]
+    sums = [2 * r + 0.5 * s + other for r, s, other in zip(*columns)]
+    of_tokens = [sums[k] for k in range(8) for _ in range(k + 1)]
+    centre, spread = naive.mean(of_tokens), naive.std(of_tokens)
+    expected = [(x - centre) / spread for x in of_tokens]
+    assert batch.per_token["advantages"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_maxrl_refuses_a_negative_reward():
     """A mean of 0 or less would turn the signs of the advantages around."""
     batch = SimpleNamespace(rewards=torch.tensor([1.0, -1.0]))

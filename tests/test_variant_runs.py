@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ import train
 from nanoorz.flags import VARIANTS, flags_of
 from nanoorz.ranks import UserError
 
-NAMES = ["curriculum", "hash_reward", "first_stage", "adaptive_len", "tis_cap", "lr_end"]
+NAMES = ["distill", "curriculum", "hash_reward", "first_stage", "adaptive_len", "tis_cap", "lr_end"]
 # `pip install --no-deps -r requirements-extras.txt`
 NAMES += ["lora"] * bool(find_spec("peft"))
 MINE = """
@@ -57,9 +58,13 @@ def runs(tiny, tmp_path_factory):
     flags |= {"variant": [*NAMES, folder / "mine.py"], "first_stage": 2, "lr_end": 2e-4}
     # Most responses end early, so that limits are below --generate_max_len and can be seen.
     flags |= {"eval_interval": 1, "stop": list("0123456789abcdef")}
+    teacher = shutil.copytree(tiny["model"], folder / "teacher")
+    flags |= {"teacher": teacher, "teacher_weight": 0.5, "estimator": "gae"}
     flags |= {"lora_rank": 4} if "lora" in NAMES else {}
     whole = launch(folder / "whole", **flags)
     launch(folder / "parts", code=-signal.SIGKILL, env={"KILLED": "1"}, **flags)
+    # The files of a model may move.
+    flags["teacher"] = shutil.move(teacher, folder / "moved")
     assert "from step 2," in launch(folder / "parts", **flags).stdout
     return folder, flags, whole.stdout + whole.stderr
 
@@ -85,7 +90,7 @@ def test_variants_work_together_in_a_whole_run(runs):
             limit = limits[str(drawn["problem"])]
             assert drawn["length"] == limit or drawn["finish_reason"] == "stop"
             assert drawn["length"] <= limit
-    assert "LrEnd TisCap LogRatio AdaptiveLen FirstStage HashReward Curriculum (" in said
+    assert "LrEnd TisCap LogRatio AdaptiveLen FirstStage HashReward Curriculum Distill (" in said
     assert [line["of_mine"] for line in lines] == [16, 8, 8]
     kept = json.loads((whole / "config.json").read_text())["variants"]
     assert [name for name, _ in kept if name != "log_ratio"] == [*NAMES, "mine"]

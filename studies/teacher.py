@@ -1,0 +1,179 @@
+"""Prints the tables of docs/teacher.md and of "Several rewards" in docs/rewards.md.
+
+studies/teacher_runs.tar.xz has the numbers of the runs:
+
+    mkdir -p out/teacher && tar xf studies/teacher_runs.tar.xz -C out/teacher
+    python studies/teacher.py out/teacher
+
+They are runs of variants/plans/distill.txt in countdown/, chain_distill.txt in chain/, and
+two_rewards.txt in rewards/. The tokens until 0.5 are the measure of the race (studies/race.md).
+Intervals are 95 %: Student's t of a mean, and of a mean difference between runs of one seed.
+"""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from studies.race import find_end
+from tools.compare import limit_of_t
+from tools.runs import STYLE, read_evaluations, read_metrics, scale
+
+TITLES = {
+    "ppo_often": "PPO",
+    "grpo_often": "GRPO",
+    "taught": "teacher",
+    "taught_half": "teacher 0.5, GRPO 0.5",
+    "weakly": "weak teacher",
+    "weakly_half": "weak teacher 0.5, GRPO 0.5",
+}
+REWARDS = {"two_right": "`right`", "two_sum": "sum", "two_gdpo": "GDPO"}
+
+
+def interval(numbers, form: str) -> str:
+    """A mean with its interval. form: of a number."""
+    numbers = pd.Series(list(numbers), dtype=float).dropna()
+    if len(numbers) < 2:
+        return "-"
+    margin = numbers.sem() * limit_of_t(len(numbers))
+    ends = f"[{numbers.mean() - margin:{form}}, {numbers.mean() + margin:{form}}]"
+    return f"{numbers.mean():{form}} {ends}"
+
+
+def runs_of(folder: Path) -> dict[int, Path]:
+    """{seed: run} of a setting."""
+    runs = {int(run.name.removeprefix("seed")): run for run in folder.glob("seed*/")}
+    if not runs:
+        raise FileNotFoundError(f"{folder} has no runs; unpack the archive there")
+    return dict(sorted(runs.items()))
+
+
+def accuracies_of(run: Path) -> pd.Series:
+    """By step."""
+    [table] = read_evaluations(run).values()
+    return table.accuracy
+
+
+def tokens_of(folder: Path) -> pd.Series:
+    """Thousand tokens until 0.5, by seed. NaN: the run does not reach 0.5."""
+    ends = {seed: find_end(run) for seed, run in runs_of(folder).items()}
+    return pd.Series({seed: end[1] / 1000 if end else np.nan for seed, end in ends.items()})
+
+
+def last_accuracies(folder: Path) -> pd.Series:
+    """The mean of the last three evaluations, by seed."""
+    return pd.Series({s: accuracies_of(x).tail(3).mean() for s, x in runs_of(folder).items()})
+
+
+def print_laboratory(folder: Path) -> None:
+    print(f"\n{folder.name} | thousand tokens until 0.5 | minus PPO | minus GRPO | last accuracy")
+    print("---|---|---|---|---")
+    others = [tokens_of(folder / name) for name in ("ppo_often", "grpo_often")]
+    for name, title in TITLES.items():
+        tokens = tokens_of(folder / name)
+        reached = tokens.dropna()
+        words = f"{reached.mean():.0f} ({reached.min():.0f} to {reached.max():.0f})"
+        words = words if len(reached) else "-"
+        if len(reached) < len(tokens):
+            words += f", {len(reached)} of {len(tokens)} runs"
+        gaps = ["-" if x.equals(tokens) else interval(tokens - x, "+.0f") for x in others]
+        accuracy = interval(last_accuracies(folder / name), ".3f")
+        print(" | ".join([title, words, *gaps, accuracy]))
+    for name, title in TITLES.items():
+        runs = [read_metrics(run) for run in runs_of(folder / name).values()]
+        if "teacher_k1" in runs[0]:
+            ends = [np.mean([x.teacher_k1.iloc[at] for x in runs]) for at in (0, -1)]
+            print(f"{title}: teacher_k1 {ends[0]:.3f} in the first step, {ends[1]:.3f} in the last")
+
+
+def print_rewards(folder: Path) -> None:
+    print(
+        "\nlearnt from | accuracy | `short`, held out | length, held out | accuracy minus `right`"
+    )
+    print("---|---|---|---|---")
+    first = last_accuracies(folder / "two_right")
+    for name, title in REWARDS.items():
+        ours = last_accuracies(folder / name)
+        tables = [read_evaluations(run)["eval"].tail(3) for run in runs_of(folder / name).values()]
+        cells = [interval(ours, ".3f")]
+        cells += [interval([x.reward_short.mean() for x in tables], ".3f")]
+        cells += [interval([x.length.mean() for x in tables], ".1f")]
+        cells += ["-" if name == "two_right" else interval(ours - first, "+.3f")]
+        print(" | ".join([title, *cells]))
+
+
+def draw_band(ax, curves: list[pd.Series], title: str) -> None:
+    """The mean of the seeds, and a band from the lowest to the highest. Curves may have other
+    places on the x axis."""
+    places = np.linspace(0, min(curve.index.max() for curve in curves), 200)
+    table = np.array([np.interp(places, curve.index, curve) for curve in curves])
+    [line] = ax.plot(places, table.mean(0), label=title)
+    colour = line.get_color()
+    ax.fill_between(places, table.min(0), table.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def accuracy_by_tokens(run: Path) -> pd.Series:
+    accuracies = accuracies_of(run).rolling(3, min_periods=1).mean()
+    tokens = read_metrics(run).drawn_tokens.cumsum() / 1000
+    places = np.interp(accuracies.index, [0, *tokens.index], [0, *tokens])
+    return pd.Series(accuracies.to_numpy(), index=places)
+
+
+def draw(panels: dict, out: Path) -> None:
+    """panels: {title: (name of the x axis, {label: curves})}."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(15, 5.5), layout="constrained")
+        for ax, (title, (x_name, settings)) in zip(figure.subplots(1, len(panels)), panels.items()):
+            ax.set(title=title, xlabel=x_name)
+            for label, curves in settings.items():
+                draw_band(ax, curves, label)
+            scale(ax)
+        handles, labels = ax.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
+        figure.savefig(out, dpi=100)
+
+
+def draw_all(folder: Path, out: Path) -> None:
+    """Writes OUT/teacher.png and OUT/two_rewards.png."""
+    panels = {}
+    for name, task in (("countdown", "Countdown"), ("chain", "chains")):
+        curves = {}
+        for setting, title in TITLES.items():
+            runs = runs_of(folder / name / setting).values()
+            curves[title] = [accuracy_by_tokens(run) for run in runs]
+        title = f"{task}: held-out accuracy, mean of three evaluations"
+        panels[title] = ("thousand tokens drawn for training", curves)
+    draw(panels, out / "teacher.png")
+    panels = {}
+    for reward in ("right", "short"):
+        curves = {}
+        for setting, title in REWARDS.items():
+            runs = runs_of(folder / "rewards" / setting).values()
+            tables = [read_metrics(run)[f"reward_{reward}"] for run in runs]
+            curves[title.strip("`")] = [x.rolling(3, min_periods=1).mean() for x in tables]
+        panels[f"reward_{reward}, mean of three steps"] = ("step", curves)
+    draw(panels, out / "two_rewards.png")
+
+
+def main(folder: Path, pictures: Path | None) -> None:
+    for name in ("countdown", "chain"):
+        print_laboratory(folder / name)
+    print_rewards(folder / "rewards")
+    if pictures:
+        draw_all(folder, pictures)
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder of the unpacked archive")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the pictures, too")
+    args = parser.parse_args()
+    try:
+        main(args.folder, args.pictures)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: {error}\n")
