@@ -12,6 +12,7 @@ SHAPES = {
     "Qwen/Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),
     "Qwen/Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True),
     "Qwen/Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False),
+    "Open-Reasoner-Zero/Open-Reasoner-Zero-7B": (3584, 28, 28, 4, 18944, 152064, False),
     "Qwen/Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False),
 }
 
