@@ -42,7 +42,11 @@ PANELS = {
         "seconds_critic": ("critic", runs.GREEN),
         "seconds_values": ("values", runs.RED),
     },
-    "Entropy, nats per token": {"entropy": ("", runs.BLUE), "kl": ("KL to base", runs.RED)},
+    "Entropy, nats per token": {
+        "entropy": ("", runs.BLUE),
+        "kl": ("KL to base", runs.RED),
+        "teacher_k3": ("KL to teacher", runs.GREEN),
+    },
     VARIANCE: {"explained_variance": ("", runs.RED)},
     NORM: {"policy_grad_norm": ("policy", runs.PINK), "critic_grad_norm": ("critic", runs.GREEN)},
 }
@@ -54,6 +58,7 @@ SEARCH = {
     "repetition": ("repetition", runs.GREY),
     "slips": ("slips", runs.RED),
 }
+NO_REWARDS = ("reward_lost", "reward_drawn")  # numbers about rewards
 # Where the y axis ends, or above. The axis of NORM is logarithmic.
 LEAST = {REWARD: 1, VARIANCE: 1, SEARCHES: 1, NORM: None}
 
@@ -72,6 +77,10 @@ def draw_run(run: Path, out: Path) -> None:
     if "checked" in metrics:
         panels.pop(NORM)
         panels[SEARCHES] = SEARCH
+    # Of a task with several rewards the first one is `reward`.
+    rewards = [x for x in metrics if x.startswith("reward_") and x not in NO_REWARDS][1:]
+    for name, colour in zip(rewards, runs.COLOURS[3:]):
+        panels[REWARD] = panels[REWARD] | {name: (name.removeprefix("reward_")[:9], colour)}
     with rc_context(runs.STYLE):
         figure = Figure(figsize=(15, 8.5), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
