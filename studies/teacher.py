@@ -5,8 +5,8 @@ studies/teacher_runs.tar.xz has the numbers of the runs:
     mkdir -p out/teacher && tar xf studies/teacher_runs.tar.xz -C out/teacher
     python studies/teacher.py out/teacher
 
-They are runs of variants/plans/distill.txt in countdown/, chain_distill.txt in chain/, and
-two_rewards.txt in rewards/. The tokens until 0.5 are the measure of the race (studies/race.md).
+They are runs of the plans distill.txt and distill_rates.txt in countdown/, chain_distill.txt in
+chain/, and two_rewards.txt in rewards/. The tokens until 0.5 are the measure of studies/race.md.
 Intervals are 95 %: Student's t of a mean, and of a mean difference between runs of one seed.
 """
 
@@ -24,6 +24,12 @@ from studies.race import find_end
 from tools.compare import limit_of_t
 from tools.runs import STYLE, read_evaluations, read_metrics, scale
 
+RATES = {
+    "ppo_rate_4": "PPO, 4e-4",
+    "taught_rate_4": "teacher, 4e-4",
+    "ppo_rate_8": "PPO, 8e-4",
+    "taught_rate_8": "teacher, 8e-4",
+}
 TITLES = {
     "ppo_often": "PPO",
     "grpo_often": "GRPO",
@@ -59,36 +65,67 @@ def accuracies_of(run: Path) -> pd.Series:
     return table.accuracy
 
 
-def tokens_of(folder: Path) -> pd.Series:
-    """Thousand tokens until 0.5, by seed. NaN: the run does not reach 0.5."""
-    ends = {seed: find_end(run) for seed, run in runs_of(folder).items()}
-    return pd.Series({seed: end[1] / 1000 if end else np.nan for seed, end in ends.items()})
+def ends_of(folder: Path) -> pd.DataFrame:
+    """Steps and thousand tokens until 0.5, by seed. NaN: the run does not reach 0.5."""
+    ends = {}
+    for seed, run in runs_of(folder).items():
+        steps, tokens = find_end(run) or ([np.nan], np.nan)
+        ends[seed] = {"steps": steps[-1], "tokens": tokens / 1000}
+    return pd.DataFrame.from_dict(ends, orient="index")
 
 
-def last_accuracies(folder: Path) -> pd.Series:
-    """The mean of the last three evaluations, by seed."""
-    return pd.Series({s: accuracies_of(x).tail(3).mean() for s, x in runs_of(folder).items()})
+def last_accuracies(folder: Path, step: int | None = None) -> pd.Series:
+    """The mean of the last three evaluations up to this step, or of all, by seed."""
+    found = {s: accuracies_of(run).loc[:step].tail(3).mean() for s, run in runs_of(folder).items()}
+    return pd.Series(found)
 
 
-def print_laboratory(folder: Path) -> None:
-    print(f"\n{folder.name} | thousand tokens until 0.5 | minus PPO | minus GRPO | last accuracy")
-    print("---|---|---|---|---")
-    others = [tokens_of(folder / name) for name in ("ppo_often", "grpo_often")]
+def print_laboratory(folder: Path, digits: int) -> None:
+    """digits: of thousand tokens."""
+    print(f"\n{folder.name} | thousand tokens until 0.5 | minus PPO | minus GRPO | steps", end="")
+    print(" | last accuracy\n---|---|---|---|---|---")
+    others = [ends_of(folder / name).tokens for name in ("ppo_often", "grpo_often")]
     for name, title in TITLES.items():
-        tokens = tokens_of(folder / name)
-        reached = tokens.dropna()
-        words = f"{reached.mean():.0f} ({reached.min():.0f} to {reached.max():.0f})"
-        words = words if len(reached) else "-"
-        if len(reached) < len(tokens):
-            words += f", {len(reached)} of {len(tokens)} runs"
-        gaps = ["-" if x.equals(tokens) else interval(tokens - x, "+.0f") for x in others]
-        accuracy = interval(last_accuracies(folder / name), ".3f")
-        print(" | ".join([title, words, *gaps, accuracy]))
+        print_row(folder / name, title, others, digits)
     for name, title in TITLES.items():
         runs = [read_metrics(run) for run in runs_of(folder / name).values()]
         if "teacher_k1" in runs[0]:
             ends = [np.mean([x.teacher_k1.iloc[at] for x in runs]) for at in (0, -1)]
             print(f"{title}: teacher_k1 {ends[0]:.3f} in the first step, {ends[1]:.3f} in the last")
+
+
+def print_later(folder: Path, step: int) -> None:
+    print(f"\nstep {step} | accuracy | minus PPO | minus GRPO\n---|---|---|---")
+    others = [last_accuracies(folder / name, step) for name in ("ppo_often", "grpo_often")]
+    for name, title in TITLES.items():
+        ours = last_accuracies(folder / name, step)
+        gaps = ["-" if x.equals(ours) else interval(ours - x, "+.3f") for x in others]
+        print(" | ".join([title, interval(ours, ".3f"), *gaps]))
+
+
+def print_row(folder: Path, title: str, others: list[pd.Series], digits: int) -> None:
+    ends = ends_of(folder)
+    reached = ends.dropna()
+    form = f".{digits}f"
+    words, steps = "-", "-"
+    if len(reached):
+        low, high = (f"{x:{form}}" for x in (reached.tokens.min(), reached.tokens.max()))
+        words = f"{reached.tokens.mean():{form}} ({low} to {high})"
+        steps = f"{reached.steps.min():.0f} to {reached.steps.max():.0f}"
+    if len(reached) < len(ends):
+        words += f", {len(reached)} of {len(ends)} runs"
+    gaps = ["-" if x.equals(ends.tokens) else interval(ends.tokens - x, f"+{form}") for x in others]
+    accuracy = interval(last_accuracies(folder), ".3f")
+    print(" | ".join([title, words, *gaps, steps, accuracy]))
+
+
+def print_rates(folder: Path) -> None:
+    """The difference is to PPO with the same rate."""
+    print("\nhigher rates | thousand tokens until 0.5 | minus PPO | steps | last accuracy")
+    print("---|---|---|---|---")
+    for name, title in RATES.items():
+        other = ends_of(folder / name.replace("taught", "ppo")).tokens
+        print_row(folder / name, title, [other], 0)
 
 
 def print_rewards(folder: Path) -> None:
@@ -161,8 +198,10 @@ def draw_all(folder: Path, out: Path) -> None:
 
 
 def main(folder: Path, pictures: Path | None) -> None:
-    for name in ("countdown", "chain"):
-        print_laboratory(folder / name)
+    print_laboratory(folder / "countdown", 0)
+    print_later(folder / "countdown", 24)
+    print_laboratory(folder / "chain", 1)
+    print_rates(folder / "countdown")
     print_rewards(folder / "rewards")
     if pictures:
         draw_all(folder, pictures)
