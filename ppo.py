@@ -191,15 +191,16 @@ def checked_rewards(samples, cfg) -> list[float]:
     return [float(reward) for reward in rewards]
 
 
-def find_weights(cfg, names) -> dict[str, float]:
+def reward_weights_of(cfg, names) -> dict[str, float]:
     """{name: weight} of a task's rewards. Raises UserError for a wrong --reward_weights."""
     # Of a task with one reward this is {}.
     weights = {name: float(k == 0) for k, name in enumerate(names)}
     given = set()
     for word in cfg.reward_weights:
         name, _, number = word.partition("=")
-        known = f"the task names {', '.join(weights) or 'no rewards'}"
-        require(name in weights, f"--reward_weights {word}: {known}; write NAME=WEIGHT")
+        known = f"the task names {', '.join(weights)}; write NAME=WEIGHT"
+        known = known if weights else "the task names no rewards; leave the flag out"
+        require(name in weights, f"--reward_weights {word}: {known}")
         require(name not in given, f"--reward_weights {word}: {name} has two weights")
         given.add(name)
         try:
@@ -217,7 +218,7 @@ def weighted_reward(sample, cfg) -> float:
     rewards = getattr(sample, "rewards", None)
     if not rewards:
         return sample.reward
-    weights = find_weights(cfg, rewards)
+    weights = reward_weights_of(cfg, rewards)
     return sum(weights[name] * reward for name, reward in rewards.items())
 
 
@@ -352,7 +353,7 @@ class Recipe:
     warmup_updates: int = flag(50, "Each learning rate rises in so many updates. 1: no rise.")
     value_clip: float = flag(0.2, "The critic's loss clips a value's change to this. 1e9: no clip.")
     reward_weights: list[str] = flag(
-        [], "NAME=WEIGHT of a task's rewards. Default: 1 for the first, 0 for all others."
+        [], "NAME=WEIGHT for some of a task's rewards. Without it the first has 1, all others 0."
     )
 
     # The next three decide how fast a run is, and not what is learnt. In train.Config they are
@@ -416,6 +417,14 @@ class Recipe:
     def engine_settings(self, settings: dict) -> dict:
         """DeepSpeed's settings, for each learner."""
         return settings
+
+    def frozen_models(self) -> dict[str, str]:
+        """{flag: folder or name on the hub} of models that never learn, for models.make_frozen.
+
+        They need the tokenizer of --model. The plan of memory counts them. A resumed run compares
+        them.
+        """
+        return {}
 
     def policy_model(self, model):
         """The causal LM of transformers that is trained. It is called once, before DeepSpeed."""

@@ -784,7 +784,9 @@ def take_rewards(rollout, mine: dict[int, Sample]):
     # By mistake a user's task may return None.
     rewards = rollout.grader.results() or {}
     names = getattr(rollout.task, "REWARDS", ())
-    wanted = f"{{name: number}} with the names {', '.join(names)}" if names else "a number"
+    wanted = "a number, or name several in REWARDS"
+    if names:
+        wanted = f"{{name: number}} with the names {', '.join(names)}"
     for position, sample in mine.items():
         reward = rewards.get(position)
         numbers = [reward]
@@ -795,8 +797,8 @@ def take_rewards(rollout, mine: dict[int, Sample]):
         if not all(isinstance(x, Real) and abs(x) < 1e30 for x in numbers):
             raise UserError(
                 f"--task {rollout.cfg.task}: Grader.results has the reward {reward!r:.99} "
-                f"({type(reward).__name__}) for the answer {sample.answer!r:.99}; return {wanted}, "
-                "below 1e30 in size, for each key that submit got"
+                f"({type(reward).__name__}) for the answer {sample.answer!r:.99}; return {wanted}; "
+                "numbers below 1e30 in size, for each key that submit got"
             )
         sample.reward = float(numbers[0])
         sample.rewards = dict(zip(names, map(float, numbers)))

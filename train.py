@@ -318,11 +318,11 @@ def find_task(cfg):
         f"--answer_form {cfg.answer_form}: {path} has {' or '.join(forms)}; if its Grader is a "
         "subclass of reward.Grader, add `from reward import ANSWER_FORMS`",
     )
-    check_rewards(cfg, getattr(task, "REWARDS", ()))
+    check_reward_names(cfg, getattr(task, "REWARDS", ()))
     return task
 
 
-def check_rewards(cfg, names):
+def check_reward_names(cfg, names):
     """Raises UserError for wrong names of the task's rewards, or wrong --reward_weights."""
     are_texts = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
     # metrics.jsonl has reward_NAME of each, and numbers with the names reward_lost, reward_drawn.
@@ -330,7 +330,7 @@ def check_rewards(cfg, names):
     wanted = 'different names, as in ("right", "short"), but not lost or drawn'
     is_right = is_right and len(set(names)) == len(names)
     require(is_right, f"--task {cfg.task}: REWARDS is {names!r:.99}; give {wanted}")
-    ppo.find_weights(cfg, names)
+    ppo.reward_weights_of(cfg, names)
 
 
 def load_tokenizer(cfg, source):
@@ -607,8 +607,9 @@ def find_start(run_dir, state, cfg):
     card = None
     if torch.cuda.is_available():
         card = min(gather(torch.cuda.mem_get_info()[1])) / memory.GIB
-    configs = {name: families.load_config(x) for name, x in families.models_of(cfg).items()}
-    memory.choose_flags(cfg, configs["model"], state.world, card, configs.get("teacher"))
+    configs = [families.load_config(x) for x in (cfg.model, *cfg.frozen_models().values())]
+    frozen = sum(map(families.count_parameters, configs[1:]))
+    memory.choose_flags(cfg, configs[0], state.world, card, frozen)
     if names:
         print0(f"auto is {flags.as_words(cfg, names)}{', as in the checkpoint' if source else ''}")
     return source, dataclasses.replace(state, config=flags_of(cfg))

@@ -82,7 +82,9 @@ def load_config(source):
     # transformers raises errors of many kinds for a wrong config.
     except Exception as error:
         why = "cannot be used" if path.is_dir() else "is no folder here, and the hub lacks it"
-        raise UserError(f"--model, --critic: {source} {why}: {one_line(error)}") from error
+        raise UserError(
+            f"--model, --critic, --teacher: {source} {why}: {one_line(error)}"
+        ) from error
     return config
 
 
@@ -92,7 +94,7 @@ def check_folder(source):
     if not folder.is_dir():
         # A name on the hub has at most one slash.
         if source.startswith(("/", ".")) or source.count("/") > 1:
-            raise UserError(f"--model, --critic: there is no folder {source}")
+            raise UserError(f"--model, --critic, --teacher: there is no folder {source}")
         return
 
     def has(pattern):
@@ -121,7 +123,7 @@ def check_folder(source):
     else:
         why = f"it has neither model.safetensors nor {index.name}; copy all files of the model"
     if why:
-        raise UserError(f"--model, --critic: {source} cannot be used: {why}")
+        raise UserError(f"--model, --critic, --teacher: {source} cannot be used: {why}")
 
 
 def check_index(index):
@@ -179,8 +181,8 @@ def count_parameters(config):
 
 
 def models_of(cfg) -> dict[str, str]:
-    """{flag: the model that it names}. The flag --teacher is that of a variant."""
-    named = {name: getattr(cfg, name, None) for name in ("model", "critic", "teacher")}
+    """{flag: the model that it names}."""
+    named = {"model": cfg.model, "critic": cfg.critic} | cfg.frozen_models()
     return {name: source for name, source in named.items() if source}
 
 
@@ -214,8 +216,8 @@ def replace_auto_of_special(cfg, models):
     if cfg.packing == "packed" and recurrent_kinds:
         kind = recurrent_kinds.pop()
         raise UserError(
-            f"--packing packed: {cfg.model} has layers of the kind {kind}, in which the samples "
-            "of a row see each other; use alone"
+            f"--packing packed: {' or '.join(models)} has layers of the kind {kind}, in which the "
+            "samples of a row see each other; use alone"
         )
     # Some families cap the scores of attention. Only the plain code of transformers does that.
     capped = any(getattr(config, "attn_logit_softcapping", None) for config in configs)

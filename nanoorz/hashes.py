@@ -67,7 +67,9 @@ def hash_model(source) -> dict[str, int]:
             if not path.name.startswith("consolidated"):
                 tensors += tensor_starts(path)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model, --critic: {source} cannot be read: {one_line(error)}") from error
+        raise UserError(
+            f"--model, --critic, --teacher: {source} cannot be read: {one_line(error)}"
+        ) from error
     facts = json.dumps(without_origin(config), sort_keys=True, default=str)
     return {"config": hash64(facts), "weights": hash64(sorted(tensors))}
 

@@ -141,7 +141,7 @@ class ChunkedHead(nn.Module):
         super().__init__()
         self.weight = weight
         self.scale = scale
-        self.ids = None  # Ids from this number on have no logits. None: all ids have.
+        self.id_limit = None  # Ids from this number on have no logits. None: all ids have.
 
     def forward(self, hidden: Tensor, token_ids: Tensor | None = None, temperature=1.0):
         """Log-probs and entropies of M tokens, (M,) each.
@@ -164,7 +164,7 @@ class ChunkedHead(nn.Module):
 
     def used_weight(self) -> Tensor:
         """The rows of the ids that have logits, (V, H)."""
-        return self.weight if self.ids is None else self.weight[: self.ids]
+        return self.weight if self.id_limit is None else self.weight[: self.id_limit]
 
     def chunk_size(self, hidden: Tensor):
         """The number of tokens in a chunk, but at least 16."""

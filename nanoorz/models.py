@@ -82,8 +82,8 @@ class Frozen(Policy):
     """A causal LM that never learns. It has the tokenizer of the policy.
 
     Two models of one tokenizer may have different numbers of ids, because the last ids may stand
-    for no token. Here the logits have the ids of both models. If the policy draws an id that this
-    model lacks, it reads its own last id.
+    for no token. Here only the ids that both models have get logits. If the policy draws an id that
+    this model lacks, this model reads its own last id.
     """
 
     def __init__(self, model, family, policy_ids):
@@ -91,7 +91,7 @@ class Frozen(Policy):
         super().__init__(model, family)
         shared = min(policy_ids, model.get_input_embeddings().num_embeddings)
         self.last_id = shared - 1
-        model.get_output_embeddings().ids = shared
+        model.get_output_embeddings().id_limit = shared
 
     def forward(self, micro, temperature):
         names = ("input_ids", "token_ids")
@@ -432,7 +432,7 @@ def engine_config(cfg, stage, largest=0, layer=0):
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
         # --bf16 true needs stage 2 or 3 (flags.py). So at stage 0 or 1 the run is in fp32, or the
-        # model is a reference, whose weights are in bf16 already.
+        # model is a frozen one, whose weights are in bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
         # In bf16 the sum of 65 micro-batches lost a ninth of its norm.
         "data_types": {"grad_accum_dtype": "fp32"},

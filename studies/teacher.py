@@ -43,8 +43,9 @@ REWARDS = {"two_right": "`right`", "two_sum": "sum", "two_gdpo": "GDPO"}
 
 def interval(numbers, form: str) -> str:
     """A mean with its interval. form: of a number."""
-    numbers = pd.Series(list(numbers), dtype=float).dropna()
-    if len(numbers) < 2:
+    numbers = pd.Series(list(numbers), dtype=float)
+    # Without the runs that do not reach 0.5 the mean would be that of the lucky ones.
+    if numbers.isna().any():
         return "-"
     margin = numbers.sem() * limit_of_t(len(numbers))
     ends = f"[{numbers.mean() - margin:{form}}, {numbers.mean() + margin:{form}}]"
@@ -145,8 +146,10 @@ def print_rewards(folder: Path) -> None:
 
 
 def draw_band(ax, curves: list[pd.Series], title: str) -> None:
-    """The mean of the seeds, and a band from the lowest to the highest. Curves may have other
-    places on the x axis."""
+    """The mean of the seeds, and a band from the lowest to the highest.
+
+    The curves need not have the same places on the x axis.
+    """
     places = np.linspace(0, min(curve.index.max() for curve in curves), 200)
     table = np.array([np.interp(places, curve.index, curve) for curve in curves])
     [line] = ax.plot(places, table.mean(0), label=title)

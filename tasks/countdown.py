@@ -141,6 +141,9 @@ def read_node(node, used):
     return operation(left, read_node(node.right, used))
 
 
+TASKS = ("countdown", "countdown_short", "calculator")  # the tasks with such labels
+
+
 class Grader:
     """The interface of reward.Grader. A reward is computed at once, so no reward is ever lost."""
 

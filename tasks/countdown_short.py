@@ -1,8 +1,8 @@
 """Countdown with two rewards: is a response right, and is it short? Use --task countdown_short.
 
 By default the policy learns from `right` alone, and `short` is only logged. --reward_weights
-short=0.5 pays for both. A wrong response may be short, too. All else is as in the miniature of
-tasks/countdown.py, with the same base model.
+short=0.5 pays for both. A wrong response may be short, too. The second reward suits the responses
+of the laboratory: all else is as in the miniature of tasks/countdown.py, with the same base model.
 """
 
 from tasks import countdown

@@ -137,7 +137,7 @@ def test_models_that_cannot_be_trained_are_refused_before_their_weights(tmp_path
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     save_file({}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"^--model, --critic: {folder} .*{words}.*$"):
+    with pytest.raises(UserError, match=f"^--model, --critic, --teacher: {folder} .*{words}.*$"):
         families.load_config(str(folder))
 
 
@@ -162,7 +162,9 @@ def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, names, word
         path = tmp_path / ("model.safetensors.index.json" if name in CONTENTS else name)
         path.parent.mkdir(exist_ok=True)
         path.write_text(CONTENTS.get(name, ""))
-    with pytest.raises(UserError, match=f"^--model, --critic: {tmp_path} cannot be .*{words}"):
+    with pytest.raises(
+        UserError, match=f"^--model, --critic, --teacher: {tmp_path} cannot be .*{words}"
+    ):
         families.load_config(str(tmp_path))
 
 

@@ -161,7 +161,7 @@ def trained(tiny, tmp_path_factory):
     sets = [tiny["eval_data"], str(shutil.copy(tiny["data"], folder / "larger.json"))]
     flags = {"eval_data": sets, "max_steps": 2, "variant": ["log_ratio", "distill"], "stop": "9"}
     teacher = shutil.copytree(tiny["model"], folder / "teacher")
-    launch(folder / "run", **tiny | SAMPLING | flags, teacher=teacher)
+    launch(folder / "run", **tiny | SAMPLING | flags, teacher=teacher, teacher_weight=0.5)
     # An evaluation needs no teacher.
     shutil.rmtree(teacher)
     return folder / "run", sets

@@ -20,7 +20,7 @@ from ppo_worker import cell, make_batch, reader
 import ckpt
 import ppo
 import train
-from nanoorz import compiled, memory, models
+from nanoorz import compiled, families, memory, models
 from nanoorz.flags import flags_of
 from nanoorz.ranks import UserError
 from tools.shapes import model_config
@@ -47,7 +47,8 @@ def held_bytes() -> int:
 def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     """ZeRO-3 keeps its gradient sums and a bucket an engine for ever; ZeRO-2 neither of them."""
     model = maker.make_model(tmp_path, tied=False, hidden=256, layers=4, vocab=2048)
-    taught = {"variant": "distill", "teacher": maker.make_model(tmp_path / "teacher", hidden=512)}
+    taught = {"variant": "distill", "teacher_weight": 0.5}
+    taught |= {"teacher": maker.make_model(tmp_path / "teacher", hidden=512)}
     cfg = config(model=model, estimator="gae", zero_stage=stage, bf16=True, **taught)
     before = held_bytes()
     batch = make_batch()
@@ -56,8 +57,8 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     # The moments are made by the first update.
     for engine, loss in zip(engines, (cfg.policy_loss, cfg.critic_loss)):
         ppo.update(engine, loss, batch, batch.all_indices(), 1e-3, cfg)
-    configs = {"config": model_config(cfg.model), "teacher": model_config(cfg.teacher)}
-    plan = memory.Rank(cfg, world=1, **configs).always()
+    frozen = families.count_parameters(model_config(cfg.teacher))
+    plan = memory.Rank(cfg, model_config(cfg.model), world=1, frozen=frozen).always()
     expected = memory.total(plan) - memory.CONTEXT
     assert held_bytes() - before == pytest.approx(expected, rel=0.02)
 

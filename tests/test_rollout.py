@@ -511,7 +511,7 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
 
 
 ANSWER = "Grader.submit returned {}; its last line must be `return answer`: "
-REWARD = "Grader.results has the reward {} for the answer '3'; return a number, below 1e30 in size"
+REWARD = "Grader.results has the reward {} for the answer '3'; return a number, or name"
 NAMED = (
     "Grader.results has the reward {} for the answer '3'; return {{name: number}} with the names"
 )

@@ -215,7 +215,10 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     cut_short = maker.make_model(tmp_path / "cut_short")
     os.truncate(cut_short / "model.safetensors", 5000)
     wrong = [
-        ({"model": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
+        (
+            {"model": tmp_path / "nowhere"},
+            "--model, --critic, --teacher: there is no folder .*nowhere$",
+        ),
         ({"model": no_tokenizer}, f"^{no_tokenizer} has no tokenizer; put its tokenizer"),
         ({"model": cut_short}, "model.safetensors is damaged .*; copy the file again"),
         ({"model": no_eos}, "its tokenizer has no eos token"),
@@ -225,7 +228,10 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         (DISTILL | {"teacher": other}, f"^--teacher {other}: its tokenizer is not that of {model}"),
         (DISTILL | {"teacher": other_id}, "its token 56 is '<new>' in place of None$"),
         ({"critic": no_tokenizer}, f"^{no_tokenizer} has no tokenizer"),
-        ({"critic": tmp_path / "nowhere"}, "--model, --critic: there is no folder .*nowhere$"),
+        (
+            {"critic": tmp_path / "nowhere"},
+            "--model, --critic, --teacher: there is no folder .*nowhere$",
+        ),
         ({"critic": cut_short}, "model.safetensors is damaged .*; copy the file again"),
     ]
     for changes, words in wrong:

@@ -178,7 +178,7 @@ OWN = {
 CASES = [(name, OWN.get(name, {})) for name in NAMES]
 CASES += [("kl_penalty", {"estimator": "reinforce"}), ("first_stage", {"task": "code"})]
 CASES += [("loss_mean", {"loss_mean": "constant"}), ("blame", {"blame": "unsure"})]
-CASES += [("distill", {"teacher": "-", "estimator": x}) for x in ("gae", "grpo")]
+CASES += [("distill", {"teacher": "-", "estimator": x}) for x in ("reinforce", "grpo")]
 MATH = ["format_reward", "lenient_reward", "majority_vote", "curriculum", "first_stage"]
 CASES += [(name, {"task": "math"}) for name in MATH]
 LONG = {"generate_max_len": 40, "max_len": 50, "packing_max_len": 60, "n_samples_per_prompt": 10}
@@ -424,6 +424,19 @@ REFUSED = [
     (["no_whitening"], {"estimator": "grpo"}, "--variant no_whitening: grpo is not whitened"),
     (["loss_mean"], {"loss_mean": "token"}, "--loss_mean token: choose sequence or constant"),
     (["distill"], {}, "distill: name a model with --teacher"),
+    (["distill"], {"teacher": "-"}, "--estimator gae: with --teacher_weight 1 nothing learns from"),
+    (
+        ["distill"],
+        {"teacher": "-", "top_p": 0.9, "estimator": "rloo"},
+        "--top_p 0.9: choose 1 with",
+    ),
+    (["gdpo"], {"estimator": "grpo"}, "--estimator grpo: --variant gdpo normalises rewards itself"),
+    (["gdpo", "hash_reward"], {}, "gdpo: another variant pays something else; let the task"),
+    (
+        ["pass_at_k"],
+        {"reward_weights": "x=1"},
+        "--estimator pass_at_k: .*leave --reward_weights out",
+    ),
     (["distill"], {"teacher": "-", "teacher_weight": 1.5}, "--teacher_weight 1.5: choose 0 to 1"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),
 ]
@@ -437,11 +450,10 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
 
 
 def test_gdpo_normalises_each_reward_in_its_group_and_sums_by_the_weights():
-    """What another variant pays beside them is one more reward. The sum is whitened."""
+    """The sum is whitened."""
     cfg = config(variant="gdpo", reward_weights=["short=0.5", "right=2"])
     right = [1, 0, 0, 1, 0, 0, 0, 0]
     short = [0.3, 0.9, 0.1, 0.2, 0.4, 0.4, 0.5, 0.1]
-    others = [0, 0, 0, 0, 0, -1, 0, 0]
     groups = [0, 0, 0, 0, 1, 1, 1, 1]
     request = {k: SimpleNamespace(problem=toy.make_problems(cfg)[0], group=k) for k in (0, 1)}
     for x in request.values():
@@ -453,11 +465,10 @@ def test_gdpo_normalises_each_reward_in_its_group_and_sums_by_the_weights():
         samples[-1].rewards = rewards
     paid = cfg.paid(samples)
     assert paid == pytest.approx([2 * r + 0.5 * s for r, s in zip(right, short)])
-    paid = [x + other for x, other in zip(paid, others)]
     batch = ppo.make_batch(samples, torch.device("cpu"), cfg, paid)
     ppo.compute_advantages(batch, cfg)
-    columns = [naive.scores("grpo", x, groups) for x in (right, short, others)]
-    sums = [2 * r + 0.5 * s + other for r, s, other in zip(*columns)]
+    columns = [naive.scores("grpo", x, groups) for x in (right, short)]
+    sums = [2 * r + 0.5 * s for r, s in zip(*columns)]
     of_tokens = [sums[k] for k in range(8) for _ in range(k + 1)]
     centre, spread = naive.mean(of_tokens), naive.std(of_tokens)
     expected = [(x - centre) / spread for x in of_tokens]

@@ -116,7 +116,7 @@ SHIPPED = sorted(path.stem for path in VARIANTS.glob("*.py"))
 def shipped(*names):
     """The config of these variants, with flags that suit each of them."""
     own = {"task": "chain"} if "no_verdict" in names else {}
-    own |= {"teacher": "-"} if "distill" in names else {}
+    own |= {"teacher": "-", "teacher_weight": 0.5} if "distill" in names else {}
     cfg = config(variant=names, zero_stage=2, bf16=True, n_samples_per_prompt=8, **own)
     train.check_flags(cfg, 2)
     return cfg

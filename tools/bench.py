@@ -7,7 +7,7 @@
               starts, and milliseconds. The part uses no GPU
     sync      a sync of the sampler
     sync_large  the same for a larger model
-    lora      a sync of merged adapters (--variant lora), beside a sync without them; needs peft
+    sync_lora   the same for the larger model with --variant lora, which needs peft
     rollout   tokens per second of the sampler, and of vLLM without our code
     step      steps of train.py, beside the plan of tools/plan.py
     zero2     steps of PPO with a critic at ZeRO 2
@@ -348,9 +348,13 @@ def add_1000_times() -> None:
         numbers + numbers
 
 
-def bench_sync(folder: str, shape: str) -> dict:
+def bench_sync(folder: str, shape: str, variant: str = "none") -> dict:
+    if variant == "lora" and not find_spec("peft"):
+        print("sync_lora needs `pip install --no-deps -r requirements-extras.txt`", file=sys.stderr)
+        return {}
     start_distributed()
-    cfg = make_config(random_model(folder, shape), "--kv_cache_gb 1 --enforce_eager true")
+    flags = f"--kv_cache_gb 1 --enforce_eager true --variant {variant}"
+    cfg = make_config(random_model(folder, shape), flags)
     sampler = rollout.Sampler(cfg)
     sampler.sleep()
     policy = models.make_policy(cfg)
@@ -365,35 +369,9 @@ def bench_sync(folder: str, shape: str) -> dict:
         sampler.sleep()
     sizes = [weight.nbytes for _, weight in models.named_weights(policy)]
     milliseconds = 1000 * statistics.median(rounds[1:])
-    return {"milliseconds of a sync": milliseconds, "GiB of the weights": sum(sizes) / memory.GIB}
-
-
-def bench_lora(folder: str, shape: str) -> dict:
-    start_distributed()
-    if not find_spec("peft"):
-        print("lora: `pip install --no-deps -r requirements-extras.txt` first", file=sys.stderr)
-        return {}
-    model = random_model(folder, shape)
-    flags = "--kv_cache_gb 1 --enforce_eager true"
-    cfg = make_config(model, flags)
-    sampler = rollout.Sampler(cfg)
-    policies = {"full": models.make_policy(cfg)}
-    policies["lora"] = models.make_policy(make_config(model, f"{flags} --variant lora"))
-    rounds = {"full": [], "lora": []}
-    # The first round does not count.
-    for _ in range(6):
-        for name, policy in policies.items():
-            sampler.sleep()
-            rounds[name].append(seconds_of(lambda p=policy: sampler.sync(models.named_weights(p))))
-    sent = sum(weight.nbytes for _, weight in models.named_weights(policies["lora"]))
-    adapters = sum(p.nbytes for p in models.trainable(policies["lora"].module))
-    return {
-        "milliseconds of a sync": 1000 * statistics.median(rounds["full"][1:]),
-        "milliseconds of a sync with merged adapters": 1000 * statistics.median(rounds["lora"][1:]),
-        "seconds with / without": [b / a for a, b in zip(rounds["full"][1:], rounds["lora"][1:])],
-        "MB of the weights that are sent": sent / 1e6,
-        "MB of the adapters": adapters / 1e6,
-    }
+    trained = sum(p.nbytes for p in models.trainable(policy.module))
+    figures = {"milliseconds of a sync": milliseconds, "MB that are sent": sum(sizes) / 1e6}
+    return figures | {"MB of the weights that are trained": trained / 1e6}
 
 
 def bench_rollout(folder: str, shape: str, tokens: int) -> dict:
@@ -514,7 +492,7 @@ PARTS = {
     "host": (bench_host, 6),
     "sync": (bench_sync, "0.5B" if ON_GPU else "tiny"),
     "sync_large": (bench_sync, "1.5B" if ON_GPU else "small"),
-    "lora": (bench_lora, "0.5B" if ON_GPU else "small"),
+    "sync_lora": (bench_sync, "1.5B" if ON_GPU else "small", "lora"),
     "rollout": (bench_rollout, *(("0.5B", 256) if ON_GPU else ("tiny", 48))),
     "step": (bench_step, STEP),
     "zero2": (bench_step, CRITIC),

@@ -269,7 +269,7 @@ class Run:
         if not self.pays_else or not self.paid_own < AGREES:
             return ""
         pay = f"{self.first.paid:.2f} to {self.last.paid:.2f}"
-        return f"; {' and '.join(self.pays_else)} pays something else: {pay}"
+        return f"; {' or '.join(self.pays_else)} pays something else: {pay}"
 
 
 def mean_of(numbers) -> float:
@@ -391,7 +391,8 @@ def examine(run: Run) -> dict[str, str]:
         "pay of neighbours": run.paid_own < AGREES < run.paid_other and not run.pays_else,
         "wrong rewards": is_graded_wrong and not run.graded_other > AGREES,
         "other pay": run.paid_own < AGREES and not run.paid_other > AGREES and not run.pays_else,
-        "wrong sign": run.sign < -AGREES,
+        # A teacher may blame what is paid.
+        "wrong sign": run.sign < -AGREES and not run.config.get("teacher_weight"),
         "moved labels": run.moved > max(0.1, 5 * run.fitting),
     }
     if any(seen.values()) or pays_else:

@@ -179,7 +179,7 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     # The machines may have these files in different folders.
     require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
     train.check_flags(cfg, world)
-    cfg.teacher = None  # An evaluation needs no teacher.
+    cfg.frozen_models = dict  # An evaluation needs no teacher.
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
     is_run = train.ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
@@ -221,7 +221,7 @@ def run(argv: list[str]) -> int:
             return 1
         # Errors name the flags of train.py, which have other names here.
         text = re.sub(r"--eval_(?=n\b|temperature|top_p|data)", "--", str(error))
-        text = text.replace("--run_dir", "--out").replace("--model, --critic", "MODEL")
+        text = text.replace("--run_dir", "--out").replace("--model, --critic, --teacher", "MODEL")
         tell_once(store, f"error: {text.replace('python train.py', 'python tools/evaluate.py')}")
         return 2
 

@@ -109,12 +109,14 @@ def print_plan(args, cfg) -> None:
     names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
     try:
         config = model_config(cfg.model)
-        teacher = model_config(cfg.teacher) if "teacher" in families.models_of(cfg) else None
-        memory.choose_flags(cfg, config, world, card, teacher)
-        plan = memory.estimate(cfg, config, world, card, teacher)
+        configs = [model_config(source) for source in cfg.frozen_models().values()]
+        frozen = sum(map(families.count_parameters, configs))
+        memory.choose_flags(cfg, config, world, card, frozen)
+        plan = memory.estimate(cfg, config, world, card, frozen)
     # A config of another kind lacks fields, or has 0 in them.
     except (OSError, ValueError, AttributeError, ZeroDivisionError) as error:
-        told = f"--model {cfg.model} cannot be planned ({one_line(error).partition('. ')[0]})"
+        named = " or ".join(f"--{name} {x}" for name, x in families.models_of(cfg).items())
+        told = f"{named} cannot be planned ({one_line(error).partition('. ')[0]})"
         raise UserError(f"{told}; give a causal LM: a folder, or a name of the hub") from None
     if names:
         print(f"auto is {as_words(cfg, names)}")

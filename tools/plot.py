@@ -78,7 +78,8 @@ def draw_run(run: Path, out: Path) -> None:
         panels.pop(NORM)
         panels[SEARCHES] = SEARCH
     # Of a task with several rewards the first one is `reward`.
-    rewards = [x for x in metrics if x.startswith("reward_") and x not in NO_REWARDS][1:]
+    rewards = [x for x in metrics if x.startswith("reward_") and x not in NO_REWARDS]
+    rewards = [x for x in rewards if not metrics[x].equals(metrics.reward)]
     for name, colour in zip(rewards, runs.COLOURS[3:]):
         panels[REWARD] = panels[REWARD] | {name: (name.removeprefix("reward_")[:9], colour)}
     with rc_context(runs.STYLE):

@@ -8,6 +8,7 @@ it.
 """
 
 import ppo
+from tasks import countdown
 
 
 class Curriculum(ppo.Recipe):
@@ -17,7 +18,7 @@ class Curriculum(ppo.Recipe):
         return sorted(order, key=lambda i: self._difficulty(problems[i]))
 
     def _difficulty(self, problem):
-        if self.task in ("countdown", "calculator"):
+        if self.task in countdown.TASKS:
             label = problem.label
             return label["pick"] or len(label["numbers"]), -label["target"]
         return len(problem.question)

@@ -1,11 +1,13 @@
 """On-policy distillation: the policy draws the responses, and a teacher scores each drawn token.
 
 The advantage of a token is w * (log p of the teacher - log p of the policy) + (1 - w) * (advantage
-of the estimator). w is --teacher_weight. The first part is that of its token alone, and no sum over
-later tokens. Its mean over all tokens that the policy could draw is minus the reverse KL divergence
-KL(policy, teacher) of this token. Both log-probs are those at the sampling temperature.
-Sources: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation, 2025), after GKD
-(arXiv 2306.13649). MiniLLM (arXiv 2306.08543) also sums over later tokens.
+of the estimator). w is --teacher_weight. The first part depends on this token alone. Later tokens
+add nothing. Its mean over all tokens that the policy could draw is minus the reverse KL divergence,
+KL(policy, teacher). Both log-probs are those at the sampling temperature.
+Source: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation, 2025). GKD (arXiv
+2306.13649) computes a divergence from all tokens of the vocabulary, and not from the drawn one. In
+MiniLLM (arXiv 2306.08543) later tokens count, too.
+Measured in the laboratory: docs/teacher.md.
 """
 
 from dataclasses import dataclass
@@ -19,13 +21,20 @@ from nanoorz.flags import flag, require, require_all
 class Distill(ppo.Recipe):
     teacher: str | None = flag(None, "A causal LM with the tokenizer of --model: a folder or name.")
     teacher_weight: float = flag(1.0, "The teacher's share of the advantage. 0: only log its KL.")
-    estimator: str = flag("reinforce", "How rewards become advantages. reinforce has no critic.")
 
     def check(self, world):
         super().check(world)
         require(self.teacher, "--variant distill: name a model with --teacher")
         is_right = 0 <= self.teacher_weight <= 1
         require_all(self, {"teacher_weight": (is_right, "choose 0 to 1")})
+        has_use = self.teacher_weight < 1 or not self.estimators[self.estimator].needs_critic
+        told = f"--estimator {self.estimator}: with --teacher_weight 1 nothing learns from its"
+        require(has_use, f"{told} critic; add --estimator reinforce, or lower --teacher_weight")
+        advice = "choose 1 with --variant distill, because the trainer cuts no distribution"
+        require_all(self, {"top_p": (self.top_p == 1, advice)})
+
+    def frozen_models(self):
+        return super().frozen_models() | {"teacher": self.teacher}
 
     def policy_model(self, model):
         """Makes the teacher, too."""
@@ -34,8 +43,11 @@ class Distill(ppo.Recipe):
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
+        logprobs = ppo.compute_logprobs(self._teacher, batch, self)  # (T,)
+        told = f"--teacher {self.teacher}: its log-probs have NaN or infinity"
+        require(logprobs.isfinite().all(), f"{told}; try --bf16 false, or another model")
+        batch.per_token["teacher_logprobs"] = logprobs
         batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
-        batch.per_token["teacher_logprobs"] = ppo.compute_logprobs(self._teacher, batch, self)
 
     def whiten(self, advantages, batch):
         advantages = super().whiten(advantages, batch)

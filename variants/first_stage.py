@@ -3,7 +3,8 @@
 If the first rewards of a problem differ, the rest of its samples are drawn. If all first rewards
 are 0, the rest are drawn in two cases: the problem is visited for the first time, or a sample had a
 reward above 0 at the problem's last visit. With --task code the rest are drawn only if the first
-rewards differ. So groups have two sizes. The variant reads the grader's rewards.
+rewards differ. So groups have two sizes. The variant reads the grader's rewards, as
+--reward_weights sums them.
 In metrics.jsonl `prompts_expanded` is the share of problems that got all samples. `tokens_saved`
 estimates the tokens of the samples that were not drawn: each of them counts as the mean length of
 its group.
@@ -45,7 +46,7 @@ class FirstStage(ppo.Recipe):
         samples.sort(key=lambda sample: (sample.request.group, sample.request.sample_number))
         # A step may have a problem twice, where one pass ends and the next pass begins.
         for key, visited in _by(_problem, samples).items():
-            hopeful[key] = any(ppo.weighted_reward(sample, self) > 0 for sample in visited)
+            hopeful[key] = any(sample.reward > 0 for sample in visited)
         groups = list(_by(_group, samples).values())
         full = [len(group) == self.n_samples_per_prompt for group in groups]
         clock.numbers["prompts_expanded"] = statistics.mean(full)
@@ -61,7 +62,7 @@ class FirstStage(ppo.Recipe):
         if len(rewards) > 1:
             return True
         # With --task code a problem gets no more samples if no program passed a test.
-        if max(rewards) > 0 or self.task == "code":
+        if max(sample.reward for sample in tried) > 0 or self.task == "code":
             return False
         return self.memory["FirstStage"].get(_problem(tried[0]), True)
 

@@ -15,7 +15,7 @@ class FormatReward(ppo.Recipe):
         return [float(self._is_well_formed(sample)) for sample in samples]
 
     def _is_well_formed(self, sample):
-        if self.task not in ("countdown", "calculator"):
+        if self.task not in countdown.TASKS:
             return sample.answer is not None
         last_line = sample.text.strip().split("\n")[-1]
         return sample.finish_reason == "stop" and countdown.TRY.fullmatch(last_line) is not None

@@ -1,9 +1,10 @@
 """Each reward of a task is normalised in its group, before the rewards are summed (GDPO).
 
-GRPO sums the rewards first. So a reward that varies more in a group hides the others. GDPO (arXiv
-2601.05242) divides each reward by its own standard deviation in the group, then sums with
---reward_weights, and whitens the sum over the batch. What other variants pay beside the rewards of
-the task counts as one more reward. With one reward this is GRPO with whitening.
+GRPO sums the rewards first. So different combinations of rewards can get the same advantage. GDPO
+(arXiv 2601.05242) subtracts each reward's mean in the group, divides by its standard deviation in
+the group, sums with --reward_weights, and whitens the sum over the batch. If the task names no
+rewards, this is GRPO with whitening.
+Measured in the laboratory: docs/rewards.md.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from nanoorz.flags import flag
+from nanoorz.flags import flag, require
 
 
 def _sum_of_scores(rewards, values, mask, groups, cfg):
@@ -28,14 +29,22 @@ class GDPO(ppo.Recipe):
         "gdpo": ppo.Estimator(_sum_of_scores, is_whitened=True, least_samples=2)
     }
 
+    def check(self, world):
+        super().check(world)
+        told = "--variant gdpo normalises rewards itself; leave the flag out"
+        require(self.estimator == "gdpo", f"--estimator {self.estimator}: {told}")
+        told = "--variant gdpo: another variant pays something else; let the task name the rewards"
+        require(type(self).paid is ppo.Recipe.paid, told)
+
     def raw_advantages(self, batch):
-        weights = ppo.find_weights(self, batch.samples[0].rewards)
-        others = batch.rewards.clone()  # (N,) what is paid beside the rewards of the task
-        scores = torch.zeros_like(others)  # (N,)
-        for name, weight in weights.items():
+        weights = ppo.reward_weights_of(self, batch.samples[0].rewards)
+        columns = {}  # {name: rewards (N,)}
+        for name in weights:
             rewards = [sample.rewards[name] for sample in batch.samples]
-            rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,)
-            others -= weight * rewards
-            scores += weight * ppo.grpo(rewards, None, None, batch.groups, self)
-        scores += ppo.grpo(others, None, None, batch.groups, self)
+            columns[name] = torch.tensor(rewards, dtype=torch.float64)
+        if not weights:
+            weights, columns = {"reward": 1.0}, {"reward": batch.rewards}
+        scores = torch.zeros_like(batch.rewards)  # (N,)
+        for name, weight in weights.items():
+            scores += weight * ppo.grpo(columns[name], None, None, batch.groups, self)
         return super().raw_advantages(dataclasses.replace(batch, rewards=scores))

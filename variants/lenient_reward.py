@@ -8,6 +8,7 @@ it. The policy did not learn false claims.
 """
 
 import ppo
+from tasks import countdown
 
 
 class LenientReward(ppo.Recipe):
@@ -16,7 +17,7 @@ class LenientReward(ppo.Recipe):
 
     def _is_claimed(self, sample):
         label = sample.request.problem.label
-        if self.task not in ("countdown", "calculator"):
+        if self.task not in countdown.TASKS:
             return str(label) in sample.drawn_text
         _, _, claim = sample.text.strip().rpartition("=")
         return claim.rstrip("<>!") == str(label["target"])

@@ -38,6 +38,9 @@ class PassAtK(ppo.Recipe):
         """Refuses k samples of a problem, because one set has no other set to compare with."""
         super().check(world)
         require_all(self, {"pass_k": (self.pass_k >= 1, "must be at least 1")})
+        is_one = self.estimator != "pass_at_k" or not self.reward_weights
+        told = "a response is right if its reward is above 0, so leave --reward_weights out"
+        require(is_one, f"--estimator pass_at_k: {told}")
         # The variant first_stage adds the second flag.
         for name in ("n_samples_per_prompt", "first_stage"):
             is_enough = self.estimator != "pass_at_k" or getattr(self, name, 1e9) > self.pass_k
