@@ -209,6 +209,8 @@ def reward_weights_of(cfg, names) -> dict[str, float]:
             weights[name] = math.nan
         is_right = abs(weights[name]) < 1e6
         require(is_right, f"--reward_weights {word}: write NAME=WEIGHT, with a number below 1e6")
+    told = f"--reward_weights {' '.join(cfg.reward_weights)}: all weights are 0; give one another"
+    require(not weights or any(weights.values()), told)
     return weights
 
 

@@ -265,6 +265,10 @@ def find_inputs(cfg):
         task = find_task(cfg)
         tokenizer = load_tokenizer(cfg, cfg.model)
         for name, source in families.models_of(cfg).items():
+            # If the embeddings are tied, the body of a critic could be loaded as a policy.
+            is_critic = Path(source, "value_head.safetensors").exists()
+            fault = f"--{name} {source} is a critic; name the folder policy/ beside it"
+            require(name == "critic" or not is_critic, fault)
             other = load_tokenizer(cfg, source) if name != "model" else tokenizer
             found = find_difference(other.get_vocab(), tokenizer.get_vocab())
             fault = f"--{name} {source}: its tokenizer is not that of {cfg.model}: {found}"
@@ -327,7 +331,7 @@ def check_reward_names(cfg, names):
     are_texts = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
     # metrics.jsonl has reward_NAME of each, and numbers with the names reward_lost, reward_drawn.
     is_right = are_texts and all(x.isidentifier() and x not in ("lost", "drawn") for x in names)
-    wanted = 'different names, as in ("right", "short"), but not lost or drawn'
+    wanted = 'a tuple of words, each once, as in ("right", "short"), but not lost or drawn'
     is_right = is_right and len(set(names)) == len(names)
     require(is_right, f"--task {cfg.task}: REWARDS is {names!r:.99}; give {wanted}")
     ppo.reward_weights_of(cfg, names)

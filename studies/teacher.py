@@ -129,6 +129,18 @@ def print_rates(folder: Path) -> None:
         print_row(folder / name, title, [other], 0)
 
 
+def print_pairs(folder: Path) -> None:
+    """Differences that no table has."""
+    fastest = ends_of(folder / "countdown" / "taught_rate_8").tokens
+    for name in ("ppo_rate_4", "ppo_often"):
+        gaps = fastest - ends_of(folder / "countdown" / name).tokens
+        print(f"taught_rate_8 minus {name}, thousand tokens: {interval(gaps, '+.0f')}")
+    best = last_accuracies(folder / "chain" / "ppo_often")
+    for name in ("taught", "taught_half"):
+        gaps = last_accuracies(folder / "chain" / name) - best
+        print(f"chain: {name} minus ppo_often, last accuracy: {interval(gaps, '+.3f')}")
+
+
 def print_rewards(folder: Path) -> None:
     print(
         "\nlearnt from | accuracy | `short`, held out | length, held out | accuracy minus `right`"
@@ -205,6 +217,7 @@ def main(folder: Path, pictures: Path | None) -> None:
     print_later(folder / "countdown", 24)
     print_laboratory(folder / "chain", 1)
     print_rates(folder / "countdown")
+    print_pairs(folder)
     print_rewards(folder / "rewards")
     if pictures:
         draw_all(folder, pictures)

@@ -123,6 +123,19 @@ def test_the_tables_of_the_chains_have_the_numbers_of_their_runs(tmp_path):
     assert "lacks runs (KeyError: 4); unpack the archive there" in done.stderr
 
 
+def test_the_tables_of_a_teacher_and_of_several_rewards_have_the_numbers_of_their_runs(tmp_path):
+    """The two pages together have each row that studies/teacher.py prints, and no other one."""
+    with tarfile.open(ROOT / "studies" / "teacher_runs.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    words = [ROOT / "studies" / "teacher.py", tmp_path, "--pictures", tmp_path]
+    told = run_python(*words).stdout
+    text = (ROOT / "docs" / "teacher.md").read_text() + (ROOT / "docs" / "rewards.md").read_text()
+    rows, printed = (re.findall(r"^.* \| .*\d\.\d+ \[.*", x, re.MULTILINE) for x in (text, told))
+    assert len(rows) > 20 and rows == printed
+    shutil.rmtree(tmp_path / "chain")
+    assert "unpack the archive there" in run_python(*words, code=2).stderr
+
+
 def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):
     """Each row of the README and of the laboratory is one that pays.py prints."""
     with tarfile.open(ROOT / "studies" / "critic_runs.tar.xz") as archive:

@@ -209,6 +209,8 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     tokenizer.add_tokens("<new>")
     tokenizer.save_pretrained(other_id)
     model = tiny["model"]
+    a_critic = maker.make_model(tmp_path / "a_critic")
+    (a_critic / "value_head.safetensors").touch()
     no_tokenizer = maker.make_model(tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("*token*"):
         file.unlink()
@@ -226,6 +228,10 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         ({"critic": short}, f"--max_len 64.* exceed the 32 positions of {short}"),
         ({"critic": other}, f"^--critic {other}: its tokenizer .*: its token 1 is '!' in place of"),
         (DISTILL | {"teacher": other}, f"^--teacher {other}: its tokenizer is not that of {model}"),
+        (
+            DISTILL | {"teacher": a_critic},
+            f"^--teacher {a_critic} is a critic; name .* policy/ beside",
+        ),
         (DISTILL | {"teacher": other_id}, "its token 56 is '<new>' in place of None$"),
         ({"critic": no_tokenizer}, f"^{no_tokenizer} has no tokenizer"),
         (
@@ -555,9 +561,10 @@ REWARDED = "from reward import Grader, load_problems, text_metrics\nREWARDS = {}
         ("('right', 'short')", ["short"], "short: write NAME=WEIGHT, with a number below 1e6"),
         ("('right', 'short')", ["short=nan"], "short=nan: write NAME=WEIGHT, with a number"),
         ("()", ["right=1"], "right=1: the task names no rewards"),
-        ("('right')", [], "REWARDS is 'right'; give different names, as in"),
-        ("('right', 'right')", [], "REWARDS is .*; give different names"),
-        ("('right', 'lost')", [], "REWARDS is .*; give different names, .*not lost or drawn"),
+        ("('right', 'short')", ["right=0"], "--reward_weights right=0: all weights are 0"),
+        ("('right')", [], "REWARDS is 'right'; give a tuple of words, each once, as in"),
+        ("('right', 'right')", [], "REWARDS is .*; give a tuple of words, each once"),
+        ("('right', 'lost')", [], "REWARDS is .*; give a tuple of words, .*not lost or drawn"),
     ],
 )
 def test_rewards_have_names_and_weights_or_are_refused_in_one_line(names, weights, told, tmp_path):

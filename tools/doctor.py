@@ -383,6 +383,8 @@ def examine(run: Run) -> dict[str, str]:
     # If the policy does what it is paid for, and a shipped variant pays something else, the reward
     # shows no fault.
     pays_else = bool(run.pays_else) and run.paid_own < AGREES
+    # With --reward_weights the pay may rise while the first reward falls.
+    pays_else |= bool(run.config.get("reward_weights")) and last.paid > first.paid
     is_constant = not np.isnan(run.constant)
     is_graded_wrong = run.graded_own < AGREES and not is_constant
     seen = {
@@ -418,7 +420,8 @@ def examine(run: Run) -> dict[str, str]:
             "flat groups": is_flat,
             "critic explains nothing": run.has_time and run.explained < LITTLE_EXPLAINED,
         }
-    seen["too slow"] = is_slow and not any(seen.values())
+    # A policy that has become like its teacher learns no more.
+    seen["too slow"] = is_slow and not any(seen.values()) and not run.config.get("teacher_weight")
     return write_texts(run, seen)
 
 
