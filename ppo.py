@@ -193,7 +193,7 @@ def checked_rewards(samples, cfg) -> list[float]:
 
 def reward_weights_of(cfg, names) -> dict[str, float]:
     """{name: weight} of a task's rewards. Raises UserError for a wrong --reward_weights."""
-    # Of a task with one reward this is {}.
+    # Of a task without REWARDS this is {}.
     weights = {name: float(k == 0) for k, name in enumerate(names)}
     given = set()
     for word in cfg.reward_weights:
@@ -209,7 +209,8 @@ def reward_weights_of(cfg, names) -> dict[str, float]:
             weights[name] = math.nan
         is_right = abs(weights[name]) < 1e6
         require(is_right, f"--reward_weights {word}: write NAME=WEIGHT, with a number below 1e6")
-    told = f"--reward_weights {' '.join(cfg.reward_weights)}: all weights are 0; give one another"
+    words = " ".join(cfg.reward_weights)
+    told = f"--reward_weights {words}: all weights are 0; give a reward another weight"
     require(not weights or any(weights.values()), told)
     return weights
 
@@ -469,8 +470,8 @@ class Recipe:
 
     def paid(self, samples) -> list[float]:
         """One reward for each sample, from which the policy learns. By default it is the reward of
-        the grader, or the weighted sum if the task names several rewards. The logs have both. Only
-        rank 0 calls this method."""
+        the grader, or the weighted sum if the task names several rewards. The logs have the reward
+        of the grader, and this one as `paid`. Only rank 0 calls this method."""
         return [weighted_reward(sample, self) for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:

@@ -257,7 +257,7 @@ def check_flags(cfg, world):
 
 def find_inputs(cfg):
     """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention, and adds
-    the date to a --template that has one.
+    the date to a --template that has one. All models must have the tokenizer of --model.
 
     Raises UserError on all ranks, even if only one rank fails.
     """
@@ -280,7 +280,7 @@ def find_inputs(cfg):
 
 
 def find_difference(vocabulary, other) -> str:
-    """The first id that has another text in the other vocabulary, or "". {text: id} each."""
+    """A sentence about the first id with another text, or "". Both vocabularies are {text: id}."""
     texts = {id: text for text, id in vocabulary.items()}
     others = {id: text for text, id in other.items()}
     for id in sorted({*texts, *others}):
@@ -290,7 +290,8 @@ def find_difference(vocabulary, other) -> str:
 
 
 def find_task(cfg):
-    """The module of --task. It has load_problems, Grader and text_metrics, and perhaps `reply`.
+    """The module of --task. It has load_problems, Grader and text_metrics, and perhaps `reply`,
+    ANSWER_FORMS, GRADES_REPLIES and REWARDS.
 
     Raises UserError.
     """

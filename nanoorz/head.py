@@ -141,7 +141,7 @@ class ChunkedHead(nn.Module):
         super().__init__()
         self.weight = weight
         self.scale = scale
-        self.id_limit = None  # Ids from this number on have no logits. None: all ids have.
+        self.id_limit = None  # Log-probs are those of the ids below this number. None: all ids.
 
     def forward(self, hidden: Tensor, token_ids: Tensor | None = None, temperature=1.0):
         """Log-probs and entropies of M tokens, (M,) each.
@@ -163,7 +163,7 @@ class ChunkedHead(nn.Module):
         return ChunkedLogprob.apply(hidden, weight, token_ids, temperature, chunk, learns)
 
     def used_weight(self) -> Tensor:
-        """The rows of the ids that have logits, (V, H)."""
+        """The rows of the ids that have log-probs, (V, H) or (id_limit, H)."""
         return self.weight if self.id_limit is None else self.weight[: self.id_limit]
 
     def chunk_size(self, hidden: Tensor):

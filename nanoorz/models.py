@@ -82,8 +82,8 @@ class Frozen(Policy):
     """A causal LM that never learns. It has the tokenizer of the policy.
 
     Two models of one tokenizer may have different numbers of ids, because the last ids may stand
-    for no token. Here only the ids that both models have get logits. If the policy draws an id that
-    this model lacks, this model reads its own last id.
+    for no token. Here only the ids that both models have get log-probs. If the policy draws an id
+    that this model lacks, the last id of this model takes its place.
     """
 
     def __init__(self, model, family, policy_ids):
@@ -152,9 +152,10 @@ def make_critic(cfg):
 
 
 def make_frozen(cfg, name, source):
-    """A learner that never learns. Variants compare the policy with it.
+    """A model with an engine and without an optimizer. Variants compare the policy with it.
 
-    source: a folder, or a name on the hub. Its tokenizer must be that of --model.
+    source: a folder, or a name on the hub. Unless it is --model, the variant must also name it in
+    `frozen_models`.
     """
     family = find_family(source)
     model = load_model(cfg, family, AutoModelForCausalLM)

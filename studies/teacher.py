@@ -38,13 +38,13 @@ TITLES = {
     "weakly": "weak teacher",
     "weakly_half": "weak teacher 0.5, GRPO 0.5",
 }
-REWARDS = {"two_right": "`right`", "two_sum": "sum", "two_gdpo": "GDPO"}
+REWARDS = {"two_right": "`first`", "two_sum": "`sum`", "two_gdpo": "`gdpo`"}
 
 
 def interval(numbers, form: str) -> str:
     """A mean with its interval. form: of a number."""
     numbers = pd.Series(list(numbers), dtype=float)
-    # Without the runs that do not reach 0.5 the mean would be that of the lucky ones.
+    # A mean of the runs that reach 0.5 would say nothing about the others.
     if numbers.isna().any():
         return "-"
     margin = numbers.sem() * limit_of_t(len(numbers))
@@ -109,7 +109,10 @@ def print_row(folder: Path, title: str, others: list[pd.Series], digits: int) ->
     reached = ends.dropna()
     form = f".{digits}f"
     words, steps = "-", "-"
-    if len(reached):
+    if 0 < len(reached) < len(ends):
+        words = f"{', '.join(f'{x:{form}}' for x in reached.tokens)}"
+        steps = ", ".join(f"{x:.0f}" for x in reached.steps)
+    elif len(reached):
         low, high = (f"{x:{form}}" for x in (reached.tokens.min(), reached.tokens.max()))
         words = f"{reached.tokens.mean():{form}} ({low} to {high})"
         steps = f"{reached.steps.min():.0f} to {reached.steps.max():.0f}"
@@ -142,9 +145,8 @@ def print_pairs(folder: Path) -> None:
 
 
 def print_rewards(folder: Path) -> None:
-    print(
-        "\nlearnt from | accuracy | `short`, held out | length, held out | accuracy minus `right`"
-    )
+    names = ("accuracy", "`short`, held out", "tokens, held out", "accuracy minus that of `first`")
+    print("\nsetting |", " | ".join(names))
     print("---|---|---|---|---")
     first = last_accuracies(folder / "two_right")
     for name, title in REWARDS.items():

@@ -11,7 +11,9 @@ from tasks.countdown import load_problems, text_metrics
 __all__ = ["REWARDS", "Grader", "load_problems", "text_metrics"]
 
 REWARDS = ("right", "short")
-LIMIT = 63  # the limit of a response in the laboratory, where each character is a token
+# Characters. In the laboratory the limit of a response is 63 tokens, and a number of two digits is
+# one token. So a response of fewer tokens may have 0, too.
+LIMIT = 63
 
 
 class Grader(countdown.Grader):

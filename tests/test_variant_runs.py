@@ -183,19 +183,37 @@ class Pays(ppo.Recipe):
 """
 
 
+# gdpo goes with no variant that pays something else.
+REWARDED = """
+import reward
+from reward import ANSWER_FORMS, load_problems, text_metrics
+
+REWARDS = ("right", "even")
+
+
+class Grader(reward.Grader):
+    def results(self):
+        return {key: {"right": x, "even": 1 - key % 2} for key, x in super().results().items()}
+"""
+
+
 @pytest.mark.slow
 def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
     """An error in the advantages ends one more run in its second step; the first step is saved."""
-    for name, text in (("breaks", BREAKS), ("pays", PAYS)):
+    for name, text in (("breaks", BREAKS), ("pays", PAYS), ("rewarded", REWARDED)):
         (tmp_path / f"{name}.py").write_text(text)
-    names = [[tmp_path / "breaks.py"], *([*group, tmp_path / "pays.py"] for group in groups())]
+    names = [[tmp_path / "breaks.py"]]
+    for group in groups():
+        names.append(group if "gdpo" in group else [*group, tmp_path / "pays.py"])
     # The first needs a GPU, the second needs peft, and test_base_model.py runs the third.
     rest = {path.stem for path in VARIANTS.glob("*.py")} - {*sum(groups(), [])}
-    assert rest <= {"fp8_rollout", "lora", "no_verdict"} and len(names) < 10
+    assert rest <= {"fp8_rollout", "lora", "no_verdict"} and len(names) < 12
     processes = []
     for number, group in enumerate(names):
         flags = flags_for(group) | {"run_dir": tmp_path / str(number)}
         flags |= {"teacher": tiny["model"]} if "distill" in group else {}
+        if "gdpo" in group:
+            flags |= {"task": tmp_path / "rewarded.py", "reward_weights": ["right=2", "even=0.5"]}
         words = arguments(SMALL | tiny | flags)
         processes.append(Fork([ROOT / "train.py", *words], conftest.clean_environment(), ROOT))
     try:

@@ -2,8 +2,8 @@
 
 The advantage of a token is w * (log p of the teacher - log p of the policy) + (1 - w) * (advantage
 of the estimator). w is --teacher_weight. The first part depends on this token alone. Later tokens
-add nothing. Its mean over all tokens that the policy could draw is minus the reverse KL divergence,
-KL(policy, teacher). Both log-probs are those at the sampling temperature.
+add nothing. The mean of the difference, over the policy's distribution, is minus the reverse KL
+divergence, KL(policy, teacher). Both log-probs are those at the sampling temperature.
 Source: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation, 2025). GKD (arXiv
 2306.13649) computes a divergence from all tokens of the vocabulary, and not from the drawn one. In
 MiniLLM (arXiv 2306.08543) later tokens count, too.
@@ -30,7 +30,9 @@ class Distill(ppo.Recipe):
         has_use = self.teacher_weight < 1 or not self.estimators[self.estimator].needs_critic
         told = f"--estimator {self.estimator}: with --teacher_weight 1 nothing learns from its"
         require(has_use, f"{told} critic; add --estimator reinforce, or lower --teacher_weight")
-        advice = "choose 1 with --variant distill, because the trainer cuts no distribution"
+        advice = (
+            "choose 1 with --variant distill, because log-probs are those of the whole distribution"
+        )
         require_all(self, {"top_p": (self.top_p == 1, advice)})
 
     def frozen_models(self):
@@ -50,6 +52,7 @@ class Distill(ppo.Recipe):
         batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
 
     def whiten(self, advantages, batch):
+        # The estimator's advantages are whitened. The teacher's part is not.
         advantages = super().whiten(advantages, batch)
         of_teacher = self._log_ratio(batch)  # (T,)
         return self.teacher_weight * of_teacher + (1 - self.teacher_weight) * advantages

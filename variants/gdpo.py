@@ -16,8 +16,8 @@ import ppo
 from nanoorz.flags import flag, require
 
 
-def _sum_of_scores(rewards, values, mask, groups, cfg):
-    # raw_advantages has normalised and summed the rewards.
+def _unchanged(rewards, values, mask, groups, cfg):
+    # These `rewards` are the scores that raw_advantages has summed.
     return rewards
 
 
@@ -26,7 +26,7 @@ class GDPO(ppo.Recipe):
     estimator: str = flag("gdpo", "How rewards become advantages.")
 
     estimators = ppo.ESTIMATORS | {
-        "gdpo": ppo.Estimator(_sum_of_scores, is_whitened=True, least_samples=2)
+        "gdpo": ppo.Estimator(_unchanged, is_whitened=True, least_samples=2)
     }
 
     def check(self, world):

@@ -1,7 +1,7 @@
 """Logs the KL divergence between the policy and the base model, as the k3 estimate.
 
 k3 is unbiased and never negative (joschu.net/blog/kl-approx.html). The variant needs a reference:
-the base model is in memory a third time. The reference takes one more forward pass in each step.
+the base model is in memory once more. The reference takes one more forward pass in each step.
 This variant only logs the KL. It does not change what is learnt.
 """
 
