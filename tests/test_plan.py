@@ -52,8 +52,9 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     cfg = config(model=model, estimator="gae", zero_stage=stage, bf16=True, **taught)
     before = held_bytes()
     batch = make_batch()
-    ppo.compute_advantages(batch, cfg)
     engines = [models.make_policy(cfg), models.make_critic(cfg)]
+    cfg.token_passes(*engines, batch, step=0)
+    ppo.compute_advantages(batch, cfg)
     # The moments are made by the first update.
     for engine, loss in zip(engines, (cfg.policy_loss, cfg.critic_loss)):
         ppo.update(engine, loss, batch, batch.all_indices(), 1e-3, cfg)
