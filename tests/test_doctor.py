@@ -188,8 +188,18 @@ def test_of_several_rewards_the_first_is_graded_again_and_another_pay_is_no_faul
     label = {"numbers": [8, 9, 1, 2], "target": 17, "pick": 2}
     rows = [{"response": x, "finish_reason": "stop", "label": label} for x in ("8+9=17!", "8-1=7")]
     assert doctor.grade_again(pd.DataFrame(rows), config).tolist() == [1, 0]
-    run = doctor.Run(pd.DataFrame([{"reward": 0.5}]), config=config)
-    assert run.pays_else == ["--reward_weights"]
+    falls, rises = (
+        [start + sign * k / 30 for k in range(20)] for start, sign in ((0.8, -1), (0.1, 1))
+    )
+    lines = pd.DataFrame(well(reward=falls, paid=rises)).set_index("step")
+    assert "steps too large" in doctor.examine(doctor.Run(lines))
+    assert doctor.examine(doctor.Run(lines, config=config | {"task": "x"})) == {}
+
+
+def test_a_policy_that_is_like_its_teacher_is_not_too_slow():
+    lines = pd.DataFrame(well(reward=0.3)).set_index("step")
+    assert list(doctor.examine(doctor.Run(lines))) == ["too slow"]
+    assert doctor.examine(doctor.Run(lines, config={"teacher_weight": 1.0})) == {}
 
 
 def test_a_response_with_replies_is_graded_again_as_its_grader_saw_it(tmp_path):

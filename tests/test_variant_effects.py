@@ -449,6 +449,13 @@ def test_what_cannot_work_is_refused_in_one_line(names, flags, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_teacher_with_nan_is_refused_by_its_name(monkeypatch):
+    """Once the error blamed token_loss and the learning rate."""
+    monkeypatch.setitem(START, "teacher", torch.full((23,), float("nan")))
+    with pytest.raises(UserError, match="^--teacher -: its log-probs have NaN or infinity"):
+        take_steps(("distill",), OWN["distill"])
+
+
 def test_gdpo_normalises_each_reward_in_its_group_and_sums_by_the_weights():
     """The sum is whitened."""
     cfg = config(variant="gdpo", reward_weights=["short=0.5", "right=2"])
