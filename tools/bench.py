@@ -116,6 +116,11 @@ def random_model(folder: str, shape: str, **changes) -> str:
     return folder
 
 
+def write_problems(path: Path) -> None:
+    problems = [{"question": f"{k}+{k}", "answer": f"#### {2 * k}"} for k in range(256)]
+    path.write_text("\n".join(map(json.dumps, problems)))
+
+
 def make_config(model: str, flags: str) -> train.Config:
     own = "--zero_stage 2" if ON_GPU else FP32
     words = shlex.split(f"--model {model} --data - --stop '' --max_norm 0 {own} {flags}")
@@ -438,8 +443,7 @@ def median_of(lines: list[dict], name: str) -> float:
 
 def bench_step(folder: str, flags: str) -> dict:
     model = random_model(f"{folder}/model", "0.5B" if ON_GPU else "tiny")
-    problems = [{"question": f"{k}+{k}", "answer": f"#### {2 * k}"} for k in range(256)]
-    Path(folder, "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    write_problems(Path(folder, "problems.jsonl"))
     flags += f" --model {model} --data {folder}/problems.jsonl {'' if ON_GPU else ON_CPU}"
     # The run reads the memory of the whole GPU. This process has a CUDA context there.
     held = held_gib()
