@@ -1,9 +1,9 @@
-"""A lesson: from REINFORCE to PPO's advantages. `python docs/lesson.py`
+"""A lesson: from REINFORCE to PPO's advantages, a teacher and turns. `python docs/lesson.py`
 
-Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 5 end with a
-question. The next cell answers it, and docs/critic.md answers the last one. An advantage is what a
-token is paid. All but the first come from ppo.py. The pictures are written to out/lesson. The
-lesson takes about ten seconds on one free core, and less with `--quick`. With `--quick` the models
+Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 6 end with a
+question, and the next cell answers it. An advantage is what a token is paid. The advantages of
+cells 2 to 7 come from ppo.py and variants/distill.py. The pictures are written to out/lesson. The
+lesson takes SECONDS seconds on one free core, and less with `--quick`. With `--quick` the models
 learn too little for what the text says.
 """
 
@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo
+from variants.distill import Distill
 
 torch.set_num_threads(1)
 OUT = Path("out/lesson")
@@ -91,9 +92,10 @@ def problems_of(group):
     return torch.arange(64 // group).repeat_interleave(group) % PROBLEMS
 
 
-def train(estimator, seed, lambd=1.0, shift=0.0, group=8, rate=1.0):
+def train(estimator, seed, lambd=1.0, shift=0.0, group=8, rate=1.0, pay=None):
     """The solved share of the responses of each update. All updates have the same length, as those
-    of Adam nearly have. So only the direction counts, and noise makes a direction worse."""
+    of Adam nearly have. So only the direction counts, and noise makes a direction worse.
+    pay: a function that replaces the advantages."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
     critic = TableCritic() if estimator == "gae" else None
@@ -105,6 +107,8 @@ def train(estimator, seed, lambd=1.0, shift=0.0, group=8, rate=1.0):
         values = critic.values(problems, right) if critic else None
         groups = torch.arange(len(problems)) // group
         advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
+        if pay:
+            advantages = pay(logits, tokens, problems, advantages)
         direction = gradient(logits, tokens, problems, advantages)
         logits -= rate * direction / direction.norm().clamp(min=1e-9)
         if critic:
@@ -128,7 +132,7 @@ def chance(tokens, least):
     return sum(ways) / 4**tokens
 
 
-def noise(estimator, lambd=1.0, shift=0.0, group=8, critic=None):
+def noise(estimator, lambd=1.0, shift=0.0, group=8, critic=None, pay=None, truth=None):
     """The noise and the bias of the first gradient, both divided by the size of the true gradient.
 
     The noise is the std over batches. The bias is the error of the mean over batches, less the
@@ -143,30 +147,33 @@ def noise(estimator, lambd=1.0, shift=0.0, group=8, critic=None):
         tokens, right, rewards = draw(logits, problems, generator)
         values = critic.values(problems, right) if critic else None
         advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
+        if pay:
+            advantages = pay(logits, tokens, problems, advantages)
         found.append(gradient(logits, tokens, problems, advantages))
     found = torch.stack(found)  # (TRIALS, 8, 12, 4)
-    truth = true_gradient()
+    truth = true_gradient() if truth is None else truth
     variance = found.var(0).sum()
     error = (found.mean(0) - truth).square().sum() - variance / TRIALS
     return tuple((x.clamp(min=0).sqrt() / truth.norm()).item() for x in (variance, error))
 
 
-def picture(number, title, curves=None, bars=None):
-    """Writes a picture of learning curves (means over seeds, with bands), of bars, or of both."""
+def picture(number, title, curves, bars, measure="noise of the first gradient: std / size"):
+    """Writes a picture of learning curves (means over seeds, with bands) and of bars."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(1, 2)
-    for name, runs in (curves or {}).items():
+    axes = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
+    for name, runs in curves.items():
         smooth = np.apply_along_axis(np.convolve, 1, np.array(runs), np.ones(9) / 9, "valid")
         [line] = axes[0].plot(smooth.mean(0), label=name)
         band = (range(smooth.shape[1]), smooth.min(0), smooth.max(0))
         axes[0].fill_between(*band, color=line.get_color(), alpha=0.2)
-    axes[0].set(xlabel="update", ylabel="solved", ylim=(0, 1))
-    axes[0].legend(frameon=False)
-    for name, height in (bars or {}).items():
-        axes[1].barh(name, height)
-    axes[1].set(xlabel="noise of the first gradient: std / size")
-    axes[1].invert_yaxis()
+    if curves:
+        axes[0].set(xlabel="update", ylabel="solved", ylim=(0, 1))
+        axes[0].legend(frameon=False)
+    for name, height in bars.items():
+        axes[-1].barh(name, height)
+    axes[-1].set(xlabel=measure)
+    axes[-1].invert_yaxis()
     figure.savefig(OUT / f"{number}.png", dpi=80)
 
 
@@ -180,7 +187,7 @@ def tell(curves, bars):
 
 
 def show(title, numbers):
-    print(f"   {title:22}", " ".join(f"{x:5}" for x in numbers))
+    print(f"   {title:24}", " ".join(f"{x:5}" for x in numbers))
 
 
 # %% [1] REINFORCE: make the tokens of a response more likely, in proportion to its reward
@@ -299,8 +306,84 @@ print(
     "   has learnt lowers the noise at little bias. A new critic with lambda 0 pays only the last"
 )
 print("   token, so its gradient is small and wrong.")
+print("   ORZ takes lambda 1. With 0.95 the reward counts 0.006 for a token 100 places before")
+print("   the end. The critic decides the rest. docs/critic.md shows what a real critic knows.")
+print("   QUESTION: a larger model already solves the problems. Can it pay the tokens?\n")
+
+# %% [6] A teacher: a model that already solves the problems scores each drawn token
+# ANSWER to 5: yes. A_t = log p of the teacher - log p of the policy, for the token that the policy
+# drew. It needs no reward and no critic. Its mean gradient is that of KL(policy, teacher).
+teacher = torch.tensor([0.55, 0.15, 0.15, 0.15], dtype=torch.float64).log()  # (4,) at each place
+
+
+def teach(weight):
+    """The advantages of --variant distill with this --teacher_weight."""
+    recipe = Distill(estimator="grpo", teacher_weight=weight)
+
+    def pay(logits, tokens, problems, advantages):
+        batch = make_batch(torch.zeros(len(tokens)), problems)
+        logprobs = logits[problems].log_softmax(-1).gather(-1, tokens[..., None])
+        batch.per_token["old_logprobs"] = logprobs.reshape(-1)  # (T,)
+        batch.per_token["teacher_logprobs"] = teacher[tokens].reshape(-1)  # (T,)
+        return recipe.whiten(advantages.reshape(-1), batch).reshape(-1, TOKENS)
+
+    return pay
+
+
+start = torch.zeros_like(uniform).requires_grad_()
+log_p = start.log_softmax(-1)  # (8, 12, 4)
+(log_p.exp() * (log_p - teacher)).sum(-1).mean().backward()  # KL(policy, teacher) of a token
+logits = teacher.expand(PROBLEMS, TOKENS, -1)
+rewards_of_teacher = draw(logits, torch.arange(PROBLEMS).repeat_interleave(1000), generator)[2]
+curves = {"lambda 0.8": curves["lambda 0.8"]}
+for name, weight in (("teacher", 1.0), ("half teacher, half GRPO", 0.5)):
+    curves[name] = [train("grpo", seed, pay=teach(weight)) for seed in SEEDS]
+bars = {"lambda 0.8": learnt[0.8][0]}
+bars["teacher"] = noise("grpo", pay=teach(1.0), truth=start.grad)[0]
+picture(6, "6. A teacher scores each token", curves, bars)
+print("6. A teacher: pay each token log p of the teacher minus log p of the policy.")
+tell(curves, bars)
+print(f"   The teacher solves {rewards_of_teacher.mean():.2f}. Solved in the last ten updates:")
+for name, runs in curves.items():
+    show(name, [f"{np.mean([run[-10:] for run in runs]):.2f}"])
+print("   A teacher needs no reward. A policy that learns from a teacher alone ends with what the")
+print("   teacher solves.")
+print("   QUESTION: a tool writes a part of a response. Which tokens are paid?\n")
+
+# %% [7] Turns: a tool writes a part of the response
+# ANSWER to 6: those that the policy has drawn. The reply of a tool is read, as the prompt is. If
+# the policy were paid for the reply, it would learn to write the tool's text.
+drawn = torch.ones(TOKENS, dtype=torch.bool)
+drawn[5:7] = False  # tokens 5 and 6 are a reply: 0 if two of the first five are right, else 1
+PROBLEM = torch.full((64,), 2)
+found = {"drawn tokens": [], "reply too": []}
+for _ in range(TRIALS):
+    tokens, _, _ = draw(uniform, PROBLEM, generator)
+    tokens[:, ~drawn] = ((tokens[:, :5] == 0).sum(1) < 2).long()[:, None]
+    rewards = ((tokens[:, drawn] == 0).sum(1) >= need[2]).double()
+    ids = tokens.tolist()
+    batch = ppo.Batch(
+        [[0]] * 64, ids, PROBLEM, rewards, torch.device("cpu"), {}, [], [drawn.tolist()] * 64
+    )
+    pay = ppo.Recipe(estimator="rloo").raw_advantages(batch)  # (T,): 10 drawn tokens a response
+    advantages = torch.zeros(64, TOKENS, dtype=torch.float64)
+    advantages[:, drawn] = pay.reshape(64, -1)
+    found["drawn tokens"].append(gradient(uniform, tokens, PROBLEM, advantages))
+    advantages[:, ~drawn] = advantages[:, :1]
+    found["reply too"].append(gradient(uniform, tokens, PROBLEM, advantages))
+sizes = {name: torch.stack(x).mean(0)[2].norm(dim=-1) for name, x in found.items()}  # (12,)
+bars = {}
+for name, size in sizes.items():
+    bars[f"paid: {name}; policy's tokens"] = 1000 * size[drawn].mean()
+    bars[f"paid: {name}; tool's tokens"] = 1000 * size[~drawn].mean()
+title = "7. A reply is read, and not learnt"
+picture(7, title, {}, bars, "size of the gradient for a token, times 1000")
+print("7. Turns: tokens 5 and 6 are the reply of a tool.")
+for name, size in sizes.items():
+    show(f"paid: {name}", [f"{1000 * x:.1f}" for x in size])
+print("   These are sizes of the gradient for each token, times 1000. If the reply is paid")
 print(
-    "   QUESTION: ORZ takes lambda 1. Its responses have thousands of tokens. What would 0.95 do?"
+    "   too, it has the largest ones: right responses often have the reply 0, and the policy would"
 )
-print("   docs/critic.md shows what a real critic does, and docs/laboratory.md whether it pays.")
+print("   learn to write it. docs/turns.md says how a task replies.")
 print(f"The pictures are in {OUT}")

@@ -77,9 +77,9 @@ def check_command(words: list[str]):
 
 
 def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
-    """The lesson runs, shortened, and draws a picture in each of its five parts."""
+    """The lesson runs, shortened, and draws a picture in each of its seven parts."""
     told = run_python(ROOT / "docs" / "lesson.py", "--quick", cwd=tmp_path).stdout
-    assert len(list((tmp_path / "out" / "lesson").glob("*.png"))) == 5
+    assert len(list((tmp_path / "out" / "lesson").glob("*.png"))) == 7
     names = ("reward 0 or 1", "mean of the batch", "rloo, groups of 8", "a critic that has learnt")
     noise = [float(re.search(f"noise.*{name}: ([0-9.]+)", told)[1]) for name in names]
     assert noise == sorted(noise, reverse=True)
@@ -109,29 +109,35 @@ def test_at_ratio_one_only_the_mean_of_a_loss_matters():
     assert {ratio_one.mean_of(name) for name in ratio_one.LOSSES} == ratio_one.LEFT.keys()
 
 
+def are_in(rows: list[str], printed: list[str]) -> bool:
+    """Whether the printed rows have these rows, in the same order."""
+    rest = iter(printed)
+    return all(row in rest for row in rows)
+
+
 def test_the_tables_of_the_chains_have_the_numbers_of_their_runs(tmp_path):
-    """The page has each row with an interval that studies/chain.py prints, and no other one."""
+    """studies/chain.py prints each row of the page that has an interval, in the page's order."""
     with tarfile.open(ROOT / "studies" / "chain_runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     words = [ROOT / "studies" / "chain.py", tmp_path, "--picture", tmp_path / "picture.png"]
     told = run_python(*words).stdout
     page = (ROOT / "docs" / "chain.md").read_text()
     rows, printed = (re.findall(r"^.* \| .*\].*", text, re.MULTILINE) for text in (page, told))
-    assert len(rows) > 50 and rows == printed
+    assert len(rows) > 20 and are_in(rows, printed)
     shutil.rmtree(tmp_path / "grpo_4")
     done = run_python(*words, code=2)
     assert "lacks runs (KeyError: 4); unpack the archive there" in done.stderr
 
 
 def test_the_tables_of_a_teacher_and_of_several_rewards_have_the_numbers_of_their_runs(tmp_path):
-    """The two pages together have each row that studies/teacher.py prints, and no other one."""
+    """studies/teacher.py prints each row of the two pages that has an interval, in this order."""
     with tarfile.open(ROOT / "studies" / "teacher_runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     words = [ROOT / "studies" / "teacher.py", tmp_path, "--pictures", tmp_path]
     told = run_python(*words).stdout
     text = (ROOT / "docs" / "teacher.md").read_text() + (ROOT / "docs" / "rewards.md").read_text()
     rows, printed = (re.findall(r"^.* \| .*\d\.\d+ \[.*", x, re.MULTILINE) for x in (text, told))
-    assert len(rows) > 20 and rows == printed
+    assert len(rows) > 10 and are_in(rows, printed)
     shutil.rmtree(tmp_path / "chain")
     assert "unpack the archive there" in run_python(*words, code=2).stderr
 
