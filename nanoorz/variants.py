@@ -327,7 +327,7 @@ def explain_old_run(run_dir, hashes) -> str:
         fault = "is a file of functions, and variants are classes now"
         last = LAST_OF_FUNCTIONS
     elif any(OLD_NAMES.search(text) for text in texts):
-        fault = "uses lib or other old names (docs/LOG.md)"
+        fault = "uses lib or other old names (docs/upgrading.md)"
         last = LAST_OF_LIB
     else:
         return ""

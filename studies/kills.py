@@ -80,8 +80,7 @@ def results(run: Path) -> list:
 
 
 def main():
-    count, kills = map(int, sys.argv[1:])
-    folder = Path(tempfile.mkdtemp(prefix="kills_"))
+    count, kills, folder = *map(int, sys.argv[1:]), Path(tempfile.mkdtemp(prefix="kills_"))
     bench.random_model(str(folder / "model"), "tiny")
     bench.write_problems(folder / "problems.jsonl")
     with socket.socket() as held:  # no other program gets this port

@@ -1,10 +1,9 @@
-"""A GRPO step of TRL beside ours: `python studies/peers.py PYTHON [--rounds 3]`
+"""A GRPO step of TRL beside ours: `python studies/peers.py PYTHON`
 
 PYTHON belongs to an environment with TRL: `python -m venv trl && trl/bin/pip install trl`. Both
 sides have the same random model in fp32, prompts, numbers of samples and lengths, and no KL. A coin
-is the reward. TRL samples by transformers, and we by vLLM. Each round runs four steps of TRL and
-four of ours, and compares the medians of steps 2 to 4. The first round tries TRL with several
-numbers of micro-batches, and the later rounds take the best one.
+is the reward. TRL samples by transformers, and we by vLLM. A round compares the medians of steps 2
+to 4. The first of three rounds finds the best number of micro-batches for TRL.
 """
 
 import json
@@ -78,14 +77,13 @@ def median_of(python: str, *words) -> float:
 def main():
     from tools import bench
 
-    rounds = int(sys.argv[3]) if sys.argv[2:3] == ["--rounds"] else 3
     with tempfile.TemporaryDirectory() as folder:
         bench.write_problems(Path(folder, "problems.jsonl"))
         for size, prompts, samples, tokens, rows in CASES:
             bench.random_model(f"{folder}/{size}", size)
             case = (folder, size, prompts, samples, tokens)
             choices = MICRO_BATCHES
-            for _ in range(rounds):
+            for _ in range(3):
                 own = median_of(sys.executable, "ours", *case, rows)
                 found = {parts: median_of(sys.argv[1], "trl", *case, parts) for parts in choices}
                 choices = [min(found, key=found.get)]

@@ -1,0 +1,97 @@
+"""Where the README's figures come from: studies/evidence.json, which docs/evidence.md shows.
+
+    python studies/evidence.py               names the claims whose code has changed since
+    python studies/evidence.py write         writes docs/evidence.md
+    python studies/evidence.py stamp NAME    the claim NAME was measured now, with the code of HEAD
+
+The hash of a file is that of its code: comments and docstrings do not count. A pattern such as
+nanoorz/*.py has one hash of all its files.
+"""
+
+import ast
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CLAIMS = ROOT / "studies" / "evidence.json"
+PAGE = ROOT / "docs" / "evidence.md"
+TOP = """# Evidence
+
+`python studies/evidence.py write` has written this page from `studies/evidence.json`. Each claim
+of the README has its command, the commit and the day of its measurement, the machine, and the file
+of its numbers. *Rests on* names the code that decides the numbers, with a hash. A claim whose code
+has changed since then is marked. `make check` names these claims.
+
+"""
+
+
+def code_of(path: Path) -> str:
+    """The file's code without comments and docstrings. The whole text if it is not Python."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            first.value.value = ""
+    return ast.unparse(tree)
+
+
+def hash_of(pattern: str) -> str:
+    """Eight digits that depend on the code of all files of the pattern."""
+    paths = sorted(ROOT.glob(pattern))
+    assert paths, f"{pattern}: no file has this name"
+    texts = [f"{path.relative_to(ROOT)}\n{code_of(path)}" for path in paths]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
+
+
+def changed(claim: dict) -> list[str]:
+    return [pattern for pattern, old in claim["rests on"].items() if hash_of(pattern) != old]
+
+
+def section(name: str, claim: dict, machines: dict) -> str:
+    numbers = claim["numbers"]
+    lines = [f"## {name}", "", claim["claim"], ""]
+    lines += [f"- Command: `{claim['command']}`"]
+    lines += [
+        f"- Measured: {claim['date']}, commit {claim['commit']}; {machines[claim['machine']]}"
+    ]
+    lines += [f"- Numbers: [{numbers}](../{numbers})"]
+    lines += [f"- {claim['note']}"] if "note" in claim else []
+    rests = ", ".join(f"`{pattern}` {digits}" for pattern, digits in claim["rests on"].items())
+    lines += [f"- Rests on: {rests}"]
+    since = ", ".join(f"`{pattern}`" for pattern in changed(claim))
+    lines += [f"- **Changed since**: {since}"] if since else []
+    return "\n".join(lines) + "\n"
+
+
+def stamp(claim: dict):
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    claim["commit"] = subprocess.check_output(head, text=True).strip()
+    claim["date"] = datetime.date.today().isoformat()
+    claim["rests on"] = {pattern: hash_of(pattern) for pattern in claim["rests on"]}
+
+
+def main():
+    found = json.loads(CLAIMS.read_text())
+    claims = found["claims"]
+    if sys.argv[1:2] == ["stamp"]:
+        for name in sys.argv[2:]:
+            stamp(claims[name])
+        CLAIMS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    if sys.argv[1:]:
+        texts = [section(name, claim, found["machines"]) for name, claim in claims.items()]
+        PAGE.write_text(TOP + "\n".join(texts))
+    for name, claim in claims.items():
+        if patterns := changed(claim):
+            print(f"docs/evidence.md: {name}: {', '.join(patterns)} changed since {claim['date']}")
+
+
+if __name__ == "__main__":
+    main()
