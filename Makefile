@@ -44,10 +44,12 @@ chain: $(INSTALLED) ## train the model of the chains, in a task with turns (abou
 	$(BIN)/python tools/plot.py out/chain/run
 	$(BIN)/python tools/compare.py out/chain/run
 
-# Run `make check` after an edit. It runs ruff and all tests without the mark `engine`.
+# Run `make check` after an edit. It runs ruff and all tests without the mark `engine`, and names the claims of
+# docs/evidence.md whose code has changed.
 check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 90 seconds)
 	$(CPU_VENV)/bin/ruff check .
 	$(CPU_VENV)/bin/ruff format --check .
+	$(CPU_VENV)/bin/python studies/evidence.py
 	$(CPU_VENV)/bin/python -m pytest -m "not engine and not slow and not long and not gpu"
 
 test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 4 minutes)

@@ -39,7 +39,7 @@ def code_of(path: Path) -> str:
         body = getattr(node, "body", None)
         first = body[0] if isinstance(body, list) and body else None
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            first.value.value = ""
+            del body[0]
     return ast.unparse(tree)
 
 

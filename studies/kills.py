@@ -46,7 +46,7 @@ def newest_step(run: Path) -> int:
 
 def wait_until(condition, ranks: list[subprocess.Popen]):
     while not condition():
-        time.sleep(0.001)
+        time.sleep(0.005)
         assert all(rank.poll() is None for rank in ranks), "a rank has ended, see run_0.txt"
 
 

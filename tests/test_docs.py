@@ -12,7 +12,7 @@ from conftest import ROOT, run_python
 
 import train
 from nanoorz.ranks import UserError
-from studies import race, ratio_one
+from studies import evidence, race, ratio_one
 
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md"]
 for folder in ("docs", "docs/exercises", "studies"):
@@ -109,6 +109,22 @@ def test_at_ratio_one_only_the_mean_of_a_loss_matters():
     assert {ratio_one.mean_of(name) for name in ratio_one.LOSSES} == ratio_one.LEFT.keys()
 
 
+def test_the_evidence_names_claims_whose_code_has_changed(tmp_path, monkeypatch):
+    """A comment and a docstring are no code. The page has each claim, and its numbers exist."""
+    found = json.loads(evidence.CLAIMS.read_text())
+    page = evidence.PAGE.read_text()
+    for name, claim in found["claims"].items():
+        assert (ROOT / claim["numbers"]).exists() and claim["machine"] in found["machines"]
+        section = evidence.section(name, claim, found["machines"])
+        assert section.partition("- **Changed since**")[0] in page
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    source = tmp_path / "stage.py"
+    texts = ["x = 1\n", '"""Doc."""\nx = 1  # one\n', "x = 2\n"]
+    hashes = [source.write_text(text) and evidence.hash_of("*.py") for text in texts]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert evidence.changed({"rests on": {"*.py": hashes[1]}}) == ["*.py"]
+
+
 def are_in(rows: list[str], printed: list[str]) -> bool:
     """Whether the printed rows have these rows, in the same order."""
     rest = iter(printed)
@@ -143,12 +159,16 @@ def test_the_tables_of_a_teacher_and_of_several_rewards_have_the_numbers_of_thei
 
 
 def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):
-    """Each row of the README and of the laboratory is one that pays.py prints."""
+    """pays.py prints each row of the laboratory, and each interval of the README."""
     with tarfile.open(ROOT / "studies" / "critic_runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     told = run_python(ROOT / "studies" / "pays.py", tmp_path / "critic", tmp_path / "alone").stdout
-    for name in ("README.md", "docs/laboratory.md"):
-        rows = re.findall(r"^.* minus .* \| .*\].*", (ROOT / name).read_text(), re.MULTILINE)
-        assert len(rows) > 3
-        for line in rows:
-            assert f"\n{line.replace('**', '')}" in told, line
+    page = (ROOT / "docs" / "laboratory.md").read_text()
+    rows = re.findall(r"^.* minus .* \| .*\].*", page, re.MULTILINE)
+    assert len(rows) > 7
+    for line in rows:
+        assert f"\n{line.replace('**', '')}" in told, line
+    intervals = re.findall(r"\d\.\d+\s\[.*?\]", (ROOT / "README.md").read_text())
+    assert intervals
+    for interval in intervals:
+        assert f"+{' '.join(interval.split())}" in told, interval
