@@ -55,13 +55,10 @@ def changed(claim: dict) -> list[str]:
     return [pattern for pattern, old in claim["rests on"].items() if hash_of(pattern) != old]
 
 
-def section(name: str, claim: dict, machines: dict) -> str:
+def section(name: str, claim: dict) -> str:
     numbers = claim["numbers"]
-    lines = [f"## {name}", "", claim["claim"], ""]
-    lines += [f"- Command: `{claim['command']}`"]
-    lines += [
-        f"- Measured: {claim['date']}, commit {claim['commit']}; {machines[claim['machine']]}"
-    ]
+    lines = [f"## {name}", "", claim["claim"], "", f"- Command: `{claim['command']}`"]
+    lines += [f"- Measured: {claim['date']}, {claim['commit']}, {claim['machine']}"]
     lines += [f"- Numbers: [{numbers}](../{numbers})"]
     lines += [f"- {claim['note']}"] if "note" in claim else []
     rests = ", ".join(f"`{pattern}` {digits}" for pattern, digits in claim["rests on"].items())
@@ -86,8 +83,8 @@ def main():
             stamp(claims[name])
         CLAIMS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     if sys.argv[1:]:
-        texts = [section(name, claim, found["machines"]) for name, claim in claims.items()]
-        PAGE.write_text(TOP + "\n".join(texts))
+        machines = [f"{name}: {machine}\n" for name, machine in found["machines"].items()]
+        PAGE.write_text(TOP + "\n".join(machines + [section(*item) for item in claims.items()]))
     for name, claim in claims.items():
         if patterns := changed(claim):
             print(f"docs/evidence.md: {name}: {', '.join(patterns)} changed since {claim['date']}")

@@ -115,7 +115,7 @@ def test_the_evidence_names_claims_whose_code_has_changed(tmp_path, monkeypatch)
     page = evidence.PAGE.read_text()
     for name, claim in found["claims"].items():
         assert (ROOT / claim["numbers"]).exists() and claim["machine"] in found["machines"]
-        section = evidence.section(name, claim, found["machines"])
+        section = evidence.section(name, claim)
         assert section.partition("- **Changed since**")[0] in page
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
     source = tmp_path / "stage.py"
