@@ -75,8 +75,8 @@ class Batch:
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
         # N numbers: all tokens of prompt and response, also those of replies
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
-        # Has the sample so many response tokens? A padding id would not tell, because a response
-        # may have that id.
+        # True where the place is below the response's length. A padding id would not tell, because
+        # a response may have that id.
         self.mask = (
             torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
         )  # (N, S)

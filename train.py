@@ -11,7 +11,7 @@ This file has the flags, the set-up, the loop and the evaluation. Words that all
 - stage: one of the five files of the root. Each stage does one part of a step.
 - sampler: vLLM, which draws responses. In each step it uses the GPU first, then the learners do.
 - engine: DeepSpeed's object around a model. It shards the model over the ranks and updates it.
-- learner: a model with its engine. The policy is one. The estimator gae has the critic, too.
+- learner: a model with its engine: the policy, and with --estimator gae also the critic.
 - variant: a file that changes decisions of a run: it has a subclass of the class Recipe of ppo.py.
 - task: a file that has problems and grades answers. The default task is reward.py.
 - family: the models of one architecture, such as qwen2.
@@ -25,7 +25,8 @@ What an error does:
   no weight has changed yet. All ranks save the last finished step. The run prints the part of the
   traceback that is not in libraries, and then one line. RUN/run.log has the whole traceback.
 - Another error anywhere else: the run prints the traceback. The last checkpoint stays.
-- A signal, such as Ctrl-C: all ranks save the last finished step. The exit code is 0.
+- A signal, such as Ctrl-C: all ranks save the last finished step. The exit code is 0. During the
+  set-up of several ranks it is 1.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """A lesson: from REINFORCE to PPO's advantages, a teacher and turns. `python docs/lesson.py`
 
 Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 6 end with a
-question, and the next cell answers it. An advantage is what a token is paid. The advantages of
-cells 2 to 7 come from ppo.py and variants/distill.py. The pictures are written to out/lesson. The
+question, and the next cell answers it. An advantage is what a token is paid. All advantages but
+the first come from ppo.py and variants/distill.py. The pictures are written to out/lesson. The
 lesson takes SECONDS seconds on one free core, and less with `--quick`. With `--quick` the models
 learn too little for what the text says.
 """

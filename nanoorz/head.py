@@ -130,7 +130,7 @@ def adds_in_fp32(device) -> bool:
 
 
 class ChunkedHead(nn.Module):
-    """An LM head without bias that computes log-probs and entropies, and never all logits.
+    """An LM head without bias that computes log-probs and entropies, chunk by chunk.
 
     Call it once for each micro-batch. Under ZeRO-3 a call gathers the weight, so all ranks must
     make the same number of calls.

@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "evidence.md"
 TOP = """# Evidence
 
 `python studies/evidence.py write` has written this page from `studies/evidence.json`. Each claim
-of the README has its command, the commit and the day of its measurement, the machine, and the file
-of its numbers. *Rests on* names the code that decides the numbers, with a hash. A claim whose code
+has its command, the day, the commit and the machine of its measurement, and the file of its
+numbers. *Rests on* names the code that decides the numbers, with a hash. A claim whose code
 has changed since then is marked. `make check` names these claims.
 
 """
@@ -59,7 +59,8 @@ def section(name: str, claim: dict) -> str:
     numbers = claim["numbers"]
     lines = [f"## {name}", "", claim["claim"], "", f"- Command: `{claim['command']}`"]
     lines += [f"- Measured: {claim['date']}, {claim['commit']}, {claim['machine']}"]
-    lines += [f"- Numbers: [{numbers}](../{numbers})"]
+    kind = "Test" if numbers.startswith("tests/") else "Numbers"
+    lines += [f"- {kind}: [{numbers}](../{numbers})"]
     lines += [f"- {claim['note']}"] if "note" in claim else []
     rests = ", ".join(f"`{pattern}` {digits}" for pattern, digits in claim["rests on"].items())
     lines += [f"- Rests on: {rests}"]
