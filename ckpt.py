@@ -635,6 +635,9 @@ def write_export(out, save_model, weights, files):
     files.save_pretrained(unfinished)
     if head:
         save_file(head, unfinished / "value_head.safetensors")
+    # safetensors makes files that their owner alone may read.
+    for path in unfinished.glob("*.safetensors"):
+        shutil.copymode(unfinished / "config.json", path)
     # Of a link only the link goes, and not the folder behind it.
     if out.is_symlink():
         out.unlink()

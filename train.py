@@ -1,9 +1,10 @@
 """nanoORZ: reinforcement learning of reasoning straight on a base model, after Open-Reasoner-Zero.
 
 `python train.py --model MODEL --data FILE` trains in one process. `accelerate launch train.py ...`
-starts several processes. Without the flag --model the demo runs: tools/base_model.py makes a tiny
-base model and a file of flags. The run prints the flags of this file and uses them. A flag that is
-also on the command line has the value of the command line.
+starts a process for each GPU. On a CPU it needs --use_deepspeed, or it starts one process. Without
+the flag --model the demo runs: tools/base_model.py makes a tiny base model and a file of flags. The
+run prints the flags of this file and uses them. A flag that is also on the command line has the
+value of the command line.
 
 This file has the flags, the set-up, the loop and the evaluation. Words that all files use:
 - rank: one process of the run. Each GPU has one.

@@ -123,6 +123,8 @@ def explain_unknown(word, known) -> str:
             owners.append(path.stem)
     if owners:
         return f"--{name} is a flag of --variant {' or '.join(owners)}; name the variant"
+    if name == "dry_run":
+        return "--dry_run belongs to the scripts of runs/; give the same flags to tools/plan.py"
     if (VARIANTS / f"{name}.py").is_file():
         return f"--{name} is a variant now: --variant {name}"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)

@@ -277,6 +277,8 @@ def test_an_export_has_the_small_files_of_the_base_model(group, tmp_path):
             assert (out / name).read_bytes() == (base / name).read_bytes()
         assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
         assert not (out / "train.json").exists()
+        # Who may read the config may read the weights.
+        assert len({path.stat().st_mode for path in out.iterdir()}) == 1
         expected = config | {"torch_dtype": "float32", "architectures": [architecture]}
         assert json.loads((out / "config.json").read_text()) == expected
         again = auto_class.from_pretrained(out, dtype="auto")

@@ -101,6 +101,23 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
         assert code == 2 and re.fullmatch(f"error: .*{told}.*\n", errors)
 
 
+def test_compare_warns_of_other_intervals_and_refuses_a_run_beside_a_setting(tmp_path):
+    """The mean of three evaluations is over other steps then. A run has no table for --out."""
+    write_run(tmp_path / "often" / "seed1", 10, [0.2, 0.3, 0.4, 0.5])
+    write_run(tmp_path / "seldom" / "seed1", 10, [0.2, 0.3, 0.5])
+    evaluations = tmp_path / "seldom" / "seed1" / "eval.jsonl"
+    lines = evaluations.read_text().splitlines()
+    evaluations.write_text("\n".join(line for line in lines if '"step": 10,' not in line))
+    folders = [tmp_path / "often", tmp_path / "seldom"]
+    told = run_tool("compare", *folders, "--out", tmp_path / "plan")[1]
+    assert re.search("warning: .*steps between two 10: often; 20: seldom", told)
+    run = tmp_path / "often" / "seed1"
+    code, _, errors = run_tool("compare", tmp_path / "seldom", run)
+    assert code == 2 and f"seldom is no run, and {run} is one" in errors
+    code, _, errors = run_tool("compare", run, "--out", tmp_path / "plan")
+    assert code == 2 and "is a run; give folders of settings" in errors
+
+
 def test_compare_says_what_one_run_has_learnt(tmp_path):
     write_run(tmp_path, 10, [0.2, 0.7])
     told = run_tool("compare", tmp_path)[1]

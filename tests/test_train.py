@@ -77,7 +77,8 @@ def test_wrong_flags_are_refused_in_one_line():
     """The line for an unknown flag names the nearest one."""
     wrong = {
         ("--actor_learning", "1"): ".*did you mean --actor_learning_rate",
-        ("--dry_run",): "unknown flag --dry_run; `python train.py --help` has all flags$",
+        ("--dry_run",): ".*give the same flags to tools/plan.py",
+        ("--wet_walk",): "unknown flag --wet_walk; `python train.py --help` has all flags$",
         ("--run_dir", ""): "--run_dir: name a folder$",
         ("--seed", "many"): ".*seed.*--help` explains each flag",
     }

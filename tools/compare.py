@@ -117,6 +117,18 @@ def read_settings(folders: list[Path], seeds: int | None) -> dict[str, dict[int,
     return settings
 
 
+def warn_of_intervals(settings: dict[str, dict[int, Run]]) -> None:
+    """Warns if the last three evaluations are those of another number of steps in some settings."""
+    intervals = {}  # steps between evaluations: settings
+    for name, runs in settings.items():
+        for run in runs.values():
+            if len(run.evaluations) > 1:
+                intervals.setdefault(run.evaluations.step.diff().median(), {})[name] = run
+    if len(intervals) > 1:
+        told = "; ".join(f"{steps:g}: {', '.join(names)}" for steps, names in intervals.items())
+        print(f"warning: three evaluations are no equal number of steps (steps between two {told})")
+
+
 def make_row(name: str, runs: dict[int, Run], baseline: dict[int, Run]) -> dict:
     """The numbers of a setting."""
     row = {"setting": name, "seeds": list(runs)}
@@ -222,6 +234,7 @@ def draw(settings: dict[str, dict[int, Run]], shown: list[str], out: str | Path)
 
 def compare_all(settings: dict[str, dict[int, Run]], shown: list[str], out: str) -> None:
     """Writes and prints the table, and draws. The first setting is the baseline."""
+    warn_of_intervals(settings)
     path = Path(out)
     is_picture = path.suffix in PICTURES
     out, ending = (str(path.with_suffix("")), path.suffix) if is_picture else (out, ".png")
@@ -272,15 +285,21 @@ def main() -> None:
     text = "folders of settings, the baseline first, or folders of runs"
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help=text)
     text = "PATH.md, PATH.json and PATH.png are written; PATH may end in .pdf; default: comparison"
-    parser.add_argument("--out", default="comparison", metavar="PATH", help=text)
+    parser.add_argument("--out", metavar="PATH", help=text)
     parser.add_argument("--seeds", type=int, help="the last seed to compare; absent: all seeds")
     parser.add_argument("--show", nargs="+", default=[], help="the settings in the picture")
     args = parser.parse_args()
     try:
-        if any((folder / "eval.jsonl").exists() for folder in args.folders):
+        runs = [folder for folder in args.folders if (folder / "eval.jsonl").exists()]
+        if runs:
+            if args.out:
+                raise ValueError(f"--out {args.out}: {runs[0]} is a run; give folders of settings")
             for folder in args.folders:
+                if folder not in runs:
+                    raise ValueError(f"{folder} is no run, and {runs[0]} is one; give runs alone")
                 show_run(folder)
             return
+        args.out = args.out or "comparison"
         if unknown := set(args.show) - {folder.name for folder in args.folders}:
             raise ValueError(f"--show {' '.join(unknown)}: no folder has this name")
         compare_all(read_settings(args.folders, args.seeds), args.show, args.out)
