@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # Size of the model, prompts, samples of each prompt, tokens of a response, our rows a micro-batch.
 CASES = [("tiny", 64, 16, 48, 64), ("small", 4, 8, 96, 16)]
-MICRO_BATCHES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4)
 
 
 def ours(folder: str, size: str, prompts: int, samples: int, tokens: int, rows: int) -> list[float]:

@@ -74,7 +74,7 @@ def peak() -> float:
 def rank(folder: str):
     start_distributed()
     torch.set_num_threads(1)
-    *_, batch, update = make_update(folder, 64)
+    *_, batch, update = make_update(folder, 24)
     print(sum(batch.sample_lengths) / bench.median_seconds(update, 1))
 
 
