@@ -137,6 +137,10 @@ UNUSABLE = [
         {"messages": [{"role": "user", "content": [{"type": "image"}, TURN]}], "answer": "2"},
         "a turn that is not text alone",
     ),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "tool", "text": "1"}]}], "answer": "2"},
+        "a turn that is not text alone",
+    ),
     ({"messages": [TURN]}, "a conversation that does not end with a solution"),
     ({"question": "1+1?", "answer": "It is 2\n#### "}, "the label ''"),
     *(
