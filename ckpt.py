@@ -308,8 +308,10 @@ def save(run_dir, state: RunState, engines, hf, keep_last):
         on_rank0(remove, temporary)
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
     else:
-        on_rank0(prune, run_dir, keep_last)
+        fault = on_rank0(prune, run_dir, keep_last)
         print0(f"saved step {state.step}")
+        if fault:
+            print0(f"WARNING: older checkpoints are not removed: {fault}")
     return error
 
 

@@ -219,8 +219,8 @@ class Sampler:
         """
         # The prefix cache was computed with old weights. A prefix in it would also change vLLM's
         # schedule, and the schedule changes the last bits of log-probs.
-        is_empty = self.llm.reset_prefix_cache()
-        assert is_empty, "the cache is not empty: requests of an earlier call are still running"
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache is not empty: an earlier call has requests left")
         llm_engine = self.llm.llm_engine
         samples = [Sample(request, [], None, "", "", parts=[]) for request in requests]
         drawing = set()  # the positions of the samples that vLLM draws now
@@ -512,6 +512,8 @@ class Replies:
         self.watch.begin = time.monotonic()
         try:
             result = self.function(sample.text, sample.finish_reason, label)
+            # TooSlow must not come when the Future has a result.
+            self.watch.begin = None
             if isinstance(result, futures.Future):
                 future = result
             else:

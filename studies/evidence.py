@@ -11,9 +11,11 @@ nanoorz/*.py has one hash of all its files.
 import ast
 import datetime
 import hashlib
+import io
 import json
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,17 +32,22 @@ has changed since then is marked. `make check` names these claims.
 
 
 def code_of(path: Path) -> str:
-    """The file's code without comments and docstrings. The whole text if it is not Python."""
+    """The file's lines without comments and docstrings. The whole text if it is not Python."""
     text = path.read_text()
     if path.suffix != ".py":
         return text
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         first = body[0] if isinstance(body, list) and body else None
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            del body[0]
-    return ast.unparse(tree)
+            for row in range(first.lineno - 1, first.end_lineno):
+                lines[row] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def hash_of(pattern: str) -> str:
@@ -70,8 +77,9 @@ def section(name: str, claim: dict) -> str:
 
 
 def stamp(claim: dict):
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    claim["commit"] = subprocess.check_output(head, text=True).strip()
+    git = ["git", "-C", str(ROOT)]
+    subprocess.run([*git, "diff", "--exit-code", "HEAD", "--", *claim["rests on"]], check=True)
+    claim["commit"] = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True)[:7]
     claim["date"] = datetime.date.today().isoformat()
     claim["rests on"] = {pattern: hash_of(pattern) for pattern in claim["rests on"]}
 
