@@ -290,8 +290,8 @@ class Sampler:
         """Adds a reply to a sample. Returns whether another turn follows.
 
         text: None if there is no reply. The response is truncated, and the reply is dropped, if
-        there is no room for the reply and another token, if the sample has max_turns turns, or if
-        the model lacks a token of the reply.
+        there is no room for the reply and another token, if the sample has max_turns turns, if the
+        model lacks a token of the reply, or if the tokenizer has no token for its text.
         """
         if text is None:
             return False
@@ -300,7 +300,7 @@ class Sampler:
         ids = self.tokenizer(begin, add_special_tokens=False)["input_ids"]
         has_room = len(ids) < room_for_tokens(sample, self.cfg)
         has_turns = len(sample.turns) < self.cfg.max_turns
-        is_known = max(ids, default=0) < self.vocabulary
+        is_known = max(ids, default=0) < self.vocabulary and bool(ids or not text)
         if not (has_room and has_turns and is_known):
             sample.finish_reason = "length"
             return False

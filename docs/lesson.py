@@ -3,7 +3,7 @@
 Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 6 end with a
 question, and the next cell answers it. An advantage is what a token is paid. All advantages but
 the first come from ppo.py and variants/distill.py. The pictures are written to out/lesson. The
-lesson takes SECONDS seconds on one free core, and less with `--quick`. With `--quick` the models
+lesson takes half a minute on one free core, and less with `--quick`. With `--quick` the models
 learn too little for what the text says.
 """
 

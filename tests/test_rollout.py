@@ -386,8 +386,8 @@ def test_a_text_with_tags_ends_with_its_stop_string():
 
 
 def test_a_reply_may_hold_the_markers_of_a_chat():
-    """A marker is one token. If the model lacks the token, or if the text is very long, then the
-    response is truncated."""
+    """A marker is one token. If the model lacks the token, if the text is very long, or if the
+    tokenizer has no token for the text, then the response is truncated."""
     tokenizer = maker.char_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -399,7 +399,9 @@ def test_a_reply_may_hold_the_markers_of_a_chat():
     assert sample.response_ids == [5, newline, start, *user, newline]
     assert sample.drawn == [True] + [False] * 7
     assert sample.parts == ["4", "\n<|im_start|>user\n"]
-    for text, vocabulary in (("<|im_start|>", start), ("1" * 10**7, start + 1)):
+    assert tokenizer.encode("é") == []
+    texts = (("<|im_start|>", start), ("1" * 10**7, start + 1), ("é", start + 1))
+    for text, vocabulary in texts:
         sampler.vocabulary = vocabulary
         sample = Sample(request, [5], None, "4", "stop")
         assert not rollout.Sampler.add_reply(sampler, sample, text)
