@@ -20,6 +20,7 @@ use this file elsewhere, copy ranks.py, reshard.py, variants.py and flags.py of 
 """
 
 import contextlib
+import copyreg
 import dataclasses
 import datetime
 import fcntl
@@ -43,6 +44,9 @@ from nanoorz import reshard
 from nanoorz.flags import CHOSEN_BY_PLAN
 from nanoorz.ranks import UserError, gather, here, one_line, print0
 from nanoorz.variants import explain_old_run, kept_files
+
+# Python 3.11.0 to 3.11.3 would pickle an enum by `getattr`, which torch.load refuses.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 # The logs of a run. A resume cuts them to the size that they had at the checkpoint.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")

@@ -4,7 +4,6 @@
 whose name starts with "laboratory" or "chain" is one of that model, all others are of the demo.
 """
 
-import contextlib
 import json
 import shlex
 import shutil
@@ -15,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean
 
-from conftest import ROOT, run_python
+from conftest import ROOT, run_python, unpack
 
 RECORDED = ROOT / "tests" / "doctor_runs"
 SICK = ROOT / "tests" / "sick"
@@ -124,8 +123,8 @@ def main(folder: str, *names: str) -> None:
 def pack_samples() -> None:
     """Moves the samples of the recorded runs into one archive, beside those that are in it."""
     with tempfile.TemporaryDirectory() as place:
-        with contextlib.suppress(FileNotFoundError), tarfile.open(SAMPLES) as archive:
-            archive.extractall(place, filter="data")
+        if SAMPLES.exists():
+            unpack(SAMPLES, place)
         for path in RECORDED.glob("*/samples.jsonl"):
             target = Path(place, path.parent.name, path.name)
             target.parent.mkdir(exist_ok=True)

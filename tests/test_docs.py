@@ -5,10 +5,9 @@ import re
 import shlex
 import shutil
 import subprocess
-import tarfile
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT, run_python, unpack
 
 import train
 from nanoorz.ranks import UserError
@@ -133,8 +132,7 @@ def are_in(rows: list[str], printed: list[str]) -> bool:
 
 def test_the_tables_of_the_chains_have_the_numbers_of_their_runs(tmp_path):
     """studies/chain.py prints each row of the page that has an interval, in the page's order."""
-    with tarfile.open(ROOT / "studies" / "chain_runs.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(ROOT / "studies" / "chain_runs.tar.xz", tmp_path)
     words = [ROOT / "studies" / "chain.py", tmp_path, "--picture", tmp_path / "picture.png"]
     told = run_python(*words).stdout
     page = (ROOT / "docs" / "chain.md").read_text()
@@ -147,8 +145,7 @@ def test_the_tables_of_the_chains_have_the_numbers_of_their_runs(tmp_path):
 
 def test_the_tables_of_a_teacher_and_of_several_rewards_have_the_numbers_of_their_runs(tmp_path):
     """studies/teacher.py prints each row of the two pages that has an interval, in this order."""
-    with tarfile.open(ROOT / "studies" / "teacher_runs.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(ROOT / "studies" / "teacher_runs.tar.xz", tmp_path)
     words = [ROOT / "studies" / "teacher.py", tmp_path, "--pictures", tmp_path]
     told = run_python(*words).stdout
     text = (ROOT / "docs" / "teacher.md").read_text() + (ROOT / "docs" / "rewards.md").read_text()
@@ -160,8 +157,7 @@ def test_the_tables_of_a_teacher_and_of_several_rewards_have_the_numbers_of_thei
 
 def test_the_tables_of_the_critic_have_the_numbers_of_its_runs(tmp_path):
     """pays.py prints each row of the laboratory, and each interval of the README."""
-    with tarfile.open(ROOT / "studies" / "critic_runs.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(ROOT / "studies" / "critic_runs.tar.xz", tmp_path)
     told = run_python(ROOT / "studies" / "pays.py", tmp_path / "critic", tmp_path / "alone").stdout
     page = (ROOT / "docs" / "laboratory.md").read_text()
     rows = re.findall(r"^.* minus .* \| .*\].*", page, re.MULTILINE)

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import tarfile
 
 import pandas as pd
 import pytest
-from conftest import ROOT, run_tool
+from conftest import ROOT, run_tool, unpack
 from sick_runs import RECORDED, RUNS, SAMPLES, SICK
 
 from tools import doctor
@@ -63,8 +62,7 @@ def recorded(tmp_path_factory):
     """A folder of all recorded runs, with their samples."""
     folder = tmp_path_factory.mktemp("recorded")
     shutil.copytree(RECORDED, folder, dirs_exist_ok=True)
-    with tarfile.open(SAMPLES) as archive:
-        archive.extractall(folder, filter="data")
+    unpack(SAMPLES, folder)
     # The doctor grades again with the task of the run.
     tasks = {"laboratory_neighbour": SICK / "countdown_neighbour.py"}
     tasks |= {name: SICK / f"{name}.py" for name in ("pays_constant", "pays_neighbour")}
