@@ -78,7 +78,8 @@ def section(name: str, claim: dict) -> str:
 
 def stamp(claim: dict):
     git = ["git", "-C", str(ROOT)]
-    subprocess.run([*git, "diff", "--exit-code", "HEAD", "--", *claim["rests on"]], check=True)
+    paths = [f":(glob){pattern}" for pattern in claim["rests on"]]
+    subprocess.run([*git, "diff", "--exit-code", "HEAD", "--", *paths], check=True)
     claim["commit"] = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True)[:7]
     claim["date"] = datetime.date.today().isoformat()
     claim["rests on"] = {pattern: hash_of(pattern) for pattern in claim["rests on"]}

@@ -15,23 +15,24 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if sys.argv[1:2] != ["trl"]:  # TRL's environment has no vLLM
+    from tools import bench
 
 # Size of the model, prompts, samples of each prompt, tokens of a response, our rows a micro-batch.
 CASES = [("tiny", 64, 16, 48, 64), ("small", 4, 8, 96, 16)]
-MICRO_BATCHES = (1, 2, 4)
 
 
-def ours(folder: str, size: str, prompts: int, samples: int, tokens: int, rows: int) -> list[float]:
-    from tools import bench
-
-    flags = f"""{bench.RUN} {bench.FP32} --model {folder}/{size} --data {folder}/problems.jsonl
+def our_flags(folder: str, size: str, prompts: int, samples: int, tokens: int, rows: int) -> str:
+    return f"""{bench.RUN} {bench.FP32} --model {folder}/{size} --data {folder}/problems.jsonl
         --estimator grpo --rollout_batch_size {prompts} --n_samples_per_prompt {samples}
         --max_steps 4 --prompt_max_len 16 --generate_max_len {tokens} --max_len {tokens + 16}
         --packing_max_len {tokens + 16} --micro_train_batch_size {rows} --keep_last 0
         --micro_rollout_batch_size {prompts * samples} --actor_learning_rate 1e-9"""
+
+
+def ours(*case) -> list[float]:
     with tempfile.TemporaryDirectory() as run:
-        lines = bench.train_steps(run, flags)
-    return [line["seconds"] for line in lines]
+        return [line["seconds"] for line in bench.train_steps(run, our_flags(*case))]
 
 
 def trl(folder: str, size: str, prompts: int, samples: int, tokens: int, parts: int) -> list[float]:
@@ -50,17 +51,17 @@ def trl(folder: str, size: str, prompts: int, samples: int, tokens: int, parts: 
         def on_step_end(self, *_, **__):
             ends.append(time.perf_counter())
 
-    problems = map(json.loads, Path(folder, "problems.jsonl").read_text().splitlines())
+    lines = Path(folder, "problems.jsonl").read_text().splitlines()
     settings = {"beta": 0.0, "scale_rewards": "group", "temperature": 1.0, "learning_rate": 1e-9}
-    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 4}
+    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_steps": 4}
+    settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     settings |= {"num_generations": samples, "max_completion_length": tokens}
     settings |= {"per_device_train_batch_size": prompts * samples // parts}
     trainer = GRPOTrainer(
         f"{folder}/{size}",
         lambda completions, **_: [k % 2.0 for k in range(len(completions))],
         GRPOConfig(folder, gradient_accumulation_steps=parts, **settings),
-        Dataset.from_list([{"prompt": problem["question"]} for problem in problems]),
+        Dataset.from_list([{"prompt": json.loads(line)["question"]} for line in lines]),
         callbacks=[Timer()],
     )
     trainer.train()
@@ -70,26 +71,24 @@ def trl(folder: str, size: str, prompts: int, samples: int, tokens: int, parts: 
 def median_of(python: str, *words) -> float:
     """Runs one side in a process of its own. Returns the median of the seconds of steps 2 to 4."""
     command = [python, __file__, *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    return sorted(json.loads(done.stdout.splitlines()[-1])[1:])[1]
+    output = subprocess.check_output(command, stderr=subprocess.DEVNULL)
+    return sorted(json.loads(output.splitlines()[-1])[1:])[1]
 
 
 def main():
-    from tools import bench
-
     with tempfile.TemporaryDirectory() as folder:
         bench.write_problems(Path(folder, "problems.jsonl"))
         for size, prompts, samples, tokens, rows in CASES:
             bench.random_model(f"{folder}/{size}", size)
             case = (folder, size, prompts, samples, tokens)
-            choices = MICRO_BATCHES
+            choices = (1, 2, 4)
             for _ in range(3):
                 own = median_of(sys.executable, "ours", *case, rows)
                 found = {parts: median_of(sys.argv[1], "trl", *case, parts) for parts in choices}
                 choices = [min(found, key=found.get)]
                 told = ", ".join(f"{parts}: {x:.2f} s" for parts, x in found.items())
-                ratio = f"ours {own:.2f} s, TRL / ours {min(found.values()) / own:.2f}"
-                print(f"{size}: TRL by micro-batches {told}; {ratio}", flush=True)
+                told += f"; ours {own:.2f} s, TRL / ours {min(found.values()) / own:.2f}"
+                print(f"{size}: TRL by micro-batches {told}", flush=True)
 
 
 if __name__ == "__main__":

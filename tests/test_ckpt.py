@@ -12,6 +12,7 @@ import pytest
 import tiny as maker
 import torch
 from conftest import fill
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import AutoModel, AutoModelForCausalLM
 
 import ckpt
@@ -227,6 +228,30 @@ def test_a_failed_flush_of_the_run_folder_is_told_of_a_step_that_is_saved(
     said = capsys.readouterr().out
     assert "step_000001 is saved, but a loss of power could lose it: [Errno 5] Input/output" in said
     assert "NOT" not in said and "saved step 1" in said
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told(group, tmp_path, capsys, monkeypatch):
+    """The new checkpoint is complete. Without the line the disk would fill without a word."""
+
+    def fail(*_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(ckpt, "prune", fail)
+    assert save(tmp_path, 1, group) is None
+    told = capsys.readouterr().out
+    assert "saved step 1" in told and "WARNING: older checkpoints are not removed: machine" in told
+
+
+def test_a_checkpoint_of_an_old_python_can_be_read(tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle an enum by getattr, which is refused when a run resumes."""
+
+    def reduce_by_getattr(stage, _):
+        return getattr, (type(stage), stage.name)
+
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", reduce_by_getattr)
+    writer = ckpt.DurableWriter()
+    writer.save({"zero_stage": ZeroStageEnum.weights}, tmp_path / "state.pt")
+    assert writer.load(tmp_path / "state.pt") == {"zero_stage": ZeroStageEnum.weights}
 
 
 def test_prune_keeps_the_last_complete_ones_or_all(group, tmp_path):

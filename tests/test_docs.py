@@ -11,7 +11,7 @@ from conftest import ROOT, run_python, unpack
 
 import train
 from nanoorz.ranks import UserError
-from studies import evidence, race, ratio_one
+from studies import evidence, kills, peers, race, ratio_one
 
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md"]
 for folder in ("docs", "docs/exercises", "studies"):
@@ -106,6 +106,14 @@ def test_the_race_ends_at_the_third_good_evaluation_and_refuses_flags_that_it_de
 def test_at_ratio_one_only_the_mean_of_a_loss_matters():
     """The losses of other algorithms, as their papers write them, have one of four gradients."""
     assert {ratio_one.mean_of(name) for name in ratio_one.LOSSES} == ratio_one.LEFT.keys()
+
+
+def test_the_studies_that_start_runs_have_flags_that_train_py_takes(process_group):
+    """Kills of one rank and of two, and our side of each case beside TRL."""
+    flags = [f"{kills.FLAGS} 0", f"{kills.FLAGS} 3"]
+    flags += [peers.our_flags("folder", *case) for case in peers.CASES]
+    for words in flags:
+        train.check_flags(train.parse_flags([*shlex.split(words), *DEMO]), 1)
 
 
 def test_the_evidence_names_claims_whose_code_has_changed(tmp_path, monkeypatch):
