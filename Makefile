@@ -44,20 +44,16 @@ chain: $(INSTALLED) ## train the model of the chains, in a task with turns (abou
 	$(BIN)/python tools/plot.py out/chain/run
 	$(BIN)/python tools/compare.py out/chain/run
 
-# Run `make check` after an edit. It runs ruff and all tests without the mark `engine`, and names the claims of
-# docs/evidence.md whose code has changed.
+# Run `make check` after an edit. It runs ruff and all tests without the mark `engine`.
 check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 90 seconds)
 	$(CPU_VENV)/bin/ruff check .
 	$(CPU_VENV)/bin/ruff format --check .
-	$(CPU_VENV)/bin/python studies/evidence.py
-	$(CPU_VENV)/bin/python -m pytest -m "not engine and not slow and not long and not gpu"
+	$(CPU_VENV)/bin/python -m pytest -m "not engine and not slow and not gpu"
 
 test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 4 minutes)
 	$(CPU_VENV)/bin/python -m pytest
 
-# Some slow tests run GPU code with Triton's interpreter. The other tests and runs must not find Triton, so it has its own
-# folder.
-test-slow: $(CPU_VENV)/triton/.installed ## run the slow tests (about 18 minutes)
+test-slow: $(CPU_VENV)/.installed ## run the slow tests (about 18 minutes)
 	$(CPU_VENV)/bin/python -m pytest -m slow
 
 # `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
@@ -121,11 +117,6 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 	$(if $(findstring cpu,$<),$(INSTALL_CPU),$(PIP) install --quiet -r $< || $(FAILED))
 	rm -rf $(@D)/torch_extensions
 	$(if $(findstring cpu,$<),$(COMPILE))
-	touch $@
-
-$(CPU_VENV)/triton/.installed: requirements-triton.txt | $(CPU_VENV)/.installed
-	rm -rf $(@D)
-	@$(CPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $< || $(FAILED)
 	touch $@
 
 .PHONY: help demo lab chain check test test-slow test-gpu find-gpu card bench lint install

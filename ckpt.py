@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from nanoorz import reshard
 from nanoorz.flags import CHOSEN_BY_PLAN
 from nanoorz.ranks import UserError, gather, here, one_line, print0
-from nanoorz.variants import explain_old_run, kept_files
+from nanoorz.variants import kept_files
 
 # Python 3.11.0 to 3.11.3 would pickle an enum by `getattr`, which torch.load refuses.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
@@ -481,11 +481,6 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
     needs_reshard = False
     if saved.layout != new_state.layout:
         needs_reshard = find_damage(path / "universal") is not None
-    # Variants with the same texts are not too old: this run has loaded them.
-    if saved.variants != new_state.variants:
-        too_old = explain_old_run(path.parent, saved.variants)
-        if too_old:
-            return too_old
     # The user should see all changed flags, whatever else is wrong.
     changed = find_changes(saved, new_state, fixed_defaults)
     if not path.parent.samefile(run_dir):

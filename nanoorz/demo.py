@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nanoorz.ranks import UserError, gather, print0, raise_together
-from nanoorz.variants import explain_old_run, kept_files
+from nanoorz.variants import kept_files
 
 TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
 
@@ -43,9 +43,6 @@ def refuse_other_run(cfg, folder):
     except (OSError, ValueError, KeyError, TypeError):
         return
     if is_other:
-        why = explain_old_run(cfg.run_dir, old.get("variants", []))
-        if why:
-            raise UserError(f"{cfg.run_dir} {why}")
         command = shlex.join(["python", "train.py", *command_words(old, cfg)])
         raise UserError(f"{cfg.run_dir} has a run; to resume it, add your flags to: {command}")
 

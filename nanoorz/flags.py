@@ -125,8 +125,6 @@ def explain_unknown(word, known) -> str:
         return f"--{name} is a flag of --variant {' or '.join(owners)}; name the variant"
     if name == "dry_run":
         return "--dry_run belongs to the scripts of runs/; give the same flags to tools/plan.py"
-    if (VARIANTS / f"{name}.py").is_file():
-        return f"--{name} is a variant now: --variant {name}"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if nearest:
         return f"unknown flag {word}: did you mean --{nearest[0]}?"

@@ -246,8 +246,8 @@ class Rank:
         if self.has_sums:
             common["gradients"] = 4 * learnt / self.shards(2)
         kept, norm, layer = self.activations()
-        # torch's allocator leaves gaps between tensors. By the simulation in tests/allocator.py the
-        # gaps are about 2.5 tensors of an MLP.
+        # torch's allocator leaves gaps between tensors. In a simulation of the allocator the gaps
+        # were about 2.5 tensors of an MLP.
         gaps = 2.5 * self.width * self.row() * self.sizes.intermediate
         backward = common | {"activations": kept, "gaps": gaps}
         # The norm is computed in float64, parameter by parameter.

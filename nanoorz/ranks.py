@@ -206,9 +206,6 @@ def own_places(error):
 def name_error(error):
     """An error's class, text and place."""
     text = f"{type(error).__name__}: {one_line(error)}"
-    # Up to November 2026 the folder nanoorz was called lib. A user's file may still import that.
-    if isinstance(error, ImportError) and f"{error.name}.".startswith("lib."):
-        text += "; lib is called nanoorz now: lib.common is nanoorz.ranks, lib.check nanoorz.flags"
     # The text of a SyntaxError has its place.
     if isinstance(error, SyntaxError):
         return text

@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import re
 import sys
 import types
 import typing
@@ -133,7 +132,7 @@ def load_class(word, path, config) -> type:
     bases = {base for member in subclasses for base in member.__mro__[1:]}
     found = [member for member in subclasses if member not in bases]
     fault = f"{word} must have one subclass of {recipe.__name__}"
-    expect(found, f"{fault}; up to commit {LAST_OF_FUNCTIONS} variants were files of functions")
+    expect(found, f"{fault}, and has none")
     expect(len(found) == 1, f"{fault}, and has {sorted(x.__name__ for x in found)}")
     # The variant, and the classes that it is built on.
     for variant in set(found[0].__mro__) - set(config.__mro__):
@@ -287,17 +286,6 @@ def join_estimators(variants, config) -> dict:
 
 # ---- the texts of variants in a run folder -------------------------------------------------------
 
-# Up to this commit a variant was a file of functions. Since then it is a class.
-LAST_OF_FUNCTIONS = "229d200"
-# Up to this commit the folder nanoorz/ was called lib/, and a variant had other names.
-LAST_OF_LIB = "85ba2b3"
-OLD_MODULES = "common|check|flags|models|metrics|signals|head|report|families"
-OLD_NAMES = re.compile(
-    rf"^(from|import) lib\.({OLD_MODULES})\b|^from lib import ({OLD_MODULES})\b"
-    r"|\bmicro\.mask\b|\brequest\.index\b",
-    re.MULTILINE,
-)
-
 
 def write_variants(cfg, folder):
     """Writes the texts of the variants into a folder. kept_files finds them there."""
@@ -314,24 +302,3 @@ def kept_files(run_dir, hashes) -> list[str]:
     the variants imports.
     """
     return [f"{run_dir}/variants/{name}.py" for name, _ in hashes if "." not in name]
-
-
-def explain_old_run(run_dir, hashes) -> str:
-    """Why this version cannot go on with a run, if the texts of its variants are too old, or "".
-
-    run_dir, hashes: see kept_files.
-    """
-    files = [Path(file) for file in kept_files(run_dir, hashes)]
-    texts = [file.read_text(encoding="utf-8") for file in files if file.exists()]
-    if not all(re.search(r"^class \w+ *\(", text, re.MULTILINE) for text in texts):
-        fault = "is a file of functions, and variants are classes now"
-        last = LAST_OF_FUNCTIONS
-    elif any(OLD_NAMES.search(text) for text in texts):
-        fault = "uses lib or other old names (docs/upgrading.md)"
-        last = LAST_OF_LIB
-    else:
-        return ""
-    return (
-        f"has a variant that {fault}; the last commit that can go on with it is {last}; begin "
-        "another run with its model, which `python tools/convert.py export` writes"
-    )

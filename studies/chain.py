@@ -30,7 +30,6 @@ from studies.pays import with_seconds
 from tools.compare import Run, compare, difference_text, limit_of_t, read_run
 from tools.runs import BLACK, BLUE, GREEN, GREY, RED, STYLE, read_lines, read_metrics
 
-PLANS = Path(__file__).resolve().parent.parent / "variants" / "plans"
 STEPS = 60
 RATES = (1, 2, 4, 6, 8, 16)
 CALM = (1, 2, 4)  # the rates at which few runs break
@@ -48,8 +47,8 @@ TITLES = ESTIMATORS | {"positive": "`positive`"}
 PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "rloo"), ("l95", "reinforce"), ("l95", "ppo")]
 PAIRS += [("l90", "l95"), ("ppo", "grpo"), ("ppo", "reinforce"), ("zero", "grpo")]
 PAIRS += [("zero", "reinforce"), ("positive", "reinforce")]
-SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]  # the runs of chain_silent.txt
-# The lines of chain_breaks.txt, behind two of chain.txt.
+SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]  # they have runs without the verdict
+# The lines of chain_breaks.txt, behind two others.
 ALREADY_RUN = ["grpo_8", "l95_8"]
 CAUSES = ["blame_right", "blame_random", "blame_none", "blame_unsure", "blame_wrong", "positive"]
 CAUSES += ["positive_problems", "reinforce_problems"]
@@ -233,30 +232,19 @@ def print_silent(settings: dict) -> None:
 
 
 def print_settings(settings: dict, names, seeds, first=False) -> None:
-    """Broken runs and accuracy of settings, with the words of their plans.
-
-    first: adds the accuracy at step 15.
-    """
-    columns = ["setting", "variants and flags", "broken", "collapsed", "accuracy"]
+    """Broken runs and accuracy of settings. first: adds the accuracy at step 15."""
+    columns = ["setting", "broken", "collapsed", "accuracy"]
     columns += ["at step 15"] * first
     row(*columns)
     row(*["---"] * len(columns))
-    plans = [path.read_text() for path in sorted(PLANS.glob("chain*.txt"))]
-    lines = dict(
-        line.split(":", 1)
-        for text in plans
-        for line in text.splitlines()
-        if line[:1] not in ("", "#")
-    )
     for name in names:
         runs = pick(settings[name], seeds).values()
         steps = last_step(name)
         broken = share_text(is_broken(run, steps) for run in runs)
         collapsed = sum(has_collapsed(run, steps) for run in runs)
-        words = f"`{lines[name].strip()}`"
         texts = [mean_text(accuracy(run, steps) for run in runs)]
         texts += [mean_text(evaluations_up_to(run, 15).iloc[-1] for run in runs)] * first
-        row(f"`{name}`", words, broken, collapsed, *texts)
+        row(f"`{name}`", broken, collapsed, *texts)
     print()
 
 
@@ -353,7 +341,7 @@ def values_around_an_error(samples: list[dict]) -> pd.Series:
 
 
 def print_values(folder: Path) -> None:
-    """What the critic explains and sees in the runs of chain_sees.txt."""
+    """What the critic explains and sees in the runs that log all samples."""
     row(
         "runs",
         "explained variance, steps 1 to 15",

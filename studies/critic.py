@@ -1,6 +1,6 @@
 """Makes the figure and the table of docs/critic.md.
 
-    python tools/lab.py variants/plans/critic_sees.txt --seeds 5
+    python tools/lab.py tokens.txt --seeds 5       (docs/critic.md has the line of this plan)
     python studies/critic.py out/lab/ppo_tokens/seed?
 
 It writes docs/critic.png and prints the table. A run must have logged all samples token by token

@@ -1,6 +1,6 @@
 """Prints the tables of "Does the critic pay?" in docs/laboratory.md.
 
-    python tools/lab.py variants/plans/critic.txt --seeds 10             and the other critic plans
+    python tools/lab.py variants/plans/critic.txt --seeds 10
     python tools/lab.py variants/plans/critic.txt --seeds 1 --jobs 1 --out out/alone
     python studies/pays.py out/lab out/alone
 

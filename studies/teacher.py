@@ -5,9 +5,9 @@ studies/teacher_runs.tar.xz has the numbers of the runs:
     mkdir -p out/teacher && tar xf studies/teacher_runs.tar.xz -C out/teacher
     python studies/teacher.py out/teacher
 
-They are runs of the plans distill.txt and distill_rates.txt in countdown/, chain_distill.txt in
-chain/, and two_rewards.txt in rewards/. The tokens until 0.5 are the measure of studies/race.md.
-Intervals are 95 %: Student's t of a mean, and of a mean difference between runs of one seed.
+countdown/ has runs of variants/plans/distill.txt, and chain/ has the same settings in the chains.
+rewards/ has runs of variants/plans/two_rewards.txt. Intervals are 95 %: Student's t of a mean, and
+of a mean difference between runs of one seed.
 """
 
 import sys
@@ -20,10 +20,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from studies.race import find_end
 from tools.compare import limit_of_t
 from tools.runs import STYLE, read_evaluations, read_metrics, scale
 
+TARGET = 0.5  # the mean accuracy of three evaluations that a run should reach
 RATES = {
     "ppo_rate_4": "PPO, 4e-4",
     "taught_rate_4": "teacher, 4e-4",
@@ -64,6 +64,16 @@ def accuracies_of(run: Path) -> pd.Series:
     """By step."""
     [table] = read_evaluations(run).values()
     return table.accuracy
+
+
+def find_end(run: Path) -> tuple[list[int], float] | None:
+    """The steps of the first three evaluations that reach the target, and the tokens up to then."""
+    means = accuracies_of(run).rolling(3).mean()
+    reached = np.flatnonzero(means >= TARGET)
+    if len(reached) == 0:
+        return None
+    steps = means.index[reached[0] - 2 : reached[0] + 1].tolist()
+    return steps, float(read_metrics(run).drawn_tokens.loc[: steps[-1]].sum())
 
 
 def ends_of(folder: Path) -> pd.DataFrame:

@@ -25,6 +25,7 @@ from forks import Fork
 ROOT = Path(__file__).parent.parent
 # 500 problems of MATH and 100 of GSM8K, with their license.
 DATA = ROOT / "tests" / "data"
+SHARD_EVERYTHING = ROOT / "tests" / "shard_everything.py"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 # Tests send a SIGHUP, which is ignored under nohup. nanoorz/process.py looks at its import.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -46,12 +47,12 @@ ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 PLACE = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 # Two processes take the files in this order. A long file at the end would leave one idle.
-LONGEST_FIRST = "families contributing resume two_machines variant_effects variant_runs train ppo "
+LONGEST_FIRST = "families resume two_machines variant_effects variant_runs train ppo "
 LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab code reward").split()
 
 # A test of these files, or with one of these fixtures, starts engines or many processes.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
-ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "cpu_found", "runs", "place"}
+ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "runs", "place"}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -235,7 +236,7 @@ def device(request):
     torch.cuda.empty_cache()
 
 
-@pytest.fixture(params=[ON_GPU, pytest.param("cpu", marks=pytest.mark.long)], scope="module")
+@pytest.fixture(params=[ON_GPU], scope="module")
 def place(request) -> str:
     """For tests that start vLLM in its own process."""
     if not importlib.util.find_spec("vllm"):

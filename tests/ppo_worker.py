@@ -21,15 +21,13 @@ import kernels  # noqa: F401 (varlen_attn's kernel on a CPU)
 import tiny
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, z3_leaf_module
 from torch._dynamo.utils import counters
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ppo
-from nanoorz import families, memory, models, ranks
+from nanoorz import families, models, ranks
 from nanoorz.families import Plain
 from nanoorz.ranks import gather
 
@@ -339,56 +337,6 @@ def cell_family(cfg, spec) -> dict:
     gradient = {name: (start[name] - tensor) / LR for name, tensor in weights(policy).items()}
     layers = [x for x in policy.module.modules() if isinstance(x, GradientCheckpointingLayer)]
     return {"gradient": gradient, "layers": sum(map(z3_leaf_module, layers))}
-
-
-def cell_gathered(cfg, spec) -> dict:
-    """How many weights ZeRO-3 has gathered at most: in the forward pass, in the backward pass, and
-    after each. They are counted where a layer begins and ends. held: those in memory, of which
-    DeepSpeed does not know all."""
-    torch._dynamo.reset()
-    policy = models.make_policy(cfg)
-    found = {"forward": 0, "backward": 0}
-    phase = "forward"
-    storages = {}  # {a gathered storage: its numbers}
-
-    def gathered() -> int:
-        parameters = policy.module.parameters()
-        return sum(p.ds_numel for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE)
-
-    def held() -> int:
-        return sum(size for storage, size in storages.items() if not storage.expired())
-
-    def count(*_) -> None:
-        found[phase] = max(found[phase], gathered())
-        for p in policy.module.parameters():
-            storage = p.data.untyped_storage()
-            storages[StorageWeakRef(storage)] = storage.nbytes() // p.element_size()
-        if phase == "backward":
-            found["held in backward"] = max(found["held in backward"], held())
-
-    for layer in policy.module.model.base_model.layers:
-        # DeepSpeed's own hooks come before the first of these and after the second.
-        layer.register_forward_pre_hook(count)
-        layer.self_attn.register_forward_hook(count)
-        layer.mlp.register_full_backward_hook(count)
-    batch = make_batch()
-    ppo.compute_advantages(batch, cfg)
-    for _ in range(3):
-        # DeepSpeed records the order of the layers in the first round.
-        found |= {"forward": 0, "backward": 0, "held in backward": 0}
-        for micro, is_last in ppo.micro_batches(batch, batch.all_indices(), cfg):
-            phase = "forward"
-            storages.clear()
-            loss, _ = cfg.policy_loss(policy, batch, micro)
-            found["after forward"] = gathered()
-            found["held after forward"] = held()
-            phase = "backward"
-            policy.backward(loss, is_last)
-            found["after backward"] = gathered()
-        policy.apply_update(0.0)
-    rank = memory.Rank(cfg, policy.module.model.config, world=2)
-    layer = (rank.sizes.policy - rank.sizes.embeddings) / rank.sizes.layers
-    return found | {"plan": [size / 4 for size in rank.gathered()], "layer": layer}
 
 
 def gradient_of_update(learner, loss, batch, cfg) -> torch.Tensor:

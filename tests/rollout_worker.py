@@ -1,7 +1,7 @@
 """The real sampler in a process of its own, for test_rollout.py: `rollout_worker.py OUT FLAGS`.
 
 It writes what it found to the JSON file OUT: how the sampler behaves, and what train.check_sampler
-says of right and of wrong weights. gpu_runner.py finds the same with vLLM's runner for GPUs.
+says of right and of wrong weights.
 """
 
 import contextlib
@@ -395,9 +395,19 @@ def without_positions(micro) -> dict:
     return {"input_ids": micro.input_ids, "use_cache": False}
 
 
+def find_shared(sampler, problems) -> dict:
+    """What two ranks find that share this sampler."""
+    requests = mixed_requests(problems[:4], longest=16)
+    found = {"together": generated(sampler, requests, with_logprobs=True)}
+    requests = [dataclasses.replace(x, max_tokens=40, top_p=1.0) for x in requests]
+    return found | {"turns": draw_turns(sampler, requests)}
+
+
 def find_all(rollout, policy, problems) -> dict:
     sampler = rollout.sampler
     cfg = rollout.cfg
+    if cfg.tensor_parallel > 1:
+        return find_shared(sampler, problems)
     found = {"workers": rollout.grader.threads._max_workers}
     found["form"] = rollout.grader.find_answer.__name__
     requests = mixed_requests(problems[:4], longest=16)
@@ -427,18 +437,17 @@ def find_all(rollout, policy, problems) -> dict:
     return found
 
 
-def main(find, out: str, *argv: str) -> None:
-    """find: what a worker finds with (rollout, policy, problems)."""
+def main(out: str, *argv: str) -> None:
     cfg = train.parse_flags(list(argv))
     families.replace_auto(cfg)
     rank, _, _, store = start_distributed()
     rollout = Rollout(reward, Signals(store), cfg)
     policy = models.make_policy(cfg)
-    found = find(rollout, policy, make_problems(rollout.sampler.tokenizer))
+    found = find_all(rollout, policy, make_problems(rollout.sampler.tokenizer))
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(find_all, *sys.argv[1:])
+    main(*sys.argv[1:])

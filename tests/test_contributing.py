@@ -1,15 +1,11 @@
 """The examples of CONTRIBUTING.md, taken from the page and run."""
 
 import re
-import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, config
-from test_exercises import solve
 
 import ppo
 import train
@@ -53,22 +49,3 @@ def test_the_page_s_task_grades_by_length(tmp_path):
         assert grader.results() == {"right": 1.0, "cut": 0.5, "far": 0.0}
         assert grader.results() == {}
         assert grader.lost == 0
-
-
-@pytest.mark.slow
-def test_the_page_s_estimator_and_exercise_1_pass_make_check_together(tmp_path):
-    """The first change of a newcomer who follows the page passes every check."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            # With the time of change: make would install a requirements.txt that is newer.
-            shutil.copy2(ROOT / name, tmp_path / name)
-    for environment in (".venv", ".venv-cpu"):
-        (tmp_path / environment).symlink_to(sys.prefix)
-    solve(tmp_path, [1])
-    with (tmp_path / "ppo.py").open("a") as file:
-        file.write(f"\n\n{EXAMPLES['estimator']}")
-    done = subprocess.run(["make", "check"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

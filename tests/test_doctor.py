@@ -6,55 +6,10 @@ import shutil
 import pandas as pd
 import pytest
 from conftest import ROOT, run_tool, unpack
-from sick_runs import RECORDED, RUNS, SAMPLES, SICK
 
 from tools import doctor
 
-LIMIT = "the limit ends 37% of the responses in the last steps"
-# How the lines behind the first one begin, if the name of the run is not the one cause.
-FOUND = {
-    "ppo": [],
-    "grpo": [],
-    # Its responses became longer, so the limit truncates many. They are not unlearned.
-    "laboratory": [LIMIT],
-    # The limit ends seven of ten responses. The others have no answer either.
-    "wrong_answer_form": ["format never met: ", "truncated answers: "],
-    # The policy becomes sure of the few answers that the stop strings let through.
-    "form_often_missed": ["form often missed: ", "entropy collapse: "],
-    # The pay of these is a shipped variant's, or has a penalty.
-    "laboratory_overlong": [],
-    "laboratory_format": [],
-    "laboratory_kl_penalty": [],
-    "pays_constant": ["constant pay: what is paid is not what is graded: all 896 logged samples"],
-    "warmup_never_ends": [
-        "rate still rises: after 14 steps policy_lr is 1.9e-06, and the rate is st"
-    ],
-    "pays_neighbour": ["rewards of neighbours: "],
-    "laboratory_neighbour": ["rewards of neighbours: "],
-    "paid_neighbour": ["pay of neighbours: "],
-    "laboratory_paid_neighbour": ["pay of neighbours: "],
-    "paid_for_length": [
-        "other pay: what is paid is not what is graded. The pay went from 0.39 to "
-    ],
-    "rate_ends": ["rate has ended: "],
-    "kl_too_strong": ["strong KL: a KL term with the factor 100"],
-    "chain": [],
-    "chain_broken_policy": ["steps too large: the reward was ", "critic explains nothing: "],
-    # First its letters became wrong, and then its responses became alike.
-    "chain_broken_and_alike": ["entropy collapse: the responses to each problem have become alike"],
-    # Endless responses without an answer follow from the steps.
-    "laboratory_large_steps": ["steps too large: the reward was 0.14 up to step 1 and is 0.00"],
-}
-
-# How the first line begins.
-HEADINGS = {
-    "laboratory": "40 steps; the reward rises: 0.18 to 0.57; nothing looks wrong",
-    "laboratory_large_steps": "40 steps; the reward fell: 0.14 to 0.00",
-    "too_slow": "14 steps; the reward slowly rises: 0.29 to 0.38",
-    "laboratory_format": "40 steps; the reward fell: 0.15 to 0.07; --variant format_reward pays "
-    "something else: 0.98 to 1.00",
-}
-HEALTHY = ("chain", "ppo", "grpo", "laboratory", "laboratory_overlong", "laboratory_kl_penalty")
+RECORDED = ROOT / "tests" / "doctor_runs"
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +17,38 @@ def recorded(tmp_path_factory):
     """A folder of all recorded runs, with their samples."""
     folder = tmp_path_factory.mktemp("recorded")
     shutil.copytree(RECORDED, folder, dirs_exist_ok=True)
-    unpack(SAMPLES, folder)
-    # The doctor grades again with the task of the run.
-    tasks = {"laboratory_neighbour": SICK / "countdown_neighbour.py"}
-    tasks |= {name: SICK / f"{name}.py" for name in ("pays_constant", "pays_neighbour")}
-    for name, path in tasks.items():
-        shutil.copy(path, folder / name / "task.py")
+    unpack(RECORDED / "samples.tar.xz", folder)
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_doctor_names_the_fault_of_each_recorded_run_and_none_of_a_healthy_one(name, recorded):
-    expected = FOUND.get(name, [name.replace("_", " ") + ": "])
+@pytest.mark.parametrize(
+    "name, heading, cause",
+    [
+        ("grpo", "14 steps; the reward rises: ", None),
+        # Its responses became longer, so the limit truncates many. They are not unlearned.
+        (
+            "laboratory",
+            "40 steps; the reward rises: 0.18 to 0.57; nothing looks wrong",
+            "the limit ends 37% of the responses in the last steps",
+        ),
+        # The tag that opens the answer stood in the prompt, so no response had it.
+        ("format_never_met", "14 steps; the reward does not rise: ", "format never met: "),
+        # The learning rate was ten times the demo's.
+        ("steps_too_large", "14 steps; the reward ", "steps too large: "),
+        # Each problem had the label of the problem before it.
+        ("moved_labels", "14 steps; the reward ", "moved labels: "),
+        # A variant turned the sign of all advantages.
+        ("wrong_sign", "14 steps; the reward ", "wrong sign: "),
+    ],
+)
+def test_the_doctor_names_the_fault_of_a_sick_run_and_none_of_a_healthy_one(
+    name, heading, cause, recorded
+):
     code, output, _ = run_tool("doctor", recorded / name)
-    heading, *found = output.splitlines()
-    assert code == 0 and len(found) == len(expected)
-    assert all(line.startswith(begin) for line, begin in zip(found, expected))
-    assert heading.startswith(HEADINGS.get(name, ""))
-    assert heading.endswith("; nothing looks wrong") == (name in HEALTHY)
-    helps = "or draw four times 16 samples a step, or add --variant kl_loss --kl_loss_coef 0.3"
-    assert (helps in output) == name.startswith("chain_broken")
+    first, *found = output.splitlines()
+    assert code == 0 and first.startswith(heading)
+    assert len(found) == (cause is not None) and "".join(found).startswith(cause or "")
+    assert first.endswith("; nothing looks wrong") == (name in ("grpo", "laboratory"))
 
 
 def well(steps: int = 20, without=(), **changes) -> list[dict]:

@@ -26,7 +26,6 @@ from nanoorz import families as library
 from nanoorz.models import load_model, make_policy, named_weights
 from nanoorz.ranks import UserError
 
-PAGE = ROOT / "docs" / "models.md"
 FILE = "model.safetensors"
 
 
@@ -252,13 +251,16 @@ def test_auto_is_what_the_models_need(folder_of, tiny, monkeypatch):
 # ---- whole runs ----------------------------------------------------------------------------------
 
 IN_BF16 = {"bf16": True, "zero_stage": 2}
-# What vLLM 0.32's CPU build cannot do: {family: (flags, how the run ends)}.
+# What vLLM 0.32's CPU build cannot do: {family: (flags, how the run ends)}. It packs experts at its
+# start, and not at a sync. vLLM's gated delta nets are in bf16 only.
+CAUSE = "differ by .* a token.*the cause is the sampler"
 UNSEEN = {
-    "LFM2": ({}, "differ by .* a token.*the cause is the sampler"),
+    "LFM2": ({}, CAUSE),
+    "Qwen3-MoE": ({}, CAUSE),
+    "Qwen3-Next": (IN_BF16, CAUSE),
+    "Llama 4 text": ({}, CAUSE),
     "Qwen3.5": (IN_BF16, "vLLM cannot start with --model .*failed to be inspected"),
 }
-# vLLM's gated delta nets are in bf16 only.
-FLAGS = {"Qwen3-Next": IN_BF16}
 NUMBERS = r"differ by (\S+) a token"
 
 
@@ -274,16 +276,12 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
         more, words = UNSEEN[name]
         assert re.search(words, launch(run, code=2, **flags | more).stderr)
         return
-    repaired = {"script": ROOT / "tests/changed_train.py", "env": {"CHANGE": "pack_experts_again"}}
-    flags |= FLAGS.get(name, {})
-    done = launch(run, **flags, **(repaired if name in WITH_EXPERTS else {}))
-    start = float(re.search(NUMBERS, done.stdout)[1])
+    done = launch(run, **flags)
+    assert float(re.search(NUMBERS, done.stdout)[1]) < 1e-5
+    # After an update and a sync.
     line = jsonl(run / "metrics.jsonl")[1]
-    is_bf16 = flags.get("bf16") is True
-    assert start < (0.05 if is_bf16 else 1e-5)
-    # After an update and a sync. In bf16 a token may get other experts.
     assert line["step"] == 2 and line["policy_grad_norm"] > 0
-    assert line["approx_kl"] < 0.02 if is_bf16 else abs(line["ratio_max"] - 1) < 1e-5
+    assert abs(line["ratio_max"] - 1) < 1e-5
     check_export(name, folder, run / "policy")
     _, report = AutoModel.from_pretrained(run / "critic", output_loading_info=True)
     assert not report["missing_keys"]
@@ -296,7 +294,7 @@ def test_a_run_of_two_steps(name, folder_of, tiny, tmp_path):
     run_ranks(command, 1)
     last = jsonl(run / "eval.jsonl")[-1]
     [again] = json.loads((tmp_path / "evaluated" / "result.json").read_text())["sets"]
-    assert is_bf16 or again["accuracy"] == last["accuracy"]
+    assert again["accuracy"] == last["accuracy"]
 
 
 @pytest.mark.slow
@@ -351,17 +349,3 @@ def check_export(name, base, out):
     # What no token has reached does not change. Buffers do not either.
     assert changed <= trained and len(changed) > 0.8 * len(trained)
     assert AutoConfig.from_pretrained(out).model_type == AutoConfig.from_pretrained(base).model_type
-
-
-# ---- the table -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_the_docs_have_the_results(name, folder_of):
-    """The row of a family has the run's rows and attention, whether its layers can be compiled, and
-    whether vLLM can sample here."""
-    cfg = filled_in(folder_of(name))
-    sampler = "no: " if name in UNSEEN else "yes, in bf16" if name in FLAGS else "yes"
-    is_compiled = "no" if name in NOT_COMPILED else "yes"
-    row = f"| {name} | {cfg.packing} | {cfg.attention} | yes | {is_compiled} | {sampler}"
-    assert row in PAGE.read_text()

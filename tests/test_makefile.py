@@ -51,7 +51,7 @@ def make(folder, words: str, path=os.environ["PATH"], **programs) -> list[str]:
     ],
 )
 def test_make_installs_the_stack_of_the_machine(words, card, there, installed, end, tmp_path):
-    for name in ("requirements.txt", "requirements-cpu.txt", "requirements-triton.txt"):
+    for name in ("requirements.txt", "requirements-cpu.txt"):
         (tmp_path / name).touch()
     if there:
         (tmp_path / ".venv").mkdir()
@@ -59,57 +59,20 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
     lines = make(tmp_path, f"-n {words}", nvidia_smi=card)
     said = "\n".join(lines)
     found = re.findall(r"^(\S+)/bin/\S+ -m pip .*?(requirements(?:-cpu)?\.txt)", said, re.MULTILINE)
-    if words == "test-slow":
-        # Triton is not in site-packages, where other code would find it.
-        assert "--target .venv-cpu/triton -r requirements-triton.txt" in said
     assert found == ([installed] if installed else [])
     assert lines[-1].endswith(end)
     assert ("start_distributed" in said) == (installed in (CPU, CPU_BESIDE_CUDA))
     assert ("--clear" in said) == bool(there and installed)
 
 
-@pytest.mark.parametrize(
-    "refused, said, calls",
-    [
-        ("nothing", [], ["pip --no-deps torch==2.13.0+cpu"]),
-        (
-            "pip*+cpu",
-            ["pip cannot get it; uv looks for it in PyTorch's own index"],
-            [
-                "pip uv",
-                "uv --python .venv/bin/python --torch-backend cpu --no-deps torch==2.13.0+cpu",
-            ],
-        ),
-        (
-            "*+cpu",
-            [
-                "pip cannot get it",
-                "uv cannot get it; pip installs PyPI's torch for CUDA",
-            ],
-            ["pip uv", "pip --no-deps -r requirements-torch.txt"],
-        ),
-        ("*torch*", ["pip cannot", "uv cannot", "error: the installation failed; "], None),
-    ],
-)
-def test_torch_for_cpus_comes_in_one_of_three_ways(refused, said, calls, tmp_path):
-    """Stand-ins for pip and uv write down their calls, and fail at calls of the form `refused`."""
-    (tmp_path / "requirements-cpu.txt").write_text("absl-py==2.5.1\ntorch==2.13.0+cpu\ntqdm==4\n")
-    for name in ("my_pip", "my_uv"):
-        call = f'call="{name[3:]} $*"; case "$call" in {refused}) exit 1;; esac; echo "$call"'
-        script = f'{call} >> calls; case "$call" in *stdin) cat >> calls; esac'
-        stand_in(tmp_path / "bin", name, script)
-    stand_in(tmp_path / "bin", "python", "mkdir -p .venv")
-    lines = make(tmp_path, "install STACK=cpu PYTHON=python PIP=my_pip UV=my_uv COMPILE=")
-    said = ["pip installs torch for CPUs", *said]
-    if calls:
-        said.append("pip installs the other packages")
-    told = [line for line in lines if line.startswith(("pip ", "uv ", "error:"))]
-    assert all(line.startswith(start) for line, start in zip(told, said, strict=True))
-    assert (tmp_path / ".venv/.installed").exists() == (calls is not None)
-    if calls:
-        _, *found = (tmp_path / "calls").read_text().replace(" install --quiet", "").splitlines()
-        found = [call.replace(" pip ", " ") for call in found]
-        assert found == [*calls, "pip --no-deps -r /dev/stdin", "absl-py==2.5.1", "tqdm==4"]
+def test_torch_for_cpus_comes_in_one_of_three_ways(tmp_path):
+    """If pip cannot get the CPU build, uv tries, and then pip installs the build for CUDA."""
+    (tmp_path / "requirements-cpu.txt").write_text("torch==2.13.0+cpu\n")
+    said = "\n".join(make(tmp_path, "-n install STACK=cpu"))
+    ways = ['pip install --quiet --no-deps "$(grep', "--torch-backend cpu --no-deps"]
+    ways.append("pip install --quiet --no-deps -r requirements-torch.txt")
+    places = [said.find(way) for way in ways]
+    assert -1 not in places and places == sorted(places)
 
 
 def test_both_lists_have_the_same_torch():
@@ -118,20 +81,6 @@ def test_both_lists_have_the_same_torch():
         1
     ]
     assert f"\ntorch=={version}\n" in (ROOT / "requirements-torch.txt").read_text()
-
-
-@pytest.mark.parametrize("works", [["python3.13"], ["python3.12", "python3.13"], []])
-def test_make_takes_the_first_python_that_runs(works, tmp_path):
-    """A shim of pyenv is there and does not run."""
-    (tmp_path / "requirements-cpu.txt").touch()
-    names = ("python3.11", "python3.12", "python3.13")
-    programs = {name: "exit 0" if name in works else "exit 127" for name in names}
-    lines = make(tmp_path, "-n install STACK=cpu", **programs)
-    if works:
-        assert f'"{works[0]}" -m venv  .venv' in lines
-    else:
-        line, *_ = make(tmp_path, "install STACK=cpu", **programs)
-        assert line.startswith("error: no Python 3.11, 3.12 or 3.13 runs here")
 
 
 def test_make_without_a_target_prints_the_targets(tmp_path):

@@ -1,26 +1,23 @@
-"""tools/plan.py: its memory against real engines and a real backward, and what it prints."""
+"""tools/plan.py: its memory against real engines, and what it prints."""
 
 import gc
-import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from unittest import mock
 
-import allocator
 import pytest
 import tiny as maker
 import torch
 from conftest import ROOT, clean_environment, config, run_tool, stand_in
-from ppo_worker import cell, make_batch, reader
+from ppo_worker import make_batch
 
 import ckpt
 import ppo
 import train
-from nanoorz import compiled, families, memory, models
+from nanoorz import families, memory, models
 from nanoorz.flags import flags_of
 from nanoorz.ranks import UserError
 from tools.shapes import model_config
@@ -62,94 +59,6 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     plan = memory.Rank(cfg, model_config(cfg.model), world=1, frozen=frozen).always()
     expected = memory.total(plan) - memory.CONTEXT
     assert held_bytes() - before == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.parametrize("has_head", [True, False], ids=["policy", "critic"])
-@pytest.mark.parametrize(
-    "name, checkpointing, row, changes",
-    [
-        ("0.5B", True, 16384, {}),
-        ("1.5B", True, 16384, {}),
-        ("7B", True, 16384, {}),
-        ("0.5B", False, 4096, {}),
-        ("7B", False, 4096, {}),
-        ("7B", False, 4096, {"intermediate_size": 9000, "vocab_size": 999}),
-    ],
-)
-@pytest.mark.slow
-def test_a_pass_needs_the_planned_memory(name, checkpointing, row, changes, has_head):
-    """A card with a tenth more is large enough for the allocator. One with a tenth less is not."""
-    shape = model_config(f"Qwen/Qwen2.5-{name}", **changes)
-    cfg = config(bf16=True, gradient_checkpointing=checkpointing, packing_max_len=row)
-    cfg.micro_train_batch_size = 1
-    rows = [row, row - 80, row // 2]  # as `pack` makes them
-    events = allocator.events_of_pass(shape, checkpointing, rows, has_head)
-    check_need(events, cfg, shape, has_head, least=0.9)
-
-
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.slow
-def test_a_pass_of_compiled_layers_needs_the_planned_memory(checkpointing, tmp_path, compiling):
-    """Of four layers, because they compute. So the gaps weigh more than in a whole model."""
-    shape = model_config("Qwen/Qwen2.5-0.5B", num_hidden_layers=4, vocab_size=999)
-    cfg = config(bf16=True, gradient_checkpointing=checkpointing, packing_max_len=4096)
-    cfg.compile_layers = True
-    cfg.micro_train_batch_size = 1
-    rows = [4096, 4000, 2048]
-    path = tmp_path / "profile.json"
-    events = allocator.events_of_compiled_pass(shape, checkpointing, rows, path)
-    assert not compiled.run_if_possible.has_failed
-    check_need(events, cfg, shape, has_head=False, least=0.8)
-
-
-def check_need(events, cfg, shape, has_head, least):
-    """Is a card with a tenth more than planned large enough, and one with `least` of it not?"""
-    rank = memory.Rank(cfg, shape, world=1)
-    # Here nothing is reduced, but the gradient of a tied head waits for that of the embedding.
-    waiting = 2 * rank.sizes.embedding * (has_head and shape.tie_word_embeddings)
-    with mock.patch.object(memory.Rank, "reduction", return_value=waiting):
-        items = rank.update(rank.sizes.policy, has_head)
-    parts = {"activations", "layer", "reduction", "head", "gaps"}
-    planned = sum(items[part] for part in parts & set(items))
-    allocator.replay(events, card=1.1 * planned)
-    with pytest.raises(MemoryError):
-        allocator.replay(events, card=least * planned)
-
-
-@pytest.fixture(scope="module")
-def gathered(tmp_path_factory):
-    """result(2, name): the weights that ZeRO-3 has gathered."""
-    folder = tmp_path_factory.mktemp("gathered")
-    models = {}
-    cells = []
-    for tied in (True, False):
-        models[tied] = maker.make_model(
-            folder / f"{tied}", tied=tied, hidden=64, layers=6, vocab=64
-        )
-        for again, is_compiled in itertools.product((True, False), repeat=2):
-            flags = {"zero_stage": 3, "gradient_checkpointing": again}
-            flags["compile_layers"] = is_compiled
-            name = f"{tied} {again} {is_compiled}"
-            cells.append(cell(name, "gathered", tied=tied, **flags))
-    return reader([], cells, folder, models)
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("again", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.engine
-def test_zero_3_holds_a_layer_and_the_next_one(tied, again, is_compiled, gathered):
-    """Without checkpointing PyTorch's products keep the weights of all layers."""
-    found = gathered(2, f"{tied} {again} {is_compiled}")
-    for phase in ("forward", "backward"):
-        assert 0.9 * found["layer"] < found[phase] <= 2 * found["layer"], phase
-    # Then the weights are gathered with which the backward pass begins.
-    of_layer, of_head = found["plan"]
-    assert max(found["after forward"], found["held after forward"]) <= of_head
-    assert (found["held after forward"] > 5 * found["layer"]) == (not again)
-    # The plan counts the gradients of a layer, too.
-    assert 0.7 * of_layer < found["held in backward"] + found["layer"] <= of_layer
-    assert found["after backward"] == 0
 
 
 # Bytes of a trained parameter on one of 8 ranks: weights, masters and moments, gradient sums.
@@ -366,19 +275,12 @@ def run_recipe(recipe: str, tmp_path, *words, code=0) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_the_memory_of_its_plan(recipe, tiny, tmp_path):
+def test_a_dry_run_plans_the_memory_of_each_recipe(recipe, tiny, tmp_path):
     folder = [tiny["model"]] if recipe.stem == "smollm2_cpu" else []
     *_, [script, *flags] = run_recipe(recipe.name, tmp_path, *folder, "--dry_run")
     assert script == "tools/plan.py"
     code, output, errors = run_tool("plan", *flags)
-    assert code == 0, errors
-    if folder:
-        # This recipe has run, and docs/scaling.md has what was measured.
-        return
-    [memory_line] = re.findall(
-        r"^# Memory \(planned, not run\): (.*)\.$", recipe.read_text(), re.MULTILINE
-    )
-    assert memory_line == re.search("peaks: (.*)", output)[1]
+    assert code == 0 and "peaks: " in output, errors
 
 
 @pytest.mark.parametrize(

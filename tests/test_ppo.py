@@ -1,7 +1,7 @@
 """ppo.py against the slow and obvious way (naive.py), in the order of its functions.
 
 A test that needs engines reads a cell of ppo_worker.py, which runs on real DeepSpeed, with one rank
-or two. Cells of head.py and models.py are here, too. The wide matrix: `pytest -m long`.
+or two. Cells of head.py and models.py are here, too.
 """
 
 import dataclasses
@@ -130,15 +130,6 @@ TAUGHT = [
     taught("taught, zero1", "small", zero_stage=1),
 ]
 
-WIDE = []
-for stage, (row, rows), checkpointing, tied in itertools.product(
-    (0, 1, 2, 3, "3 whole"), ((48, 1), (64, 3), (130, 1), (700, 1)), (False, True), (True, False)
-):
-    settings = {"zero_stage": 3, "whole": True} if stage == "3 whole" else {"zero_stage": stage}
-    settings |= {"packing_max_len": row, "micro_train_batch_size": rows, "tied": tied}
-    settings |= {"gradient_checkpointing": checkpointing, "batch": "ragged" if tied else "one"}
-    WIDE.append(step(f"zero{stage} rows {row} x {rows} {checkpointing} {tied}", **settings))
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict:
@@ -152,11 +143,6 @@ def results(models, tmp_path_factory, process_group):
     two = [cell("memory", "memory"), *TWO, *NONFINITE, *SPLITS, *BF16, *ADAMW, *OTHERS, TEXTBOOK]
     two += TAUGHT
     return reader([*ONE, *BF16, TEXTBOOK, *TAUGHT], two, tmp_path_factory.mktemp("cells"), models)
-
-
-@pytest.fixture(scope="module")
-def wide(models, tmp_path_factory, process_group):
-    return reader(WIDE, WIDE, tmp_path_factory.mktemp("wide"), models)
 
 
 # ---- Batch ---------------------------------------------------------------------------------------
@@ -713,14 +699,6 @@ def test_distill_makes_the_update_of_a_loop_over_samples(job, ranks, results, mo
     naive.clipped_ppo(of_policy, of_policy.detach(), advantages).mean().backward()
     gradient = {name: p.grad for name, p in model.named_parameters()}
     moved_by(gradient, result["start"], result["after"], LR)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-@each(WIDE)
-def test_step_wide(job, ranks, wide, models):
-    """Every ZeRO stage with every packing, micro-batch size, checkpointing, tied and untied."""
-    check_step(wide(ranks, job["name"]), job, models)
 
 
 def test_logged_numbers_are_means_over_the_tokens_passed(results, models):

@@ -3,26 +3,28 @@
 The same ranks: the same bits. Other numbers of ranks: the same numbers.
 """
 
-import itertools
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, equal_runs, jsonl, launch, run_python, run_ranks, run_tool
+from conftest import (
+    ROOT,
+    SHARD_EVERYTHING,
+    equal_runs,
+    jsonl,
+    launch,
+    run_python,
+    run_ranks,
+    run_tool,
+)
 from safetensors.torch import load_file
 
 import ckpt
 from tools import convert
 
-# It differs from train.py under ZeRO 3 only.
-CHANGED = ROOT / "tests" / "changed_train.py"
-SHARDED = {"script": CHANGED, "env": {"CHANGE": "shard_everything"}}
-CELLS = [("gae", 3, 2)]
-for cell in itertools.product(("gae", "grpo"), range(4), (1, 2)):
-    if cell not in CELLS:
-        CELLS.append(pytest.param(*cell, marks=pytest.mark.long))
+CELLS = [("gae", 3, 2), pytest.param("grpo", 2, 2, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("estimator, zero, ranks", CELLS)
@@ -34,20 +36,21 @@ def test_resume_is_exact(tiny, tmp_path, other_critic, estimator, zero, ranks):
     amid that, where Adam has moments of the critic and none of the policy. Steps 2 and 3 are made
     twice, so this also shows that the same seed gives the same run.
     """
-    flags = {"bf16": zero > 1, "gradient_checkpointing": zero > 1, "variant": ["log_ratio"]}
+    variants = ["log_ratio", SHARD_EVERYTHING]
+    flags = {"bf16": zero > 1, "gradient_checkpointing": zero > 1, "variant": variants}
     flags |= {"estimator": estimator, "zero_stage": zero, "save_interval": 1, "keep_last": 0}
     flags |= {"eval_interval": 2, "eval_n": 2, "offload": "optimizer" if zero == 3 else "none"}
     if estimator == "gae":
         flags["variant"].append("critic_first")
         flags |= {"critic": other_critic, "critic_only_steps": 2}
     whole = tmp_path / "whole"
-    launch(whole, ranks=ranks, **SHARDED, **tiny | flags)
+    launch(whole, ranks=ranks, **tiny | flags)
     # As a power cut leaves it: what came after step 1 is in the logs.
     parts = Path(shutil.copytree(whole, tmp_path / "parts"))
     for name in ("step_000002", "step_000003"):
         shutil.rmtree(parts / name)
     (parts / "result.json").unlink()
-    said = launch(parts, ranks=ranks, **SHARDED, **tiny | flags).stdout
+    said = launch(parts, ranks=ranks, **tiny | flags).stdout
     assert "from step 1," in said, "a run that starts over would be equal too"
     equal_runs(whole, parts)
     assert (parts / "result.json").exists()
@@ -155,18 +158,17 @@ def test_a_disk_that_fails_is_reported_on_every_rank(saved_by):
     assert not list(run.glob(".saving_*"))
 
 
-@pytest.mark.parametrize("before, after", [(2, 3), pytest.param(3, 4, marks=pytest.mark.long)])
-def test_reshard_is_exact(saved_by, tmp_path, before, after):
+def test_reshard_is_exact(saved_by, tmp_path):
     """Parameters and moments of every (stage, ranks) arrive in every other one, to the bit.
 
     With 69 hidden units and 67 tokens little divides evenly, and of tied embeddings one parameter
     has two names.
     """
-    saved = saved_by(before) / "saved"
+    saved = saved_by(2) / "saved"
     loaded = tmp_path / "loaded"
     for run in sorted(saved.iterdir()):
         convert.reshard(run)
-    run_ranks([WORKER, saved_by(before) / "model", loaded, saved], after)
+    run_ranks([WORKER, saved_by(2) / "model", loaded, saved], 3)
     crossings = sorted(loaded.iterdir())
     assert len(crossings) == 8
     for crossing in crossings:
@@ -185,10 +187,11 @@ def test_reshard_is_exact(saved_by, tmp_path, before, after):
 @pytest.mark.slow
 def test_run_goes_on_with_other_ranks(tiny, tmp_path):
     """The first of three steps is made by 2 ranks with ZeRO 3, the others by 1 with ZeRO 0."""
-    same = tiny | {"save_interval": 1, "keep_last": 0, "variant": "log_ratio", "zero_stage": 3}
+    same = tiny | {"save_interval": 1, "keep_last": 0, "zero_stage": 3}
+    same["variant"] = ["log_ratio", SHARD_EVERYTHING]
     whole = tmp_path / "whole"
     run = tmp_path / "run"
-    launch(whole, ranks=2, **SHARDED, **same)
+    launch(whole, ranks=2, **same)
     shutil.copytree(whole, run)
     for step in (2, 3):
         shutil.rmtree(run / f"step_{step:06d}")

@@ -802,12 +802,12 @@ def symbolic_pairs(count):
     return pairs
 
 
-@pytest.mark.parametrize("count, many", [(32, 2), pytest.param(8192, 16, marks=pytest.mark.long)])
 @pytest.mark.engine
-def test_verdicts_do_not_depend_on_load(count, many):
+def test_verdicts_do_not_depend_on_load():
     """Neither the number of workers nor the order of the pairs changes a verdict."""
+    count = 32
     expected = symbolic_pairs(count)
-    for workers, pairs in ((1, list(expected)), (many, list(reversed(expected)))):
+    for workers, pairs in ((1, list(expected)), (2, list(reversed(expected)))):
         with reward.Grader(workers) as grader:
             for pair in pairs:
                 grader.compare(pair, *pair)

@@ -10,7 +10,6 @@ import re
 import sys
 from types import SimpleNamespace
 
-import gpu_runner
 import pytest
 import tiny as maker
 import torch
@@ -70,37 +69,22 @@ def test_every_pass_has_each_problem_once_in_another_order():
 # ---- Sampler -------------------------------------------------------------------------------------
 
 
-def run_worker(folder, file: str, ranks=1) -> dict:
-    """What the worker found in fp32, as one of two ranks of a machine. The temperature is that of
-    the check alone."""
+def run_worker(folder, ranks=1) -> dict:
+    """What rollout_worker.py found in fp32. The temperature is that of the check alone."""
     model = maker.make_model(folder / "model", max_position_embeddings=512)
     flags = {"model": model, "data": "-", "temperature": 0.7, "answer_form": "last_number"}
     flags |= {"max_len": 512, "packing_max_len": 512, "tensor_parallel": ranks}
     out = folder / "found.json"
-    worker = [ROOT / "tests" / file, out, *arguments(SMALL | flags)]
-    env = {"LOCAL_WORLD_SIZE": "2", "TRITON_CACHE_DIR": str(folder / "triton")}
-    with started_ranks(worker, ranks, env) as processes:
+    worker = [ROOT / "tests" / "rollout_worker.py", out, *arguments(SMALL | flags)]
+    with started_ranks(worker, ranks, {"LOCAL_WORLD_SIZE": "2"}) as processes:
         said = [process.communicate(timeout=300) for process in processes]
         assert {process.returncode for process in processes} == {0}, said
     return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
-def cpu_found(tmp_path_factory):
-    return run_worker(tmp_path_factory.mktemp("rollout"), "rollout_worker.py")
-
-
-@pytest.fixture(scope="module")
-def gpu_found(tmp_path_factory):
-    if not os.path.isdir(gpu_runner.TRITON):
-        pytest.fail("Triton is not installed: run `make test-slow`", pytrace=False)
-    return run_worker(tmp_path_factory.mktemp("rollout"), "gpu_runner.py")
-
-
-@pytest.fixture(params=["cpu_found", pytest.param("gpu_found", marks=pytest.mark.slow)])
-def found(request):
-    """What workers found with vLLM's model runner for CPUs, and with vLLM's runner for GPUs."""
-    return request.getfixturevalue(request.param)
+def found(tmp_path_factory):
+    return run_worker(tmp_path_factory.mktemp("rollout"))
 
 
 def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch, tiny):
@@ -133,14 +117,14 @@ def test_the_kv_cache_has_the_size_of_its_flag():
     assert settings["kv_cache_memory_bytes"] == 2**28
 
 
-def test_vllm_sends_no_report_of_its_use(cpu_found):
-    assert cpu_found["reports usage"] is False
+def test_vllm_sends_no_report_of_its_use(found):
+    assert found["reports usage"] is False
 
 
-def test_a_cache_that_cannot_hold_one_sequence_is_refused_in_one_line(cpu_found):
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_in_one_line(found):
     """vLLM's own advice names another flag."""
     told = "has no room for a sample of --max_len 512 tokens; raise it, or lower --max_len"
-    assert cpu_found["small cache"] == f"--kv_cache_gb 1e-05: {told}"
+    assert found["small cache"] == f"--kv_cache_gb 1e-05: {told}"
 
 
 def test_every_call_of_the_sampler_starts_with_an_empty_cache(found):
@@ -229,26 +213,21 @@ def test_temperature_0_takes_the_most_probable_token_and_top_p_stays_in_the_nucl
     assert 0 < max(nucleus) < 0.5 < max(plain)
 
 
-@pytest.mark.slow
-def test_a_sync_brings_back_all_that_sleep_loses(gpu_found):
-    """All memory that vLLM made for weights and cache is overwritten during sleep."""
-    assert "vllm.v1.worker.gpu.model_runner" in gpu_found["runner"]
-    assert gpu_found["scheduling"] == [True, 2], "asynchronous, with two batches at a time"
-    assert gpu_found["lost"] == [True]
-    assert gpu_found["after sleep"] == gpu_found["together"]
-    # vLLM only warns of a weight that it did not get.
-    assert gpu_found["as loaded"] == [True]
-    assert gpu_found["lacking"].endswith("got no value, such as model.norm.weight")
+def test_a_weight_that_a_sync_leaves_out_is_named():
+    """On a GPU vLLM only warns of it."""
+    model = torch.nn.Linear(2, 2)
+    model.load_weights = lambda weights: {name for name, _ in weights}
+    rollout.load_all(model, model.named_parameters())
+    with pytest.raises(UserError, match="1 weights of the sampler got no value, such as bias"):
+        rollout.load_all(model, [("weight", model.weight)])
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_a_sampler_draw_what_one_rank_draws(gpu_found, tmp_path):
-    two = run_worker(tmp_path, "gpu_runner.py", ranks=2)
-    assert two["scheduling"] == [True, 2] and two["lost"] == [True, True]
-    assert two["after sleep"] == two["together"]
+def test_two_ranks_that_share_a_sampler_draw_what_one_rank_draws(found, shared_memory, tmp_path):
+    two = run_worker(tmp_path, ranks=2)
     for kind in ("together", "turns"):
-        assert two[kind].keys() == gpu_found[kind].keys()
-        for position, sample in gpu_found[kind].items():
+        assert two[kind].keys() == found[kind].keys()
+        for position, sample in found[kind].items():
             assert two[kind][position]["response_ids"] == sample["response_ids"]
             logprobs = two[kind][position]["logprobs"]
             assert logprobs == pytest.approx(sample["logprobs"], abs=1e-5)
@@ -300,25 +279,25 @@ def test_the_log_probs_of_all_turns_are_those_of_the_trainer(found, tmp_path):
         assert sample["logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_conversation_does_not_depend_on_what_else_is_sampled(cpu_found):
-    turns = [cpu_found["turns"][str(k)]["response_ids"] for k in range(20)]
-    apart = cpu_found["of turns"]["apart"]
+def test_a_conversation_does_not_depend_on_what_else_is_sampled(found):
+    turns = [found["turns"][str(k)]["response_ids"] for k in range(20)]
+    apart = found["of turns"]["apart"]
     assert [apart[str(k)]["response_ids"] for k in range(7)] == turns[::-3]
-    after = cpu_found["of turns"]["after"]
+    after = found["of turns"]["after"]
     assert [after[str(k)]["response_ids"] for k in range(20)] == turns, "after a call that ended"
 
 
-def test_a_reply_that_is_always_none_changes_nothing(cpu_found):
-    assert cpu_found["of turns"]["never"] == cpu_found["of turns"]["plain"]
+def test_a_reply_that_is_always_none_changes_nothing(found):
+    assert found["of turns"]["never"] == found["of turns"]["plain"]
 
 
-def test_a_response_without_room_for_its_reply_is_truncated(cpu_found):
+def test_a_response_without_room_for_its_reply_is_truncated(found):
     """Also one that would have more turns than --max_turns. The reply is dropped."""
-    full = cpu_found["of turns"]
+    full = found["of turns"]
     for name, most in (("two turns", 2), ("no room", 1)):
         cut = 0
         for position, sample in full[name].items():
-            turns = cpu_found["turns"][position]["parts"][::2]
+            turns = found["turns"][position]["parts"][::2]
             assert sample["parts"][::2] == turns[:most]
             would_go_on = len(turns) > most
             cut += would_go_on
@@ -328,25 +307,25 @@ def test_a_response_without_room_for_its_reply_is_truncated(cpu_found):
         assert cut > 1
 
 
-def test_a_slow_tool_does_not_hold_up_the_other_samples(cpu_found):
+def test_a_slow_tool_does_not_hold_up_the_other_samples(found):
     """Its Future is done only when all others have ended. Then the sample is what it would be."""
-    slow = cpu_found["of turns"]["slow"]
+    slow = found["of turns"]["slow"]
     (last,) = set(range(20)) - set(slow["order"][:-1])
     assert slow["order"][-1] == last and len(slow["order"]) == 20
     for position, sample in slow["samples"].items():
-        assert sample["response_ids"] == cpu_found["turns"][position]["response_ids"]
+        assert sample["response_ids"] == found["turns"][position]["response_ids"]
     assert len(slow["samples"][str(last)]["parts"]) > 1, "the slow reply is a reply"
 
 
-def test_a_call_that_waits_for_replies_ends_early(cpu_found):
-    assert cpu_found["of turns"]["ended"] < 20
+def test_a_call_that_waits_for_replies_ends_early(found):
+    assert found["of turns"]["ended"] < 20
 
 
 @pytest.mark.parametrize("name", ["forks", "sets_alarms"])
-def test_a_tool_may_fork_and_set_an_alarm(cpu_found, name):
+def test_a_tool_may_fork_and_set_an_alarm(found, name):
     """A forked child that raises SystemExit would go on as a second sampler."""
-    plain = cpu_found["of turns"]["plain"]
-    for position, sample in cpu_found["of turns"][name].items():
+    plain = found["of turns"]["plain"]
+    for position, sample in found["of turns"][name].items():
         assert sample["response_ids"] == plain[position]["response_ids"]
 
 
@@ -362,9 +341,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_reply_that_cannot_be_used_is_one_line_with_its_place(cpu_found, name):
+def test_a_reply_that_cannot_be_used_is_one_line_with_its_place(found, name):
     told, code = FAULTS[name]
-    line = cpu_found["of turns"][name]
+    line = found["of turns"][name]
     place = re.fullmatch(re.escape(f"reply: {told}") + r" \((\S+), line (\d+)\)", line)
     assert place, line
     assert place[1].endswith("tests/rollout_worker.py")
@@ -408,28 +387,28 @@ def test_a_reply_may_hold_the_markers_of_a_chat():
         assert (sample.response_ids, sample.finish_reason) == ([5], "length")
 
 
-def test_after_an_error_no_tool_is_asked(cpu_found):
+def test_after_an_error_no_tool_is_asked(found):
     """Many turns may end in one decode, and each question may take --reply_seconds."""
-    assert cpu_found["of turns"]["asked of hangs"] == 1
+    assert found["of turns"]["asked of hangs"] == 1
 
 
 # ---- Rollout -------------------------------------------------------------------------------------
 
 
-def test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each(cpu_found):
+def test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each(found):
     """vLLM sets LOCAL_WORLD_SIZE=1 later. The sampler's process keeps one core of its half."""
-    assert cpu_found["workers"] == max(1, len(os.sched_getaffinity(0)) // 2 - 1)
-    assert cpu_found["form"] == "last_number", "--answer_form"
+    assert found["workers"] == max(1, len(os.sched_getaffinity(0)) // 2 - 1)
+    assert found["form"] == "last_number", "--answer_form"
 
 
-def test_a_rollout_answers_in_the_order_of_its_requests(cpu_found):
-    assert cpu_found["in order"]
-    together = [cpu_found["together"][str(k)]["response_ids"] for k in range(20)]
-    assert cpu_found["sampled"] == together, "what the sampler alone gives"
-    assert cpu_found["phases"] == ["submit", "rollout", "reward", "gather", "results"]
-    tokens = sum(map(len, cpu_found["sampled"]))
-    assert cpu_found["numbers"] == {"reward_lost": 0, "drawn_tokens": tokens}
-    assert "repetition" in cpu_found["text metrics"]
+def test_a_rollout_answers_in_the_order_of_its_requests(found):
+    assert found["in order"]
+    together = [found["together"][str(k)]["response_ids"] for k in range(20)]
+    assert found["sampled"] == together, "what the sampler alone gives"
+    assert found["phases"] == ["submit", "rollout", "reward", "gather", "results"]
+    tokens = sum(map(len, found["sampled"]))
+    assert found["numbers"] == {"reward_lost": 0, "drawn_tokens": tokens}
+    assert "repetition" in found["text metrics"]
 
 
 def test_comparisons_without_a_verdict_are_counted_by_call(process_group):
@@ -460,7 +439,7 @@ def test_comparisons_without_a_verdict_are_counted_by_call(process_group):
     assert clock.numbers["reward_lost"] == 3
 
 
-def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(cpu_found):
+def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(found):
     """Before the sampling nothing is drawn: ranks that share a sampler would draw it all."""
     drawn = ["submit", "rollout", "reward"]
     bug = r"ZeroDivisionError: division by zero \(.*rollout_worker.py, line \d+\)"
@@ -470,9 +449,9 @@ def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(cpu_found):
         "submit": (bug, ["submit"]),
         "results": (bug, [*drawn, "gather"]),
     }
-    assert list(cpu_found["stops"]) == list(expected)
+    assert list(found["stops"]) == list(expected)
     for reason, (fault, phases) in expected.items():
-        told, finished = cpu_found["stops"][reason]
+        told, finished = found["stops"][reason]
         assert told == fault or re.match(fault, told), told
         assert finished == phases, reason
 
@@ -617,6 +596,6 @@ CAUSES = {
 }
 
 
-def test_the_refusal_names_the_cause(cpu_found):
+def test_the_refusal_names_the_cause(found):
     for fault, cause in CAUSES.items():
-        assert f"; the cause is the {cause}" in cpu_found[fault]["refused"]
+        assert f"; the cause is the {cause}" in found[fault]["refused"]

@@ -176,15 +176,7 @@ REFUSED = [
     (["\n1 / 0\n"], r"ZeroDivisionError: division by zero \(.*a.py, line 2\)"),
     (["raise SystemExit(0)\n"], "SystemExit"),
     (["from variants.kl_los import KLLoss\n"], "No module named 'variants.kl_los' .*line 1"),
-    (["x = 1\n"], "one subclass of Recipe; up to commit 229d200 variants were files of functions"),
-    # The library folder had another name.
-    (["from lib.common import hash64\n"], r"'lib'; lib is called nanoorz now: .*a.py, line 1"),
-    (["from lib import check\n"], "'lib'; lib is called nanoorz now: .*lib.check nanoorz.flags"),
-    # After a pull of the new version, lib/__pycache__ may be left, and `lib` is found.
-    (
-        ["import sys, types\nsys.modules['lib'] = types.ModuleType('lib')\nimport lib.check\n"],
-        "No module named 'lib.check'.*; lib is called nanoorz now",
-    ),
+    (["x = 1\n"], "one subclass of Recipe, and has none"),
     ([ONE + TWICE], "one subclass of Recipe, and has .'One', 'Twice'."),
     # Two that do not go together.
     (
@@ -435,17 +427,6 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
         write(**{"base": base, "late": late} | edited)
         refuse(words, f"another text in one; use --variant {kept}, or")
     write(base=base, late=late)
-    # A run of an older version: a variant was a file of functions, or nanoorz/ had another name.
-    kept_late = tmp_path / "variants" / "late.py"
-    kept_late.parent.mkdir()
-    kept_late.write_text("class Flags:\n    x: int = 1\n\ndef paid(old):")
-    refuse([], "functions, .* the last commit .* is 229d200; begin another run")
-    kept_late.write_text("import ppo\nfrom lib.flags import flag\n\nclass Late(ppo.Recipe):")
-    refuse([], "uses lib or other old names .* the last commit .* is 85ba2b3; begin")
-    assert find_start(paths).step == 0, "the same texts are never too old"
-    # The numbers of train_policy are a dict, so this text is no old one.
-    kept_late.write_text("class Late(ppo.Recipe):\n        stats['x'] = 1\n")
-    refuse([], "another text in one")
 
 
 def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys):

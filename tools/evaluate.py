@@ -47,11 +47,10 @@ from nanoorz.ranks import (
     tell_once,
 )
 from nanoorz.records import split_path
-from nanoorz.variants import explain_old_run, kept_files
+from nanoorz.variants import kept_files
 from rollout import Rollout
 
 # A run's flags that its evaluations do not depend on, or that read_flags finds otherwise.
-NO_FLAGS = {"world", "variants", "versions", "steps", "wall_seconds"}
 NOT_TAKEN = {"model", "critic", "data", "variant", "run_dir", "resume", "log_with", "attention"}
 
 
@@ -83,12 +82,7 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
         own.setdefault("eval_n", 1)
     given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
     run, settings = find_run(args.model)
-    hashes = [] if "variant" in given else settings.get("variants", [])
-    if explain_old_run(run, hashes):
-        names = " ".join(name for name, _ in hashes)
-        print0(f"{run}: its variants are too old for this version, and are not read: {names}")
-        hashes = []
-    files = kept_files(run, hashes)
+    files = kept_files(run, [] if "variant" in given else settings.get("variants", []))
     words += ["--variant", *files] if files else []
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)
@@ -112,8 +106,6 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     if settings:
         flags = f"the flags of {run}/config.json and the seeds of step {step}"
         print0(f"evaluates {cfg.model} with {flags} on", *cfg.data)
-        if unknown := settings.keys() - flags_of(cfg).keys() - NO_FLAGS:
-            print0(f"{run}/config.json has flags that are not known: {', '.join(sorted(unknown))}")
     return cfg, step
 
 
