@@ -2,7 +2,7 @@
 
 A layer that is not compiled starts more than a hundred kernels of a GPU, most of them for one
 addition or product each. torch compiles the forward pass and the backward pass of a layer into
-fewer kernels. So the CPU has less to do, and the GPU moves fewer bytes. On a CPU a whole body of 30 M
+fewer kernels. So the CPU has less to do, and the GPU moves fewer bytes. On a CPU a model of 30 M
 parameters was compiled once: the first update took 134 s, and later ones took 0.93 to 1.10 of the
 time without a compiler.
 

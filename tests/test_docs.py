@@ -93,6 +93,7 @@ def test_the_study_that_starts_runs_has_flags_that_train_py_takes(process_group)
         train.check_flags(train.parse_flags([*words, *DEMO]), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, folders, words, rows",
     [

@@ -35,15 +35,10 @@ def as_user(user, room):
 @pytest.mark.parametrize("user", ["mine", pytest.param("another", marks=pytest.mark.slow)])
 @pytest.mark.engine
 def test_each_attack_succeeds_without_the_jail_and_fails_behind_it(user, jail):
-    """When the trainer is killed, its program ends too. docs/rewards.md has the same names."""
+    """When the trainer is killed, its program ends too."""
     if user == "another" and os.getuid():
         pytest.skip("only root can be another user")
     is_root = user == "mine" and os.getuid() == 0
-    page = " ".join((ROOT / "docs/rewards.md").read_text().split())
-    rows = re.findall(r"\| ([^|]*) \| succeeds \| fails \|", page)
-    assert {name for row in rows for name in row.split("; ")} == {*ATTACKS, *OF_ROOT}
-    allowed = re.search(r"\*\*What the jail allows\*\*: (.*?)\. ", page)[1]
-    assert set(allowed.split("; ")) == set(ALLOWED)
     with tempfile.TemporaryDirectory(dir="/tmp") as room:
         Path(room).chmod(0o777)
         command = [*as_user(user, room), "tests/jail_worker.py", room]

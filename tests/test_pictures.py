@@ -4,8 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -163,47 +161,6 @@ def test_a_page_gives_no_advantage_to_a_reply(tmp_path):
     raw = np.array([0.5, 0.75, 1.0, -0.25, -0.5, -1.0])
     both = first["estimates"]["PPO, lambda 1"] + second["estimates"]["PPO, lambda 1"]
     assert both == pytest.approx([*((raw - raw.mean()) / raw.std())], abs=1e-2)
-
-
-def browse(folder) -> str:
-    """The page of a run as a browser shows it."""
-    make_page(folder)
-    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-    words += ["--dump-dom", f"file://{folder}/samples.html"]
-    done = subprocess.run(["chromium", *words], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs the browser chromium")
-def test_a_browser_shows_replies_without_a_shade(tmp_path):
-    """The second problem has no tokens, so its text is shown."""
-    rows = [conversation(1.0), conversation(0.0)]
-    rows.append(conversation(1.0, problem=4) | {"drawn": None, "tokens": None, "values": None})
-    write_lines(tmp_path / "samples.jsonl", rows)
-    section, _, rest = browse(tmp_path).partition("<section>")[2].partition("</section>")
-    assert section.count('<th class="reply"') == 2 * 2
-    assert not re.search('<td[^>]*class="reply"[^>]*(style|title)', section)
-    assert "rises most at token 5" in section, "its number among all tokens"
-    assert "What is hatched is a reply" in section
-    assert rest.count('<span class="reply" title="a reply">') == 2 * 2
-    assert '<span class="reply">12&lt;</span>' in rest
-
-
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs the browser chromium")
-def test_a_browser_opens_the_page_on_a_wrong_and_a_right_response_of_one_problem(tmp_path):
-    """Hostile text opens no element. A run without log-probs and KL says so."""
-    bad = "<img src=x onerror='document.title=1'>"
-    rows = [sample(1, 3, 0, paid=1.0, reward=1.0, values=[0.5, 0.9], question=bad)]
-    rows += [sample(1, 3, k, paid=0.0, values=[0.5, 0.1 * k], question=bad) for k in (1, 2)]
-    rows.append(sample(2, 4, 3, label={"target": 12}, paid=0.0))
-    write_lines(tmp_path / "samples.jsonl", rows)
-    page = browse(tmp_path)
-    shown = page.partition("<section>")[2]
-    assert "#2 ✗ wrong, reward 0, 2 tokens, stop" in shown.partition("#0 ✓ right")[0]
-    assert "GRPO pays each of the 2 tokens −0.707." in shown
-    assert "This run has not logged log-probs (--variant log_ratio), or the KL" in page
-    assert 'answer: {"target":12}' in shown and "[object Object]" not in page
-    assert "&lt;img src=x" in shown and "<img" not in page
 
 
 def test_hostile_text_stays_text(tmp_path):
