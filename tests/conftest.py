@@ -52,7 +52,7 @@ LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab code reward").split()
 
 # A test of these files, or with one of these fixtures, starts engines or many processes.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
-ENGINE_FIXTURES = {"results", "wide", "one_rank", "found", "runs", "place"}
+ENGINE_FIXTURES = {"results", "one_rank", "found", "runs", "place"}
 
 
 def pytest_collection_modifyitems(config, items):

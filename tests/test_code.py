@@ -12,8 +12,7 @@ import tracemalloc
 import zlib
 
 import pytest
-import taught
-from conftest import jsonl, launch, wait_until
+from conftest import launch, wait_until
 from jail_worker import processes
 
 from nanoorz.ranks import UserError
@@ -366,44 +365,6 @@ def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
     (tmp_path / "data.json").write_text(json.dumps(items[1:3]))
     with pytest.raises(UserError, match="no usable test"):
         task.load_problems(str(tmp_path / "data.json"), "plain")
-
-
-@pytest.mark.slow
-def test_two_stage_sampling_with_unit_tests_learns(jail, tmp_path):
-    """A whole run: programs of one line, whose base model picks the right sign in 4 of 10."""
-    flags = taught.teach_programs(tmp_path / "base")
-    records = json.loads(flags["data"].read_text())
-    (tmp_path / "eval.json").write_text(json.dumps(records[:90]))
-    launch(
-        tmp_path / "run",
-        **flags,
-        eval_data=tmp_path / "eval.json",
-        task="code",
-        variant="first_stage",
-        first_stage=4,
-        rollout_batch_size=16,
-        n_samples_per_prompt=12,
-        micro_train_batch_size=64,
-        micro_rollout_batch_size=256,
-        actor_learning_rate=3e-4,
-        log_samples=192,
-        max_steps=16,
-    )
-    before, after = jsonl(tmp_path / "run" / "eval.jsonl")
-    assert before["accuracy"] < 0.55 and after["accuracy"] > 0.7
-    samples = jsonl(tmp_path / "run" / "samples.jsonl")
-    for line in jsonl(tmp_path / "run" / "metrics.jsonl"):
-        groups = {}
-        for sample in samples:
-            if (sample["step"], sample["set"]) == (line["step"], "train"):
-                groups.setdefault(sample["problem"], []).append(sample)
-        # All programs of a group are drawn if the first four differ in their rewards.
-        for group in groups.values():
-            few = {sample["reward"] for sample in group if sample["index"] < 4}
-            assert len(group) == (12 if len(few) == 2 else 4)
-        full = sum(len(group) == 12 for group in groups.values())
-        assert len(groups) == 16 and line["prompts_expanded"] == full / 16
-        assert line["reward_lost"] == 0
 
 
 @pytest.mark.engine

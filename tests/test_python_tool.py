@@ -3,8 +3,7 @@
 import time
 
 import pytest
-import taught
-from conftest import config, jsonl, launch
+from conftest import config
 
 from rollout import Sample
 from tasks import python_tool
@@ -94,28 +93,3 @@ def test_the_answer_must_be_drawn_by_the_policy(grader):
 def test_the_prompts_say_how_to_call_python():
     assert python_tool.TEMPLATES["orz"].count("```output") == 1
     assert python_tool.TEMPLATES["orz"].count("must put your answer") == 1
-
-
-@pytest.mark.slow
-def test_a_model_that_was_taught_the_form_calls_python(jail, tmp_path):
-    flags = taught.teach_calls(tmp_path / "base")
-    launch(
-        tmp_path / "run",
-        **flags,
-        task="python_tool",
-        stop="```output",
-        answer_form="boxed_anywhere",
-        generate_max_len=48,
-        log_samples=16,
-        max_steps=2,
-    )
-    samples = jsonl(tmp_path / "run" / "samples.jsonl")
-    called = [sample for sample in samples if "parts" in sample]
-    assert len(called) > 24
-    for sample in called:
-        program, reply = sample["parts"][:2]
-        expression = program.split("print(")[1].split(")")[0]
-        a, b = map(int, expression.split("+"))
-        assert reply == f"\n{a + b}\n```\n"
-    for line in jsonl(tmp_path / "run" / "metrics.jsonl"):
-        assert line["turns"] > 1.5 and line["reward"] > 0.8

@@ -3,8 +3,6 @@
     reward    checks per second, of two grading processes
     update    an update by the length of its rows, and with each kind of attention; on a GPU also
               with compiled layers, on a CPU also against bare transformers
-    host      the CPU's work for a micro-batch, with compiled layers and without: kernels that it
-              starts, and milliseconds. The part uses no GPU
     sync      a sync of the sampler
     sync_large  the same for a larger model
     sync_lora   the same for the larger model with --variant lora, which needs peft
@@ -43,15 +41,10 @@ if __name__ == "__main__":
 # train.py sets these variables too. They must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-if sys.argv[1:] == ["host"]:
-    # This part measures the CPU's work. So it does not use the GPU.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch.distributed as dist
 from tokenizers.pre_tokenizers import ByteLevel
-from torch._C import DispatchKey
 from torch.autograd import DeviceType
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
@@ -62,7 +55,7 @@ import reward
 import rollout
 import train
 from nanoorz import families, memory, models
-from nanoorz.ranks import WITHOUT_LAUNCHER, start_distributed
+from nanoorz.ranks import start_distributed
 from tools import base_model
 from tools.runs import read_lines
 from tools.shapes import FIELDS, SHAPES, model_config
@@ -75,8 +68,6 @@ MODELS = {
     "small": dict(zip(FIELDS, (512, 4, 8, 8, 1408, 32768, True))),
     "0.5B": dict(zip(FIELDS, SHAPES["Qwen/Qwen2.5-0.5B"])),
     "1.5B": dict(zip(FIELDS, SHAPES["Qwen/Qwen2.5-1.5B"])),
-    # The layers of 0.5B, so narrow that their arithmetic takes no time.
-    "narrow": dict(zip(FIELDS, (28, 24, 14, 2, 32, 1000, True))),
 }
 FP32 = "--bf16 false --zero_stage 0 --gradient_checkpointing false"
 # A coin is the reward, because random models are never right and nothing is learnt from a group of
@@ -256,103 +247,6 @@ def bare_pass(model, batch: ppo.Batch, count: int) -> None:
         model(input_ids=labels.clamp(min=0), labels=labels).loss.backward()
 
 
-@functools.cache
-def is_kernel(name: str) -> bool:
-    """Does an operation start a kernel on a GPU? name: as in torch's profiler."""
-    # The names of compiled code begin with the number of its graph.
-    if name.startswith("graph_"):
-        return True
-    space, _, word = name.partition("::")
-    if not hasattr(getattr(torch.ops, space), word):
-        return False
-    packet = getattr(getattr(torch.ops, space), word)
-    operation = getattr(packet, packet.overloads()[0])
-    # A composite is made of other operations. A view or an empty tensor starts no kernel.
-    composite = DispatchKey.CompositeImplicitAutograd
-    is_made = operation.is_view or operation.has_kernel_for_dispatch_key(composite)
-    return not (is_made or word.startswith(("empty", "new_empty", "_unsafe_view")))
-
-
-def kernels_of(function) -> int:
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        function()
-    count = 0
-    for event in found.events():
-        # What an operation starts inside of itself would be one kernel on a GPU.
-        outer = event.cpu_parent
-        while outer and not is_kernel(outer.name):
-            outer = outer.cpu_parent
-        count += is_kernel(event.name) and not outer
-    return count
-
-
-def replace_attention() -> None:
-    """Lets varlen_attn run on a CPU without arithmetic."""
-    from torch.nn.attention import varlen
-
-    @varlen._varlen_attn.register_kernel("cpu")
-    def forward(query, *_):
-        lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-        return query.clone(), lse, torch.zeros(2, dtype=torch.uint64)
-
-    @varlen._varlen_attn_backward.register_kernel("cpu")
-    def backward(upstream, query, key, value, *_):
-        return upstream.clone(), torch.zeros_like(key), torch.zeros_like(value)
-
-
-def bench_host(folder: str, repeats: int) -> dict:
-    """Measures the CPU's work for a micro-batch. It does not depend on the size of the tensors.
-
-    The milliseconds are those of a CPU that needs 1 us to add two small tensors.
-    """
-    # start_distributed would refuse the CUDA stack without a GPU.
-    os.environ |= WITHOUT_LAUNCHER
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    replace_attention()
-    # oneDNN needs 40 us to start a small product in bf16.
-    torch.backends.mkldnn.set_flags(False)
-    torch.set_num_threads(1)
-    # The profiler sees the kernels that torch compiles for a CPU.
-    torch._inductor.config.cpp.enable_kernel_profile = True
-    model = random_model(folder, "narrow")
-    # Two samples fill a row, and each row is a micro-batch.
-    batch, rows = make_batch(12, 12, torch.device("cpu"), count=24), 12
-    figures = {}
-    cases = itertools.product(("policy", "critic"), (0, 2, 3), (False, True))
-    for name, stage, is_compiled in cases:
-        flags = f"--zero_stage {stage} --bf16 {str(stage > 0).lower()}"
-        flags += " --max_len 24 --packing_max_len 24 --gradient_checkpointing true"
-        cfg = make_config(model, flags)
-        # Flags could not choose these two on a CPU.
-        cfg.attention = "varlen"
-        cfg.compile_layers = is_compiled
-        learner = getattr(models, f"make_{name}")(cfg)
-        loss = getattr(cfg, f"{name}_loss")
-        inputs = [(learner, loss, batch, range(2 * n), 0.0, cfg) for n in (rows, 3, 1)]
-        update, three, one = (functools.partial(ppo.update, *x) for x in inputs)
-        update()
-        rounds = [(cpu_seconds(update), cpu_seconds(add_1000_times)) for _ in range(repeats)]
-        seconds, unit = map(min, zip(*rounds))
-        check_compiler(cfg)
-        case = f"{name}, ZeRO {stage}{', compiled' * is_compiled}"
-        # An update has kernels of its own, such as those of the optimizer.
-        figures[f"{case}: kernels of a micro-batch"] = (kernels_of(three) - kernels_of(one)) / 2
-        figures[f"{case}: milliseconds of a micro-batch"] = seconds / unit / rows
-    return figures
-
-
-def cpu_seconds(function) -> float:
-    begin = time.thread_time()
-    function()
-    return time.thread_time() - begin
-
-
-def add_1000_times() -> None:
-    numbers = torch.ones(16)
-    for _ in range(1000):
-        numbers + numbers
-
-
 def bench_sync(folder: str, shape: str, variant: str = "none") -> dict:
     if variant == "lora" and not find_spec("peft"):
         print("sync_lora needs `pip install --no-deps -r requirements-extras.txt`", file=sys.stderr)
@@ -493,7 +387,6 @@ UPDATE = ("0.5B", 4096, 4096, [4096, 16384]) if ON_GPU else ("small", 24, 512, [
 PARTS = {
     "reward": (bench_reward,),
     "update": (bench_update, *UPDATE),
-    "host": (bench_host, 6),
     "sync": (bench_sync, "0.5B" if ON_GPU else "tiny"),
     "sync_large": (bench_sync, "1.5B" if ON_GPU else "small"),
     "sync_lora": (bench_sync, "1.5B" if ON_GPU else "small", "lora"),

@@ -59,7 +59,6 @@ PARTS = {
         "",
         "an update of 0.5B by the length of its rows, compiled, and with each attention",
     ),
-    "host": ("", "the CPU's work for a micro-batch: kernels and milliseconds"),
     "sync": ("", "a sync of the sampler, 0.5B"),
     "sync_large": ("", "a sync of the sampler, 1.5B"),
     "rollout": ("", "the sampler's tokens/s"),
