@@ -79,7 +79,6 @@ lint: $(INSTALLED) ## run ruff
 install: $(INSTALLED) ## install the packages into .venv
 
 PIP = $(@D)/bin/python -m pip
-UV = $(@D)/bin/python -m uv
 # requirements-cpu.txt names all packages, so pip resolves nothing (--no-deps). Otherwise pip would install a torchvision for
 # CUDA into the CPU stack. torch comes first, in one of three ways. PyPI has no CPU build of it, so pip finds the CPU build
 # only where an index or a folder with it is configured. uv knows PyTorch's own index of CPU builds.
@@ -88,7 +87,7 @@ define INSTALL_CPU
 @$(PIP) install --quiet --no-deps "$$(grep '^torch==' $<)" || { \
 	echo "pip cannot get it; uv looks for it in PyTorch's own index"; \
 	$(PIP) install --quiet uv && \
-	$(UV) pip install --quiet --python $(@D)/bin/python --torch-backend cpu --no-deps "$$(grep '^torch==' $<)"; } || { \
+	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python --torch-backend cpu --no-deps "$$(grep '^torch==' $<)"; } || { \
 	echo "uv cannot get it; pip installs PyPI's torch for CUDA, which runs on CPUs too (6.0 GB in place of 2.9)"; \
 	$(PIP) install --quiet --no-deps -r requirements-torch.txt; } || $(FAILED)
 @echo "pip installs the other packages"

@@ -69,9 +69,7 @@ def fix_date(cfg, tokenizer) -> str:
             known = json.loads((Path(cfg.run_dir) / "config.json").read_text())["template"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             known = ""
-        # A run of an earlier version has no date, and goes on without one.
-        is_dated = re.fullmatch(re.escape(begin) + "[0-9-]{10}", str(known))
-        if is_dated or known == cfg.template:
+        if re.fullmatch(re.escape(begin) + "[0-9-]{10}", str(known)):
             return known
     return f"{begin}{datetime.date.today()}"
 

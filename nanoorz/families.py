@@ -39,7 +39,7 @@ from nanoorz.ranks import UserError, one_line
 PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 # In these families the samples of a packed row do not see each other. tests/test_families.py proves
 # it for each of them. In all other families each sample has a row of its own. There samples might
-# see each other, and no error would tell. A config alone does not show it. The reasons:
+# see each other, and no error would tell. A config does not show this, so a test must. The reasons:
 # - Recurrent and convolution layers carry a state from one sample to the next.
 # - Learned positions and ALiBi count the tokens of the row.
 # - A few families do not use the positions for their attention mask.

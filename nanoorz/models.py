@@ -424,7 +424,7 @@ def engine_config(cfg, stage, largest=0, layer=0):
         "stage3_max_live_parameters": 2 * layer,
         "stage3_max_reuse_distance": 0,
     }
-    # DeepSpeed's offload_states, which would move more, refuses every optimizer but FusedAdam.
+    # DeepSpeed's offload_states refuses every optimizer but FusedAdam.
     if cfg.offload == "optimizer" and stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     settings = {
@@ -436,8 +436,8 @@ def engine_config(cfg, stage, largest=0, layer=0):
         # --bf16 true needs stage 2 or 3 (flags.py). So at stage 0 or 1 the run is in fp32, or the
         # model is a frozen one, whose weights are in bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
-        # In bf16 the sum of 65 micro-batches lost a ninth of its norm. With the setting
-        # coalesce_grad_reduction DeepSpeed sums in bf16 all the same.
+        # In bf16 the sum of 65 micro-batches lost a ninth of its norm. The setting
+        # coalesce_grad_reduction would sum in bf16 again.
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         # This timer waits for the GPU twice a micro-batch.

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # This recipe trains a 3B model by GRPO on one card of 80 GB. The variant lora trains adapters of rank 32 and no other weights
 # of the policy. The variant needs `pip install --no-deps -r requirements-extras.txt`.
-# Memory (planned, not run): rollout 47, policy 15, sync 47 of 79 GiB.
 # This recipe only tests that the run works at these sizes.
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-3B --data data/orz_math_57k_collected.json --variant lora \
     --eval_data data/math500.json --run_dir out/lora_3b_80gb --estimator grpo --zero_stage 2 --actor_learning_rate 1e-5 \

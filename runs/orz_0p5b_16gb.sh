@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # This recipe trains all weights of ORZ 0.5B by GRPO, with short rows, on one card of 16 GB (A4000, 4080). The card must be
 # Ampere or newer, because older cards lack bf16.
-# Memory (planned, not run): rollout 12, policy 12, sync 12 of 16 GiB.
 # This recipe only tests that the run works at these sizes. ORZ has published no run of these sizes.
 export CARD_GB=16
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B --data data/orz_math_57k_collected.json \

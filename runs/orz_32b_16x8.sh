@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # This recipe trains ORZ 32B on 16 machines with 8 GPUs of 80 GB each. One sampler runs on 4 GPUs.
-# Memory (planned, not run): rollout 66, critic 38, policy 38, sync 66 of 79 GiB.
 # ORZ's report shows that the length goes up and down while the reward rises. ORZ then trained this policy for 100 steps on
 # the 13k hardest problems, with a learning rate that falls to 3e-7. The flags are --model out/orz_32b_16x8/policy,
 # --data data/orz_math_13k_collection_hard.json, --max_steps 100, --warmup_updates 1, --variant lr_end, --lr_end 3e-7 and

@@ -2,7 +2,6 @@
 # This recipe trains ORZ 7B, the main run, on 4 machines with 8 GPUs of 80 GB each. All machines must share --run_dir.
 # The flags keep the defaults: ZeRO 3, packed rows of 16,384 tokens, and 12 updates of the critic and 1 update of the policy
 # for every 128 x 64 samples.
-# Memory (planned, not run): rollout 65, critic 25, policy 25, sync 65 of 79 GiB.
 # ORZ's report shows that reward and response length rise steadily.
 exec "$(dirname "$0")/launch.sh" 4 8 --model Qwen/Qwen2.5-7B --data data/orz_math_57k_collected.json \
     --eval_data data/math500.json data/aime2024.json data/gpqa_diamond.json --eval_n 16 --run_dir out/orz_7b_4x8 \

@@ -2,7 +2,6 @@
 # This recipe trains the text part of Qwen3.5-0.8B on GSM8K on one card of 24 GB, with GRPO. Three of its four layers are
 # recurrent, so each sample has a row of its own (docs/models.md). Install flash-linear-attention and causal-conv1d first:
 # without these packages transformers computes the recurrent layers with slow code.
-# Memory (planned, not run): rollout 20, policy 17, sync 20 of 24 GiB.
 # This recipe only tests that the run works at these sizes. We know of no published run of these sizes.
 export CARD_GB=24
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen3.5-0.8B --data "openai/gsm8k:main?split=train" \

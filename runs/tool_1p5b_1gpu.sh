@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # This recipe trains Qwen2.5-1.5B on one GPU of 80 GB, with Python as a tool (docs/rewards.md). The machine needs
 # bubblewrap.
-# Memory (planned, not run): rollout 60, policy 33, sync 60 of 79 GiB.
 # This recipe was not run. We know of no published run of these sizes.
 exec "$(dirname "$0")/launch.sh" 1 1 --task python_tool --stop '```output' '</answer>' --max_turns 4 \
     --model Qwen/Qwen2.5-1.5B --data data/orz_math_57k_collected.json \

@@ -1,6 +1,7 @@
 """Makes the figure and the table of docs/critic.md.
 
-    python tools/lab.py tokens.txt --seeds 5       (docs/critic.md has the line of this plan)
+    echo 'ppo_tokens: --log_samples 0 --log_tokens 256' > tokens.txt
+    python tools/lab.py tokens.txt --seeds 5
     python studies/critic.py out/lab/ppo_tokens/seed?
 
 It writes docs/critic.png and prints the table. A run must have logged all samples token by token

@@ -1,9 +1,5 @@
 """Prints the tables of "Does the critic pay?" in docs/laboratory.md.
 
-    python tools/lab.py variants/plans/critic.txt --seeds 10
-    python tools/lab.py variants/plans/critic.txt --seeds 1 --jobs 1 --out out/alone
-    python studies/pays.py out/lab out/alone
-
 studies/critic_runs.tar.xz has the numbers of the runs that the page is made from:
 
     mkdir -p out/runs && tar xf studies/critic_runs.tar.xz -C out/runs

@@ -5,9 +5,9 @@ studies/teacher_runs.tar.xz has the numbers of the runs:
     mkdir -p out/teacher && tar xf studies/teacher_runs.tar.xz -C out/teacher
     python studies/teacher.py out/teacher
 
-countdown/ has runs of variants/plans/distill.txt, and chain/ has the same settings in the chains.
-rewards/ has runs of variants/plans/two_rewards.txt. Intervals are 95 %: Student's t of a mean, and
-of a mean difference between runs of one seed.
+countdown/ has runs of variants/plans/distill.txt, and runs at higher rates. chain/ has the settings
+of distill.txt in the chains. rewards/ has runs of variants/plans/two_rewards.txt. Intervals are
+95 %: Student's t of a mean, and of a mean difference between runs of one seed.
 """
 
 import sys
@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.compare import limit_of_t
 from tools.runs import STYLE, read_evaluations, read_metrics, scale
 
-TARGET = 0.5  # the mean accuracy of three evaluations that a run should reach
 RATES = {
     "ppo_rate_4": "PPO, 4e-4",
     "taught_rate_4": "teacher, 4e-4",
@@ -66,22 +65,17 @@ def accuracies_of(run: Path) -> pd.Series:
     return table.accuracy
 
 
-def find_end(run: Path) -> tuple[list[int], float] | None:
-    """The steps of the first three evaluations that reach the target, and the tokens up to then."""
-    means = accuracies_of(run).rolling(3).mean()
-    reached = np.flatnonzero(means >= TARGET)
-    if len(reached) == 0:
-        return None
-    steps = means.index[reached[0] - 2 : reached[0] + 1].tolist()
-    return steps, float(read_metrics(run).drawn_tokens.loc[: steps[-1]].sum())
-
-
 def ends_of(folder: Path) -> pd.DataFrame:
-    """Steps and thousand tokens until 0.5, by seed. NaN: the run does not reach 0.5."""
+    """Steps and thousand tokens until 0.5, by seed. NaN: the run does not reach 0.5.
+
+    A run reaches 0.5 when the mean of three evaluations in a row is at least 0.5.
+    """
     ends = {}
     for seed, run in runs_of(folder).items():
-        steps, tokens = find_end(run) or ([np.nan], np.nan)
-        ends[seed] = {"steps": steps[-1], "tokens": tokens / 1000}
+        means = accuracies_of(run).rolling(3).mean()
+        step = means[means >= 0.5].index.min()
+        tokens = np.nan if np.isnan(step) else read_metrics(run).drawn_tokens.loc[:step].sum()
+        ends[seed] = {"steps": step, "tokens": tokens / 1000}
     return pd.DataFrame.from_dict(ends, orient="index")
 
 

@@ -52,7 +52,7 @@ LONGEST_FIRST = (LONGEST_FIRST + "evaluate base_model lab code reward").split()
 
 # A test of these files, or with one of these fixtures, starts engines or many processes.
 ENGINE_FILES = {"test_resume", "test_two_machines", "test_variant_runs", "test_copies"}
-ENGINE_FIXTURES = {"results", "one_rank", "found", "runs", "place"}
+ENGINE_FIXTURES = {"results", "one_rank", "found", "runs"}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -163,9 +163,9 @@ def run_ranks(words, world=2, code=0, env=None) -> list[tuple[str, str]]:
     return said
 
 
-def launch(run_dir, ranks=1, script=ROOT / "train.py", code=0, env=None, **flags):
+def launch(run_dir, ranks=1, code=0, env=None, **flags):
     """train.py with SMALL sizes, changed by flags. Every rank must end with this exit code."""
-    words = [script, *arguments(SMALL | flags | {"run_dir": run_dir})]
+    words = [ROOT / "train.py", *arguments(SMALL | flags | {"run_dir": run_dir})]
     said = zip(*run_ranks(words, ranks, code, env))
     return subprocess.CompletedProcess(words, code, *map("".join, said))
 

@@ -4,7 +4,7 @@
     gpu_worker.py step OUT MODEL ROW_LEN           an optimizer step in bf16, at ZeRO 2 and 3
 
 Each call is a process, so the GPU is empty before and after it. The worker writes what it found to
-the JSON file OUT. On a CPU it does the same, without the memory of a GPU.
+the JSON file OUT.
 """
 
 import copy

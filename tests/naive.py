@@ -39,10 +39,10 @@ def std(numbers: list[float]) -> float:
     return math.sqrt(mean([(x - center) ** 2 for x in numbers]))
 
 
-# What `scores` knows, and whether it compares the samples of a problem: of ppo.py, of variants/.
+# What `scores` knows, and whether it compares the samples of a problem.
 COMPARES = {"grpo": True, "rloo": True, "reinforce": False}
-VARIANTS_COMPARE = dict.fromkeys(["dr_grpo", "reinforce_pp", "maxrl", "pass_at_k", "gdpo"], True)
-VARIANTS_COMPARE |= {"positive": False, "negative": False}
+# The variants that `scores` knows.
+VARIANTS = ["dr_grpo", "reinforce_pp", "maxrl", "pass_at_k", "gdpo", "positive", "negative"]
 
 
 def scores(estimator: str, rewards: list[float], groups: list[int], k: int = 2) -> list[float]:

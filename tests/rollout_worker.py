@@ -92,6 +92,10 @@ def mixed_requests(problems, longest: int) -> list:
     return [dataclasses.replace(request, **KINDS[request.sample_number]) for request in requests]
 
 
+def requests_of_turns(problems) -> list:
+    return [dataclasses.replace(x, top_p=1.0) for x in mixed_requests(problems[:4], longest=40)]
+
+
 @torch.no_grad()
 def mass_above(model, prompt: list[int], ids: list[int]) -> float:
     """How much probability the tokens above a sampled token have at most, at temperature 1."""
@@ -395,19 +399,11 @@ def without_positions(micro) -> dict:
     return {"input_ids": micro.input_ids, "use_cache": False}
 
 
-def find_shared(sampler, problems) -> dict:
-    """What two ranks find that share this sampler."""
-    requests = mixed_requests(problems[:4], longest=16)
-    found = {"together": generated(sampler, requests, with_logprobs=True)}
-    requests = [dataclasses.replace(x, max_tokens=40, top_p=1.0) for x in requests]
-    return found | {"turns": draw_turns(sampler, requests)}
-
-
 def find_all(rollout, policy, problems) -> dict:
     sampler = rollout.sampler
     cfg = rollout.cfg
     if cfg.tensor_parallel > 1:
-        return find_shared(sampler, problems)
+        return {"turns": draw_turns(sampler, requests_of_turns(problems))}
     found = {"workers": rollout.grader.threads._max_workers}
     found["form"] = rollout.grader.find_answer.__name__
     requests = mixed_requests(problems[:4], longest=16)
@@ -423,7 +419,7 @@ def find_all(rollout, policy, problems) -> dict:
 
     found |= of_sampler(rollout, policy, requests, problems)
     sampler.sync(models.named_weights(policy))
-    requests = [dataclasses.replace(x, max_tokens=40, top_p=1.0) for x in requests]
+    requests = requests_of_turns(problems)
     found["turns"] = draw_turns(sampler, requests)
     found["of turns"] = of_turns(sampler, requests)
     head = policy.module.model.get_output_embeddings()

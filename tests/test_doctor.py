@@ -14,7 +14,7 @@ RECORDED = ROOT / "tests" / "doctor_runs"
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A folder of all recorded runs, with their samples."""
+    """A folder of all recorded runs. Two of them have samples."""
     folder = tmp_path_factory.mktemp("recorded")
     shutil.copytree(RECORDED, folder, dirs_exist_ok=True)
     unpack(RECORDED / "samples.tar.xz", folder)

@@ -74,12 +74,11 @@ SOLUTIONS = [
 ]
 
 
-def solve(folder: Path, numbers) -> None:
+def solve(folder: Path) -> None:
     for number, file, old, new in SOLUTIONS:
-        if number in numbers:
-            text = (folder / file).read_text() if old else ""
-            assert not old or text.count(old) == 1, f"exercise {number}: {old}"
-            (folder / file).write_text(text.replace(old, new))
+        text = (folder / file).read_text() if old else ""
+        assert not old or text.count(old) == 1, f"exercise {number}: {old}"
+        (folder / file).write_text(text.replace(old, new))
 
 
 def verdicts(folder: Path) -> dict[str, str]:
@@ -98,5 +97,5 @@ def test_exercises_fail_as_shipped_and_pass_once_all_are_solved(tmp_path):
     for name in ("ppo.py", "reward.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "nanoorz", tmp_path / "nanoorz")
-    solve(tmp_path, range(1, 8))
+    solve(tmp_path)
     assert verdicts(tmp_path) == dict.fromkeys("1234567", "PASSED")

@@ -178,15 +178,13 @@ def test_compiled_layers_are_as_exact_as_eager_ones(again, device, folder_of, co
 
 def test_a_bf16_update_is_adamw_on_fp32_masters(place, folder_of, tmp_path):
     """ZeRO-3's gathered weights lie elsewhere in memory, where products in bf16 round otherwise."""
-    row_len = 512 if place == "cuda" else 64
-    found = worker("step", tmp_path / "found.json", folder_of(place), row_len)
+    found = worker("step", tmp_path / "found.json", folder_of(place), 512)
     assert found["device"] == place
     for stage in ("2", "3"):
         of_stage = found[stage]
         assert of_stage["policy_micro_batches"] >= 4, stage
         assert of_stage["policy_grad_norm"] == pytest.approx(found["norm by hand"], rel=1e-2), stage
-        is_exact = place == "cpu" and stage == "2"
-        assert of_stage["distance"] < (1e-3 if is_exact else 3e-2), stage
+        assert of_stage["distance"] < 3e-2, stage
         assert of_stage["sums"] == "torch.float32", stage
         assert of_stage["unchanged by NaN"], stage
 

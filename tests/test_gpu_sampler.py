@@ -1,7 +1,6 @@
 """The sampler on a GPU: sleep, sync, seeds, quantized weights. Each setting has its own process.
 
-`make test-gpu` runs these tests on a GPU. On a CPU the same bodies run with a tiny model. They are
-`long` there, since they start vLLM.
+`make test-gpu` runs these tests.
 """
 
 import pytest
@@ -37,13 +36,8 @@ def found(request, place, folder_of, tmp_path_factory) -> dict:
     """What gpu_worker.py found with a setting. The worker runs once, even if it fails."""
     flags, changes = SETTINGS[request.param]
     flags = WORKER | flags | {"model": folder_of(place, **changes)}
-    if request.param == "fp8":
-        if place == "cpu":
-            pytest.skip("vLLM does not quantize on a CPU")
-        if torch.cuda.get_device_capability() < (8, 9):
-            pytest.skip("fp8 needs compute capability 8.9")
-    if place == "cpu":
-        flags["kv_cache_gb"] = 0.25
+    if request.param == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs compute capability 8.9")
     out = tmp_path_factory.mktemp("found") / "found.json"
     found = worker("sampler", out, *arguments(flags))
     assert found["device"] == place
@@ -54,9 +48,7 @@ in_bf16 = pytest.mark.parametrize("found", list(SETTINGS)[:3], indirect=True)
 
 
 @in_bf16
-def test_a_sleeping_sampler_frees_the_card_s_memory(found, place):
-    if place == "cpu":
-        pytest.skip("no sampler sleeps on a CPU")
+def test_a_sleeping_sampler_frees_the_card_s_memory(found):
     assert found["kept"] < 3, "GiB of a sleeping sampler"
     _, *asleep = found["asleep"]
     assert max(asleep) - min(asleep) < 1 / 16, "each cycle leaves memory behind"

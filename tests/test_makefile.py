@@ -83,6 +83,20 @@ def test_both_lists_have_the_same_torch():
     assert f"\ntorch=={version}\n" in (ROOT / "requirements-torch.txt").read_text()
 
 
+@pytest.mark.parametrize("works", [["python3.13"], ["python3.12", "python3.13"], []])
+def test_make_takes_the_first_python_that_runs(works, tmp_path):
+    """A shim of pyenv is there and does not run."""
+    (tmp_path / "requirements-cpu.txt").touch()
+    names = ("python3.11", "python3.12", "python3.13")
+    programs = {name: "exit 0" if name in works else "exit 127" for name in names}
+    lines = make(tmp_path, "-n install STACK=cpu", **programs)
+    if works:
+        assert f'"{works[0]}" -m venv  .venv' in lines
+    else:
+        line, *_ = make(tmp_path, "install STACK=cpu", **programs)
+        assert line.startswith("error: no Python 3.11, 3.12 or 3.13 runs here")
+
+
 def test_make_without_a_target_prints_the_targets(tmp_path):
     lines = make(tmp_path, "")
     assert lines == make(tmp_path, "help")

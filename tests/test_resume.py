@@ -126,28 +126,20 @@ WORKER = ROOT / "tests" / "reshard_worker.py"
 
 
 @pytest.fixture(scope="module")
-def saved_by(tmp_path_factory):
-    """The folder of a tiny model and what a number of ranks has saved of it, made once."""
+def saved(tmp_path_factory):
+    """The folder of a tiny model and what two ranks have saved of it."""
     import tiny as maker
 
-    folders = {}
-
-    def save(ranks: int) -> Path:
-        if ranks not in folders:
-            folder = tmp_path_factory.mktemp("saved")
-            maker.make_model(folder / "model", vocab=67, hidden=69)
-            run_ranks([WORKER, folder / "model", folder / "saved"], ranks)
-            folders[ranks] = folder
-        return folders[ranks]
-
-    return save
+    folder = tmp_path_factory.mktemp("saved")
+    maker.make_model(folder / "model", vocab=67, hidden=69)
+    run_ranks([WORKER, folder / "model", folder / "saved"])
+    return folder
 
 
-def test_a_disk_that_fails_is_reported_on_every_rank(saved_by):
+def test_a_disk_that_fails_is_reported_on_every_rank(saved):
     """Rank 1 cannot write, under ZeRO 3: nothing is published, the checkpoint before stays, and the
     next try works. Both ranks report who could not."""
-    folder = saved_by(2)
-    run = folder / "saved.sick"
+    run = saved / "saved.sick"
     for rank in (0, 1):
         told = (run / f"4_{rank}.txt").read_text()
         assert re.fullmatch(r"machine .*, rank 1: OSError: .*File too large.*", told)
@@ -158,22 +150,21 @@ def test_a_disk_that_fails_is_reported_on_every_rank(saved_by):
     assert not list(run.glob(".saving_*"))
 
 
-def test_reshard_is_exact(saved_by, tmp_path):
-    """Parameters and moments of every (stage, ranks) arrive in every other one, to the bit.
+def test_reshard_is_exact(saved, tmp_path):
+    """Parameters and moments of two ranks arrive in three ranks to the bit, at each pair of stages.
 
     With 69 hidden units and 67 tokens little divides evenly, and of tied embeddings one parameter
     has two names.
     """
-    saved = saved_by(2) / "saved"
     loaded = tmp_path / "loaded"
-    for run in sorted(saved.iterdir()):
+    for run in sorted((saved / "saved").iterdir()):
         convert.reshard(run)
-    run_ranks([WORKER, saved_by(2) / "model", loaded, saved], 3)
+    run_ranks([WORKER, saved / "model", loaded, saved / "saved"], 3)
     crossings = sorted(loaded.iterdir())
     assert len(crossings) == 8
     for crossing in crossings:
         source, target = crossing.name.split("to")
-        one, step = convert.merge(saved / source / "step_000003" / "policy", int(source))
+        one, step = convert.merge(saved / "saved" / source / "step_000003" / "policy", int(source))
         two, other_step = convert.merge(crossing / "step_000003" / "policy", int(target))
         assert step == other_step == 3
         assert one.keys() == two.keys() == {"fp32", "exp_avg", "exp_avg_sq"}

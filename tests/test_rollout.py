@@ -223,14 +223,12 @@ def test_a_weight_that_a_sync_leaves_out_is_named():
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_a_sampler_draw_what_one_rank_draws(found, shared_memory, tmp_path):
-    two = run_worker(tmp_path, ranks=2)
-    for kind in ("together", "turns"):
-        assert two[kind].keys() == found[kind].keys()
-        for position, sample in found[kind].items():
-            assert two[kind][position]["response_ids"] == sample["response_ids"]
-            logprobs = two[kind][position]["logprobs"]
-            assert logprobs == pytest.approx(sample["logprobs"], abs=1e-5)
+def test_two_ranks_that_share_a_sampler_draw_the_turns_of_one_rank(found, shared_memory, tmp_path):
+    turns = run_worker(tmp_path, ranks=2)["turns"]
+    assert turns.keys() == found["turns"].keys()
+    for position, sample in found["turns"].items():
+        assert turns[position]["response_ids"] == sample["response_ids"]
+        assert turns[position]["logprobs"] == pytest.approx(sample["logprobs"], abs=1e-5)
 
 
 # ---- turns and replies ---------------------------------------------------------------------------

@@ -431,8 +431,6 @@ def test_a_resume_on_another_day_has_the_date_of_the_first_day(
     assert chat.fix_date(cfg, tokenizer) == today
     first_day = "chat?strftime_now=2024-02-29"
     cases = [("auto", first_day, first_day), ("none", first_day, today), ("auto", "orz", today)]
-    # Earlier versions did not keep the date, and their runs go on as they were.
-    cases.append(("auto", "chat", "chat"))
     for resume, known, expected in cases:
         (tmp_path / "config.json").write_text(json.dumps({"template": known}))
         found = chat.fix_date(dataclasses.replace(cfg, resume=resume), tokenizer)

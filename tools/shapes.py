@@ -36,14 +36,14 @@ QWEN_3_5 = {
 }
 
 
-def model_config(name: str, **changes):
+def model_config(name: str):
     """Returns the config of the text part of a model. Raises OSError or ValueError.
 
     name: a key of SHAPES, a folder, or a name on the hub.
     """
     if name == "Qwen/Qwen3.5-0.8B":
-        return Qwen3_5TextConfig(**QWEN_3_5 | changes)
+        return Qwen3_5TextConfig(**QWEN_3_5)
     if name not in SHAPES:
-        return families.text_part(AutoConfig.from_pretrained(name, **changes))
+        return families.text_part(AutoConfig.from_pretrained(name))
     shape = dict(zip(FIELDS, SHAPES[name])) | {"max_position_embeddings": 131072}
-    return Qwen2Config(**shape | changes)
+    return Qwen2Config(**shape)

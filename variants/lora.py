@@ -2,8 +2,8 @@
 
 Each linear layer W of the body becomes W + 32 / rank * B A. "LoRA without regret"
 (thinkingmachines.ai/blog/lora) claims that in reinforcement learning small adapter ranks suffice,
-with ten times the learning rate. The adapters are merged into the weights for the sampler and for
-the export, because vLLM 0.32 reads adapters only from a folder. This variant needs `pip install
+with ten times the learning rate. The adapters are merged into the weights for the export, and for
+the sampler, because vLLM 0.32 reads adapters only from a folder. This variant needs `pip install
 --no-deps -r requirements-extras.txt`. A run resumes only with the checkpoint's number of ranks and
 --zero_stage.
 Measured in the laboratory (PPO, rate 2e-3): the accuracy is 0.58, 0.58 and 0.25 with three seeds.
