@@ -99,7 +99,7 @@ def test_the_study_that_starts_runs_has_flags_that_train_py_takes(process_group)
     [
         ("chain", ["."], ["--picture", "chain.png"], 60),
         ("teacher", ["."], ["--pictures", "."], 20),
-        ("critic", ["critic", "alone"], [], 20),
+        ("critic", ["critic", "alone"], [], 15),
     ],
 )
 def test_the_studies_print_their_tables_from_their_archives(name, folders, words, rows, tmp_path):
