@@ -2,9 +2,9 @@
 
 A layer that is not compiled starts more than a hundred kernels of a GPU, most of them for one
 addition or product each. torch compiles the forward pass and the backward pass of a layer into
-fewer kernels. So the CPU has less to do, and the GPU moves fewer bytes. On a CPU torch took
-134 s to compile the body of a model with 30 M parameters, and an update then took 0.93 to 1.10 of
-the time without a compiler.
+fewer kernels. So the CPU has less to do, and the GPU moves fewer bytes. For a model of 30 M
+parameters on a CPU torch took 134 s to compile the body, and an update then took 0.93 to 1.10 times
+as long as without the compiler.
 
 torch makes a graph for each kind of call: with and without gradients, with one row and with
 several, and for each kind of layer of a model. Policy and critic share graphs. Sizes are variables

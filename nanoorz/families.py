@@ -39,10 +39,11 @@ from nanoorz.ranks import UserError, one_line
 PLAIN = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 # In these families the samples of a packed row do not see each other. tests/test_families.py proves
 # it for each of them. In all other families each sample has a row of its own. There samples might
-# see each other, and no error would tell. A config does not show this, so a test must. The reasons:
+# see each other, and no error would tell. The reasons:
 # - Recurrent and convolution layers carry a state from one sample to the next.
 # - Learned positions and ALiBi count the tokens of the row.
 # - A few families do not use the positions for their attention mask.
+# A config alone does not show whether a family has such a reason. So test it before you add it.
 PACKED = """
 apertus arcee bitnet cohere cohere2 cwm diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe
 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe

@@ -424,7 +424,7 @@ def engine_config(cfg, stage, largest=0, layer=0):
         "stage3_max_live_parameters": 2 * layer,
         "stage3_max_reuse_distance": 0,
     }
-    # DeepSpeed's offload_states refuses every optimizer but FusedAdam.
+    # The other way, DeepSpeed's offload_states, refuses every optimizer but FusedAdam.
     if cfg.offload == "optimizer" and stage > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     settings = {

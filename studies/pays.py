@@ -7,7 +7,7 @@ studies/critic_runs.tar.xz has the numbers of the runs that the page is made fro
 
 A row is the difference of two settings in held-out accuracy, with its 95 % interval. Two runs of
 one seed are a pair. Each step has the seconds of the same step in the runs of the second folder,
-which were alone on the machine.
+which were alone on the machine (`tools/lab.py PLAN --seeds 1 --jobs 1`).
 """
 
 import sys

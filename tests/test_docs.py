@@ -1,4 +1,4 @@
-"""Each link of a page resolves. The files, targets and flags of each command on a page exist."""
+"""Links of pages resolve, their commands can be given, and the lesson and the studies run."""
 
 import re
 import shlex

@@ -33,7 +33,7 @@ class GDPO(ppo.Recipe):
         super().check(world)
         told = "--variant gdpo normalises rewards itself; leave the flag out"
         require(self.estimator == "gdpo", f"--estimator {self.estimator}: {told}")
-        # With majority_vote the label's reward would cancel the vote.
+        # If a vote were one more reward, the label's reward would cancel the vote.
         told = "--variant gdpo: another variant pays something else; let the task name the rewards"
         require(type(self).paid is ppo.Recipe.paid, told)
 
