@@ -128,7 +128,7 @@ def measure(path: Path) -> dict:
     """All numbers of one run."""
     rows = [row for row in read_lines(path / "samples.jsonl") if "values" in row]
     if {span_of(row["step"]) for row in rows} != set(range(len(SPANS))):
-        told = "has no values of tokens in all 40 steps; train it by the first command of --help"
+        told = "has no values of tokens in all 40 steps; train it by the commands of --help"
         raise UserError(f"{path} {told}")
     spans = [[row for row in rows if span_of(row["step"]) == i] for i in range(len(SPANS))]
     found = {"tries": [], "explained": [], "auc": []}
