@@ -45,15 +45,15 @@ chain: $(INSTALLED) ## train the model of the chains, in a task with turns (abou
 	$(BIN)/python tools/compare.py out/chain/run
 
 # Run `make check` after an edit. It runs ruff and all tests without the mark `engine`.
-check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 90 seconds)
+check: $(CPU_VENV)/.installed ## run ruff and the tests without an engine (about 2 minutes)
 	$(CPU_VENV)/bin/ruff check .
 	$(CPU_VENV)/bin/ruff format --check .
 	$(CPU_VENV)/bin/python -m pytest -m "not engine and not slow and not gpu"
 
-test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 4 minutes)
+test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 8 minutes)
 	$(CPU_VENV)/bin/python -m pytest
 
-test-slow: $(CPU_VENV)/.installed ## run the slow tests (about 18 minutes)
+test-slow: $(CPU_VENV)/.installed ## run the slow tests (about 10 minutes)
 	$(CPU_VENV)/bin/python -m pytest -m slow
 
 # `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
