@@ -1,14 +1,15 @@
-"""PPO without its ratio and its clip: batch, estimators, recipe, packing, passes, updates.
+"""PPO without its ratio and its clip: batch, estimators, recipe, updates, passes, packing.
 
-The class Recipe has the decisions of a run as methods. The functions around it do the work that
-no variant changes. This file never reads text. An update is one optimizer step. A pass computes a
-number for each response token with a model, without an update.
+The class Recipe has the decisions of a run as methods: edit one, or write a variant. The functions
+around it do the work that no variant changes. This file never reads text. An update is one
+optimizer step. A pass computes a number for each response token with a model, without an update.
 
-A learner is the policy or the critic. Its input is a MicroBatch, `micro`. `policy(micro,
-temperature)` returns log-probs (M,) and entropies (M,), and `critic(micro)` returns values (M,).
-The temperature is a number, or (M,). A learner has `name`, `device`, `backward(loss, is_last)` for
-each micro-batch, and `apply_update(lr)` after the last one, which returns the gradient's norm. The
-class Learner of nanoorz/models.py is one.
+A learner is the policy or the critic. `policy(micro, temperature)` returns log-probs (M,) and
+entropies (M,), and `critic(micro)` returns values (M,). Their input `micro` is a MicroBatch: the
+tokens of some samples. A flat tensor (T,) has the numbers of its tokens at `micro.flat_index`. A
+learner has `name`, `device`, `backward(loss, is_last)` for each micro-batch, and
+`apply_update(lr)` after the last one, which returns the gradient's norm. The class Learner of
+nanoorz/models.py is one.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - All losses have one denominator. A loss is a sum over response tokens divided by the *global*
@@ -29,12 +30,10 @@ To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/flags.py, too. Cal
 `start_distributed` of ranks.py first.
 """
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoorz.flags import flag, require
-from nanoorz.ranks import UserError, check_result, gather, hash64, print0, stop_together
+from nanoorz.ranks import gather, hash64
 
 # ---- batch -----------------------------------------------------------------------------------
 
@@ -58,11 +57,10 @@ class Batch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]  # with the tokens of replies
     groups: Tensor  # (N,) the same number for all samples of a problem
-    rewards: Tensor  # (N,) float64, the rewards to learn from: cfg.paid may change the grader's
+    rewards: Tensor  # (N,) float64, the rewards to learn from: those of Recipe.paid
     device: torch.device  # of the flat tensors. The other tensors are on the CPU.
-    # {name: flat tensor}. The names are values, advantages and returns. Sometimes there are
-    # logprobs: those of the sampler; temperatures: if a request has another one than
-    # cfg.temperature; policy_weights and critic_weights: if they are not all 1.
+    # {name: flat tensor}: values, advantages and returns, the sampler's logprobs if it was asked
+    # for them, and what a variant adds.
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py, for the methods of variants
     # of each of response_ids: has the policy drawn it? None: all
@@ -77,152 +75,29 @@ class Batch:
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
         # True where the place is below the response's length. A padding id would not tell, because
         # a response may have that id.
-        self.mask = (
-            torch.arange(int(self.response_lengths.max())) < self.response_lengths[:, None]
-        )  # (N, S)
+        places = torch.arange(int(self.response_lengths.max()))  # (S,)
+        self.mask = places < self.response_lengths[:, None]  # (N, S)
 
     def all_indices(self) -> list[int]:
         """The indices of all samples."""
         return list(range(len(self.sample_lengths)))
 
+    def count_tokens(self, indices: list[int]) -> int:
+        """The number of response tokens of these samples."""
+        return int(self.response_lengths[indices].sum())
+
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Cuts (T,) into one tensor for each sample."""
         return numbers.split(self.response_lengths.tolist())
 
+    def select(self, numbers: Tensor, indices: list[int]) -> Tensor:
+        """The numbers of these samples, at least one: (T,) becomes a shorter tensor."""
+        parts = self.split(numbers)
+        return torch.cat([parts[i] for i in indices])
+
     def spread(self, numbers: Tensor) -> Tensor:
         """Repeats the number of a sample for each of its response tokens: (N,) becomes (T,)."""
         return numbers.repeat_interleave(self.response_lengths).to(self.device)
-
-
-@dataclass
-class MicroBatch:
-    """R rows of packed samples. A model computes them in one forward pass.
-
-    Call a model of transformers as `model(**micro.model_inputs())`. If one of these arguments were
-    absent, the samples of a row would see each other, and no error would tell. `micro.select` takes
-    the outputs that predict a response token: each is at the position before its token.
-    """
-
-    input_ids: Tensor  # (R, L)
-    # In each sample the positions restart at 0. transformers finds the samples by these zeros, and
-    # lets no token see another sample.
-    position_ids: Tensor  # (R, L)
-    # (M,) the places whose next token is a response token. Place p is token p of the R * L tokens
-    # of all rows, one row after the other. A mask would do the same, but a GPU must count a mask,
-    # and the CPU would wait for the count.
-    places: Tensor
-    token_ids: Tensor  # (M,) the response tokens
-    flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
-    # (M,) 1.0. A rank with fewer micro-batches than other ranks runs fillers, which have one
-    # response token (see `filler`). Of this token it is 0.0.
-    real: Tensor
-    # FlashAttention's cu_seqlens: where each sample starts, and each padding at the end of a row,
-    # if all rows stand one after the other. The last number is R * L. None with --packing alone.
-    borders: Tensor | None  # (samples + paddings + 1,) int32
-    longest: int  # tokens of the longest sample or padding
-
-    def __post_init__(self):
-        # (M,) how much each token counts in the loss. `update` multiplies by cfg.token_weights.
-        self.weights = self.real
-
-    def select(self, output: Tensor) -> Tensor:
-        """The outputs that predict a response token: (R, L, ...) becomes (M, ...)."""
-        return output.flatten(0, 1).index_select(0, self.places)
-
-    def model_inputs(self) -> dict:
-        """The arguments of a model of transformers."""
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            # If there is a cache, transformers does not separate the samples of a row.
-            "use_cache": False,
-            # varlen and FlashAttention need the borders of the samples. sdpa and eager find the
-            # borders in the positions and ignore these arguments.
-            "cu_seq_lens_q": self.borders,
-            "cu_seq_lens_k": self.borders,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
-        }
-
-
-def make_batch(samples, device, cfg, rewards=None) -> Batch:
-    """Makes a batch of samples. The samples of one problem form a group.
-
-    rewards: (N). If they are absent, rank 0 calls cfg.paid and sends the rewards to all ranks: then
-    this function is a collective. Raises UserError for a wrong result of cfg.draw_step or cfg.paid.
-    """
-    is_right = isinstance(samples, list) and len(samples) > 0
-    check_result(cfg, "draw_step", is_right, "a list of at least one sample", samples)
-    is_right = all(len(sample.drawn) == len(sample.response_ids) for sample in samples)
-    check_result(cfg, "draw_step", is_right, "samples with a `drawn` for each id", "others")
-    if rewards is None:
-        # `paid` may be random. So rank 0 decides for all ranks. An error in it must not leave the
-        # other ranks alone in the `gather` below, so they meet at the end of this `stop_together`.
-        with stop_together():
-            rewards = checked_rewards(samples, cfg) if dist.get_rank() == 0 else None
-        rewards = gather(rewards)[0]
-    prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
-    response_ids = [sample.response_ids for sample in samples]
-    drawn = [sample.drawn for sample in samples]
-    groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
-    rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,)
-    batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples, drawn)
-    if samples[0].logprobs:
-        logprobs = [x for sample in samples for x in sample.logprobs]
-        batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
-    temperatures = torch.tensor([sample.request.temperature for sample in samples])  # (N,)
-    if (temperatures != cfg.temperature).any():
-        # The trainer takes the log-probs of a sample at its own temperature. vLLM allows none below
-        # 0.01.
-        is_right = bool((temperatures >= 0.01).all())
-        wanted = "samples with temperatures of 0.01 or more"
-        check_result(cfg, "draw_step", is_right, wanted, temperatures.min().item())
-        batch.per_token["temperatures"] = batch.spread(temperatures)  # (T,)
-    return batch
-
-
-def checked_rewards(samples, cfg) -> list[float]:
-    rewards = cfg.paid(samples)
-    is_right = isinstance(rewards, (list, tuple, np.ndarray)) and len(rewards) == len(samples)
-    check_result(cfg, "paid", is_right, f"a list of {len(samples)} rewards", rewards)
-    # Much larger numbers do not fit into float32.
-    wrong = [x for x in rewards if not (isinstance(x, Real) and abs(x) < 1e30)]
-    check_result(cfg, "paid", not wrong, "numbers below 1e30 in size", wrong[:1])
-    return [float(reward) for reward in rewards]
-
-
-def reward_weights_of(cfg, names) -> dict[str, float]:
-    """{name: weight} of a task's rewards. Raises UserError for a wrong --reward_weights."""
-    # Of a task without REWARDS this is {}.
-    weights = {name: float(k == 0) for k, name in enumerate(names)}
-    given = set()
-    for word in cfg.reward_weights:
-        name, _, number = word.partition("=")
-        known = f"the task names {', '.join(weights)}; write NAME=WEIGHT"
-        known = known if weights else "the task names no rewards; leave the flag out"
-        require(name in weights, f"--reward_weights {word}: {known}")
-        require(name not in given, f"--reward_weights {word}: {name} has two weights")
-        given.add(name)
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            weights[name] = math.nan
-        is_right = abs(weights[name]) < 1e6
-        require(is_right, f"--reward_weights {word}: write NAME=WEIGHT, with a number below 1e6")
-    words = " ".join(cfg.reward_weights)
-    told = f"--reward_weights {words}: all weights are 0; give a reward another weight"
-    require(not weights or any(weights.values()), told)
-    return weights
-
-
-def weighted_reward(sample, cfg) -> float:
-    """The grader's reward of a sample, or the weighted sum of its rewards."""
-    # A sample of your own may have no field `rewards`.
-    rewards = getattr(sample, "rewards", None)
-    if not rewards:
-        return sample.reward
-    weights = reward_weights_of(cfg, rewards)
-    return sum(weights[name] * reward for name, reward in rewards.items())
 
 
 # ---- estimators ------------------------------------------------------------------------------
@@ -230,8 +105,8 @@ def weighted_reward(sample, cfg) -> float:
 
 # An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to advantages (N, S),
 # or to scores (N,): then each token of a sample gets the score of the sample. All are float64.
-# `cfg` is the recipe. A sample whose advantages are all exactly 0 is left out of the update
-# (samples_to_learn_from). So an estimator must not return rounding errors in place of 0.
+# `cfg` is the recipe. If the estimator is whitened, a constant that it adds to all advantages
+# changes nothing, because whitening subtracts the mean.
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -249,11 +124,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
 
 
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """(r - group mean) / group population std (arXiv 2402.03300). In a group with equal
-    rewards it is exactly 0."""
+    """(r - group mean) / group population std, and 0 in a group with equal rewards.
+
+    Source: arXiv 2402.03300. The paper's loss is a mean of the means of the responses. Here it is
+    the mean over all tokens. The variant loss_mean has the paper's.
+    """
     mean, std, _ = group_stats(rewards, groups)  # (N,) each
-    # With equal rewards the std is 0 and the quotient is NaN or infinite. `where` drops it.
-    return torch.where(std > 0, (rewards - mean) / std, 0.0)
+    # `where` drops 0 / 0.
+    return torch.where(std == 0, 0.0, (rewards - mean) / std)
 
 
 def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -261,15 +139,14 @@ def rloo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> 
     (r - mean of all n samples) * n / (n - 1)."""
     mean, std, count = group_stats(rewards, groups)  # (N,) each
     # With equal rewards `where` drops what rounding leaves of the difference, or 0 / 0.
-    return torch.where(std > 0, (rewards - mean) * count / (count - 1), 0.0)
+    return torch.where(std == 0, 0.0, (rewards - mean) * count / (count - 1))
 
 
 def reinforce(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
-    """r - mean of all samples of the batch (Williams 1992 with the batch's mean as baseline). If
-    all rewards are equal, it is exactly 0."""
+    """r - mean of all samples of the batch (Williams 1992 with the batch's mean as baseline)."""
     all_in_one = torch.zeros_like(groups)  # (N,)
     mean, std, _ = group_stats(rewards, all_in_one)  # (N,) each
-    return torch.where(std > 0, rewards - mean, 0.0)
+    return torch.where(std == 0, 0.0, rewards - mean)
 
 
 @dataclass(frozen=True)
@@ -332,11 +209,8 @@ class Recipe:
 
     train.Config inherits this class, so in a method `self` is the config of the run. A variant is a
     subclass in a file of its own, and calls `super()`. `Recipe()` alone is enough to use this file
-    in a loop of your own.
-
-    All ranks call a method, with the same arguments, and it must return the same on all ranks, if
-    its docstring does not say otherwise. The results of the methods are checked where they are
-    used. A wrong result raises a UserError, which names the method.
+    in a loop of your own. All ranks call a method with the same arguments, and it must return the
+    same on all ranks. Losses are the exception: each rank has its own micro-batches.
     """
 
     seed: int = flag(42, "Each random choice depends on a hash of this seed and of its purpose.")
@@ -358,6 +232,11 @@ class Recipe:
     reward_weights: list[str] = flag(
         [], "NAME=WEIGHT for some of a task's rewards. Without it the first has 1, all others 0."
     )
+    skip_flat: bool = flag(
+        False,
+        "Samples whose advantages are all 0 do not pass through the policy, which is faster. This "
+        "is wrong if the loss has a term without the advantage.",
+    )
 
     # The next three decide how fast a run is, and not what is learnt. In train.Config they are
     # flags, which a resumed run may change.
@@ -367,14 +246,12 @@ class Recipe:
 
     estimators = ESTIMATORS  # The values of --estimator. A variant writes `ppo.ESTIMATORS | {...}`.
 
-    _has_told = False  # Has samples_to_learn_from printed its line?
-
     @cached_property
     def memory(self) -> dict:
         """{name of a variant's class: a dict of what this variant must know after a resume}.
 
-        The dicts have texts as keys, and hold what JSON can hold. A checkpoint saves them, and a
-        resume fills them before the first step.
+        It holds what JSON can hold. A checkpoint saves it, and a resume fills it before the first
+        step.
         """
         return {}
 
@@ -382,12 +259,6 @@ class Recipe:
         """Raises UserError for flags that cannot work. world: the number of ranks.
 
         A variant calls super() first. Before that train.check_flags checks the flags of the core.
-        """
-
-    def check_run(self, total_steps):
-        """Raises UserError for a run that cannot start on this machine: a package may be absent.
-
-        It is called before the models are made. `memory` is filled. tools/plan.py does not call it.
         """
 
     # ---- the models: each of these methods gets what the run would use, and returns what it uses
@@ -400,8 +271,7 @@ class Recipe:
         """vLLM's SamplingParams for each turn of a request of rollout.py.
 
         `params.logprobs = 0` asks for the log-prob of each sampled token. Then
-        batch.per_token["logprobs"] holds them, (T,). The temperature must stay that of the request.
-        To change it, change the request in draw_step.
+        batch.per_token["logprobs"] holds them, (T,).
         """
         return params
 
@@ -420,14 +290,6 @@ class Recipe:
     def engine_settings(self, settings: dict) -> dict:
         """DeepSpeed's settings, for each learner."""
         return settings
-
-    def frozen_models(self) -> dict[str, str]:
-        """{flag: folder or name on the hub} of models that never learn, for models.make_frozen.
-
-        They need the tokenizer of --model. The plan of memory counts them. A resumed run compares
-        them.
-        """
-        return {}
 
     def policy_model(self, model):
         """The causal LM of transformers that is trained. It is called once, before DeepSpeed."""
@@ -451,18 +313,14 @@ class Recipe:
         """The graded samples of a step. step: the number of finished steps.
 
         `rollout.draw(requests, clock)` draws samples, and `clock.numbers[name]` takes a number to
-        log. A variant may first change the requests by `dataclasses.replace`. If it changes the
-        temperature, the losses use that temperature for these samples.
+        log. A variant may first change the requests by `dataclasses.replace`.
         """
         return rollout.draw(requests, clock)
 
     def reply_function(self, task):
         """The function that replies to a turn, or None: then a response has one turn.
 
-        It is called once, at the start. By default it returns the function `reply` of the task, if
-        there is one. reply(text, finish_reason, label) gets the response so far, and returns the
-        text that comes next, None if the response is finished, or a concurrent.futures.Future of a
-        text or None (docs/turns.md). Only the first rank of a sampler calls reply.
+        By default it is the function `reply` of the task, if there is one: docs/turns.md.
         """
         return getattr(task, "reply", None)
 
@@ -471,11 +329,11 @@ class Recipe:
     def paid(self, samples) -> list[float]:
         """One reward for each sample, from which the policy learns. By default it is the reward of
         the grader, or the weighted sum if the task names several rewards. The logs have the reward
-        of the grader, and this one as `paid`. Only rank 0 calls this method."""
+        of the grader, and this one as `paid`. Those of rank 0 count."""
         return [weighted_reward(sample, self) for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:
-        """The indices of the samples that the losses and the whitening use.
+        """The indices of the samples that the losses, the whitening and the logged numbers use.
 
         The mean and the std of a group still use all samples of the group.
         """
@@ -494,46 +352,22 @@ class Recipe:
 
     # ---- 6. advantages
 
-    def token_rewards(self, batch: Batch) -> Tensor:
-        """Rewards of single tokens, beside those of `paid`, (T,) in float64. By default all are 0.
-
-        With a critic they are rewards of GAE: they change the advantages of their token and of
-        earlier tokens. Without a critic their sum over a sample is added to its reward.
-        """
-        return torch.zeros_like(flat_values(batch))
-
     def raw_advantages(self, batch: Batch) -> Tensor:
         """The estimator's advantages before whitening, (T,) in float64."""
         # The tensors (N, S) are large. In this phase the sampler sleeps, so the GPU has room.
         mask = batch.mask.to(batch.device)  # (N, S)
+        rewards = batch.rewards.to(batch.device)  # (N,)
+        groups = batch.groups.to(batch.device)  # (N,)
         values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
         values[mask] = flat_values(batch)
-        token_rewards = self.token_rewards(batch)  # (T,)
-        check_numbers(self, "token_rewards", batch, token_rewards)
-        estimator = self.estimators[self.estimator]
-        rewards = batch.rewards.to(batch.device)  # (N,)
-        if not estimator.needs_critic:
-            owner = batch.spread(torch.arange(len(rewards)))  # (T,) index of each token's sample
-            rewards = rewards.index_add(0, owner, token_rewards.double())
-        inputs = (rewards, values, mask, batch.groups.to(batch.device), self)
-        scores = estimator.function(*inputs)  # (N,) or (N, S)
-        name = f"--estimator {self.estimator}"
-        is_right = has_shape(scores, mask.shape) or has_shape(scores, mask.shape[:1])
-        wanted = f"a tensor {tuple(mask.shape)} or {tuple(mask.shape[:1])}"
-        check_result(self, name, is_right, wanted, scores)
-        # If the values are NaN, the critic has diverged. Its update will say so.
-        is_finite = scores.isfinite().all() or not values.isfinite().all()
-        check_result(self, name, is_finite, "finite numbers", "NaN or infinity")
+        estimate = self.estimators[self.estimator].function
+        scores = estimate(rewards, values, mask, groups, self)  # (N,) or (N, S)
+        wanted = f"--estimator {self.estimator} must return (N,) or (N, S)"
+        assert scores.shape in (mask.shape, mask.shape[:1]), wanted
         if scores.dim() == 1:
             # Each token gets the score of its sample.
             scores = scores[:, None].expand_as(values)  # (N, S)
-        advantages = scores[mask]  # (T,)
-        if estimator.needs_critic and token_rewards.any():
-            # GAE is linear: GAE(r + x, V) = GAE(r, V) + GAE(x, 0), where x are the token rewards.
-            later = torch.zeros_like(values)  # (N, S)
-            later[mask] = token_rewards.double()
-            advantages = advantages + add_later_(later, self.gamma * self.lambd)[mask]
-        return advantages
+        return scores[mask]  # (T,)
 
     def critic_targets(self, batch: Batch, advantages: Tensor) -> Tensor:
         """What the critic learns to predict, (T,): raw advantages + values. The logs call it
@@ -546,117 +380,55 @@ class Recipe:
         If the estimator is whitened, they have mean 0 and population std 1 over the response tokens
         of all samples that count. If not, they are the raw ones.
         """
-        if not self.estimators[self.estimator].is_whitened:
+        counted = self.samples_that_count(batch)
+        if not (self.estimators[self.estimator].is_whitened and counted):
             return advantages
-        # A variant may leave out all samples. The mean of nothing would be NaN, so use all then.
-        counted = indices_of(self.samples_that_count, batch) or batch.all_indices()
-        parts = batch.split(advantages)
-        used = torch.cat([parts[i] for i in counted])
+        used = batch.select(advantages, counted)
         std = used.var(correction=0).sqrt().clamp(min=1e-8)
         return (advantages - used.mean()) / std
 
     # ---- 7. learn
 
-    def token_weights(self, batch: Batch, name: str) -> Tensor:
-        """How much each token counts in a loss, (T,): numbers of 0 or more, or bools.
-
-        By default all are 1. The loss is a mean with these weights. name: policy or critic.
-        """
-        return torch.ones(int(batch.response_lengths.sum()), device=batch.device)
-
     def train_critic(self, critic, batch: Batch, step) -> dict[str, float]:
         """Makes critic_updates updates, each with its own part of the samples. Returns the numbers
         to log. step: the number of finished steps."""
-        past = step * self.critic_updates
-        rates = [self.critic_rate(past + k) for k in range(self.critic_updates)]
-        return update_in_parts(critic, self.critic_loss, batch, rates, self, step)
+        updates = range(step * self.critic_updates, (step + 1) * self.critic_updates)
+        rates = [learning_rate(self.critic_learning_rate, k, self) for k in updates]
+        return update_in_parts(critic, critic_losses, batch, rates, self, step)
 
-    def critic_rate(self, past_updates) -> float:
-        """The critic's learning rate after `past_updates` updates."""
-        return learning_rate(self.critic_learning_rate, self.warmup_updates, past_updates)
-
-    def critic_loss(self, critic, batch: Batch, micro: MicroBatch) -> tuple[Tensor, "Stats"]:
-        """Returns the sum of the loss over a micro-batch, and the numbers to log.
-
-        The loss of a token is 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) - return)^2)
-        (ORZ's ValueLoss). `update` divides the sum by the number of tokens of the update. Each rank
-        has its own micro-batches.
-        """
-        values = critic(micro)  # (M,)
+    def critic_loss(self, values, batch: Batch, micro, stats: dict) -> Tensor:
+        """The loss of each token, (M,): 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) -
+        return)^2) (ORZ's ValueLoss). values: (M,). `stats` is that of token_loss."""
         old = batch.per_token["values"][micro.flat_index]  # (M,)
         returns = batch.per_token["returns"][micro.flat_index]  # (M,)
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)  # (M,)
-        worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)  # (M,)
-        loss = 0.5 * (worse * micro.weights).sum()
-        stats = Stats(micro)
-        stats.loss("critic_loss", loss)
-        stats.mean("critic_values", values)
-        return loss, stats
+        return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
     def train_policy(self, policy, batch: Batch, step, total_steps) -> dict[str, float]:
         """Makes one update. So PPO's ratio is 1, and its clip would do nothing. Returns the numbers
-        to log. step: the number of finished steps."""
-        # Each finished step has made one update.
+        to log. step: the number of finished steps, each of which has made one update."""
+        indices = self.samples_that_count(batch)
+        denominator = batch.count_tokens(indices)
+        if self.skip_flat:
+            # Their gradient is 0. The denominator still counts them.
+            advantages = batch.split(batch.per_token["advantages"].cpu())
+            indices = [i for i in indices if advantages[i].any()]
         lr = self.policy_rate(step, total_steps)
-        counted = indices_of(self.samples_that_count, batch)
-        denominator = sum_of_weights(batch, policy.name, counted)
-        # A sample without a gradient does not pass through the model. The denominator counts it.
-        indices = indices_of(self.samples_to_learn_from, batch)
-        return update(policy, self.policy_loss, batch, indices, lr, self, denominator)
+        return update(policy, policy_losses, batch, indices, lr, self, denominator)
 
     def policy_rate(self, past_updates, total_updates) -> float:
         """The policy's learning rate after `past_updates` updates.
 
         total_updates: those of the whole run, for a variant whose rate falls towards its end.
         """
-        return learning_rate(self.actor_learning_rate, self.warmup_updates, past_updates)
+        return learning_rate(self.actor_learning_rate, past_updates, self)
 
-    def samples_to_learn_from(self, batch: Batch) -> list[int]:
-        """The indices of the samples that pass through the policy.
-
-        A sample without advantages has no gradient, so it is left out. If the loss has other terms
-        (has_other_terms), such as an entropy bonus, all samples that count pass.
-        """
-        counted = self.samples_that_count(batch)
-        advantages = batch.per_token["advantages"]  # (T,)
-        if "policy_weights" in batch.per_token:
-            advantages = advantages * batch.per_token["policy_weights"]
-        parts = batch.split(advantages.cpu())
-        useful = [i for i in counted if parts[i].any()]
-        skipped = sorted(set(counted) - set(useful))
-        if not skipped or not has_other_terms(self, batch, skipped):
-            return useful
-        if not self._has_told:
-            told = "the policy's loss has a gradient where the advantage is 0"
-            print0(f"{told}, so samples without an advantage are not skipped")
-            self._has_told = True
-        return counted
-
-    def policy_loss(self, policy, batch: Batch, micro: MicroBatch) -> tuple[Tensor, "Stats"]:
-        """Returns the sum of `token_loss` over a micro-batch, and the numbers to log.
-
-        Each rank has its own micro-batches. has_other_terms calls this method with a function in
-        place of the policy.
-        """
-        logprobs, entropy = policy(micro, temperature_of(batch, micro, self))  # (M,), (M,)
-        advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
-        stats = Stats(micro)
-        stats.mean("entropy", entropy)
-        losses = self.token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)
-        shape = tuple(micro.real.shape)
-        check_result(self, "token_loss", has_shape(losses, shape), f"a tensor {shape}", losses)
-        wanted = "a tensor that depends on logprobs or entropy"
-        check_result(self, "token_loss", losses.requires_grad, wanted, "one without a gradient")
-        loss = (losses * micro.weights).sum()
-        stats.loss("policy_loss", loss)
-        return loss, stats
-
-    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats) -> Tensor:
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats: dict) -> Tensor:
         """The loss of each token, (M,): -A_t log p(a_t).
 
         At ratio 1 its gradient is that of PPO's clipped objective (arXiv 1707.06347, eq. 7).
-        logprobs, entropy and advantages are (M,). `stats.mean("name", x)` logs the mean of x, (M,),
-        over all tokens. Call it for each micro-batch.
+        logprobs, entropy and advantages are (M,). `stats["name"] = x` logs the mean of x, (M,),
+        over all response tokens that pass through the policy. Set it for each micro-batch.
         """
         return -(advantages * logprobs)
 
@@ -667,47 +439,245 @@ class Recipe:
         return line
 
 
-def has_shape(found, shape) -> bool:
-    return isinstance(found, Tensor) and found.shape == tuple(shape)
+# ---- updates ---------------------------------------------------------------------------------
 
 
-def indices_of(method, batch: Batch) -> list[int]:
-    """Calls a method of the recipe that returns indices. Raises UserError for a wrong result."""
-    indices = method(batch)
-    is_right = isinstance(indices, list) and set(indices) <= set(batch.all_indices())
-    is_right = is_right and len(set(indices)) == len(indices)
-    wanted = f"a list of indices of the {len(batch.sample_lengths)} samples, each at most once"
-    check_result(method.__self__, method.__name__, is_right, wanted, indices)
-    return indices
+def policy_losses(policy, batch: Batch, micro, cfg, stats: dict) -> Tensor:
+    """The policy's loss of each token of a micro-batch, (M,)."""
+    logprobs, entropy = policy(micro, cfg.temperature)  # (M,), (M,)
+    advantages = batch.per_token["advantages"][micro.flat_index]  # (M,)
+    stats["entropy"] = entropy
+    return cfg.token_loss(logprobs, entropy, advantages, batch, micro, stats)
 
 
-def has_other_terms(cfg, batch: Batch, indices: list[int]) -> bool:
-    """Has cfg.policy_loss a gradient in these samples if all advantages are 0? A collective.
+def critic_losses(critic, batch: Batch, micro, cfg, stats: dict) -> Tensor:
+    """The critic's loss of each token of a micro-batch, (M,)."""
+    values = critic(micro)  # (M,)
+    stats["critic_values"] = values
+    return cfg.critic_loss(values, batch, micro, stats)
 
-    An entropy bonus or a KL has one. It calls the loss with made-up log-probs and entropies, so no
-    model is needed. A term whose gradient is 0 for all of these numbers is not found.
+
+def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None):
+    """Makes one update over these samples, dealt to all ranks. Returns global means to log.
+
+    losses_of: policy_losses or critic_losses. The loss is a sum over response tokens divided by
+    `denominator`, by default the number of the response tokens of these samples, on all ranks
+    together. Each micro-batch is divided by the same number, so packing, micro-batches and ranks do
+    not change the gradient. Without indices there is no update. If a number is not finite, the
+    model stays as it is, and all ranks raise a FloatingPointError.
     """
-    zeros = torch.zeros_like(batch.per_token["advantages"])  # (T,)
-    batch = replace(batch, per_token=batch.per_token | {"advantages": zeros})
-    found = torch.zeros((), device=batch.device)
-    for micro, _ in micro_batches(batch, indices, cfg):
-        count = len(micro.real)
-        logprobs = torch.linspace(-9, -1, count, device=batch.device, requires_grad=True)  # (M,)
-        entropy = torch.linspace(3, 0.1, count, device=batch.device, requires_grad=True)  # (M,)
-        outputs = (logprobs, entropy)
+    tokens = batch.count_tokens(indices)
+    if denominator is None:
+        denominator = tokens
+    loss_name = f"{learner.name}_loss"
+    sums = {}  # {name: the sum over the tokens of each micro-batch of this rank}
+    micro_batch_count = 0
+    for micro, is_last in micro_batches(batch, indices, cfg):
+        stats = {}  # {name: (M,)}
+        losses = losses_of(learner, batch, micro, cfg, stats)  # (M,)
+        stats[loss_name] = losses
+        wanted = "losses, and what `stats` logs, must be (M,): one number a token"
+        assert all(x.shape == micro.real.shape for x in stats.values()), wanted
+        # The learner takes the mean of the ranks' gradients. We need their sum.
+        factor = dist.get_world_size() / denominator
+        learner.backward((losses * micro.real).sum() * factor, is_last)
+        for name, x in stats.items():
+            sums.setdefault(name, []).append((x.detach() * micro.real).sum())
+        micro_batch_count += 1
+    numbers = {}
+    grad_norm = 0.0
+    if sums:
+        totals = torch.stack([torch.stack(column).double().sum() for column in sums.values()])
+        dist.all_reduce(totals)
+        # On a GPU `tolist` waits until the GPU has computed all numbers. So it is called once.
+        for name, total in zip(sums, totals.tolist()):
+            # The denominator of the loss also counts samples that were left out.
+            numbers[name] = total / (denominator if name == loss_name else tokens)
+        if not np.isfinite(list(numbers.values())).all():
+            raise FloatingPointError(f"{learner.name}: numbers are not finite: {numbers}")
+        grad_norm = learner.apply_update(lr)
+    numbers[f"{learner.name}_grad_norm"] = grad_norm
+    numbers[f"{learner.name}_lr"] = lr
+    numbers[f"{learner.name}_micro_batches"] = micro_batch_count
+    # Tokens of prompts and responses.
+    numbers[f"{learner.name}_tokens"] = sum(batch.sample_lengths[i] for i in indices)
+    return numbers
 
-        def policy(micro, temperature, outputs=outputs):
-            return outputs
 
-        loss, _ = cfg.policy_loss(policy, batch, micro)
-        for gradient in torch.autograd.grad(loss, outputs, allow_unused=True):
-            if gradient is not None:
-                found += (gradient != 0).any()
-    dist.all_reduce(found)
-    return bool(found > 0)
+def update_in_parts(learner, losses_of, batch: Batch, rates, cfg, step) -> dict[str, float]:
+    """Shuffles the samples that count, cuts them into a part for each rate, and makes an update for
+    each part. Returns {name: mean over the updates}.
+
+    With fewer samples than rates there is one sample in each part. Without samples there is one
+    empty part, which only has numbers to log.
+    """
+    indices = cfg.samples_that_count(batch)
+    shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
+    parts = np.array_split(shuffled, max(1, min(len(rates), len(indices))))
+    history = []
+    for part, lr in zip(parts, rates):
+        history.append(update(learner, losses_of, batch, part.tolist(), lr, cfg))
+    return {name: float(np.mean([numbers[name] for numbers in history])) for name in history[0]}
+
+
+def learning_rate(peak, past_updates, cfg) -> float:
+    """The rate of the next update. It rises linearly from peak / warmup to peak, and stays."""
+    if past_updates < cfg.warmup_updates:
+        return peak * (past_updates + 1) / cfg.warmup_updates
+    return peak
+
+
+# ---- passes and advantages -------------------------------------------------------------------
+
+
+def compute_values(critic, batch: Batch, cfg) -> Tensor:
+    """V(s_t) of every response token, (T,), the same on every rank. A collective."""
+    return forward_pass(batch, cfg, critic)
+
+
+def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
+    """log p of every response token, (T,), the same on every rank. A collective."""
+
+    def forward(micro):
+        return policy(micro, cfg.temperature)[0]  # (M,)
+
+    return forward_pass(batch, cfg, forward)
+
+
+@torch.no_grad()
+def forward_pass(batch: Batch, cfg, forward) -> Tensor:
+    """One number for each response token, (T,). forward(micro) returns those of a micro-batch."""
+    numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
+    for micro, _ in micro_batches(batch, batch.all_indices(), cfg):
+        numbers.index_add_(0, micro.flat_index, forward(micro) * micro.real)
+    # Each number was computed by one rank. The other ranks have 0 there.
+    dist.all_reduce(numbers)
+    return numbers
+
+
+def flat_values(batch: Batch) -> Tensor:
+    """The critic's values in float64, (T,). Without a critic they are 0."""
+    if "values" in batch.per_token:
+        return batch.per_token["values"].double()
+    count = int(batch.response_lengths.sum())
+    return torch.zeros(count, dtype=torch.float64, device=batch.device)
+
+
+def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
+    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log, which are
+    those of the samples that count. If no sample counts, there are none."""
+    raw = cfg.raw_advantages(batch)  # (T,)
+    returns = cfg.critic_targets(batch, raw)  # (T,)
+    advantages = cfg.whiten(raw, batch)  # (T,)
+    batch.per_token["advantages"] = advantages.float()
+    batch.per_token["returns"] = returns.float()
+    counted = cfg.samples_that_count(batch)
+    if not counted:
+        return {}
+    advantages = batch.select(advantages, counted)
+    returns = batch.select(returns, counted)
+    stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
+    stats["return"] = returns.mean()
+    variance = returns.var(correction=0)
+    if "values" in batch.per_token and variance > 0:
+        unexplained = returns - batch.select(flat_values(batch), counted)
+        stats["explained_variance"] = 1 - unexplained.var(correction=0) / variance
+    return {name: number.item() for name, number in stats.items()}
+
+
+# ---- from samples to a batch -----------------------------------------------------------------
+
+
+def make_batch(samples, device, cfg, rewards=None) -> Batch:
+    """Makes a batch of samples. The samples of one problem form a group. A collective.
+
+    rewards: (N). By default those of cfg.paid.
+    """
+    if rewards is None:
+        # `paid` may be random. So the rewards of rank 0 count on all ranks.
+        rewards = gather(cfg.paid(samples))[0]
+    temperatures = {sample.request.temperature for sample in samples}
+    told = f"the losses have --temperature {cfg.temperature}, and samples have {temperatures}"
+    assert temperatures == {cfg.temperature}, told
+    prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
+    response_ids = [sample.response_ids for sample in samples]
+    drawn = [sample.drawn for sample in samples]
+    groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
+    rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,)
+    batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples, drawn)
+    if samples[0].logprobs:
+        logprobs = [x for sample in samples for x in sample.logprobs]
+        batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
+    return batch
+
+
+def reward_weights_of(cfg, names) -> dict[str, float]:
+    """{name: weight} of a task's rewards. Raises UserError for a name that the task lacks."""
+    weights = {name: float(k == 0) for k, name in enumerate(names)}
+    for word in cfg.reward_weights:
+        name, _, number = word.partition("=")
+        known = ", ".join(weights) or "no rewards"
+        require(name in weights, f"--reward_weights {word}: the task names {known}")
+        weights[name] = float(number)
+    return weights
+
+
+def weighted_reward(sample, cfg) -> float:
+    """The grader's reward of a sample, or the weighted sum of its rewards."""
+    if not sample.rewards:
+        return sample.reward
+    weights = reward_weights_of(cfg, sample.rewards)
+    return sum(weights[name] * reward for name, reward in sample.rewards.items())
 
 
 # ---- packing ---------------------------------------------------------------------------------
+
+
+@dataclass
+class MicroBatch:
+    """R rows of packed samples. A model computes them in one forward pass.
+
+    Call a model of transformers as `model(**micro.model_inputs())`. If one of these arguments were
+    absent, the samples of a row would see each other, and no error would tell. `micro.select` takes
+    the outputs that predict a response token: each is at the position before its token.
+    """
+
+    input_ids: Tensor  # (R, L)
+    # In each sample the positions restart at 0. transformers finds the samples by these zeros, and
+    # lets no token see another sample.
+    position_ids: Tensor  # (R, L)
+    # (M,) the places whose next token is a response token. Place p is token p of the R * L tokens
+    # of all rows, one row after the other. A mask would do the same, but a GPU must count a mask,
+    # and the CPU would wait for the count.
+    places: Tensor
+    token_ids: Tensor  # (M,) the response tokens
+    flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
+    # (M,) 1.0. A rank with fewer micro-batches than other ranks runs fillers, which have one
+    # response token (see `filler`). Of this token it is 0.0.
+    real: Tensor
+    # FlashAttention's cu_seqlens: where each sample starts, and each padding at the end of a row,
+    # if all rows stand one after the other. The last number is R * L. None with --packing alone.
+    borders: Tensor | None  # (samples + paddings + 1,) int32
+    longest: int  # tokens of the longest sample or padding
+
+    def select(self, output: Tensor) -> Tensor:
+        """The outputs that predict a response token: (R, L, ...) becomes (M, ...)."""
+        return output.flatten(0, 1).index_select(0, self.places)
+
+    def model_inputs(self) -> dict:
+        """The arguments of a model of transformers."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            # If there is a cache, transformers does not separate the samples of a row.
+            "use_cache": False,
+            # varlen and FlashAttention need the borders of the samples. sdpa and eager find the
+            # borders in the positions and ignore these arguments.
+            "cu_seq_lens_q": self.borders,
+            "cu_seq_lens_k": self.borders,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
 
 
 def longest_first(sizes: list[int], indices: list[int]) -> list[int]:
@@ -843,18 +813,24 @@ def filler(device) -> MicroBatch:
 
 
 def micro_batches(batch: Batch, indices: list[int], cfg):
-    """Returns an iterator over (micro-batch of this rank, is it the last one).
+    """Yields (micro-batch of this rank, is it the last one).
 
     All ranks get the same number of micro-batches. A rank with fewer of them ends with fillers.
-    Without indices there is none.
+    Without indices there is none. Each micro-batch is made when the loop asks for it, because all
+    of them together would take up to 44 bytes a token. While a GPU computes one, the CPU makes the
+    next one.
     """
     shares = deal(batch.sample_lengths, indices, dist.get_world_size())
     # Each rank plans for all ranks. So it knows how many micro-batches the others have.
     plans = [plan_micro_batches(batch.sample_lengths, share, cfg) for share in shares]
-    most = max(map(len, plans))
     mine = plans[dist.get_rank()]
-    mine += [[]] * (most - len(mine))
-    return make_micro_batches(batch, mine, alone=cfg.packing == "alone")
+    count = max(map(len, plans))
+    for k in range(count):
+        if k < len(mine):
+            micro = build_rows(batch, mine[k], alone=cfg.packing == "alone")
+        else:
+            micro = filler(batch.device)
+        yield micro, k == count - 1
 
 
 def plan_micro_batches(sizes: list[int], indices: list[int], cfg) -> list[list[list[int]]]:
@@ -870,318 +846,3 @@ def plan_micro_batches(sizes: list[int], indices: list[int], cfg) -> list[list[l
     rows = pack(sizes, indices, cfg.packing_max_len)
     starts = range(0, len(rows), rows_per_micro)
     return [rows[start : start + rows_per_micro] for start in starts]
-
-
-def make_micro_batches(batch: Batch, plan: list[list[list[int]]], alone):
-    """Yields (micro-batch, is it the last one). plan: of plan_micro_batches, with [] for a filler.
-
-    Each micro-batch is made when the loop asks for it, because all of them together would take up
-    to 44 bytes a token. While a GPU computes one, the CPU makes the next one.
-    """
-    for k, rows in enumerate(plan):
-        micro = build_rows(batch, rows, alone) if rows else filler(batch.device)
-        yield micro, k == len(plan) - 1
-
-
-# ---- passes ----------------------------------------------------------------------------------
-
-
-def compute_values(critic, batch: Batch, cfg) -> Tensor:
-    """V(s_t) of every response token, (T,), the same on every rank. A collective."""
-    return forward_pass(batch, cfg, critic)
-
-
-def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
-    """log p of every response token, (T,), the same on every rank. A collective."""
-
-    def forward(micro):
-        return policy(micro, temperature_of(batch, micro, cfg))[0]  # (M,)
-
-    return forward_pass(batch, cfg, forward)
-
-
-def temperature_of(batch: Batch, micro: MicroBatch, cfg):
-    """At which temperature the tokens were drawn: a number, or (M,) if requests differ in it."""
-    if "temperatures" in batch.per_token:
-        return batch.per_token["temperatures"][micro.flat_index]
-    return cfg.temperature
-
-
-@torch.no_grad()
-def forward_pass(batch: Batch, cfg, forward) -> Tensor:
-    """One number for each response token, (T,). forward(micro) returns those of a micro-batch."""
-    numbers = torch.zeros(int(batch.response_lengths.sum()), device=batch.device)  # (T,)
-    for micro, _ in micro_batches(batch, batch.all_indices(), cfg):
-        numbers.index_add_(0, micro.flat_index, forward(micro) * micro.real)
-    # Each number was computed by one rank. The other ranks have 0 there.
-    dist.all_reduce(numbers)
-    return numbers
-
-
-# ---- advantages ------------------------------------------------------------------------------
-
-
-def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
-    """Adds `advantages`, `returns` and token weights, (T,), to the batch. Returns the numbers to
-    log. Raises UserError for a wrong result of a method of the recipe."""
-    # cfg.token_passes has added these.
-    for tensor in batch.per_token.values():
-        check_shape(cfg, "token_passes", batch, tensor)
-    advantages = cfg.raw_advantages(batch)  # (T,)
-    check_numbers(cfg, "raw_advantages", batch, advantages)
-    returns = cfg.critic_targets(batch, advantages)  # (T,)
-    check_numbers(cfg, "critic_targets", batch, returns)
-    advantages = cfg.whiten(advantages, batch)
-    check_numbers(cfg, "whiten", batch, advantages)
-    add_weights(batch, cfg)
-    stats = advantage_stats(batch, advantages, returns)
-    batch.per_token["advantages"] = advantages.float()
-    batch.per_token["returns"] = returns.float()
-    return stats
-
-
-def add_weights(batch: Batch, cfg):
-    """Adds `policy_weights` and `critic_weights`, (T,), to the batch where they are not all 1."""
-    for name in ("policy", "critic"):
-        weights = cfg.token_weights(batch, name)  # (T,)
-        check_shape(cfg, "token_weights", batch, weights)
-        weights = weights.float()
-        is_right = bool(((weights >= 0) & weights.isfinite()).all())
-        check_result(cfg, "token_weights", is_right, "finite numbers of 0 or more", "others")
-        if (weights != 1).any():
-            batch.per_token[f"{name}_weights"] = weights
-
-
-def check_shape(cfg, method, batch: Batch, tensor):
-    shape = (int(batch.response_lengths.sum()),)
-    check_result(cfg, method, has_shape(tensor, shape), f"a tensor {shape}", tensor)
-
-
-def check_numbers(cfg, method, batch: Batch, tensor):
-    """Raises UserError if the tensor is not (T,), or has NaN or infinity."""
-    check_shape(cfg, method, batch, tensor)
-    wanted = f"a tensor of floats, and not of {tensor.dtype}"
-    check_result(cfg, method, tensor.is_floating_point(), wanted, tensor)
-    # If the critic has diverged, its values are NaN, and its update will say so.
-    has_diverged = not all(x.isfinite().all() for x in batch.per_token.values())
-    is_finite = has_diverged or tensor.isfinite().all()
-    check_result(cfg, method, is_finite, "finite numbers", "NaN or infinity")
-
-
-def flat_values(batch: Batch) -> Tensor:
-    """The critic's values in float64, (T,). Without a critic they are 0."""
-    if "values" in batch.per_token:
-        return batch.per_token["values"].double()
-    count = int(batch.response_lengths.sum())
-    return torch.zeros(count, dtype=torch.float64, device=batch.device)
-
-
-def advantage_stats(batch: Batch, advantages: Tensor, returns: Tensor) -> dict[str, float]:
-    stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
-    stats["return"] = returns.mean()
-    variance = returns.var(correction=0)
-    if "values" in batch.per_token and variance > 0:
-        unexplained = (returns - flat_values(batch)).var(correction=0)
-        stats["explained_variance"] = 1 - unexplained / variance
-    return {key: value.item() for key, value in stats.items()}
-
-
-# ---- updates ---------------------------------------------------------------------------------
-
-
-def update_in_parts(learner, loss_fn, batch: Batch, rates, cfg, step, needed=None):
-    """Shuffles the samples that count, cuts them into a part for each rate, and makes an update per
-    part.
-
-    With fewer samples than rates there is one sample in each part. A part without a gradient is
-    left out, because Adam's momentum would still move the model: all its token weights are 0, or it
-    has none of the samples `needed`. None: all are needed. Returns {name: mean over the updates}.
-    """
-    indices = indices_of(cfg.samples_that_count, batch)
-    shuffled = np.random.default_rng(hash64(cfg.seed, step, learner.name)).permutation(indices)
-    parts = np.array_split(shuffled, max(1, min(len(rates), len(indices))))
-    history = []
-    for part, lr in zip(parts, rates):
-        part = part.tolist()
-        if needed is not None and set(needed).isdisjoint(part):
-            continue
-        denominator = sum_of_weights(batch, learner.name, part)
-        if denominator > 0:
-            history.append(update(learner, loss_fn, batch, part, lr, cfg, denominator))
-    if not history:
-        # Without samples `update` only returns the numbers to log.
-        return update(learner, loss_fn, batch, [], rates[0], cfg)
-    return {key: float(np.mean([stats[key] for stats in history])) for key in history[0]}
-
-
-def sum_of_weights(batch: Batch, name: str, indices: list[int]):
-    """The sum of cfg.token_weights over these samples. By default it is the number of tokens."""
-    weights = batch.per_token.get(f"{name}_weights")  # (T,)
-    if weights is None:
-        return int(batch.response_lengths[indices].sum())
-    parts = batch.split(weights.double().cpu())
-    return float(sum(parts[i].sum() for i in indices))
-
-
-def learning_rate(peak, warmup, past_updates):
-    """The rate of the next update. It rises linearly from peak / warmup to peak, and stays."""
-    if past_updates < warmup:
-        return peak * (past_updates + 1) / warmup
-    return peak
-
-
-def update(learner, loss_fn, batch: Batch, indices: list[int], lr, cfg, denominator=None):
-    """Makes one update over these samples, dealt to all ranks. Returns global means to log.
-
-    The loss is a sum over response tokens divided by `denominator`. By default the denominator is
-    the sum of the token weights of these samples, on all ranks together, which is the number of
-    their response tokens if all weights are 1. Each micro-batch is divided by the same number, so
-    packing, micro-batches and ranks do not change the gradient. Without indices, or with a
-    denominator of 0, there is no update. If a number is not finite, the model stays as it is, and
-    all ranks raise an error (check_finite).
-    """
-    name = f"{learner.name}_loss"
-    is_rate = isinstance(lr, Real) and 0 <= lr < float("inf")
-    check_result(cfg, f"{learner.name}_rate", is_rate, "a learning rate of 0 or more", lr)
-    if denominator is None:
-        denominator = sum_of_weights(batch, learner.name, indices)
-    weights = batch.per_token.get(f"{learner.name}_weights")  # (T,)
-    history = []  # a Stats of each micro-batch
-    for micro, is_last in micro_batches(batch, indices if denominator else [], cfg):
-        if weights is not None:
-            micro.weights = micro.real * weights[micro.flat_index]
-        result = loss_fn(learner, batch, micro)
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        is_right = is_pair and has_shape(result[0], ()) and isinstance(result[1], Stats)
-        is_right = is_right and name in result[1].losses
-        wanted = f"a pair: a sum over tokens (), and a Stats with {name}"
-        check_result(cfg, name, is_right, wanted, result)
-        loss, stats = result
-        # The learner takes the mean of the ranks' gradients. We need their sum.
-        scaled = loss * (dist.get_world_size() / denominator)
-        learner.backward(scaled, is_last)
-        history.append(stats)
-    numbers = {}
-    grad_norm = 0.0
-    if history:
-        # Means are over the response tokens of these samples. Losses are divided by the
-        # denominator, which may also count samples that were left out.
-        response_tokens = int(batch.response_lengths[indices].sum())
-        numbers = join_stats(history, denominator, response_tokens)
-        check_finite(cfg, learner.name, name, numbers)
-        grad_norm = learner.apply_update(lr)
-    numbers[f"{learner.name}_grad_norm"] = grad_norm
-    numbers[f"{learner.name}_lr"] = lr
-    numbers[f"{learner.name}_micro_batches"] = len(history)
-    # Tokens of prompts and responses.
-    numbers[f"{learner.name}_tokens"] = sum(batch.sample_lengths[i] for i in indices)
-    return numbers
-
-
-def check_finite(cfg, learner_name, loss_name, numbers):
-    """Raises an error on all ranks if a number of an update is NaN or infinite.
-
-    The error is a UserError if the loss function is the cause: if the outputs of the model are
-    finite, and the loss is not. Otherwise it is a FloatingPointError.
-    """
-    outputs = [numbers.get("entropy", 0.0), numbers.get("critic_values", 0.0)]
-    is_blamed = np.isfinite(outputs).all() and not np.isfinite(numbers[loss_name])
-    # The policy_loss of the recipe only sums up token_loss. So token_loss is the cause.
-    is_own_loss = getattr(type(cfg), loss_name) is not Recipe.policy_loss
-    method = loss_name if is_own_loss else "token_loss"
-    found = "NaN or infinity; if the method is right, a learning rate may be too high"
-    check_result(cfg, method, not is_blamed, "finite numbers", found)
-    wrong = {key: number for key, number in numbers.items() if not np.isfinite(number)}
-    if wrong:
-        raise FloatingPointError(f"{learner_name}: numbers are not finite: {wrong}")
-
-
-class Stats:
-    """Numbers of one micro-batch to log. join_stats joins those of an update.
-
-    All micro-batches of an update must have the same names, on all ranks. Its methods raise
-    UserError.
-    """
-
-    def __init__(self, micro: MicroBatch):
-        self.real = micro.real
-        # {name: number ()} each. Losses and sums are sums over the tokens of the micro-batch.
-        self.losses = {}
-        self.sums = {}
-        self.maxima = {}
-
-    def loss(self, name, total: Tensor):
-        """Logs the loss of the update: the sum over all micro-batches, divided by the denominator.
-
-        total: () of this micro-batch.
-        """
-        self.check(name, total, ())
-        self.losses[name] = total.detach()
-
-    def mean(self, name, numbers: Tensor):
-        """Logs the mean over all response tokens that pass through the model. numbers: (M,)."""
-        self.check(name, numbers, self.real.shape)
-        self.sums[name] = (numbers.detach() * self.real).sum()
-
-    def maximum(self, name, numbers: Tensor):
-        """Logs the maximum over all response tokens that pass through the model. numbers: (M,)."""
-        self.check(name, numbers, self.real.shape)
-        # The token of a filler must not be the maximum.
-        numbers = numbers.detach().float().masked_fill(self.real == 0, -float("inf"))
-        self.maxima[name] = numbers.max()
-
-    def check(self, name, numbers, shape):
-        found = f"{tuple(numbers.shape)}" if isinstance(numbers, Tensor) else f"{numbers!r:.99}"
-        if not has_shape(numbers, shape):
-            raise UserError(f"stats: {name} must be a tensor {tuple(shape)}, and is {found}")
-        if name in self.names():
-            raise UserError(f"stats: {name} is logged twice in a micro-batch; choose another name")
-
-    def names(self) -> list[str]:
-        return [*self.losses, *self.sums, *self.maxima]
-
-    def __setitem__(self, name, number):
-        raise UserError(f"stats: write `stats.mean({name!r}, x)`, where x is (M,)")
-
-
-def join_stats(history: list[Stats], denominator, response_tokens) -> dict[str, float]:
-    """The numbers to log of an update. A collective. history: of this rank's micro-batches."""
-    names = history[0].names()
-    for stats in history:
-        require_same_names(names, stats.names())
-    # A rank with other names would call other collectives below, and all would hang.
-    if dist.get_world_size() > 1:
-        # Of the ranks' hashes this is max(h) and max(-h). Their sum is max(h) - min(h), which is 0
-        # if all are equal. To gather the names would make the CPU wait for the GPU more often.
-        hashes = torch.tensor([hash64(names), -hash64(names)], device=history[0].real.device)
-        dist.all_reduce(hashes, op=dist.ReduceOp.MAX)
-        if hashes.sum() != 0:
-            for other in gather(names):
-                require_same_names(names, other)
-    sums = []
-    for name in history[0].losses:
-        column = torch.stack([stats.losses[name] for stats in history])  # (micro-batches,)
-        sums.append(column.double().sum() / denominator)
-    for name in history[0].sums:
-        column = torch.stack([stats.sums[name] for stats in history])  # (micro-batches,)
-        sums.append(column.double().sum() / response_tokens)
-    joined = torch.stack(sums)  # (losses and sums,)
-    dist.all_reduce(joined)
-    if history[0].maxima:
-        maxima = []
-        for name in history[0].maxima:
-            column = torch.stack([stats.maxima[name] for stats in history])  # (micro-batches,)
-            maxima.append(column.double().max())
-        maxima = torch.stack(maxima)  # (maxima,)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        joined = torch.cat([joined, maxima])
-    # On a GPU `tolist` waits until the GPU has computed all numbers. So it is called once.
-    return dict(zip(names, joined.tolist()))
-
-
-def require_same_names(names, others):
-    if names != others:
-        differing = sorted(set(names) ^ set(others)) or names
-        raise UserError(
-            f"stats: {', '.join(differing)}: log the same names in each micro-batch, in one order"
-        )

@@ -614,9 +614,7 @@ def find_start(run_dir, state, cfg):
     card = None
     if torch.cuda.is_available():
         card = min(gather(torch.cuda.mem_get_info()[1])) / memory.GIB
-    configs = [families.load_config(x) for x in (cfg.model, *cfg.frozen_models().values())]
-    frozen = sum(map(families.count_parameters, configs[1:]))
-    memory.choose_flags(cfg, configs[0], state.world, card, frozen)
+    memory.choose_flags(cfg, families.load_config(cfg.model), state.world, card)
     if names:
         print0(f"auto is {flags.as_words(cfg, names)}{', as in the checkpoint' if source else ''}")
     return source, dataclasses.replace(state, config=flags_of(cfg))
@@ -687,8 +685,6 @@ def main(cfg, world, device, store):
 
     # Give the variants what they remember (ppo.Recipe.memory).
     cfg.memory.update(state.memory)
-    with raise_together():
-        cfg.check_run(total_steps)
 
     # ---- models: the sampler first, because vLLM measures the free memory of the GPU
     print0(f"{len(problems)} problems, {total_steps} steps; the sampler and the learners start")

@@ -183,7 +183,7 @@ def count_parameters(config):
 
 def models_of(cfg) -> dict[str, str]:
     """{flag: the model that it names}."""
-    named = {"model": cfg.model, "critic": cfg.critic} | cfg.frozen_models()
+    named = {"model": cfg.model, "critic": cfg.critic}
     return {name: source for name, source in named.items() if source}
 
 

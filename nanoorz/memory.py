@@ -86,13 +86,13 @@ def total(items: dict[str, float]) -> float:
     return sum(items.values())
 
 
-def choose_flags(cfg, config, world: int, card: float | None, frozen=0):
+def choose_flags(cfg, config, world: int, card: float | None):
     """Replaces `auto` in --gradient_checkpointing and --packing_max_len.
 
     Gradient checkpointing comes first. It is off if an update fits without it, with rows as short
-    as they can be. Then the row is the longest one that fits, in steps of 1,024 tokens. config,
-    frozen: see estimate. card: GiB that the smallest card shows. Without a card (None), and where
-    the plan does not know what an update needs, `auto` becomes the default of the flag.
+    as they can be. Then the row is the longest one that fits, in steps of 1,024 tokens. config: of
+    the model. card: GiB that the smallest card shows. Without a card (None), and where the plan
+    does not know what an update needs, `auto` becomes the default of the flag.
     """
     names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
     # The plan assumes varlen, and counts the critic like the model.
@@ -101,7 +101,7 @@ def choose_flags(cfg, config, world: int, card: float | None, frozen=0):
     is_known = is_known and card is not None
 
     def fits(**changes) -> bool:
-        plan = estimate(dataclasses.replace(cfg, **changes), config, world, card, frozen)
+        plan = estimate(dataclasses.replace(cfg, **changes), config, world, card)
         peaks = [plan.peak(phase) for phase in plan.phases if phase in ("critic", "policy")]
         return max(peaks) < AUTO_SHARE * card
 
@@ -117,12 +117,12 @@ def choose_flags(cfg, config, world: int, card: float | None, frozen=0):
         cfg.packing_max_len = rows[count - 1] if count else cfg.max_len
 
 
-def estimate(cfg, config, world: int, card: float, frozen=0) -> Memory:
+def estimate(cfg, config, world: int, card: float) -> Memory:
     """Returns the plan of one rank. card: GiB that the card shows.
 
-    config: of the model. frozen: the parameters of cfg.frozen_models.
+    config: of the model. The models of variants are not counted.
     """
-    rank = Rank(cfg, config, world, card, frozen)
+    rank = Rank(cfg, config, world, card)
     phases = {"always": rank.always(), "rollout": {"sampler awake": rank.sampler}}
     if rank.has_critic:
         phases["critic"] = rank.update(rank.sizes.critic, has_head=False)
@@ -141,13 +141,11 @@ def estimate(cfg, config, world: int, card: float, frozen=0) -> Memory:
 class Rank:
     """One rank of a run, in bytes."""
 
-    def __init__(self, cfg, config, world: int, card: float = 80 * VISIBLE, frozen=0):
+    def __init__(self, cfg, config, world: int, card: float = 80 * VISIBLE):
         self.cfg = cfg
-        # The names of the run's variants. log_kl and fp8_rollout change the sums below.
+        # The names of the run's variants. fp8_rollout changes the sums below.
         self.variants = getattr(cfg, "variant_texts", {})
         self.sizes = Sizes(config, getattr(cfg, "lora_rank", 0))
-        # The models that never learn have weights only. log_kl has the base model once more.
-        self.frozen = frozen + self.sizes.policy * ("log_kl" in self.variants)
         self.world = world
         self.card = card * GIB
         self.width = 2 if cfg.bf16 else 4  # bytes of a number in the training dtype
@@ -208,7 +206,7 @@ class Rank:
         if self.has_critic:
             weights += sizes.critic
             trained.append(sizes.critic)
-        items = {"weights": (weights + self.frozen) * self.width / self.shards(3)}
+        items = {"weights": weights * self.width / self.shards(3)}
         if self.on_card:
             # Without ZeRO the fp32 weights are their own masters.
             states = 12 if self.cfg.zero_stage else 8

@@ -154,8 +154,7 @@ def make_critic(cfg):
 def make_frozen(cfg, name, source):
     """A model with an engine and without an optimizer. Variants compare the policy with it.
 
-    source: a folder, or a name on the hub. Unless it is --model, the variant must also name it in
-    `frozen_models`.
+    source: a folder, or a name on the hub.
     """
     family = find_family(source)
     model = load_model(cfg, family, AutoModelForCausalLM)

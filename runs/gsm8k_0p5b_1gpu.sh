@@ -7,6 +7,6 @@
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-0.5B-Instruct --data "openai/gsm8k:main?split=train" \
     --eval_data "openai/gsm8k:main?split=test" --eval_n 8 --eval_interval 0 --run_dir out/gsm8k_0p5b --answer_form hashes \
     --template $'<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n<|im_start|>user\n{question} Let\'s think step by step and output the final answer after "####".<|im_end|>\n<|im_start|>assistant\n' \
-    --stop "" --estimator grpo --num_episodes 1 --max_steps 467 --rollout_batch_size 16 --n_samples_per_prompt 16 \
+    --stop "" --estimator grpo --skip_flat true --num_episodes 1 --max_steps 467 --rollout_batch_size 16 --n_samples_per_prompt 16 \
     --generate_max_len 512 --prompt_max_len 512 --max_len 1024 --warmup_updates 1 --zero_stage 2 --kv_cache_gb 4 \
     "$@"

@@ -6,7 +6,7 @@
 model=$(realpath -e -- "$1" 2>/dev/null) || {
     echo "error: no folder $1; docs/scaling.md says how to make the model" >&2; exit 2; }
 cd "$(dirname "$0")/.." && PATH="$PWD/.venv/bin:$PATH" python tools/base_model.py words out/words || exit
-exec runs/launch.sh 1 1 --model "$model" --run_dir out/smollm2 --estimator grpo \
+exec runs/launch.sh 1 1 --model "$model" --run_dir out/smollm2 --estimator grpo --skip_flat true \
     --template $'Q: Tom has 8 pens and buys 5 more. How many pens are there now?\nA: 8+5=13\nQ: Ana has 3 boxes of '\
 $'4 eggs and loses 2. How many eggs are there now?\nA: 3*4=12 12-2=10\nQ: {question}\nA:' --answer_form last_number \
     --data out/words/train.jsonl --eval_data out/words/eval.jsonl --eval_interval 10 --max_steps 50 --stop $'\n' \

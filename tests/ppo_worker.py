@@ -14,6 +14,7 @@ import re
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import conftest
@@ -180,50 +181,59 @@ def cell_step(cfg, spec) -> dict:
 
 
 def cell_flat(cfg, spec) -> dict:
-    """A healthy AdamW update, which fills the moments; then rollouts with nothing to learn from."""
+    """A healthy AdamW update, which fills the moments; then a step with nothing to learn from."""
     policy = models.make_policy(cfg)
     result = {"start": weights(policy)}
     healthy = make_batch("half flat")
-    cfg.token_passes(policy, None, healthy, 0)
     ppo.compute_advantages(healthy, cfg)
     cfg.train_policy(policy, healthy, step=0, total_steps=2)
-    result |= {"before": weights(policy), "healthy_steps": policy.deepspeed.global_steps}
+    result |= {"before": weights(policy)}
     flat = make_batch("flat")
-    cfg.token_passes(policy, None, flat, 1)
     ppo.compute_advantages(flat, cfg)
     result["stats"] = cfg.train_policy(policy, flat, step=1, total_steps=2)
-    # An empty list of samples does not mean all samples, though there are some to learn from.
-    result["no_samples"] = ppo.update(policy, cfg.policy_loss, healthy, [], 1e-3, cfg)
-    return result | {"after": weights(policy), "steps": policy.deepspeed.global_steps}
+    return result | {"after": weights(policy)}
+
+
+def cell_none(cfg, spec) -> dict:
+    """A step in which all responses are truncated. The policy's update is one of AdamW."""
+    batch = make_batch()
+    batch.samples = [SimpleNamespace(finish_reason="length")] * 16
+    policy = models.make_policy(cfg)
+    result = {"policy_start": weights(policy), "stats": {}}
+    critic = models.make_critic(cfg) if cfg.estimator == "gae" else None
+    cfg.token_passes(policy, critic, batch, 0)
+    result["stats"] |= ppo.compute_advantages(batch, cfg)
+    if critic:
+        result["critic_start"] = weights(critic)
+        result["stats"] |= cfg.train_critic(critic, batch, 0)
+        result["critic"] = weights(critic)
+    result["stats"] |= cfg.train_policy(policy, batch, step=0, total_steps=2)
+    return result | {"policy": weights(policy)}
 
 
 def cell_nonfinite(cfg, spec) -> dict:
-    """A NaN loss, NaN ratio or inf gradient in one micro-batch of one rank only."""
+    """A NaN loss or inf gradient in one micro-batch of one rank only."""
     batch = make_batch()
-    original_loss = getattr(cfg, f"{spec['model']}_loss")
     engine = getattr(models, f"make_{spec['model']}")(cfg)
     before = weights(engine)
     ppo.compute_advantages(batch, cfg)
     if spec["how"] == "nan":
         batch.per_token["advantages"][3] = float("nan")
         batch.per_token["returns"][3] = float("nan")
-    elif spec["how"] == "ratio":
-        # As with log_ratio. The largest ratio is no sum, and NaN is larger than nothing.
-        batch.per_token["logprobs"] = torch.full_like(batch.per_token["advantages"], float("nan"))
     is_sick = spec["how"] == "inf" and dist.get_rank() == dist.get_world_size() - 1
     hooks = []
 
-    def loss_fn(*inputs):
-        loss, stats = original_loss(*inputs)
+    def losses_of(*inputs):
+        losses = getattr(ppo, f"{spec['model']}_losses")(*inputs)
         if is_sick and not hooks:
             # The loss looks healthy.
-            hooks.append(loss.register_hook(lambda gradient: gradient * float("inf")))
-        return loss, stats
+            hooks.append(losses.register_hook(lambda gradient: gradient * float("inf")))
+        return losses
 
     raised = ""
     try:
-        ppo.update(engine, loss_fn, batch, batch.all_indices(), LR, cfg)
-    except (FloatingPointError, ranks.UserError) as error:
+        ppo.update(engine, losses_of, batch, batch.all_indices(), LR, cfg)
+    except FloatingPointError as error:
         raised = str(error)
     unchanged = all(map(torch.equal, before.values(), weights(engine).values()))
     return {"ranks": gather((raised, unchanged))}
@@ -299,7 +309,7 @@ def cell_bf16(cfg, spec) -> dict:
         batch.per_token["advantages"] = advantages
         policy = models.make_policy(cfg)
         before = masters(policy)
-        stats = ppo.update(policy, cfg.policy_loss, batch, list(range(count)), LR, cfg)
+        stats = ppo.update(policy, ppo.policy_losses, batch, list(range(count)), LR, cfg)
         result[name] = stats | {"gradient": (before - masters(policy)) / LR}
     return result
 
@@ -339,7 +349,7 @@ def cell_family(cfg, spec) -> dict:
     return {"gradient": gradient, "layers": sum(map(z3_leaf_module, layers))}
 
 
-def gradient_of_update(learner, loss, batch, cfg) -> torch.Tensor:
+def gradient_of_update(learner, batch, cfg) -> torch.Tensor:
     """The gradient of an update of all samples, in fp32. The learner is not changed."""
     found = []
 
@@ -349,7 +359,8 @@ def gradient_of_update(learner, loss, batch, cfg) -> torch.Tensor:
         return 0.0
 
     learner.apply_update = keep
-    ppo.update(learner, loss, batch, batch.all_indices(), 0.0, cfg)
+    losses_of = getattr(ppo, f"{learner.name}_losses")
+    ppo.update(learner, losses_of, batch, batch.all_indices(), 0.0, cfg)
     return found[0]
 
 
@@ -365,7 +376,7 @@ def cell_compiled(cfg, spec) -> dict:
             ppo.compute_advantages(batch, cfg)
             learner = getattr(models, f"make_{name}")(cfg)
             before = counters["stats"]["unique_graphs"]
-            gradient = gradient_of_update(learner, getattr(cfg, f"{name}_loss"), batch, cfg)
+            gradient = gradient_of_update(learner, batch, cfg)
             result[name].append(gradient)
             result["graphs"] = result.get("graphs", 0) + counters["stats"]["unique_graphs"] - before
     return result

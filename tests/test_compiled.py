@@ -56,15 +56,14 @@ def test_a_run_makes_few_graphs(bf16, models, compiling):
         return counters["stats"]["unique_graphs"] - before
 
     learners = [library.make_policy(cfg), library.make_critic(cfg)]
-    losses = [cfg.policy_loss, cfg.critic_loss]
     counts = []
     for kind in ("one", "ragged", "equal sizes", "copies"):
         batch = make_batch(kind)
         ppo.compute_logprobs(learners[0], batch, cfg)
         ppo.compute_values(learners[1], batch, cfg)
         ppo.compute_advantages(batch, cfg)
-        for learner, loss in zip(learners, losses):
-            gradient_of_update(learner, loss, batch, cfg)
+        for learner in learners:
+            gradient_of_update(learner, batch, cfg)
         counts.append(graphs())
     for _ in range(2):
         learners[0](ppo.filler(torch.device("cpu")), 1.0)
@@ -84,7 +83,7 @@ def test_hooks_in_a_layer_are_called(kind, models, compiling):
         cfg = config(models[True], compile_layers=is_compiled, **PACKED)
         policy = library.make_policy(cfg)
         layers = policy.module.model.base_model.layers
-        gradients = [gradient_of_update(policy, cfg.policy_loss, batch, cfg)]
+        gradients = [gradient_of_update(policy, batch, cfg)]
         for layer in layers:
 
             def double(module, *tensors):
@@ -95,7 +94,7 @@ def test_hooks_in_a_layer_are_called(kind, models, compiling):
 
             hook = double_output if kind == "forward" else double
             handle = getattr(layer.mlp, f"register_{kind}_hook")(hook)
-            gradients.append(gradient_of_update(policy, cfg.policy_loss, batch, cfg))
+            gradients.append(gradient_of_update(policy, batch, cfg))
             handle.remove()
         found[is_compiled] = gradients
     for eager, ours in zip(*found.values()):
@@ -108,13 +107,13 @@ def test_after_a_graph_too_many_the_layers_are_eager(models, compiling, capsys):
     batch = make_batch()
     ppo.compute_advantages(batch, cfg)
     policy = library.make_policy(cfg)
-    expected = gradient_of_update(policy, cfg.policy_loss, batch, cfg)
+    expected = gradient_of_update(policy, batch, cfg)
     cfg.compile_layers = True
     policy = library.make_policy(cfg)
     with torch._dynamo.config.patch(recompile_limit=1):
         ppo.compute_logprobs(policy, batch, cfg)
         assert not capsys.readouterr().out
-        found = gradient_of_update(policy, cfg.policy_loss, batch, cfg)
+        found = gradient_of_update(policy, batch, cfg)
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: --compile_layers: rank 0 compiles no layer from now on: ")
     assert "limit" in line

@@ -31,7 +31,8 @@ def test_the_page_s_variant_pays_long_responses_less(tmp_path):
     path = tmp_path / "my_idea.py"
     path.write_text(EXAMPLES["variant"])
     cfg = config(variant=path, generate_max_len=8, length_cost=0.5)
-    samples = [SimpleNamespace(reward=1.0, response_ids=[2] * n) for n in (8, 4)]
+    right = {"reward": 1.0, "rewards": None}
+    samples = [SimpleNamespace(response_ids=[2] * n, **right) for n in (8, 4)]
     assert cfg.paid(samples) == [0.5, 0.75]
 
 

@@ -58,7 +58,7 @@ def well(steps: int = 20, without=(), **changes) -> list[dict]:
         line = {"step": k + 1, "reward": 0.2 + 0.6 * k / steps, "pass_at_n": 0.9}
         line |= {"truncated": 0.1, "response_length": 100.0, "total_length": 150.0}
         line |= {"entropy": 0.5, "explained_variance": 0.2, "approx_kl": 0.001}
-        line |= {"policy_tokens": 9000, "reward_lost": 0}
+        line |= {"advantage_abs": 0.8, "reward_lost": 0}
         line |= {"seconds": 10.0, "tokens_per_second": 960.0}
         for name, value in changes.items():
             line[name] = value[k] if isinstance(value, list) else value
@@ -84,7 +84,7 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         ("", "", well(3, policy_lr=None)),
         ("", "", well(9, pass_at_n=[0.9] * 3 + [0.7] * 6, explained_variance=-0.1, entropy=0.01)),
         # Groups are flat, or responses alike, because all that can be solved is.
-        ("", "", well(reward=0.95, pass_at_n=1.0, policy_tokens=300, without=GRPO)),
+        ("", "", well(reward=0.95, pass_at_n=1.0, advantage_abs=0.03, without=GRPO)),
         ("", "", well(**SURE, reward=[0.3] * 10 + [0.95] * 10)),
         ("", "", well(**SURE, reward=[0.2] * 10 + [0.6] * 10, pass_at_n=0.62)),
         # Little is left to explain.
@@ -130,7 +130,7 @@ SHORTER |= {"response_length": [16 - k / 4 for k in range(20)]}
         ("truncated answers", "60%", well(**NEVER, answered=0.3, truncated=0.6)),
         # The model has learnt the form.
         ("", "", well(answered=[0.1 + k / 25 for k in range(20)])),
-        ("flat groups", "9%", well(pass_at_n=0.3, reward=0.25, policy_tokens=900, without=GRPO)),
+        ("flat groups", "0.09", well(pass_at_n=0.3, reward=0.25, advantage_abs=0.09, without=GRPO)),
     ],
 )
 def test_the_doctor_gives_each_cause_with_its_number_and_none_if_all_is_well(causes, number, lines):

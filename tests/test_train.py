@@ -205,9 +205,6 @@ def test_a_complete_run_starts_no_sampler(tiny, alone, monkeypatch, tmp_path, ca
         train.main(cfg, *alone)
 
 
-DISTILL = {"variant": "distill"}
-
-
 def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, process_group):
     """A critic of other tokens would value another text."""
     no_eos = maker.make_model(tmp_path / "no_eos")
@@ -220,8 +217,6 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     tokenizer.add_tokens("<new>")
     tokenizer.save_pretrained(other_id)
     model = tiny["model"]
-    a_critic = maker.make_model(tmp_path / "a_critic")
-    (a_critic / "value_head.safetensors").touch()
     no_tokenizer = maker.make_model(tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("*token*"):
         file.unlink()
@@ -238,12 +233,7 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         ({"max_len": 257}, "--max_len 257.* exceed the 256 positions"),
         ({"critic": short}, f"--max_len 64.* exceed the 32 positions of {short}"),
         ({"critic": other}, f"^--critic {other}: its tokenizer .*: its token 1 is '!' in place of"),
-        (DISTILL | {"teacher": other}, f"^--teacher {other}: its tokenizer is not that of {model}"),
-        (
-            DISTILL | {"teacher": a_critic},
-            f"^--teacher {a_critic} is a critic; name .* policy/ beside",
-        ),
-        (DISTILL | {"teacher": other_id}, "its token 56 is '<new>' in place of None$"),
+        ({"critic": other_id}, "its token 56 is '<new>' in place of None$"),
         ({"critic": no_tokenizer}, f"^{no_tokenizer} has no tokenizer"),
         (
             {"critic": tmp_path / "nowhere"},
@@ -254,10 +244,19 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     for changes, words in wrong:
         with pytest.raises(UserError, match=words):
             train.find_inputs(config(**tiny | changes))
-    # A critic and a teacher of another size are fine.
-    for other in ({"critic": other_critic}, DISTILL | {"teacher": other_critic}):
-        _, tokenizer = train.find_inputs(config(**tiny, max_len=256, **other))
-        assert len(tokenizer) == 56
+    # A critic of another size is fine.
+    _, tokenizer = train.find_inputs(config(**tiny, max_len=256, critic=other_critic))
+    assert len(tokenizer) == 56
+    for teacher, words in ((other, "its tokenizer is not that of"), ("nowhere", "is no folder")):
+        cfg = config(**tiny, variant="distill", teacher=teacher, teacher_weight=0.5)
+        with pytest.raises(UserError, match=f"--teacher:? {teacher}:? {words}"):
+            cfg.policy_model(None)
+    # A teacher of another family may need rows of one sample.
+    recurrent = mock.Mock(side_effect=lambda cfg: setattr(cfg, "packing", "alone"))
+    cfg = config(**tiny, variant="distill", teacher=model, teacher_weight=0.5, packing="packed")
+    other_rows = mock.patch.object(train.families, "replace_auto", recurrent)
+    with other_rows, pytest.raises(UserError, match="^--teacher .* needs --packing alone"):
+        cfg.policy_model(None)
 
 
 def test_a_model_and_a_task_have_hashes_of_what_they_are(tmp_path, process_group, tiny):

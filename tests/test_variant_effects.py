@@ -17,14 +17,12 @@ import tiny
 import torch
 import torch.distributed as dist
 import toy
-import weighted
 from conftest import config, started_ranks
 from toy import SETTINGS, START, STEPS, TEXTS, make_problems, respond, take_steps
 
 import ckpt
 import ppo
 import rollout
-import train
 from nanoorz import models, ranks
 from nanoorz.flags import flags_of
 from nanoorz.ranks import UserError, hash64
@@ -183,8 +181,7 @@ LONG = {"generate_max_len": 40, "max_len": 50, "packing_max_len": 60, "n_samples
 # Every sample is cut and has reward 0.
 CUT = {"generate_max_len": 1, "estimator": "grpo"}
 CASES += [("adaptive_len", LONG), ("overlong_drop", CUT), ("entropy_bonus", CUT)]
-# The critic has updates of one sample, and some of these samples do not count.
-CASES += [(weighted.__file__, x) for x in ({"critic_updates": 32}, {"estimator": "grpo"})]
+CASES += [("overlong_drop", CUT | {"estimator": "gae"})]
 
 
 def expected(name, flags):
@@ -214,9 +211,6 @@ def expected_step(name, cfg, step, tables, memory):
     owner = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))  # (T,)
     others = {key: table[torch.arange(len(owner)) % 23] for key, table in tables.items()}
     others["sampler"] = torch.tensor(sum([x.logprobs for x in samples], [])).double()
-    of_tokens = dict.fromkeys(["policy", "critic"], torch.ones(len(owner)))
-    if weighted.__file__ in cfg.variant:
-        of_tokens = {key: weighted.weights(len(owner), key) for key in of_tokens}
     has_critic = cfg.estimator == "gae"
     values = others["critic"] * has_critic
     counting = [i for i, x in enumerate(samples) if x.finish_reason == "stop"]
@@ -248,7 +242,7 @@ def expected_step(name, cfg, step, tables, memory):
             return naive.clipped_value_loss(now, values, returns, 0.2)
 
         seed = hash64(cfg.seed, step, "critic")
-        shared = (owner, counting, rates, seed, of_tokens["critic"])
+        shared = (owner, counting, rates, seed)
         tables["critic"] = learn(tables["critic"], value_loss, *shared)
     is_whitened = cfg.estimator in ("gae", "zero_values", "reinforce", "reinforce_pp", "gdpo")
     if is_whitened and name != "no_whitening":
@@ -297,22 +291,19 @@ def expected_step(name, cfg, step, tables, memory):
         updates = [step]
     rates = [9 * min(1, n / 2) - fall * max(0, n - 2) for n in updates]
     seed = hash64(cfg.seed, step, "policy")
-    shared = (owner, counting, rates, seed, of_tokens["policy"])
+    shared = (owner, counting, rates, seed)
     tables["policy"] = learn(tables["policy"], policy_loss, *shared)
     return log
 
 
-def learn(table, loss, owner, counting, rates, seed, of_tokens):
-    """The table after an update at each rate, each over its part of one shuffle. of_tokens: the
-    weights of the mean, (T,)."""
+def learn(table, loss, owner, counting, rates, seed):
+    """The table after an update at each rate, each over its part of one shuffle."""
     shuffle = np.random.default_rng(seed).permutation(counting)
     for part, rate in zip(np.array_split(shuffle, min(len(rates), len(shuffle))), rates):
         chosen = torch.isin(owner, torch.tensor(part))
-        if not of_tokens[chosen].any():
-            continue
         table = table.detach().requires_grad_()
         now = table[torch.arange(len(owner)) % 23]
-        mean = (of_tokens * loss(now, chosen))[chosen].sum() / of_tokens[chosen].sum()
+        mean = loss(now, chosen)[chosen].mean()
         table = table - rate * torch.autograd.grad(mean, table)[0]
     return table.detach()
 
@@ -417,6 +408,10 @@ REFUSED = [
     ),
     (["distill"], {"teacher": "-", "teacher_weight": 1.5}, "--teacher_weight 1.5: choose 0 to 1"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),
+    (["kl_loss"], {"skip_flat": True}, "--skip_flat true: with --variant kl_loss"),
+    (["entropy_bonus"], {"skip_flat": True}, "--skip_flat true: with --variant entropy_bonus"),
+    (["clip_higher"], {"skip_flat": True}, "--skip_flat true: --variant textbook_ppo and its kin"),
+    (["gdpo", "kl_penalty"], {}, "--variant gdpo: name it behind kl_penalty"),
 ]
 
 
@@ -470,23 +465,12 @@ def test_maxrl_refuses_a_negative_reward():
 def test_lr_end_refuses_another_last_step_after_a_resume():
     """The rate of each update depends on the last one."""
     cfg = config(variant="lr_end")
-    cfg.check_run(100)
+    cfg.policy_rate(0, 100)
     other = config(variant="lr_end")
     other.memory.update(cfg.memory)
-    other.check_run(100)
-    with pytest.raises(UserError, match="^--variant lr_end: .* 100 steps, .* 90; keep --max_steps"):
-        other.check_run(90)
-
-
-def test_what_a_machine_lacks_is_refused_before_the_models_are_made(monkeypatch):
-    """A plan of memory does not ask."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name, words in (("lora", "extras.txt"), ("fp8_rollout", "a GPU"), ("fp16", "a GPU")):
-        cfg = config(variant=name, bf16=True, zero_stage=2)
-        train.check_flags(cfg, 2)
-        with pytest.raises(UserError, match=f"^--variant {name}.*{words}"):
-            cfg.check_run(9)
+    other.policy_rate(1, 100)
+    with pytest.raises(UserError, match="^--variant lr_end: .* 100 updates, .* 90; keep --max_st"):
+        other.policy_rate(1, 90)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,13 +57,10 @@ def runs(tiny, tmp_path_factory):
     flags |= {"variant": [*NAMES, folder / "mine.py"], "first_stage": 2, "lr_end": 2e-4}
     # Most responses end early, so that limits are below --generate_max_len and can be seen.
     flags |= {"eval_interval": 1, "stop": list("0123456789abcdef")}
-    teacher = shutil.copytree(tiny["model"], folder / "teacher")
-    flags |= {"teacher": teacher, "teacher_weight": 0.5, "estimator": "gae"}
+    flags |= {"teacher": tiny["model"], "teacher_weight": 0.5, "estimator": "gae"}
     flags |= {"lora_rank": 4} if "lora" in NAMES else {}
     whole = launch(folder / "whole", **flags)
     launch(folder / "parts", code=-signal.SIGKILL, env={"KILLED": "1"}, **flags)
-    # The files of a model may move.
-    flags["teacher"] = shutil.move(teacher, folder / "moved")
     assert "from step 2," in launch(folder / "parts", **flags).stdout
     return folder, flags, whole.stdout + whole.stderr
 
@@ -80,7 +76,8 @@ def test_variants_work_together_in_a_whole_run(runs):
     assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8]
     assert [line["prompts_expanded"] for line in lines] == [1, 0, 0], "hopeless once seen"
     assert [line["reward"] for line in lines] == [0, 0, 0] and lines[0]["paid"] > 0
-    assert all(line["ratio_max"] < 1.001 for line in lines), "the sampler has the policy's weights"
+    ratios = [line["ratio"] for line in lines]
+    assert ratios == pytest.approx([1] * 3, abs=1e-4), "the sampler has the policy's weights"
     assert [line["policy_lr"] for line in lines] == [5e-4, 1e-3, pytest.approx(2e-4)]
     # A step asks for no more than the limits of the step before.
     for step in (1, 2):
@@ -142,18 +139,19 @@ def flags_for(names):
     flags |= {name: OWN[name] for name in OWN if name in known}
     cfg = config(**flags)
     train.check_flags(cfg, 1)
-    cfg.check_run(2)
     return flags
 
 
 def groups():
     """All variants that this machine can run, in as few runs as we find."""
     found = []
-    for path in sorted(VARIANTS.glob("*.py")):
+    # fp8_rollout needs a GPU, and lora needs peft.
+    names = {path.stem for path in VARIANTS.glob("*.py")} - {"fp8_rollout"}
+    for name in sorted(names - ({"lora"} if find_spec("peft") is None else set())):
         for group in [*found, []]:
             with contextlib.suppress(UserError):
-                flags_for([*group, path.stem])
-                group.append(path.stem)
+                flags_for([*group, name])
+                group.append(name)
                 break
         if group not in found and group:
             found.append(group)
@@ -205,7 +203,7 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
     names = [[tmp_path / "breaks.py"]]
     for group in groups():
         names.append(group if "gdpo" in group else [*group, tmp_path / "pays.py"])
-    # The first needs a GPU, the second needs peft, and test_base_model.py runs the third.
+    # test_base_model.py runs no_verdict.
     rest = {path.stem for path in VARIANTS.glob("*.py")} - {*sum(groups(), [])}
     assert rest <= {"fp8_rollout", "lora", "no_verdict"} and len(names) < 12
     processes = []

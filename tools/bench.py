@@ -185,7 +185,7 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: lis
 
     def update() -> None:
         # The learning rate is 0.
-        ppo.update(policy, cfg.policy_loss, batch, batch.all_indices(), 0.0, cfg)
+        ppo.update(policy, ppo.policy_losses, batch, batch.all_indices(), 0.0, cfg)
 
     figures = {}
     for cfg.compile_layers in (True, False) if ON_GPU else (False,):

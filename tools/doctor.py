@@ -94,12 +94,12 @@ If tools/samples.py shows right answers, check the labels
 
 entropy collapse: the responses to each problem have become alike, but the reward is only
 {last.reward:.2f}. The entropy went from {first.entropy:.3f} to {last.entropy:.3f}, and the share of
-tokens with an advantage from {first.learnt_from:.0%} to {last.learnt_from:.0%}. The policy does not
+tokens with an advantage from {first.advantage_abs:.0%} to {last.advantage_abs:.0%}. The policy does not
 recover: start from an earlier checkpoint, with --temperature 1 and a lower
 --actor_learning_rate{few_samples}
 
 no gradient: the gradient of the policy is 0 (policy_grad_norm), so the policy does not change. Look
-at token_loss and token_weights of the variants
+at token_loss of the variants
 
 rate still rises: after {steps} steps policy_lr is {last_rate:.1e}, and the rate is still rising to
 {full_rate:.1e}. Lower --warmup_updates
@@ -110,9 +110,9 @@ at policy_rate of the variants
 strong KL: a KL term with the factor {kl_factor:g} holds the policy at the base model. Lower
 --{kl_flag} (usual: 0.1 or less)
 
-flat groups: only {last.learnt_from:.0%} of the tokens have an advantage other than 0
-(policy_tokens): in most groups all responses are right, or all are wrong. Take problems that the
-model solves sometimes, or raise --n_samples_per_prompt
+flat groups: the mean size of the advantages is {last.advantage_abs:.2f} (advantage_abs): in most
+groups all responses are right, or all are wrong. Take problems that the model solves sometimes, or
+raise --n_samples_per_prompt
 
 critic explains nothing: the critic explains {explained:.2f} of the variance of the returns
 (explained_variance). Set --critic_learning_rate to 1 to 5 times the policy's, or take --estimator
@@ -127,14 +127,14 @@ FEW_SAMPLES = """, or draw four times {count:.0f} samples a step, or add --varia
 --kl_loss_coef 0.3. In the small runs of docs/chain.md each of these prevented nearly all breaks;
 --max_norm 0.1 and an entropy bonus of 0.01 did not"""
 METRICS = "reward pass_at_n answered truncated response_length total_length entropy reward_lost"
-METRICS += " explained_variance approx_kl policy_tokens seconds tokens_per_second"
+METRICS += " explained_variance approx_kl advantage_abs seconds tokens_per_second"
 METRICS += " paid policy_lr policy_grad_norm"
 # Columns of samples.jsonl, and their types.
 COLUMNS = {"step": int, "problem": int, "label": object, "response": str, "finish_reason": str}
 COLUMNS |= {"reward": int | float, "paid": int | float, "advantages": list | None}
 FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
 SOLVED = 0.9  # From this reward on, the reward need not rise.
-FLAT = 0.2  # Below this share of tokens with an advantage, there is little to learn from.
+FLAT = 0.2  # Below this mean size of the advantages, there is little to learn from.
 LOST = 0.1  # A larger fall of pass_at_n means that problems are lost.
 LITTLE_EXPLAINED = 0.02  # Below this explained variance, the critic is no use.
 TRUNCATED = 0.3  # From this share of truncated responses on, too many are truncated.
@@ -155,7 +155,6 @@ class Run:
             metrics = metrics[metrics.policy_lr.notna()]
         table = metrics.reindex(columns=METRICS.split())
         tokens = table.tokens_per_second * table.seconds
-        table["learnt_from"] = table.policy_tokens / tokens  # share with an advantage
         self.table = table
         self.steps = len(table)
         self.has_time = self.steps >= FEWEST_STEPS
@@ -364,11 +363,11 @@ def examine(run: Run) -> dict[str, str]:
     is_done = run.is_solved or last.reward > 0.9 * first.pass_at_n
     is_sure = last.entropy < max(0.02, 0.1 * first.entropy)
     # Without a critic only groups that differ count in the entropy, so the entropy may stay high.
-    are_alike = last.learnt_from < FLAT and lost
-    was_varied = run.has_time and not first.learnt_from < FLAT
+    are_alike = last.advantage_abs < FLAT and lost
+    was_varied = run.has_time and not first.advantage_abs < FLAT
     is_learning = is_done or is_never_right or run.rises and not lost
     collapsed = was_varied and not is_learning and (is_sure or are_alike)
-    is_flat = last.learnt_from < FLAT and last.pass_at_n - last.reward < FLAT
+    is_flat = last.advantage_abs < FLAT and last.pass_at_n - last.reward < FLAT
     # A critic judges each token, so a run with a critic learns from flat groups too.
     has_critic = run.table.explained_variance.notna().any()
     is_flat &= not (has_critic or collapsed or run.is_solved or is_rarely_right)
@@ -413,7 +412,7 @@ def examine(run: Run) -> dict[str, str]:
             "form often missed": FEW <= run.answered < USUAL,
             "problems too hard": is_rarely_right and run.answered >= USUAL and not is_cut,
             "entropy collapse": collapsed,
-            "no gradient": last.policy_grad_norm == 0 and last.policy_tokens > 0,
+            "no gradient": last.policy_grad_norm == 0 and last.advantage_abs > 0,
             "rate still rises": is_slow and run.is_rate_rising,
             "rate has ended": is_slow and run.last_rate < run.peak_rate / 20,
             "strong KL": is_slow and run.kl_factor > 1,

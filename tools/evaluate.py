@@ -171,7 +171,6 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     # The machines may have these files in different folders.
     require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
     train.check_flags(cfg, world)
-    cfg.frozen_models = dict  # An evaluation needs no teacher.
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
     is_run = train.ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()

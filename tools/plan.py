@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import ppo
 import train
 from nanoorz import families, memory
 from nanoorz.flags import CHOSEN_BY_PLAN, as_words, require
@@ -109,10 +110,8 @@ def print_plan(args, cfg) -> None:
     names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
     try:
         config = model_config(cfg.model)
-        configs = [model_config(source) for source in cfg.frozen_models().values()]
-        frozen = sum(map(families.count_parameters, configs))
-        memory.choose_flags(cfg, config, world, card, frozen)
-        plan = memory.estimate(cfg, config, world, card, frozen)
+        memory.choose_flags(cfg, config, world, card)
+        plan = memory.estimate(cfg, config, world, card)
     # A config of another kind lacks fields, or has 0 in them.
     except (OSError, ValueError, AttributeError, ZeroDivisionError) as error:
         named = " or ".join(f"--{name} {x}" for name, x in families.models_of(cfg).items())
@@ -122,6 +121,12 @@ def print_plan(args, cfg) -> None:
         print(f"auto is {as_words(cfg, names)}")
     print_batches(cfg, config, world)
     print_memory(plan, cfg)
+    if type(cfg).policy_model is not ppo.Recipe.policy_model:
+        # A variant may make a reference or a teacher, too.
+        size = families.count_parameters(config) * (2 if cfg.bf16 else 4) / memory.GIB
+        size /= world if cfg.zero_stage == 3 else 1
+        told = f"one of the size of --model takes {size:.1f} GiB per rank"
+        print(f"memory: other models that a variant makes are not counted; {told}")
 
 
 def main(argv: list[str]) -> None:

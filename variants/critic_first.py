@@ -20,13 +20,10 @@ class CriticFirst(ppo.Recipe):
         needs_critic = self.estimators[self.estimator].needs_critic
         require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
 
-    def check_run(self, total_steps):
-        super().check_run(total_steps)
+    def train_policy(self, policy, batch, step, total_steps):
         is_less = self.critic_only_steps < total_steps
         advice = f"the policy would learn in none of {total_steps} steps; choose fewer"
         require_all(self, {"critic_only_steps": (is_less, advice)})
-
-    def train_policy(self, policy, batch, step, total_steps):
         step -= self.critic_only_steps
         total_steps -= self.critic_only_steps
         if step < 0:

@@ -10,10 +10,13 @@ MiniLLM (arXiv 2306.08543) later tokens count, too.
 Measured in the laboratory: docs/teacher.md.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
+from transformers import AutoTokenizer
+
 import ppo
-from nanoorz import models
+from nanoorz import families, models
 from nanoorz.flags import flag, require, require_all
 
 
@@ -35,13 +38,25 @@ class Distill(ppo.Recipe):
         )
         require_all(self, {"top_p": (self.top_p == 1, advice)})
 
-    def frozen_models(self):
-        return super().frozen_models() | {"teacher": self.teacher}
-
     def policy_model(self, model):
         """Makes the teacher, too."""
+        self._check_teacher()
         self._teacher = models.make_frozen(self, "teacher", self.teacher)
         return super().policy_model(model)
+
+    def _check_teacher(self):
+        """Raises UserError if the teacher has other tokens than the policy, or needs other rows or
+        another attention."""
+        families.load_config(self.teacher)
+        own, other = (AutoTokenizer.from_pretrained(x) for x in (self.model, self.teacher))
+        told = f"--teacher {self.teacher}: its tokenizer is not that of {self.model}"
+        require(own.get_vocab() == other.get_vocab(), told)
+        alone = {"model": self.teacher, "critic": None, "packing": "auto", "attention": "auto"}
+        of_teacher = dataclasses.replace(self, **alone)
+        families.replace_auto(of_teacher)
+        for name, special in (("packing", "alone"), ("attention", "eager")):
+            is_met = getattr(of_teacher, name) != special or getattr(self, name) == special
+            require(is_met, f"--teacher {self.teacher} needs --{name} {special}")
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
@@ -59,9 +74,10 @@ class Distill(ppo.Recipe):
 
     def metrics(self, line, samples, batch):
         """Adds two estimates of KL(policy, teacher) (joschu.net/blog/kl-approx.html)."""
-        log_ratio = self._log_ratio(batch)  # (T,)
-        line["teacher_k1"] = -log_ratio.mean().item()
-        line["teacher_k3"] = (log_ratio.exp() - 1 - log_ratio).mean().item()
+        if counted := self.samples_that_count(batch):
+            log_ratio = batch.select(self._log_ratio(batch), counted)
+            line["teacher_k1"] = -log_ratio.mean().item()
+            line["teacher_k3"] = (log_ratio.exp() - 1 - log_ratio).mean().item()
         return super().metrics(line, samples, batch)
 
     def _log_ratio(self, batch):

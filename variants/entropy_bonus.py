@@ -9,12 +9,17 @@ without it. No difference was seen.
 from dataclasses import dataclass
 
 import ppo
-from nanoorz.flags import flag
+from nanoorz.flags import flag, require
 
 
 @dataclass
 class EntropyBonus(ppo.Recipe):
     entropy_coef: float = flag(0.01, "The weight of the entropy in the policy's loss.")
+
+    def check(self, world):
+        super().check(world)
+        told = "--skip_flat true: with --variant entropy_bonus all samples have a gradient"
+        require(not self.skip_flat, f"{told}; leave the flag out")
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)

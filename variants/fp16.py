@@ -11,15 +11,9 @@ This variant has not run on a GPU.
 import torch
 
 import ppo
-from nanoorz.flags import require
 
 
 class Fp16(ppo.Recipe):
-    def check_run(self, total_steps):
-        super().check_run(total_steps)
-        can_run = torch.cuda.is_available() or not self.bf16
-        require(can_run, "--variant fp16 with --bf16 true needs a GPU")
-
     def training_dtype(self, dtype):
         return torch.float16 if self.bf16 else super().training_dtype(dtype)
 

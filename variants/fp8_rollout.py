@@ -5,19 +5,10 @@ difference in this file is a guess. This variant has never run here, because fp8
 compute capability 8.9 or more.
 """
 
-import torch
-
 import ppo
-from nanoorz.flags import require
 
 
 class Fp8Rollout(ppo.Recipe):
-    def check_run(self, total_steps):
-        super().check_run(total_steps)
-        has_gpu = torch.cuda.is_available()
-        told = "--variant fp8_rollout needs a GPU of compute capability 8.9 or more"
-        require(has_gpu, told)
-
     def sampler_settings(self, settings):
         return super().sampler_settings(settings) | {"quantization": "fp8_per_channel"}
 

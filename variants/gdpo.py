@@ -36,6 +36,10 @@ class GDPO(ppo.Recipe):
         # If a vote were one more reward, the label's reward would cancel the vote.
         told = "--variant gdpo: another variant pays something else; let the task name the rewards"
         require(type(self).paid is ppo.Recipe.paid, told)
+        # The method of a later variant may change batch.rewards, which the one below does not read.
+        method = type(self).raw_advantages
+        told = f"--variant gdpo: name it behind {method.__module__.split('.')[-1]}"
+        require(method is __class__.raw_advantages, told)
 
     def raw_advantages(self, batch):
         weights = ppo.reward_weights_of(self, batch.samples[0].rewards)

@@ -32,5 +32,5 @@ class Gspo(TextbookPPO):
         # Each token has its own gradient, because tokens may have different advantages (eq. 14).
         ratio = (mean + logprobs - logprobs.detach()).exp()  # (M,)
         clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip_high)  # (M,)
-        stats.mean("clipped", clipped != ratio)
+        stats["clipped"] = clipped != ratio
         return -torch.minimum(ratio * advantages, clipped * advantages)

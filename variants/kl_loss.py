@@ -8,13 +8,18 @@ Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.46
 
 from dataclasses import dataclass
 
-from nanoorz.flags import flag
+from nanoorz.flags import flag, require
 from variants.log_kl import LogKL
 
 
 @dataclass
 class KLLoss(LogKL):
     kl_loss_coef: float = flag(0.1, "The factor of the KL divergence in the loss.")
+
+    def check(self, world):
+        super().check(world)
+        told = "--skip_flat true: with --variant kl_loss all samples have a gradient"
+        require(not self.skip_flat, f"{told}; leave the flag out")
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)

@@ -8,7 +8,10 @@ Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.41
 and 0.57 without it.
 """
 
+import dataclasses
 from dataclasses import dataclass
+
+import torch
 
 import ppo
 from nanoorz.flags import flag, require
@@ -29,6 +32,13 @@ class KLPenalty(LogKL):
         super().token_passes(policy, critic, batch, step)
         batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
 
-    def token_rewards(self, batch):
+    def raw_advantages(self, batch):
         kl = batch.per_token["old_logprobs"] - batch.per_token["ref_logprobs"]  # (T,)
-        return super().token_rewards(batch) - self.kl_penalty_coef * kl.double()
+        penalties = torch.zeros(batch.mask.shape, dtype=torch.float64)  # (N, S)
+        penalties[batch.mask] = -self.kl_penalty_coef * kl.double().cpu()
+        if not self.estimators[self.estimator].needs_critic:
+            rewards = batch.rewards + penalties.sum(1)  # (N,)
+            return super().raw_advantages(dataclasses.replace(batch, rewards=rewards))
+        # GAE is linear: GAE(r + x, V) = GAE(r, V) + GAE(x, 0), where x are the penalties.
+        later = ppo.add_later_(penalties, self.gamma * self.lambd)[batch.mask]  # (T,)
+        return super().raw_advantages(batch) + later.to(batch.device)

@@ -20,7 +20,7 @@ class LogKL(ppo.Recipe):
         batch.per_token["ref_logprobs"] = ppo.compute_logprobs(self._reference, batch, self)
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
-        stats.mean("kl", self._kl(logprobs, batch, micro))
+        stats["kl"] = self._kl(logprobs, batch, micro)
         return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)
 
     def _kl(self, logprobs, batch, micro):

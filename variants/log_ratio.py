@@ -1,9 +1,8 @@
 """Logs each token's ratio: its probability in the trainer divided by that in the sampler.
 
-If sampler and trainer have the same weights, `ratio` is 1 up to rounding. `ratio_max` is the
-largest ratio of a token. `clipfrac` is the share of tokens whose ratio is beyond 1 +- 0.2.
-`approx_kl` is the k3 estimate of the KL divergence (joschu.net/blog/kl-approx.html). The sampler
-must return its log-probs, which costs time.
+If sampler and trainer have the same weights, `ratio` is 1 up to rounding. `clipfrac` is the share
+of tokens whose ratio is beyond 1 +- 0.2. `approx_kl` is the k3 estimate of the KL divergence
+(joschu.net/blog/kl-approx.html). The sampler must return its log-probs, which costs time.
 """
 
 import ppo
@@ -26,8 +25,7 @@ class LogRatio(ppo.Recipe):
         sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)
         log_ratio = (logprobs.detach() - sampled) * micro.real  # (M,)
         ratio = log_ratio.exp()  # (M,)
-        stats.mean("ratio", ratio)
-        stats.maximum("ratio_max", ratio)
-        stats.mean("clipfrac", (ratio - 1).abs() > 0.2)
-        stats.mean("approx_kl", ratio - 1 - log_ratio)
+        stats["ratio"] = ratio
+        stats["clipfrac"] = (ratio - 1).abs() > 0.2
+        stats["approx_kl"] = ratio - 1 - log_ratio
         return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)

@@ -11,13 +11,12 @@ The mean is 0.570 if all weights are trained.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 
 import ppo
-from nanoorz.flags import flag, require, require_all
+from nanoorz.flags import flag, require_all
 
 
 @dataclass
@@ -29,11 +28,6 @@ class Lora(ppo.Recipe):
     def check(self, world):
         super().check(world)
         require_all(self, {"lora_rank": (self.lora_rank >= 1, "must be at least 1")})
-
-    def check_run(self, total_steps):
-        super().check_run(total_steps)
-        install = "`pip install --no-deps -r requirements-extras.txt` first"
-        require(find_spec("peft"), f"--variant lora: {install}")
 
     def policy_model(self, model):
         from peft import LoraConfig, inject_adapter_in_model

@@ -5,8 +5,7 @@ constant`: the sum over all tokens is divided by the number of samples and by --
 (Dr. GRPO, arXiv 2503.20783).
 `update` divides the sum over tokens by the number of tokens, which is the number of samples times
 their mean length. So each advantage is multiplied by the mean length, and divided by the length of
-its response or by --generate_max_len. These lengths count all tokens, also those that have no
-weight with `token_weights`.
+its response or by --generate_max_len.
 Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.583 with sequence, 0.580 with
 constant, and 0.561 with the mean over tokens.
 """

@@ -18,15 +18,11 @@ class LrEnd(ppo.Recipe):
         super().check(world)
         require_all(self, {"lr_end": (0 <= self.lr_end < 1, "choose 0 or more, below 1")})
 
-    def check_run(self, total_steps):
-        super().check_run(total_steps)
-        memory = self.memory.setdefault("LrEnd", {"last": total_steps})
-        told = f"the checkpoint is of a run of {memory['last']} steps, this run has {total_steps}"
-        is_same = memory["last"] == total_steps
-        require(is_same, f"--variant lr_end: {told}; keep --max_steps")
-
     def policy_rate(self, past_updates, total_updates):
         """After the warm-up the rate falls. The last update has exactly --lr_end."""
+        last = self.memory.setdefault("LrEnd", {"last": total_updates})["last"]
+        told = f"the checkpoint is of a run of {last} updates, and this run has {total_updates}"
+        require(last == total_updates, f"--variant lr_end: {told}; keep --max_steps")
         peak = super().policy_rate(past_updates, total_updates)
         if past_updates < self.warmup_updates:
             return peak

@@ -10,7 +10,7 @@ with one update. The standard error of the difference is 0.025.
 from dataclasses import dataclass
 
 import ppo
-from nanoorz.flags import flag, require_all
+from nanoorz.flags import flag, require, require_all
 
 
 @dataclass
@@ -21,6 +21,8 @@ class TextbookPPO(ppo.Recipe):
     def check(self, world):
         super().check(world)
         require_all(self, {"policy_updates": (self.policy_updates >= 1, "choose 1 or more")})
+        told = "--skip_flat true: --variant textbook_ppo and its kin take all samples"
+        require(not self.skip_flat, f"{told}; leave the flag out")
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
@@ -29,8 +31,7 @@ class TextbookPPO(ppo.Recipe):
     def train_policy(self, policy, batch, step, total_steps):
         count = self.policy_updates  # in ORZ 1
         rates = [self.policy_rate(step * count + k, total_steps * count) for k in range(count)]
-        useful = ppo.indices_of(self.samples_to_learn_from, batch)
-        return ppo.update_in_parts(policy, self.policy_loss, batch, rates, self, step, useful)
+        return ppo.update_in_parts(policy, ppo.policy_losses, batch, rates, self, step)
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)

@@ -21,9 +21,8 @@ def gradient(entropy: list[float], advantages: list[float], real: list[float]) -
 
     batch = SimpleNamespace(per_token={"advantages": torch.tensor(advantages)})
     micro = SimpleNamespace(real=torch.tensor(real), flat_index=torch.arange(len(real)))
-    micro.weights = micro.real
-    loss, _ = ppo.Recipe().policy_loss(policy, batch, micro)
-    loss.backward()
+    losses = ppo.policy_losses(policy, batch, micro, ppo.Recipe(), {})
+    (losses * micro.real).sum().backward()
     assert uncertainty.grad is None, "which tokens are chosen has no gradient"
     return logprobs.grad
 

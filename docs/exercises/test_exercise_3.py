@@ -38,7 +38,7 @@ def test_a_loss_is_divided_by_the_tokens_that_have_a_gradient():
     advantages = torch.tensor([1.0, 1.0, -1.0] + [0.0] * 6)
     batch = ppo.Batch([[7]] * 4, responses, groups, rewards, Policy.device, {}, [])
     batch.per_token["advantages"] = advantages
-    cfg = ppo.Recipe(actor_learning_rate=0.1, warmup_updates=1)
+    cfg = ppo.Recipe(actor_learning_rate=0.1, warmup_updates=1, skip_flat=True)
     cfg.packing_max_len = 64
     policy = Policy()
     stats = cfg.train_policy(policy, batch, 0, 9)

@@ -32,8 +32,8 @@ def paid(samples, words, **flags) -> list[float]:
     drawn = []
     for group, length, reward in samples:
         request = SimpleNamespace(group=group)
-        ids = [2] * length
-        drawn.append(SimpleNamespace(request=request, response_ids=ids, reward=reward))
+        numbers = {"response_ids": [2] * length, "reward": reward, "rewards": None}
+        drawn.append(SimpleNamespace(request=request, **numbers))
     return cfg.paid(drawn)
 
 
