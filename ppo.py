@@ -612,12 +612,13 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
 
 
 def reward_weights_of(cfg, names) -> dict[str, float]:
-    """{name: weight} of a task's rewards. Raises UserError for a name that the task lacks."""
+    """{name: weight} of a task's rewards. Raises UserError for wrong --reward_weights."""
     weights = {name: float(k == 0) for k, name in enumerate(names)}
     for word in cfg.reward_weights:
         name, _, number = word.partition("=")
-        known = ", ".join(weights) or "no rewards"
-        require(name in weights, f"--reward_weights {word}: the task names {known}")
+        is_number = number.lstrip("-").replace(".", "", 1).isdecimal()
+        told = f"write NAME=WEIGHT; the task names {', '.join(weights) or 'no rewards'}"
+        require(name in weights and is_number, f"--reward_weights {word}: {told}")
         weights[name] = float(number)
     return weights
 

@@ -197,8 +197,7 @@ def test_only_auto_is_accepted_beside_numbers():
     "flags, told",
     [
         (GSM8K, "KV cache: 3,177,239 tokens"),
-        # The reference has 0.46 billion parameters of two bytes.
-        (f"{GSM8K} --variant log_kl", "not counted; one of the size of --model takes 0.9 GiB"),
+        (f"{GSM8K} --variant log_kl", "not counted; a billion parameters take 1.9 GiB per rank"),
         # The sampler holds 0.34 GiB less, so its cache holds more tokens. No GPU is needed.
         (f"{GSM8K} --variant fp8_rollout", "KV cache: "),
         (f"{GSM8K} --variant lr_end --lr_end 0.1", "KV cache: "),

@@ -563,12 +563,14 @@ REWARDED = "from reward import Grader, load_problems, text_metrics\nREWARDS = {}
 @pytest.mark.parametrize(
     "names, weights, told",
     [
-        ("('right', 'short')", ["fast=1"], "fast=1: the task names right, short; write NAME=WEIGH"),
-        ("('right', 'short')", ["short=1", "short=2"], "short=2: short has two weights"),
-        ("('right', 'short')", ["short"], "short: write NAME=WEIGHT, with a number below 1e6"),
-        ("('right', 'short')", ["short=nan"], "short=nan: write NAME=WEIGHT, with a number"),
-        ("()", ["right=1"], "right=1: the task names no rewards"),
-        ("('right', 'short')", ["right=0"], "--reward_weights right=0: all weights are 0"),
+        (
+            "('right', 'short')",
+            ["fast=1"],
+            "fast=1: write NAME=WEIGHT; the task names right, short",
+        ),
+        ("('right', 'short')", ["short"], "--reward_weights short: write NAME=WEIGHT"),
+        ("('right', 'short')", ["short=nan"], "--reward_weights short=nan: write NAME=WEIGHT"),
+        ("()", ["right=1"], "right=1: write NAME=WEIGHT; the task names no rewards"),
         ("('right')", [], "REWARDS is 'right'; give a tuple of words, each once, as in"),
         ("('right', 'right')", [], "REWARDS is .*; give a tuple of words, each once"),
         ("('right', 'lost')", [], "REWARDS is .*; give a tuple of words, .*not lost or drawn"),

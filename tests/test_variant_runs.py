@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,3 +226,76 @@ def test_each_variant_trains_in_a_whole_run(tiny, tmp_path):
         assert last["step"] == 2 and math.isfinite(last["policy_loss"])
     assert (tmp_path / "0" / "step_000001").is_dir()
     assert "ZeroDivisionError" in said[0] and "goes on from step 1" in said[0]
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+STOPS = """
+import ppo
+
+
+def mine(rewards, values, mask, groups, cfg):
+    breakpoint()
+    return rewards - 0.5
+
+
+class Stops(ppo.Recipe):
+    estimators = ppo.ESTIMATORS | {"mine": ppo.Estimator(mine)}
+
+    def paid(self, samples):
+        breakpoint()
+        return super().paid(samples)
+
+    def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
+        breakpoint()
+        return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)
+"""
+GRADES = """
+import reward
+from reward import load_problems, text_metrics
+
+
+class Grader(reward.Grader):
+    def results(self):
+        breakpoint()
+        return super().results()
+"""
+
+
+def test_breakpoint_stops_in_a_loss_an_estimator_and_a_reward(tiny, tmp_path):
+    """In one process. The debugger reads the terminal, and a run goes on after it."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    (tmp_path / "grades.py").write_text(GRADES)
+    flags = {"variant": tmp_path / "stops.py", "estimator": "mine", "max_steps": 1}
+    flags |= {"task": tmp_path / "grades.py", "run_dir": tmp_path / "run"}
+    words = arguments(SMALL | tiny | flags)
+    done = conftest.run_python(ROOT / "train.py", *words, input="continue\n" * 999)
+    for place in ("stops.py.*paid", "stops.py.*mine", "stops.py.*token_loss", "grades.py.*results"):
+        assert re.search(rf"^(\(Pdb\) )?> .*{place}\(\)$", done.stdout, re.MULTILINE), place
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+NOTHING = """
+import ppo
+
+
+class Nothing(ppo.Recipe):
+    def token_passes(self, policy, critic, batch, step):
+        self._step = step
+        super().token_passes(policy, critic, batch, step)
+
+    def samples_that_count(self, batch):
+        return super().samples_that_count(batch) if self._step > 0 else []
+"""
+
+
+def test_a_run_goes_on_after_a_step_in_which_no_sample_counts(tiny, tmp_path):
+    """The step has the numbers of its samples, and none of losses and advantages."""
+    (tmp_path / "nothing.py").write_text(NOTHING)
+    flags = {"variant": tmp_path / "nothing.py", "estimator": "gae", "max_steps": 2}
+    launch(tmp_path / "run", **tiny | flags)
+    first, second = jsonl(tmp_path / "run" / "metrics.jsonl")
+    for name in ("policy", "critic"):
+        assert first[f"{name}_micro_batches"] == 0 < second[f"{name}_micro_batches"]
+        assert f"{name}_loss" not in first and math.isfinite(second[f"{name}_loss"])
+    assert "advantage" not in first and "advantage" in second and "reward" in first

@@ -93,9 +93,9 @@ problems too hard: nearly no response of {steps} steps was right{form}. Take eas
 If tools/samples.py shows right answers, check the labels
 
 entropy collapse: the responses to each problem have become alike, but the reward is only
-{last.reward:.2f}. The entropy went from {first.entropy:.3f} to {last.entropy:.3f}, and the share of
-tokens with an advantage from {first.advantage_abs:.0%} to {last.advantage_abs:.0%}. The policy does not
-recover: start from an earlier checkpoint, with --temperature 1 and a lower
+{last.reward:.2f}. The entropy went from {first.entropy:.3f} to {last.entropy:.3f}, and the mean
+size of the advantages from {first.advantage_abs:.2f} to {last.advantage_abs:.2f}. The policy does
+not recover: start from an earlier checkpoint, with --temperature 1 and a lower
 --actor_learning_rate{few_samples}
 
 no gradient: the gradient of the policy is 0 (policy_grad_norm), so the policy does not change. Look

@@ -123,9 +123,9 @@ def print_plan(args, cfg) -> None:
     print_memory(plan, cfg)
     if type(cfg).policy_model is not ppo.Recipe.policy_model:
         # A variant may make a reference or a teacher, too.
-        size = families.count_parameters(config) * (2 if cfg.bf16 else 4) / memory.GIB
+        size = 1e9 * (2 if cfg.bf16 else 4) / memory.GIB
         size /= world if cfg.zero_stage == 3 else 1
-        told = f"one of the size of --model takes {size:.1f} GiB per rank"
+        told = f"a billion parameters take {size:.1f} GiB per rank"
         print(f"memory: other models that a variant makes are not counted; {told}")
 
 
