@@ -1,30 +1,31 @@
 """PPO without its ratio and its clip: batch, estimators, recipe, updates, passes, packing.
 
-The class Recipe has the decisions of a run as methods: edit one, or write a variant. The functions
-around it do the work that no variant changes. This file never reads text. An update is one
+The class Recipe has the decisions of a run as methods: edit one, or write a variant, which is a
+subclass. The functions around it do the work that no variant changes. This file never reads text.
+A step has a rollout, several updates of the critic and one of the policy. An update is one
 optimizer step. A pass computes a number for each response token with a model, without an update.
-
-A learner is the policy or the critic. `policy(micro, temperature)` returns log-probs (M,) and
-entropies (M,), and `critic(micro)` returns values (M,). Their input `micro` is a MicroBatch: the
-tokens of some samples. A flat tensor (T,) has the numbers of its tokens at `micro.flat_index`. A
-learner has `name`, `device`, `backward(loss, is_last)` for each micro-batch, and
-`apply_update(lr)` after the last one, which returns the gradient's norm. The class Learner of
-nanoorz/models.py is one.
 
 Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - All losses have one denominator. A loss is a sum over response tokens divided by the *global*
   number of response tokens in the update. So packing, micro-batches and ranks do not change the
   gradient. ORZ takes a mean of the means of its rows.
 - The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
-  rollout this ratio is 1 and the clip does nothing, so the gradient is PPO's.
+  rollout this ratio is 1, so the clip does nothing, and grad(p / p_old) = grad(log p). So the
+  gradient is PPO's.
 - `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO whitens and does
   not divide.
 
 Shapes: N samples, S most response tokens of a sample, T response tokens of the batch, M response
-tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples.
+tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples. A
+*response token* is one that the policy has drawn. A response may have replies in it (rollout.py):
+the models read the tokens of replies, as those of the prompt, and nothing is learnt there.
 
-A response may have replies in it (rollout.py). Here a *response token* is one that the policy has
-drawn. The models read the tokens of replies, as those of the prompt, and nothing is learnt there.
+A learner is the policy or the critic. Its input `micro` is a MicroBatch, which has the tokens of
+some samples. `x[micro.flat_index]` takes their numbers, (M,), out of x, (T,). `micro.real` is 0 for
+a token that does not count. `policy(micro, temperature)` returns log-probs and entropies, (M,)
+each, and `critic(micro)` returns values, (M,). A learner has `name`, `device`, `backward(loss,
+is_last)` for each micro-batch, and `apply_update(lr)` after the last one, which returns the
+gradient's norm. The class Learner of nanoorz/models.py is one.
 
 To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/flags.py, too. Call
 `start_distributed` of ranks.py first.
@@ -73,10 +74,10 @@ class Batch:
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
         # N numbers: all tokens of prompt and response, also those of replies
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
-        # True where the place is below the response's length. A padding id would not tell, because
-        # a response may have that id.
-        places = torch.arange(int(self.response_lengths.max()))  # (S,)
-        self.mask = places < self.response_lengths[:, None]  # (N, S)
+        # True below the response's length. A padding id would not tell, because a response may have
+        # that id.
+        offsets = torch.arange(int(self.response_lengths.max()))  # (S,)
+        self.mask = offsets < self.response_lengths[:, None]  # (N, S)
 
     def all_indices(self) -> list[int]:
         """The indices of all samples."""
@@ -105,8 +106,8 @@ class Batch:
 
 # An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to advantages (N, S),
 # or to scores (N,): then each token of a sample gets the score of the sample. All are float64.
-# `cfg` is the recipe. If the estimator is whitened, a constant that it adds to all advantages
-# changes nothing, because whitening subtracts the mean.
+# `cfg` is the recipe. Recipe.whiten subtracts the mean from the advantages of a whitened estimator.
+# So a constant, as in `rewards - 0.5`, changes nothing there.
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -126,8 +127,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> T
 def grpo(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
     """(r - group mean) / group population std, and 0 in a group with equal rewards.
 
-    Source: arXiv 2402.03300. The paper's loss is a mean of the means of the responses. Here it is
-    the mean over all tokens. The variant loss_mean has the paper's.
+    Source: arXiv 2402.03300. The paper's loss is the mean of the means over each response. Here it
+    is the mean over all tokens. --variant loss_mean has the paper's.
     """
     mean, std, _ = group_stats(rewards, groups)  # (N,) each
     # `where` drops 0 / 0.
@@ -184,8 +185,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     In a group with equal rewards the std is exactly 0.
     """
-    # On a GPU each round of the loop would wait for the GPU. These small tensors are faster on the
-    # CPU.
+    # On a GPU each round of the loop would wait for the GPU.
     on_cpu = rewards.cpu()
     groups = groups.cpu()
     mean, std, count = (torch.zeros_like(on_cpu) for _ in range(3))
@@ -329,7 +329,7 @@ class Recipe:
     def paid(self, samples) -> list[float]:
         """One reward for each sample, from which the policy learns. By default it is the reward of
         the grader, or the weighted sum if the task names several rewards. The logs have the reward
-        of the grader, and this one as `paid`. Those of rank 0 count."""
+        of the grader, and this one as `paid`. All ranks use the rewards of rank 0."""
         return [weighted_reward(sample, self) for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:
@@ -348,13 +348,12 @@ class Recipe:
         step: the number of finished steps.
         """
         if critic:
-            batch.per_token["values"] = compute_values(critic, batch, self)
+            batch.per_token["values"] = forward_pass(batch, self, critic)
 
     # ---- 6. advantages
 
     def raw_advantages(self, batch: Batch) -> Tensor:
         """The estimator's advantages before whitening, (T,) in float64."""
-        # The tensors (N, S) are large. In this phase the sampler sleeps, so the GPU has room.
         mask = batch.mask.to(batch.device)  # (N, S)
         rewards = batch.rewards.to(batch.device)  # (N,)
         groups = batch.groups.to(batch.device)  # (N,)
@@ -362,8 +361,8 @@ class Recipe:
         values[mask] = flat_values(batch)
         estimate = self.estimators[self.estimator].function
         scores = estimate(rewards, values, mask, groups, self)  # (N,) or (N, S)
-        wanted = f"--estimator {self.estimator} must return (N,) or (N, S)"
-        assert scores.shape in (mask.shape, mask.shape[:1]), wanted
+        is_right = scores.shape in (mask.shape, mask.shape[:1])
+        assert is_right, f"--estimator {self.estimator} must return (N,) or (N, S)"
         if scores.dim() == 1:
             # Each token gets the score of its sample.
             scores = scores[:, None].expand_as(values)  # (N, S)
@@ -410,7 +409,7 @@ class Recipe:
         indices = self.samples_that_count(batch)
         denominator = batch.count_tokens(indices)
         if self.skip_flat:
-            # Their gradient is 0. The denominator still counts them.
+            # A sample without advantages has gradient 0. The denominator still counts it.
             advantages = batch.split(batch.per_token["advantages"].cpu())
             indices = [i for i in indices if advantages[i].any()]
         lr = self.policy_rate(step, total_steps)
@@ -439,6 +438,39 @@ class Recipe:
         return line
 
 
+# ---- advantages ------------------------------------------------------------------------------
+
+
+def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
+    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log, which are
+    those of the samples that count. If no sample counts, there are none."""
+    raw = cfg.raw_advantages(batch)  # (T,)
+    returns = cfg.critic_targets(batch, raw)  # (T,)
+    advantages = cfg.whiten(raw, batch)  # (T,)
+    batch.per_token["advantages"] = advantages.float()
+    batch.per_token["returns"] = returns.float()
+    counted = cfg.samples_that_count(batch)
+    if not counted:
+        return {}
+    advantages = batch.select(advantages, counted)
+    returns = batch.select(returns, counted)
+    stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
+    stats["return"] = returns.mean()
+    variance = returns.var(correction=0)
+    if "values" in batch.per_token and variance > 0:
+        unexplained = returns - batch.select(flat_values(batch), counted)
+        stats["explained_variance"] = 1 - unexplained.var(correction=0) / variance
+    return {name: number.item() for name, number in stats.items()}
+
+
+def flat_values(batch: Batch) -> Tensor:
+    """The critic's values in float64, (T,). Without a critic they are 0."""
+    if "values" in batch.per_token:
+        return batch.per_token["values"].double()
+    count = int(batch.response_lengths.sum())
+    return torch.zeros(count, dtype=torch.float64, device=batch.device)
+
+
 # ---- updates ---------------------------------------------------------------------------------
 
 
@@ -463,8 +495,8 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
     losses_of: policy_losses or critic_losses. The loss is a sum over response tokens divided by
     `denominator`, by default the number of the response tokens of these samples, on all ranks
     together. Each micro-batch is divided by the same number, so packing, micro-batches and ranks do
-    not change the gradient. Without indices there is no update. If a number is not finite, the
-    model stays as it is, and all ranks raise a FloatingPointError.
+    not change the gradient. Without indices there is no update. If a loss or a logged number is not
+    finite, all ranks raise a FloatingPointError before the weights change.
     """
     tokens = batch.count_tokens(indices)
     if denominator is None:
@@ -476,8 +508,8 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
         stats = {}  # {name: (M,)}
         losses = losses_of(learner, batch, micro, cfg, stats)  # (M,)
         stats[loss_name] = losses
-        wanted = "losses, and what `stats` logs, must be (M,): one number a token"
-        assert all(x.shape == micro.real.shape for x in stats.values()), wanted
+        is_right = all(x.shape == micro.real.shape for x in stats.values())
+        assert is_right, "losses, and what `stats` logs, must be (M,): one number a token"
         # The learner takes the mean of the ranks' gradients. We need their sum.
         factor = dist.get_world_size() / denominator
         learner.backward((losses * micro.real).sum() * factor, is_last)
@@ -527,16 +559,11 @@ def learning_rate(peak, past_updates, cfg) -> float:
     return peak
 
 
-# ---- passes and advantages -------------------------------------------------------------------
-
-
-def compute_values(critic, batch: Batch, cfg) -> Tensor:
-    """V(s_t) of every response token, (T,), the same on every rank. A collective."""
-    return forward_pass(batch, cfg, critic)
+# ---- passes ----------------------------------------------------------------------------------
 
 
 def compute_logprobs(policy, batch: Batch, cfg) -> Tensor:
-    """log p of every response token, (T,), the same on every rank. A collective."""
+    """log p of every response token, (T,), the same on every rank. All ranks must call it."""
 
     def forward(micro):
         return policy(micro, cfg.temperature)[0]  # (M,)
@@ -555,41 +582,11 @@ def forward_pass(batch: Batch, cfg, forward) -> Tensor:
     return numbers
 
 
-def flat_values(batch: Batch) -> Tensor:
-    """The critic's values in float64, (T,). Without a critic they are 0."""
-    if "values" in batch.per_token:
-        return batch.per_token["values"].double()
-    count = int(batch.response_lengths.sum())
-    return torch.zeros(count, dtype=torch.float64, device=batch.device)
-
-
-def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
-    """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log, which are
-    those of the samples that count. If no sample counts, there are none."""
-    raw = cfg.raw_advantages(batch)  # (T,)
-    returns = cfg.critic_targets(batch, raw)  # (T,)
-    advantages = cfg.whiten(raw, batch)  # (T,)
-    batch.per_token["advantages"] = advantages.float()
-    batch.per_token["returns"] = returns.float()
-    counted = cfg.samples_that_count(batch)
-    if not counted:
-        return {}
-    advantages = batch.select(advantages, counted)
-    returns = batch.select(returns, counted)
-    stats = {"advantage": advantages.mean(), "advantage_abs": advantages.abs().mean()}
-    stats["return"] = returns.mean()
-    variance = returns.var(correction=0)
-    if "values" in batch.per_token and variance > 0:
-        unexplained = returns - batch.select(flat_values(batch), counted)
-        stats["explained_variance"] = 1 - unexplained.var(correction=0) / variance
-    return {name: number.item() for name, number in stats.items()}
-
-
 # ---- from samples to a batch -----------------------------------------------------------------
 
 
 def make_batch(samples, device, cfg, rewards=None) -> Batch:
-    """Makes a batch of samples. The samples of one problem form a group. A collective.
+    """Makes a batch of samples. The samples of one problem form a group. All ranks must call it.
 
     rewards: (N). By default those of cfg.paid.
     """
@@ -648,8 +645,7 @@ class MicroBatch:
     # lets no token see another sample.
     position_ids: Tensor  # (R, L)
     # (M,) the places whose next token is a response token. Place p is token p of the R * L tokens
-    # of all rows, one row after the other. A mask would do the same, but a GPU must count a mask,
-    # and the CPU would wait for the count.
+    # of all rows, one row after the other.
     places: Tensor
     token_ids: Tensor  # (M,) the response tokens
     flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`

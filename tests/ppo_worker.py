@@ -168,7 +168,7 @@ def cell_step(cfg, spec) -> dict:
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg)
     result = {"policy_start": weights(policy), "critic_start": weights(critic)}
-    result["values"] = ppo.compute_values(critic, batch, cfg)
+    result["values"] = ppo.forward_pass(batch, cfg, critic)
     result["logprobs"] = ppo.compute_logprobs(policy, batch, cfg)
     calls = []
     for layer in (policy.module.model.base_model.layers[0], critic.module.model.layers[0]):

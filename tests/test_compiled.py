@@ -60,7 +60,7 @@ def test_a_run_makes_few_graphs(bf16, models, compiling):
     for kind in ("one", "ragged", "equal sizes", "copies"):
         batch = make_batch(kind)
         ppo.compute_logprobs(learners[0], batch, cfg)
-        ppo.compute_values(learners[1], batch, cfg)
+        ppo.forward_pass(batch, cfg, learners[1])
         ppo.compute_advantages(batch, cfg)
         for learner in learners:
             gradient_of_update(learner, batch, cfg)

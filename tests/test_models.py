@@ -146,7 +146,7 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
     logprobs, values = unpacked(models[False])
     got = ppo.compute_logprobs(policy, make_batch(), cfg)
     torch.testing.assert_close(got.double(), logprobs, rtol=0, atol=2e-5)
-    got = ppo.compute_values(critic, make_batch(), cfg)
+    got = ppo.forward_pass(make_batch(), cfg, critic)
     torch.testing.assert_close(got.double(), values, rtol=0, atol=2e-5)
 
 
@@ -225,7 +225,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     engine = make_critic(cfg)
     with torch.no_grad():
         want = naive.values(naive.load(tmp_path / "lm", AutoModel), head.double(), batch) + bias
-    got = ppo.compute_values(engine, batch, cfg)
+    got = ppo.forward_pass(batch, cfg, engine)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
 
     out = tmp_path / "exported"
@@ -234,7 +234,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     assert load_file(out / "value_head.safetensors").keys() == names
     assert not names & load_file(out / "model.safetensors").keys()
     again = make_critic(config(models[True], critic=str(out)))
-    assert torch.equal(ppo.compute_values(again, batch, cfg), got)
+    assert torch.equal(ppo.forward_pass(batch, cfg, again), got)
     assert AutoModel.from_pretrained(out).config.hidden_size == 32
 
 
