@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoorz.flags import flag, require
-from nanoorz.ranks import gather, hash64
+from nanoorz.ranks import UserError, gather, hash64, stop_together
 
 # ---- batch -----------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Batch:
         return numbers.split(self.response_lengths.tolist())
 
     def select(self, numbers: Tensor, indices: list[int]) -> Tensor:
-        """The numbers of these samples, at least one: (T,) becomes a shorter tensor."""
+        """The numbers of some samples, at least of one: (T,) becomes a shorter tensor."""
         parts = self.split(numbers)
         return torch.cat([parts[i] for i in indices])
 
@@ -329,7 +329,7 @@ class Recipe:
     def paid(self, samples) -> list[float]:
         """One reward for each sample, from which the policy learns. By default it is the reward of
         the grader, or the weighted sum if the task names several rewards. The logs have the reward
-        of the grader, and this one as `paid`. All ranks use the rewards of rank 0."""
+        of the grader, and this one as `paid`. Only rank 0 calls this method."""
         return [weighted_reward(sample, self) for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:
@@ -397,7 +397,7 @@ class Recipe:
 
     def critic_loss(self, values, batch: Batch, micro, stats: dict) -> Tensor:
         """The loss of each token, (M,): 0.5 max((V - return)^2, (clip(V, V_old +- value_clip) -
-        return)^2) (ORZ's ValueLoss). values: (M,). `stats` is that of token_loss."""
+        return)^2) (ORZ's ValueLoss). values: (M,). token_loss explains `stats`."""
         old = batch.per_token["values"][micro.flat_index]  # (M,)
         returns = batch.per_token["returns"][micro.flat_index]  # (M,)
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)  # (M,)
@@ -409,7 +409,7 @@ class Recipe:
         indices = self.samples_that_count(batch)
         denominator = batch.count_tokens(indices)
         if self.skip_flat:
-            # A sample without advantages has gradient 0. The denominator still counts it.
+            # A sample whose advantages are all 0 has gradient 0. The denominator counts its tokens.
             advantages = batch.split(batch.per_token["advantages"].cpu())
             indices = [i for i in indices if advantages[i].any()]
         lr = self.policy_rate(step, total_steps)
@@ -427,7 +427,7 @@ class Recipe:
 
         At ratio 1 its gradient is that of PPO's clipped objective (arXiv 1707.06347, eq. 7).
         logprobs, entropy and advantages are (M,). `stats["name"] = x` logs the mean of x, (M,),
-        over all response tokens that pass through the policy. Set it for each micro-batch.
+        over all response tokens that pass through the policy. Set each name in every micro-batch.
         """
         return -(advantages * logprobs)
 
@@ -443,7 +443,7 @@ class Recipe:
 
 def compute_advantages(batch: Batch, cfg) -> dict[str, float]:
     """Adds `advantages` and `returns`, (T,), to the batch. Returns the numbers to log, which are
-    those of the samples that count. If no sample counts, there are none."""
+    those of the samples that count. If no sample counts, it returns {}."""
     raw = cfg.raw_advantages(batch)  # (T,)
     returns = cfg.critic_targets(batch, raw)  # (T,)
     advantages = cfg.whiten(raw, batch)  # (T,)
@@ -503,7 +503,6 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
         denominator = tokens
     loss_name = f"{learner.name}_loss"
     sums = {}  # {name: the sum over the tokens of each micro-batch of this rank}
-    micro_batch_count = 0
     for micro, is_last in micro_batches(batch, indices, cfg):
         stats = {}  # {name: (M,)}
         losses = losses_of(learner, batch, micro, cfg, stats)  # (M,)
@@ -515,7 +514,6 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
         learner.backward((losses * micro.real).sum() * factor, is_last)
         for name, x in stats.items():
             sums.setdefault(name, []).append((x.detach() * micro.real).sum())
-        micro_batch_count += 1
     numbers = {}
     grad_norm = 0.0
     if sums:
@@ -530,7 +528,7 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
         grad_norm = learner.apply_update(lr)
     numbers[f"{learner.name}_grad_norm"] = grad_norm
     numbers[f"{learner.name}_lr"] = lr
-    numbers[f"{learner.name}_micro_batches"] = micro_batch_count
+    numbers[f"{learner.name}_micro_batches"] = len(sums.get(loss_name, []))
     # Tokens of prompts and responses.
     numbers[f"{learner.name}_tokens"] = sum(batch.sample_lengths[i] for i in indices)
     return numbers
@@ -591,17 +589,24 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     rewards: (N). By default those of cfg.paid.
     """
     if rewards is None:
-        # `paid` may be random. So the rewards of rank 0 count on all ranks.
-        rewards = gather(cfg.paid(samples))[0]
+        # `paid` may be random, so rank 0 decides. If it fails there, all ranks end together.
+        with stop_together():
+            rewards = cfg.paid(samples) if dist.get_rank() == 0 else None
+        rewards = gather(rewards)[0]
+    assert len(rewards) == len(samples), "paid must return one reward for each sample"
     temperatures = {sample.request.temperature for sample in samples}
     told = f"the losses have --temperature {cfg.temperature}, and samples have {temperatures}"
     assert temperatures == {cfg.temperature}, told
-    prompt_ids = [sample.request.problem.prompt_ids for sample in samples]
-    response_ids = [sample.response_ids for sample in samples]
-    drawn = [sample.drawn for sample in samples]
-    groups = torch.tensor([sample.request.group for sample in samples])  # (N,)
-    rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,)
-    batch = Batch(prompt_ids, response_ids, groups, rewards, device, {}, samples, drawn)
+    batch = Batch(
+        prompt_ids=[sample.request.problem.prompt_ids for sample in samples],
+        response_ids=[sample.response_ids for sample in samples],
+        groups=torch.tensor([sample.request.group for sample in samples]),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        device=device,
+        per_token={},
+        samples=samples,
+        drawn=[sample.drawn for sample in samples],
+    )
     if samples[0].logprobs:
         logprobs = [x for sample in samples for x in sample.logprobs]
         batch.per_token["logprobs"] = torch.tensor(logprobs, device=device)  # (T,)
@@ -613,10 +618,13 @@ def reward_weights_of(cfg, names) -> dict[str, float]:
     weights = {name: float(k == 0) for k, name in enumerate(names)}
     for word in cfg.reward_weights:
         name, _, number = word.partition("=")
-        is_number = number.lstrip("-").replace(".", "", 1).isdecimal()
-        told = f"write NAME=WEIGHT; the task names {', '.join(weights) or 'no rewards'}"
-        require(name in weights and is_number, f"--reward_weights {word}: {told}")
-        weights[name] = float(number)
+        known = ", ".join(weights) or "no rewards"
+        told = f"--reward_weights {word}: write NAME=WEIGHT; the task names {known}"
+        require(name in weights, told)
+        try:
+            weights[name] = float(number)
+        except ValueError as error:
+            raise UserError(told) from error
     return weights
 
 

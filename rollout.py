@@ -432,9 +432,9 @@ def make_params(sample, cfg, stop_ids, with_logprobs):
     params.detokenize = bool(params.stop)
     temperature = params.temperature
     params = cfg.sampling_params(params, request)
-    # The trainer computes log-probs at the temperature of the request.
+    # The losses use the temperature of the request, which is --temperature.
     is_right = isinstance(params, SamplingParams) and params.temperature == temperature
-    wanted = f"SamplingParams with the request's temperature, {temperature} (see draw_step)"
+    wanted = f"SamplingParams with the request's temperature, {temperature}"
     found = getattr(params, "temperature", params)
     check_result(cfg, "sampling_params", is_right, wanted, found)
     if with_logprobs:

@@ -162,7 +162,7 @@ def test_compiled_layers_are_as_exact_as_eager_ones(again, device, folder_of, co
             if is_gpu:
                 torch.cuda.reset_peak_memory_stats()
             for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg):
-                cfg.policy_loss(policy, batch, micro)[0].backward()
+                ppo.policy_losses(policy, batch, micro, cfg, {}).sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() if is_gpu else 0)
         gradient = torch.cat([p.grad.cpu().double().flatten() for p in policy.parameters()])
         gradients.append(gradient)

@@ -365,7 +365,11 @@ def test_an_estimator_computes_on_the_device(name, monkeypatch):
 
 
 REFUSED = [
-    (["critic_first"], {"critic_only_steps": 3}, "--critic_only_steps 3: .* in none of 3 steps"),
+    (
+        ["critic_first"],
+        {"critic_only_steps": 3, "max_steps": 3},
+        "--critic_only_steps 3: .* 3 steps",
+    ),
     (["blame"], {"blame": "all"}, "--blame all.*choose none, unsure, wrong, right, random"),
     (["blame"], {"blame": "wrong"}, "--blame wrong needs --task chain"),
     (["no_verdict"], {}, "no_verdict is for --task chain, not countdown"),
@@ -408,9 +412,9 @@ REFUSED = [
     ),
     (["distill"], {"teacher": "-", "teacher_weight": 1.5}, "--teacher_weight 1.5: choose 0 to 1"),
     (["lora"], {"lora_rank": 0}, "--lora_rank 0.*at least 1"),
-    (["kl_loss"], {"skip_flat": True}, "--skip_flat true: with --variant kl_loss"),
-    (["entropy_bonus"], {"skip_flat": True}, "--skip_flat true: with --variant entropy_bonus"),
-    (["clip_higher"], {"skip_flat": True}, "--skip_flat true: --variant textbook_ppo and its kin"),
+    (["kl_loss"], {"skip_flat": True}, "--skip_flat True: choose false"),
+    (["entropy_bonus"], {"skip_flat": True}, "--skip_flat True: choose false"),
+    (["clip_higher"], {"skip_flat": True}, "--skip_flat True: choose false"),
     (["gdpo", "kl_penalty"], {}, "--variant gdpo: name it behind kl_penalty"),
 ]
 

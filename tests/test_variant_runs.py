@@ -77,8 +77,7 @@ def test_variants_work_together_in_a_whole_run(runs):
     assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8]
     assert [line["prompts_expanded"] for line in lines] == [1, 0, 0], "hopeless once seen"
     assert [line["reward"] for line in lines] == [0, 0, 0] and lines[0]["paid"] > 0
-    ratios = [line["ratio"] for line in lines]
-    assert ratios == pytest.approx([1] * 3, abs=1e-4), "the sampler has the policy's weights"
+    assert all(line["approx_kl"] < 1e-6 for line in lines), "the sampler has the policy's weights"
     assert [line["policy_lr"] for line in lines] == [5e-4, 1e-3, pytest.approx(2e-4)]
     # A step asks for no more than the limits of the step before.
     for step in (1, 2):

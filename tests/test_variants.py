@@ -114,7 +114,8 @@ def shipped(*names):
     """The config of these variants, with flags that suit each of them."""
     own = {"task": "chain"} if "no_verdict" in names else {}
     own |= {"teacher": "-", "teacher_weight": 0.5} if "distill" in names else {}
-    cfg = config(variant=names, zero_stage=2, bf16=True, n_samples_per_prompt=8, **own)
+    own |= {"n_samples_per_prompt": 8, "max_steps": 99}
+    cfg = config(variant=names, zero_stage=2, bf16=True, **own)
     train.check_flags(cfg, 2)
     return cfg
 

@@ -134,7 +134,8 @@ COLUMNS = {"step": int, "problem": int, "label": object, "response": str, "finis
 COLUMNS |= {"reward": int | float, "paid": int | float, "advantages": list | None}
 FEWEST_STEPS = 10  # With fewer steps the first and the last ones cannot be compared.
 SOLVED = 0.9  # From this reward on, the reward need not rise.
-FLAT = 0.2  # Below this mean size of the advantages, there is little to learn from.
+SMALL = 0.1  # Below this mean size of the advantages, most groups are flat.
+FLAT = 0.2  # Above this gap of pass_at_n and reward, many groups are not flat.
 LOST = 0.1  # A larger fall of pass_at_n means that problems are lost.
 LITTLE_EXPLAINED = 0.02  # Below this explained variance, the critic is no use.
 TRUNCATED = 0.3  # From this share of truncated responses on, too many are truncated.
@@ -362,12 +363,12 @@ def examine(run: Run) -> dict[str, str]:
     # If the model solves all that can be solved, it may be sure of its answers.
     is_done = run.is_solved or last.reward > 0.9 * first.pass_at_n
     is_sure = last.entropy < max(0.02, 0.1 * first.entropy)
-    # Without a critic only groups that differ count in the entropy, so the entropy may stay high.
-    are_alike = last.advantage_abs < FLAT and lost
-    was_varied = run.has_time and not first.advantage_abs < FLAT
+    # With --skip_flat only groups that differ count in the entropy, so the entropy may stay high.
+    are_alike = last.advantage_abs < SMALL and lost
+    was_varied = run.has_time and not first.advantage_abs < SMALL
     is_learning = is_done or is_never_right or run.rises and not lost
     collapsed = was_varied and not is_learning and (is_sure or are_alike)
-    is_flat = last.advantage_abs < FLAT and last.pass_at_n - last.reward < FLAT
+    is_flat = last.advantage_abs < SMALL and last.pass_at_n - last.reward < FLAT
     # A critic judges each token, so a run with a critic learns from flat groups too.
     has_critic = run.table.explained_variance.notna().any()
     is_flat &= not (has_critic or collapsed or run.is_solved or is_rarely_right)

@@ -19,11 +19,11 @@ class CriticFirst(ppo.Recipe):
         super().check(world)
         needs_critic = self.estimators[self.estimator].needs_critic
         require(needs_critic, f"--estimator {self.estimator} has no critic; choose gae")
+        is_less = self.max_steps is None or self.critic_only_steps < self.max_steps
+        advice = f"the policy would learn in none of {self.max_steps} steps; choose fewer"
+        require_all(self, {"critic_only_steps": (is_less, advice)})
 
     def train_policy(self, policy, batch, step, total_steps):
-        is_less = self.critic_only_steps < total_steps
-        advice = f"the policy would learn in none of {total_steps} steps; choose fewer"
-        require_all(self, {"critic_only_steps": (is_less, advice)})
         step -= self.critic_only_steps
         total_steps -= self.critic_only_steps
         if step < 0:

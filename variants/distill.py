@@ -12,6 +12,7 @@ Measured in the laboratory: docs/teacher.md.
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import AutoTokenizer
 
@@ -47,12 +48,18 @@ class Distill(ppo.Recipe):
     def _check_teacher(self):
         """Raises UserError if the teacher has other tokens than the policy, or needs other rows or
         another attention."""
-        families.load_config(self.teacher)
+        # If the embeddings are tied, the body of a critic could be loaded as a policy.
+        is_critic = Path(self.teacher, "value_head.safetensors").exists()
+        require(not is_critic, f"--teacher {self.teacher} is a critic; name the policy/ beside it")
+        config = families.load_config(self.teacher)
+        positions = getattr(config, "max_position_embeddings", None) or self.max_len
+        told = f"--teacher {self.teacher} has {positions} positions, less than --max_len"
+        require(self.max_len <= positions, told)
         own, other = (AutoTokenizer.from_pretrained(x) for x in (self.model, self.teacher))
         told = f"--teacher {self.teacher}: its tokenizer is not that of {self.model}"
         require(own.get_vocab() == other.get_vocab(), told)
-        alone = {"model": self.teacher, "critic": None, "packing": "auto", "attention": "auto"}
-        of_teacher = dataclasses.replace(self, **alone)
+        flags = {"model": self.teacher, "critic": None, "packing": "auto", "attention": "auto"}
+        of_teacher = dataclasses.replace(self, **flags)
         families.replace_auto(of_teacher)
         for name, special in (("packing", "alone"), ("attention", "eager")):
             is_met = getattr(of_teacher, name) != special or getattr(self, name) == special

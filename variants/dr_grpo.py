@@ -16,7 +16,7 @@ from nanoorz.flags import flag
 
 def _dr_grpo(rewards, values, mask, groups, cfg):
     mean, std, _ = ppo.group_stats(rewards, groups)  # (N,), (N,)
-    return torch.where(std > 0, rewards - mean, 0.0)
+    return torch.where(std == 0, 0.0, rewards - mean)
 
 
 @dataclass

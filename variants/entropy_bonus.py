@@ -9,7 +9,7 @@ without it. No difference was seen.
 from dataclasses import dataclass
 
 import ppo
-from nanoorz.flags import flag, require
+from nanoorz.flags import flag, require_all
 
 
 @dataclass
@@ -18,8 +18,8 @@ class EntropyBonus(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        told = "--skip_flat true: with --variant entropy_bonus all samples have a gradient"
-        require(not self.skip_flat, f"{told}; leave the flag out")
+        advice = "choose false, because all samples have a gradient"
+        require_all(self, {"skip_flat": (not self.skip_flat, advice)})
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)

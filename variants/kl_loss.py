@@ -8,7 +8,7 @@ Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.46
 
 from dataclasses import dataclass
 
-from nanoorz.flags import flag, require
+from nanoorz.flags import flag, require_all
 from variants.log_kl import LogKL
 
 
@@ -18,8 +18,8 @@ class KLLoss(LogKL):
 
     def check(self, world):
         super().check(world)
-        told = "--skip_flat true: with --variant kl_loss all samples have a gradient"
-        require(not self.skip_flat, f"{told}; leave the flag out")
+        advice = "choose false, because all samples have a gradient"
+        require_all(self, {"skip_flat": (not self.skip_flat, advice)})
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)

@@ -16,7 +16,7 @@ from nanoorz.flags import flag, require
 
 def _maxrl(rewards, values, mask, groups, cfg):
     mean, std, _ = ppo.group_stats(rewards, groups)  # (N,), (N,)
-    return torch.where(std > 0, (rewards - mean) / mean, 0.0)
+    return torch.where(std == 0, 0.0, (rewards - mean) / mean)
 
 
 @dataclass

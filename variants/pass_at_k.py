@@ -24,7 +24,7 @@ def _pass_at_k(rewards, values, mask, groups, cfg):
     # If fewer than k responses are wrong, one of the factors is 0.
     none = ((wrong - drawn) / (count - drawn)).prod(0)  # (N,)
     scores = (right - mean) / (1 - mean) * (none / (1 - none)).sqrt()  # (N,)
-    return torch.where(std > 0, scores, 0.0)
+    return torch.where(std == 0, 0.0, scores)
 
 
 @dataclass

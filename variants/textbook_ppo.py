@@ -10,7 +10,7 @@ with one update. The standard error of the difference is 0.025.
 from dataclasses import dataclass
 
 import ppo
-from nanoorz.flags import flag, require, require_all
+from nanoorz.flags import flag, require_all
 
 
 @dataclass
@@ -21,8 +21,8 @@ class TextbookPPO(ppo.Recipe):
     def check(self, world):
         super().check(world)
         require_all(self, {"policy_updates": (self.policy_updates >= 1, "choose 1 or more")})
-        told = "--skip_flat true: --variant textbook_ppo and its kin take all samples"
-        require(not self.skip_flat, f"{told}; leave the flag out")
+        advice = "choose false, because the updates take all samples"
+        require_all(self, {"skip_flat": (not self.skip_flat, advice)})
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
