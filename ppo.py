@@ -502,25 +502,24 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
     if denominator is None:
         denominator = tokens
     loss_name = f"{learner.name}_loss"
-    sums = {}  # {name: the sum over the tokens of each micro-batch of this rank}
+    history = []  # of each micro-batch of this rank: the sum of each number over its tokens
     for micro, is_last in micro_batches(batch, indices, cfg):
         stats = {}  # {name: (M,)}
         losses = losses_of(learner, batch, micro, cfg, stats)  # (M,)
         stats[loss_name] = losses
         is_right = all(x.shape == micro.real.shape for x in stats.values())
-        assert is_right, "losses, and what `stats` logs, must be (M,): one number a token"
+        assert is_right, "losses, and what `stats` logs, must be (M,), one number a token"
         # The learner takes the mean of the ranks' gradients. We need their sum.
         factor = dist.get_world_size() / denominator
         learner.backward((losses * micro.real).sum() * factor, is_last)
-        for name, x in stats.items():
-            sums.setdefault(name, []).append((x.detach() * micro.real).sum())
+        history.append(torch.stack([(x.detach() * micro.real).sum() for x in stats.values()]))
     numbers = {}
     grad_norm = 0.0
-    if sums:
-        totals = torch.stack([torch.stack(column).double().sum() for column in sums.values()])
+    if history:
+        totals = torch.stack(history, 1).double().sum(1)  # (names,)
         dist.all_reduce(totals)
         # On a GPU `tolist` waits until the GPU has computed all numbers. So it is called once.
-        for name, total in zip(sums, totals.tolist()):
+        for name, total in zip(stats, totals.tolist()):
             # The denominator of the loss also counts samples that were left out.
             numbers[name] = total / (denominator if name == loss_name else tokens)
         if not np.isfinite(list(numbers.values())).all():
@@ -528,7 +527,7 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
         grad_norm = learner.apply_update(lr)
     numbers[f"{learner.name}_grad_norm"] = grad_norm
     numbers[f"{learner.name}_lr"] = lr
-    numbers[f"{learner.name}_micro_batches"] = len(sums.get(loss_name, []))
+    numbers[f"{learner.name}_micro_batches"] = len(history)
     # Tokens of prompts and responses.
     numbers[f"{learner.name}_tokens"] = sum(batch.sample_lengths[i] for i in indices)
     return numbers

@@ -694,7 +694,7 @@ def test_a_loss_or_a_logged_number_of_another_shape_is_refused(process_group):
             stats["x"] = logged
             return losses
 
-        with pytest.raises(AssertionError, match="must be .M,.: one number a token"):
+        with pytest.raises(AssertionError, match="must be .M,., one number a token"):
             ppo.update(learner, losses_of, batch, [0], 1e-3, config())
 
 
