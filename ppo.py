@@ -355,7 +355,8 @@ class Recipe:
     def raw_advantages(self, batch: Batch) -> Tensor:
         """The estimator's advantages before whitening, (T,) in float64."""
         mask = batch.mask.to(batch.device)  # (N, S)
-        rewards = batch.rewards.to(batch.device)  # (N,)
+        # An estimator may change its input in place.
+        rewards = batch.rewards.to(batch.device, copy=True)  # (N,)
         groups = batch.groups.to(batch.device)  # (N,)
         values = torch.zeros_like(mask, dtype=torch.float64)  # (N, S)
         values[mask] = flat_values(batch)
