@@ -1,4 +1,4 @@
-"""PPO without its ratio and its clip: batch, estimators, recipe, updates, passes, packing.
+"""PPO with one update of the policy per rollout, so its ratio is 1 and is not computed.
 
 The class Recipe has the decisions of a run as methods: edit one, or write a variant, which is a
 subclass. The functions around it do the work that no variant changes. This file never reads text.
@@ -9,23 +9,23 @@ Deviations from Open-Reasoner-Zero (ORZ), proved in tests/test_ppo.py:
 - All losses have one denominator. A loss is a sum over response tokens divided by the *global*
   number of response tokens in the update. So packing, micro-batches and ranks do not change the
   gradient. ORZ takes a mean of the means of its rows.
-- The policy's loss has no old log-probs, no ratio of new to old and no clip. With one update per
-  rollout this ratio is 1, so the clip does nothing, and grad(p / p_old) = grad(log p). So the
-  gradient is PPO's.
+- The policy's loss has no old log-probs, no ratio of new to old and no clip. p_old is the policy
+  before its only update. So p = p_old, the clip does nothing, and grad(p / p_old) = grad(p) / p =
+  grad(log p). This is PPO's gradient.
 - `grpo` divides by the group's standard deviation and does not whiten. ORZ's GRPO whitens and does
   not divide.
 
 Shapes: N samples, S most response tokens of a sample, T response tokens of the batch, M response
 tokens of a micro-batch, R packed rows, L row length. `indices` are always indices of samples. A
-*response token* is one that the policy has drawn. A response may have replies in it (rollout.py):
-the models read the tokens of replies, as those of the prompt, and nothing is learnt there.
+*response token* is one that the policy has drawn. A response may also have replies of a tool in it
+(rollout.py). The models read their tokens, as those of the prompt, and nothing is learnt there.
 
 A learner is the policy or the critic. Its input `micro` is a MicroBatch, which has the tokens of
-some samples. `x[micro.flat_index]` takes their numbers, (M,), out of x, (T,). `micro.real` is 0 for
-a token that does not count. `policy(micro, temperature)` returns log-probs and entropies, (M,)
-each, and `critic(micro)` returns values, (M,). A learner has `name`, `device`, `backward(loss,
-is_last)` for each micro-batch, and `apply_update(lr)` after the last one, which returns the
-gradient's norm. The class Learner of nanoorz/models.py is one.
+some samples. `x[micro.flat_index]` takes their numbers, (M,), out of x, (T,). `micro.real` is 1,
+and 0 for the only token of a filler (see `filler`). `policy(micro, temperature)` returns log-probs
+and entropies, (M,) each, and `critic(micro)` returns values, (M,). A learner has `name`, `device`,
+`backward(loss, is_last)` for each micro-batch, and `apply_update(lr)` after the last one, which
+returns the gradient's norm. The class Learner of nanoorz/models.py is one.
 
 To use this file elsewhere, copy nanoorz/ranks.py and nanoorz/flags.py, too. Call
 `start_distributed` of ranks.py first.
@@ -64,7 +64,7 @@ class Batch:
     # for them, and what a variant adds.
     per_token: dict[str, Tensor]
     samples: list  # (N) the samples of rollout.py, for the methods of variants
-    # of each of response_ids: has the policy drawn it? None: all
+    # of each id of response_ids: has the policy drawn it? None: it has drawn all
     drawn: list[list[bool]] | None = None
 
     def __post_init__(self):
@@ -74,8 +74,7 @@ class Batch:
         self.start = self.response_lengths.cumsum(0) - self.response_lengths  # (N,)
         # N numbers: all tokens of prompt and response, also those of replies
         self.sample_lengths = [len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids)]
-        # True below the response's length. A padding id would not tell, because a response may have
-        # that id.
+        # mask[i, t] is True if sample i has at least t + 1 response tokens.
         offsets = torch.arange(int(self.response_lengths.max()))  # (S,)
         self.mask = offsets < self.response_lengths[:, None]  # (N, S)
 
@@ -107,7 +106,7 @@ class Batch:
 # An estimator maps rewards (N,), values (N, S), mask (N, S) and groups (N,) to advantages (N, S),
 # or to scores (N,): then each token of a sample gets the score of the sample. All are float64.
 # `cfg` is the recipe. Recipe.whiten subtracts the mean from the advantages of a whitened estimator.
-# So a constant, as in `rewards - 0.5`, changes nothing there.
+# So a constant that is added to all advantages, as in `rewards - 0.5`, changes nothing there.
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, groups: Tensor, cfg) -> Tensor:
@@ -410,7 +409,7 @@ class Recipe:
         indices = self.samples_that_count(batch)
         denominator = batch.count_tokens(indices)
         if self.skip_flat:
-            # A sample whose advantages are all 0 has gradient 0. The denominator counts its tokens.
+            # A sample whose advantages are all 0 has gradient 0. The denominator still counts it.
             advantages = batch.split(batch.per_token["advantages"].cpu())
             indices = [i for i in indices if advantages[i].any()]
         lr = self.policy_rate(step, total_steps)
@@ -521,7 +520,7 @@ def update(learner, losses_of, batch: Batch, indices, lr, cfg, denominator=None)
         dist.all_reduce(totals)
         # On a GPU `tolist` waits until the GPU has computed all numbers. So it is called once.
         for name, total in zip(stats, totals.tolist()):
-            # The denominator of the loss also counts samples that were left out.
+            # The denominator of the loss also counts the samples that --skip_flat leaves out.
             numbers[name] = total / (denominator if name == loss_name else tokens)
         if not np.isfinite(list(numbers.values())).all():
             raise FloatingPointError(f"{learner.name}: numbers are not finite: {numbers}")
@@ -656,9 +655,9 @@ class MicroBatch:
     # of all rows, one row after the other.
     places: Tensor
     token_ids: Tensor  # (M,) the response tokens
-    flat_index: Tensor  # (M,) their places in the flat tensors: `values[micro.flat_index]`
-    # (M,) 1.0. A rank with fewer micro-batches than other ranks runs fillers, which have one
-    # response token (see `filler`). Of this token it is 0.0.
+    flat_index: Tensor  # (M,) their indices in the flat tensors: `values[micro.flat_index]`
+    # (M,) 1.0, and 0.0 for the only response token of a filler. A rank with fewer micro-batches
+    # than other ranks runs fillers.
     real: Tensor
     # FlashAttention's cu_seqlens: where each sample starts, and each padding at the end of a row,
     # if all rows stand one after the other. The last number is R * L. None with --packing alone.
@@ -772,8 +771,7 @@ def build_rows(batch: Batch, rows: list[list[int]], alone=False) -> MicroBatch:
     places = is_drawn.nonzero()[:, 0] - 1  # (M,)
     indices = sum(rows, [])
     counts = batch.response_lengths[indices]
-    # What to add to the number of a response token in this micro-batch, for its index in the flat
-    # tensors.
+    # of each sample: the index in the flat tensors minus the index in this micro-batch
     shifts = batch.start[indices] - (counts.cumsum(0) - counts)
     flat_index = torch.arange(len(places)) + shifts.repeat_interleave(counts)  # (M,)
     if alone:
