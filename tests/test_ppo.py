@@ -267,18 +267,6 @@ def test_every_response_token_is_predicted_exactly_once(packing, seed, monkeypat
     assert not any(micro_batches_of_all_ranks(monkeypatch, batch, [], cfg, world))
 
 
-def test_the_tokens_of_a_reply_are_read_and_not_predicted():
-    """The example of build_rows, with a longer row beside it."""
-    drawn = [[True, True, False, True, True], [True]]
-    batch = batch_of_lists([[1, 2], [10] * 8], [[3, 4, 5, 6, 7], [11]], drawn=drawn)
-    micro = ppo.build_rows(batch, [[0], [1]])
-    assert micro.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0, 0], [10] * 8 + [11]]
-    assert micro.position_ids[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
-    assert micro.places.tolist() == [1, 2, 4, 5, 9 + 7]
-    assert micro.flat_index.tolist() == [0, 1, 2, 3, 4]
-    assert micro.token_ids.tolist() == [3, 4, 6, 7, 11]
-
-
 def tokens_of(batch: ppo.Batch, samples) -> list[int]:
     tokens = []
     for i in samples:
