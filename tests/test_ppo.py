@@ -183,6 +183,11 @@ def test_a_sample_of_another_temperature_is_no_silent_error(process_group):
         ppo.make_batch(samples, CPU, config(temperature=2.0))
 
 
+def test_one_reward_is_not_spread_over_all_samples(process_group):
+    with pytest.raises(AssertionError, match="one reward for each sample"):
+        ppo.make_batch([draw([5], [1, 2])] * 2, CPU, config(), rewards=[1.0])
+
+
 # ---- packing -------------------------------------------------------------------------------------
 
 
@@ -342,6 +347,15 @@ def test_a_reward_of_nan_is_not_taken_for_a_flat_group(estimator):
     batch.per_token["values"] = torch.zeros(8)
     ppo.compute_advantages(batch, config(estimator=estimator))
     assert batch.per_token["advantages"][:4].isnan().any()
+
+
+def test_an_estimator_may_change_its_rewards_in_place():
+    """Once, the logged `paid` was the changed one."""
+    cfg = config(estimator="grpo")
+    cfg.estimators = {"grpo": ppo.Estimator(lambda rewards, *_: rewards.sub_(0.5))}
+    batch = batch_of_lists([[1]], [[2, 3]], [0], [1.0])
+    ppo.compute_advantages(batch, cfg)
+    assert batch.per_token["advantages"].tolist() == [0.5, 0.5] and batch.rewards.tolist() == [1]
 
 
 @pytest.mark.parametrize("shape", ["(S, N)", "(1, S)", "()", "(N, 1)"])
