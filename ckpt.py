@@ -498,10 +498,10 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
             "--model NEW/policy (and --critic NEW/critic, with a critic)"
         )
     if saved.variants != new_state.variants:
-        texts = kept_files(path.parent, saved.variants)
+        files = kept_files(path.parent, saved.variants)
         return (
             "was made with other variants, in another order, or with another text in one; use "
-            f"--variant {' '.join(texts) or 'none'}, or begin another --run_dir with its model: "
+            f"--variant {' '.join(files)}, or begin another --run_dir with its model: "
             f"run `python tools/convert.py export {path} NEW`"
         )
     if needs_reshard:

@@ -243,7 +243,7 @@ class Recipe:
     packing_max_len = 16384
     micro_train_batch_size = 1
 
-    estimators = ESTIMATORS  # The values of --estimator. A variant writes `ppo.ESTIMATORS | {...}`.
+    estimators = ESTIMATORS  # The values of --estimator. Those of a variant are added to these.
 
     @cached_property
     def memory(self) -> dict:

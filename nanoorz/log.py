@@ -35,7 +35,6 @@ import transformers
 
 from nanoorz.flags import flags_of
 from nanoorz.ranks import check_result
-from nanoorz.variants import write_variants
 
 # ---- the numbers ---------------------------------------------------------------------------------
 
@@ -278,7 +277,9 @@ class RunLog:
         """Copies the texts of the variants. Prints their method order and the new defaults."""
         if not self.cfg.variant_texts:
             return
-        write_variants(self.cfg, self.run_dir / "variants")
+        (self.run_dir / "variants").mkdir(exist_ok=True)
+        for name, text in self.cfg.variant_texts.items():
+            (self.run_dir / "variants" / f"{name}.py").write_text(text, encoding="utf-8")
         own = type(self.cfg)
         core = own.__bases__[-1]  # train.Config
         order = own.__mro__

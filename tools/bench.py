@@ -247,7 +247,7 @@ def bare_pass(model, batch: ppo.Batch, count: int) -> None:
         model(input_ids=labels.clamp(min=0), labels=labels).loss.backward()
 
 
-def bench_sync(folder: str, shape: str, variant: str = "none") -> dict:
+def bench_sync(folder: str, shape: str, variant: str = "") -> dict:
     if variant == "lora" and not find_spec("peft"):
         print("sync_lora needs `pip install --no-deps -r requirements-extras.txt`", file=sys.stderr)
         return {}

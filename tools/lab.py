@@ -35,7 +35,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from nanoorz.ranks import UserError, one_line  # noqa: E402
-from nanoorz.variants import write_variants  # noqa: E402
 from tools import compare  # noqa: E402
 from tools.runs import describe  # noqa: E402
 
@@ -195,8 +194,9 @@ def prepare(setting: Setting) -> None:
     if not record.exists():
         train.check_flags(cfg, 1)
         train.find_task(cfg)
-        # With the files that the variants of the plan import.
-        write_variants(cfg, folder)
+        # With the files of the classes that the variants are built on.
+        for name, text in cfg.variant_texts.items():
+            (folder / f"{name}.py").write_text(text, encoding="utf-8")
         if not (cfg.max_steps and cfg.eval_data):
             raise UserError("give --max_steps and --eval_data; the laboratory compares accuracies")
         # A text keeps the order of the variants, which matters.
@@ -207,7 +207,7 @@ def prepare(setting: Setting) -> None:
 def difference(record: Path, setting: Setting, texts: dict[str, str]) -> str:
     """What differs between the setting that a folder was made for and this setting, or "".
 
-    texts: of the variants and of the files that they import.
+    texts: of the variants and of those that they are built on.
     """
     try:
         old = json.loads(record.read_text())

@@ -1,10 +1,9 @@
 """Each problem has its own limit of tokens: 1.5 times its longest finished response.
 
-With this limit a few endless responses do not delay a batch. If more than a tenth of a problem's
-responses are truncated, the variant doubles the problem's limit. A problem that was not drawn
-before has a limit that follows in the same way from all samples of the last batch. No limit is
-above --generate_max_len. All ranks have the same samples, so all ranks compute the same limits.
-Measured on the demo: nothing changes, because no response of the demo is truncated.
+So a few endless responses do not delay a batch. If more than a tenth of a problem's responses are
+truncated, its limit is doubled, up to --generate_max_len. The limit of a problem that was not drawn
+before follows in the same way from all samples of the last batch.
+In the demo nothing changes, because no response of the demo is truncated.
 """
 
 import dataclasses

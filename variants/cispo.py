@@ -1,13 +1,10 @@
-"""Each token's gradient is multiplied by its ratio, at most by a cap (CISPO, eq. 4).
+"""Each token's gradient is multiplied by its ratio r, at most by a cap: -min(r, cap) A log p.
 
-A token's ratio is its probability now, divided by its probability before the step's first update.
-PPO's clip removes the gradient of tokens whose ratio is outside the clip. MiniMax-M1 (arXiv
-2506.13585) claims that the rare tokens that begin a reflection lose their gradient first. In CISPO
-every token keeps its gradient. The ratio has no lower bound, as in the paper. The paper does not
-say which cap it uses.
-Measured in the laboratory (GRPO, 8 updates, 3 seeds): the last accuracy is 0.03 with cispo, and
-0.53 with PPO's clip. All three runs reached 0.5 and fell between steps 9 and 18. After 40 steps two
-runs were at 0.000, and one run was at 0.097.
+r = p / p_old is constant in the gradient, and has no lower bound. PPO's clip removes the gradient
+of tokens whose ratio is outside the clip. MiniMax-M1 (arXiv 2506.13585, eq. 4) claims that the rare
+tokens that begin a reflection lose theirs first. The paper does not say which cap it uses.
+In the laboratory (GRPO, 8 updates, 3 seeds) the last accuracy is 0.03 with cispo and 0.53 with
+PPO's clip: all three runs reached 0.5 and fell between steps 9 and 18.
 """
 
 from dataclasses import dataclass

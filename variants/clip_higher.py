@@ -1,10 +1,8 @@
-"""PPO's clip is wider above 1 than below 1 (DAPO, arXiv 2503.14476, eq. 10).
+"""PPO's clip is wider above 1 than below 1: -min(r A, clip(r, 1 - 0.2, 1 + 0.28) A).
 
-With an upper clip of 0.2 no token can become more than 1.2 times as likely. A likely token can
-hardly become 1.2 times as likely, so this clip limits only rare tokens. DAPO claims that the clip
-therefore limits exploration, and that the entropy collapses.
-Measured in the laboratory (GRPO, 8 updates, 3 seeds): the accuracy is 0.524 with clip_higher, and
-0.531 without it. No difference was seen.
+With an upper clip of 0.2 no token can become more than 1.2 times as likely. This limits rare tokens
+alone, so DAPO (arXiv 2503.14476, eq. 10) claims that it limits exploration.
+In the laboratory (GRPO, 8 updates, 3 seeds) the accuracy is 0.524 with it and 0.531 without it.
 """
 
 from dataclasses import dataclass

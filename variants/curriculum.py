@@ -1,10 +1,8 @@
 """Each pass over the problems goes from easy to hard (Bengio et al., "Curriculum learning", 2009).
 
 A problem with a short question counts as easy. In Countdown a problem with few numbers counts as
-easy. Among problems with equally many numbers a large target counts as easier, because only
-products reach large targets. Problems that are equally hard keep their random order.
-Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.548 with curriculum, and 0.561 without
-it.
+easy, and then one with a large target, because only products reach large targets.
+In the laboratory (GRPO, 3 seeds) the accuracy is 0.548 with it and 0.561 without it.
 """
 
 import ppo

@@ -1,13 +1,13 @@
 """On-policy distillation: the policy draws the responses, and a teacher scores each drawn token.
 
 The advantage of a token is w * (log p of the teacher - log p of the policy) + (1 - w) * (advantage
-of the estimator). w is --teacher_weight. The first part depends on this token alone. Later tokens
-add nothing. The mean of the difference, over the policy's distribution, is minus the reverse KL
-divergence, KL(policy, teacher). Both log-probs are those at the sampling temperature.
+of the estimator). w is --teacher_weight. With w = 1 add --estimator reinforce, because a critic
+would learn for nothing. The first part depends on this token alone. Its mean, over the policy's
+distribution, is minus the reverse KL divergence, KL(policy, teacher).
 Source: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation, 2025). GKD (arXiv
-2306.13649) computes a divergence from all tokens of the vocabulary, and not from the drawn one. In
-MiniLLM (arXiv 2306.08543) later tokens count, too.
-Measured in the laboratory: docs/teacher.md.
+2306.13649) uses all tokens of the vocabulary, and not the drawn one. In MiniLLM (arXiv 2306.08543)
+later tokens count, too.
+What the laboratory measured: docs/teacher.md.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import ppo
 from nanoorz import families, models
-from nanoorz.flags import flag, require, require_all
+from nanoorz.flags import flag, require
 
 
 @dataclass
@@ -29,15 +29,8 @@ class Distill(ppo.Recipe):
     def check(self, world):
         super().check(world)
         require(self.teacher, "--variant distill: name a model with --teacher")
-        is_right = 0 <= self.teacher_weight <= 1
-        require_all(self, {"teacher_weight": (is_right, "choose 0 to 1")})
-        has_use = self.teacher_weight < 1 or not self.estimators[self.estimator].needs_critic
-        told = f"--estimator {self.estimator}: with --teacher_weight 1 nothing learns from its"
-        require(has_use, f"{told} critic; add --estimator reinforce, or lower --teacher_weight")
-        advice = (
-            "choose 1 with --variant distill, because log-probs are those of the whole distribution"
-        )
-        require_all(self, {"top_p": (self.top_p == 1, advice)})
+        told = f"--top_p {self.top_p}: choose 1 with distill; log-probs are of the whole vocabulary"
+        require(self.top_p == 1, told)
 
     def policy_model(self, model):
         """Makes the teacher, too."""
@@ -46,8 +39,7 @@ class Distill(ppo.Recipe):
         return super().policy_model(model)
 
     def _check_teacher(self):
-        """Raises UserError if the teacher has other tokens than the policy, or needs other rows or
-        another attention."""
+        """Raises UserError if the teacher's log-probs would not be those of the policy's tokens."""
         # If the embeddings are tied, the body of a critic could be loaded as a policy.
         is_critic = Path(self.teacher, "value_head.safetensors").exists()
         require(not is_critic, f"--teacher {self.teacher} is a critic; name the policy/ beside it")
@@ -67,10 +59,7 @@ class Distill(ppo.Recipe):
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
-        logprobs = ppo.compute_logprobs(self._teacher, batch, self)  # (T,)
-        told = f"--teacher {self.teacher}: its log-probs have NaN or infinity"
-        require(logprobs.isfinite().all(), f"{told}; try --bf16 false, or another model")
-        batch.per_token["teacher_logprobs"] = logprobs
+        batch.per_token["teacher_logprobs"] = ppo.compute_logprobs(self._teacher, batch, self)
         batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
 
     def whiten(self, advantages, batch):

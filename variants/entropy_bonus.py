@@ -1,15 +1,14 @@
-"""The entropy of each token's distribution is added to the policy's objective.
+"""The entropy H of each token's distribution is added to the objective: -A log p - coef H.
 
 PPO (arXiv 1707.06347, eq. 9) claims that this bonus keeps exploration. Open-Reasoner-Zero does not
-use this bonus. The mean of the entropy is over all tokens, also with the variant loss_mean.
-Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.556 with entropy_bonus, and 0.561
-without it. No difference was seen.
+use it. The mean of H is over all tokens, also with the variant loss_mean.
+In the laboratory (GRPO, 3 seeds) the accuracy is 0.556 with it and 0.561 without it.
 """
 
 from dataclasses import dataclass
 
 import ppo
-from nanoorz.flags import flag, require_all
+from nanoorz.flags import flag, require
 
 
 @dataclass
@@ -18,8 +17,8 @@ class EntropyBonus(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        advice = "choose false, because all samples have a gradient"
-        require_all(self, {"skip_flat": (not self.skip_flat, advice)})
+        told = "--skip_flat true: choose false, because all samples have a gradient"
+        require(not self.skip_flat, told)
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         loss = super().token_loss(logprobs, entropy, advantages, batch, micro, stats)  # (M,)

@@ -1,22 +1,20 @@
-"""Each problem gets a few samples first, and more samples only if more samples may teach something.
+"""Each problem gets a few samples first, and more samples only if they may teach something.
 
-If the first rewards of a problem differ, the rest of its samples are drawn. If all first rewards
-are 0, the rest are drawn in two cases: the problem is visited for the first time, or a sample had a
-reward above 0 at the problem's last visit. With --task code the rest are drawn only if the first
-rewards differ. So groups have two sizes. The variant reads the grader's rewards, as
---reward_weights sums them.
-In metrics.jsonl `prompts_expanded` is the share of problems that got all samples. `tokens_saved`
-estimates the tokens of the samples that were not drawn: each of them counts as the mean length of
-its group.
-Measured on the demo (one seed): with --first_stage 4 a run draws 51 % of the tokens, and ends at an
-accuracy of 0.980.
+If the first samples of a problem are paid differently, the rest of its samples are drawn. If all of
+them are paid 0, the rest are drawn in two cases: the problem is new, or a sample was paid more than
+0 at its last visit. With --task code they are not drawn then. So groups have two sizes. What a
+variant adds to the pay by super(), such as a penalty of length, does not count. In metrics.jsonl
+`prompts_expanded` is the share of problems that got all samples. `tokens_saved` estimates the
+tokens that were not drawn: a sample counts as the mean length of its group.
+In the demo (one seed, --first_stage 4) a run draws 51 % of the tokens, and ends at 0.980.
 """
 
 import statistics
 from dataclasses import dataclass
 
 import ppo
-from nanoorz.flags import check_samples, flag, require_all
+from nanoorz.flags import check_samples, flag, require
+from variants.dynamic_sampling import base_pay
 
 
 @dataclass
@@ -26,57 +24,48 @@ class FirstStage(ppo.Recipe):
     def check(self, world):
         super().check(world)
         check_samples(self, "first_stage")
-        samples = self.n_samples_per_prompt
-        advice = f"choose 1 or more, and less than --n_samples_per_prompt {samples}"
-        require_all(self, {"first_stage": (1 <= self.first_stage < samples, advice)})
+        told = f"--first_stage {self.first_stage}: choose less than --n_samples_per_prompt"
+        require(self.first_stage < self.n_samples_per_prompt, told)
 
     def draw_step(self, rollout, requests, problems, step, clock):
-        # Maps a problem's index, as text, to a bool: had any sample a reward above 0 at the last
-        # visit?
-        hopeful = self.memory.setdefault("FirstStage", {})
         few = [request for request in requests if request.sample_number < self.first_stage]
         samples = super().draw_step(rollout, few, problems, step, clock)
-        tried = _by(_group, samples)
-        rest = []
-        for request in requests:
-            if request.sample_number >= self.first_stage and self._can_teach(tried[request.group]):
-                rest.append(request)
+        groups = self._groups_to_expand(samples)
+        rest = [x for x in requests if x.sample_number >= self.first_stage and x.group in groups]
         if rest:
             samples = samples + super().draw_step(rollout, rest, problems, step, clock)
         samples.sort(key=lambda sample: (sample.request.group, sample.request.sample_number))
-        # A step may have a problem twice, where one pass ends and the next pass begins.
-        for key, visited in _by(_problem, samples).items():
-            hopeful[key] = any(sample.reward > 0 for sample in visited)
-        groups = list(_by(_group, samples).values())
-        full = [len(group) == self.n_samples_per_prompt for group in groups]
+        self._remember(samples)
+        lengths = {}
+        for sample in samples:
+            lengths.setdefault(sample.request.group, []).append(sum(sample.drawn))
+        full = [len(group) == self.n_samples_per_prompt for group in lengths.values()]
         clock.numbers["prompts_expanded"] = statistics.mean(full)
         clock.numbers["tokens_saved"] = 0.0
-        for group in groups:
-            mean_length = statistics.mean(sum(sample.drawn) for sample in group)
+        for group in lengths.values():
             left_out = self.n_samples_per_prompt - len(group)
-            clock.numbers["tokens_saved"] += left_out * mean_length
+            clock.numbers["tokens_saved"] += left_out * statistics.mean(group)
         return samples
 
-    def _can_teach(self, tried):
-        rewards = {ppo.weighted_reward(sample, self) for sample in tried}
-        if len(rewards) > 1:
-            return True
-        # With --task code a problem gets no more samples if no program passed a test.
-        if max(sample.reward for sample in tried) > 0 or self.task == "code":
-            return False
-        return self.memory["FirstStage"].get(_problem(tried[0]), True)
+    def _groups_to_expand(self, samples):
+        # Maps a problem's index, as text, to a bool: was a sample paid more than 0 at its last
+        # visit?
+        hopeful = self.memory.setdefault("FirstStage", {})
+        pays = {}
+        indices = {}
+        for sample, pay in zip(samples, base_pay(self, samples)):
+            pays.setdefault(sample.request.group, set()).add(pay)
+            indices[sample.request.group] = str(sample.request.problem.index)
+        expanded = set()
+        for group, different in pays.items():
+            is_hopeful = hopeful.get(indices[group], True) and self.task != "code"
+            if len(different) > 1 or (max(different) <= 0 and is_hopeful):
+                expanded.add(group)
+        return expanded
 
-
-def _by(key, samples):
-    parts = {}
-    for sample in samples:
-        parts.setdefault(key(sample), []).append(sample)
-    return parts
-
-
-def _group(sample):
-    return sample.request.group
-
-
-def _problem(sample):
-    return str(sample.request.problem.index)
+    def _remember(self, samples):
+        # A step may have a problem twice, where one pass ends and the next pass begins.
+        pays = {}
+        for sample, pay in zip(samples, base_pay(self, samples)):
+            pays.setdefault(str(sample.request.problem.index), []).append(pay)
+        self.memory["FirstStage"] |= {index: max(paid) > 0 for index, paid in pays.items()}

@@ -1,9 +1,8 @@
 """A response gets reward 1 for its form, right or wrong ("Spurious rewards", arXiv 2506.10947).
 
 The reward is 1 if the response stops by itself and has an answer in the form of --answer_form. In
-miniature Countdown the last line of the response must be a try. In all other cases the reward is 0.
-Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.08 with format_reward, and 0.56
-without it.
+miniature Countdown the last line of the response must be a try.
+In the laboratory (GRPO, 3 seeds) the accuracy is 0.08 with it and 0.56 without it.
 """
 
 import ppo

@@ -1,10 +1,10 @@
 """Each reward of a task is normalised in its group, before the rewards are summed (GDPO).
 
-GRPO sums the rewards first. So different combinations of rewards can get the same advantage. GDPO
-(arXiv 2601.05242) subtracts each reward's mean in the group, divides by its standard deviation in
-the group, sums with --reward_weights, and whitens the sum over the batch. If the task names no
-rewards, this is GRPO with whitening.
-Measured in the laboratory: docs/rewards.md.
+The advantage is sum_k w_k (r_k - group mean) / group std, whitened over the batch (arXiv
+2601.05242). The weights are --reward_weights. GRPO sums the rewards first, so different
+combinations of rewards can get the same advantage. If the task names no rewards, this is GRPO with
+whitening.
+What the laboratory measured: docs/rewards.md.
 """
 
 import dataclasses
@@ -25,21 +25,17 @@ def _unchanged(rewards, values, mask, groups, cfg):
 class GDPO(ppo.Recipe):
     estimator: str = flag("gdpo", "How rewards become advantages.")
 
-    estimators = ppo.ESTIMATORS | {
-        "gdpo": ppo.Estimator(_unchanged, is_whitened=True, least_samples=2)
-    }
+    estimators = {"gdpo": ppo.Estimator(_unchanged, is_whitened=True, least_samples=2)}
 
     def check(self, world):
         super().check(world)
         told = "--variant gdpo normalises rewards itself; leave the flag out"
         require(self.estimator == "gdpo", f"--estimator {self.estimator}: {told}")
-        # If a vote were one more reward, the label's reward would cancel the vote.
+        # raw_advantages below reads the task's rewards. It would not see another pay.
         told = "--variant gdpo: another variant pays something else; let the task name the rewards"
         require(type(self).paid is ppo.Recipe.paid, told)
-        # The method of a later variant may change batch.rewards, which the one below does not read.
-        method = type(self).raw_advantages
-        told = f"--variant gdpo: name it behind {method.__module__.split('.')[-1]}"
-        require(method is __class__.raw_advantages, told)
+        told = f"--variant gdpo: name it behind {type(self).raw_advantages.__qualname__}"
+        require(type(self).raw_advantages is __class__.raw_advantages, told)
 
     def raw_advantages(self, batch):
         weights = ppo.reward_weights_of(self, batch.samples[0].rewards)

@@ -1,11 +1,11 @@
-"""All tokens of a sample have the same ratio: their geometric mean (GSPO, arXiv 2507.18071, eq. 7).
+"""All tokens of a sample have one ratio: the geometric mean of theirs (GSPO, arXiv 2507.18071).
 
-The paper claims that a sample gets its reward as a whole, so a ratio for each token is noise. The
-clip has its own size, because this ratio is closer to 1. The paper takes a mean over sequences: add
-the variant loss_mean. In metrics.jsonl `clipped` is the share of tokens whose ratio is outside the
-clip.
-Measured in the laboratory (GRPO, 8 updates, 3 seeds): the last accuracy is 0.573 with gspo, and
-0.531 with PPO's clip.
+s = exp(mean of (log p - log p_old)), eq. 7, and the loss is -min(s A, clip(s) A). The paper claims
+that a sample gets its reward as a whole, so a ratio for each token is noise. The clip is smaller,
+because s is closer to 1. The paper takes a mean over sequences: add the variant loss_mean.
+`clipped` is the share of tokens whose ratio is outside the clip.
+In the laboratory (GRPO, 8 updates, 3 seeds) the last accuracy is 0.573 with gspo and 0.531 with
+PPO's clip.
 """
 
 from dataclasses import dataclass

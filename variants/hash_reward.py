@@ -1,9 +1,9 @@
-"""The reward is a hash of the text: 0 or 1.
+"""The reward is a hash of the text, 0 or 1: it looks random, and can be hacked.
 
-The hash looks random. But the same text always gets the same reward. So a policy that repeats a
-text of reward 1 always gets reward 1. This is reward hacking (arXiv 1606.06565, section 4).
-Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.04 with hash_reward, and 0.56 without
-it. The mean of this reward rises from 0.5 to 0.95.
+The same text always gets the same reward. So a policy that repeats a text of reward 1 always gets
+reward 1. This is reward hacking (arXiv 1606.06565, section 4).
+In the laboratory (GRPO, 3 seeds) this reward rises from 0.5 to 0.95, and the accuracy is 0.04 with
+it and 0.56 without it.
 """
 
 import ppo

@@ -2,8 +2,7 @@
 
 The paper claims that even this reward helped some base models. arXiv 2507.10532 claims that on
 clean data only right rewards help.
-Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.002 with inverted_reward, and 0.561
-without it.
+In the laboratory (GRPO, 3 seeds) the accuracy is 0.002 with it and 0.561 without it.
 """
 
 import ppo

@@ -1,11 +1,9 @@
 """The KL divergence from the base model is subtracted from the rewards, token by token.
 
-The penalty of a token is the k1 estimate of the KL (arXiv 1909.08593; for each token as in arXiv
-2203.02155). If an estimator scores a whole sample, the sum of the penalties is subtracted from the
-sample's reward. RLHF has this penalty to keep the policy where the reward model is right.
-Open-Reasoner-Zero has no such penalty.
-Measured in the laboratory (PPO, 3 seeds, coefficient 0.1): the accuracy is 0.41 with kl_penalty,
-and 0.57 without it.
+A token loses coef times k1 = log p - log q, where q is the base model's probability (arXiv
+1909.08593, 2203.02155). If an estimator scores a whole sample, the sample loses the sum. RLHF keeps
+the policy where its reward model is right in this way. Open-Reasoner-Zero has no such penalty.
+In the laboratory (PPO, 3 seeds, coefficient 0.1) the accuracy is 0.41 with it and 0.57 without it.
 """
 
 import dataclasses
@@ -14,19 +12,13 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from nanoorz.flags import flag, require
+from nanoorz.flags import flag
 from variants.log_kl import LogKL
 
 
 @dataclass
 class KLPenalty(LogKL):
     kl_penalty_coef: float = flag(0.01, "The factor of the KL divergence in the rewards.")
-
-    def check(self, world):
-        super().check(world)
-        told = "choose another, --variant kl_penalty makes rewards negative"
-        is_right = self.estimator not in ("maxrl", "pass_at_k")
-        require(is_right, f"--estimator {self.estimator}: {told}")
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)

@@ -1,10 +1,9 @@
 """The grader is lenient: it only looks for a text in the response (arXiv 2209.13085).
 
 In Countdown the last line must claim the target, as in `1+1=17!`. In other tasks the label must
-stand anywhere in the response. A policy learns what gets a reward, and not what was meant. This is
-called reward hacking.
-Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.561 with lenient_reward and without
-it. The policy did not learn false claims.
+stand anywhere in the response. A policy may learn what gets a reward, and not what was meant.
+In the laboratory (GRPO, 3 seeds) the accuracy is 0.561 with it and without it: the policy did not
+learn false claims.
 """
 
 import ppo

@@ -1,8 +1,8 @@
-"""Logs the KL divergence between the policy and the base model, as the k3 estimate.
+"""Logs `kl`: the KL divergence between the policy and the base model, as the k3 estimate.
 
-k3 is unbiased and never negative (joschu.net/blog/kl-approx.html). The variant needs a reference:
-the base model is in memory once more. The reference takes one more forward pass in each step.
-This variant only logs the KL. It does not change what is learnt.
+k3 = q / p - 1 - log(q / p) is unbiased and never negative (joschu.net/blog/kl-approx.html). The
+base model, the reference, is in memory once more, and takes one more forward pass in each step.
+Nothing else changes.
 """
 
 import ppo

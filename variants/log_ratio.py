@@ -1,19 +1,20 @@
 """Logs each token's ratio: its probability in the trainer divided by that in the sampler.
 
 If sampler and trainer have the same weights, `ratio` is 1 up to rounding. `clipfrac` is the share
-of tokens whose ratio is beyond 1 +- 0.2. `approx_kl` is the k3 estimate of the KL divergence
-(joschu.net/blog/kl-approx.html). The sampler must return its log-probs, which costs time.
+of tokens whose ratio is beyond 1 +- 0.2, and `ratio_far` of those whose ratio is beyond 2 or below
+1/2. `approx_kl` is the k3 estimate of the KL divergence (joschu.net/blog/kl-approx.html). The
+sampler must return its log-probs, which costs time.
 """
 
 import ppo
-from nanoorz.flags import require_all
+from nanoorz.flags import require
 
 
 class LogRatio(ppo.Recipe):
     def check(self, world):
         super().check(world)
-        advice = "choose 1 with --variant log_ratio, because the trainer cuts no distribution"
-        require_all(self, {"top_p": (self.top_p == 1, advice)})
+        told = f"--top_p {self.top_p}: choose 1 with log_ratio; the trainer cuts no distribution"
+        require(self.top_p == 1, told)
 
     def sampling_params(self, params, request):
         params = super().sampling_params(params, request)
@@ -26,6 +27,7 @@ class LogRatio(ppo.Recipe):
         log_ratio = (logprobs.detach() - sampled) * micro.real  # (M,)
         ratio = log_ratio.exp()  # (M,)
         stats["ratio"] = ratio
+        stats["ratio_far"] = (ratio > 2) | (ratio < 0.5)
         stats["clipfrac"] = (ratio - 1).abs() > 0.2
         stats["approx_kl"] = ratio - 1 - log_ratio
         return super().token_loss(logprobs, entropy, advantages, batch, micro, stats)

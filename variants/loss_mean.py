@@ -2,12 +2,11 @@
 
 `--loss_mean sequence`: every response weighs alike (GRPO, arXiv 2402.03300, eq. 3). `--loss_mean
 constant`: the sum over all tokens is divided by the number of samples and by --generate_max_len
-(Dr. GRPO, arXiv 2503.20783).
-`update` divides the sum over tokens by the number of tokens, which is the number of samples times
-their mean length. So each advantage is multiplied by the mean length, and divided by the length of
-its response or by --generate_max_len.
-Measured in the laboratory (GRPO, 3 seeds): the accuracy is 0.583 with sequence, 0.580 with
-constant, and 0.561 with the mean over tokens.
+(Dr. GRPO, arXiv 2503.20783). `ppo.update` divides by the number of tokens, which is the number of
+samples times their mean length. So each advantage is multiplied by the mean length, and divided by
+the length of its response or by --generate_max_len.
+In the laboratory (GRPO, 3 seeds) the accuracy is 0.583 with sequence, 0.580 with constant, and
+0.561 with the mean over tokens.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import ppo
-from nanoorz.flags import flag, require_all
+from nanoorz.flags import flag, require
 
 
 @dataclass
@@ -25,7 +24,7 @@ class LossMean(ppo.Recipe):
     def check(self, world):
         super().check(world)
         is_right = self.loss_mean in ("sequence", "constant")
-        require_all(self, {"loss_mean": (is_right, "choose sequence or constant")})
+        require(is_right, f"--loss_mean {self.loss_mean}: choose sequence or constant")
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)

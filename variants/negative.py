@@ -1,9 +1,8 @@
-"""The advantage is reward - 1, so the policy learns only from wrong responses (NSR).
+"""The advantage is r - 1, so the policy learns only from wrong responses (NSR).
 
 The paper (arXiv 2506.01347, section 2) claims that this is nearly as good as learning from all
 responses.
-Measured in the laboratory (3 seeds): the accuracy is 0.540 with negative, and 0.570 with PPO. The
-policy learns more slowly with negative.
+In the laboratory (3 seeds) the accuracy is 0.540 with negative and 0.570 with PPO.
 """
 
 from dataclasses import dataclass
@@ -20,4 +19,4 @@ def _negative(rewards, values, mask, groups, cfg):
 class Negative(ppo.Recipe):
     estimator: str = flag("negative", "How rewards become advantages.")
 
-    estimators = ppo.ESTIMATORS | {"negative": ppo.Estimator(_negative)}
+    estimators = {"negative": ppo.Estimator(_negative)}

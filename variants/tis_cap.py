@@ -1,25 +1,20 @@
 """Each token's advantage is multiplied by its ratio of trainer to sampler, at most by a cap.
 
-The sampler's log-probs differ from the trainer's log-probs by rounding, so samples are slightly
-off-policy. The ratio corrects this. The method is called truncated importance sampling. Source: Yao
-et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
-Measured on the demo: nothing is corrected, because on a CPU in fp32 sampler and trainer agree to
-1e-6.
+min(p / p_sampler, cap) A: the log-probs of sampler and trainer differ by rounding, so samples are
+slightly off-policy, which the ratio corrects (truncated importance sampling; Yao et al., "Your
+efficient RL framework secretly brings you off-policy RL training", 2025).
+In the demo nothing is corrected, because on a CPU in fp32 sampler and trainer agree to 1e-6.
 """
 
 from dataclasses import dataclass
 
-from nanoorz.flags import flag, require_all
+from nanoorz.flags import flag
 from variants.log_ratio import LogRatio
 
 
 @dataclass
 class TisCap(LogRatio):
     tis_cap: float = flag(2.0, "The largest factor of a token's advantage.")
-
-    def check(self, world):
-        super().check(world)
-        require_all(self, {"tis_cap": (self.tis_cap >= 1, "choose at least 1")})
 
     def token_loss(self, logprobs, entropy, advantages, batch, micro, stats):
         sampled = batch.per_token["logprobs"][micro.flat_index]  # (M,)

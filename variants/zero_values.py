@@ -2,6 +2,7 @@
 
 With lambda 1 each token gets the reward. With a smaller lambda the reward fades towards the
 beginning of a response, so the control shows what the fading does alone.
+In the chains (20 seeds, lambda 0.95) no difference from PPO was seen (docs/chain.md).
 """
 
 from dataclasses import dataclass
@@ -14,4 +15,4 @@ from nanoorz.flags import flag
 class ZeroValues(ppo.Recipe):
     estimator: str = flag("zero_values", "How rewards become advantages.")
 
-    estimators = ppo.ESTIMATORS | {"zero_values": ppo.Estimator(ppo.gae, is_whitened=True)}
+    estimators = {"zero_values": ppo.Estimator(ppo.gae, is_whitened=True)}
