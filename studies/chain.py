@@ -48,7 +48,7 @@ PAIRS = [("l95", "zero"), ("l95", "grpo"), ("l95", "rloo"), ("l95", "reinforce")
 PAIRS += [("l90", "l95"), ("ppo", "grpo"), ("ppo", "reinforce"), ("zero", "grpo")]
 PAIRS += [("zero", "reinforce"), ("positive", "reinforce")]
 SILENT = ["ppo", "l95", "zero", "grpo", "reinforce"]  # they have runs without the verdict
-# Settings at the rate 8e-4. variants/plans/chain_breaks.txt has most of them.
+# Settings at the rate 8e-4. docs/exercises/chain_breaks.txt has most of them.
 ALREADY_RUN = ["grpo_8", "l95_8"]
 CAUSES = ["blame_right", "blame_random", "blame_none", "blame_unsure", "blame_wrong", "positive"]
 CAUSES += ["positive_problems", "reinforce_problems"]

@@ -165,7 +165,7 @@ def test_no_held_out_problem_is_trained_on(tmp_path):
     "task, variant, names",
     [
         ("countdown", [], {"tries", "checked", "backtracking", "slips"}),
-        ("chain", ["--variant", "no_verdict"], {"letters", "wrong", "stutter"}),
+        ("chain", ["--variant", "docs/exercises/no_verdict.py"], {"letters", "wrong", "stutter"}),
     ],
 )
 def test_the_baseline_trains(task, variant, names, tmp_path):

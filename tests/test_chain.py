@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import config
+from conftest import ROOT, config
 
 import ppo
 from nanoorz.ranks import UserError
 from rollout import Sample
 from tasks import chain
 from tools import base_model
-from train import parse_flags
 
+BLAME = ROOT / "docs/exercises/blame.py"
 TABLE = "Fh,Ji,Ea,Hd,Dc,Ag,Cf,Gj,Be,Ib"
 
 
@@ -166,7 +166,7 @@ def make_batch(parts: list[str], drawn: list[bool], label: dict, seed: int = 0) 
 
 
 def test_as_many_random_letters_are_blamed_as_are_wrong():
-    cfg = config(variant="blame", blame="random", task="chain", estimator="grpo")
+    cfg = config(variant=BLAME, blame="random", task="chain", estimator="grpo")
     parts, drawn = ["c", "+C", "a", "-A", "g", "+G", "b"], [x == "1" for x in "1001001001"]
     found = set()
     for seed in range(60):
@@ -189,11 +189,23 @@ def test_the_blamed_letters_are_the_wrong_ones_or_the_right_ones():
         drawn = [digit == "1" for digit in drawn]
         batch = make_batch(parts, drawn, make_label(4))
         for blame in ("wrong", "right"):
-            cfg = config(variant="blame", blame=blame, task="chain", estimator="grpo")
+            cfg = config(variant=BLAME, blame=blame, task="chain", estimator="grpo")
             is_blamed = torch.tensor(wrong) == (blame == "wrong")
             found = cfg.whiten(torch.full((len(wrong),), -2.0), batch)
             assert found.tolist() == (-2.0 * is_blamed).tolist()
             assert (cfg.whiten(torch.full((len(wrong),), 3.0), batch) == 3).all()
+
+
+def test_no_token_is_blamed_or_those_that_were_unlikely():
+    batch = make_batch(["ca"], [True, True], make_label())
+    batch.per_token["logprobs"] = torch.tensor([0.31, 0.29]).log()
+    for blame, found in (("none", [0.0, 0.0]), ("unsure", [0.0, -2.0])):
+        cfg = config(variant=BLAME, blame=blame, estimator="grpo")
+        assert cfg.whiten(torch.full((2,), -2.0), batch).tolist() == found
+        params = SimpleNamespace(logprobs=None)
+        assert cfg.sampling_params(params, None).logprobs == (0 if blame == "unsure" else None)
+    with pytest.raises(UserError, match="--blame all: choose none, unsure, wrong, right, random"):
+        config(variant=BLAME, blame="all").check(1)
 
 
 def test_a_frozen_embedding_is_the_tied_head_and_all_else_learns():
@@ -205,9 +217,6 @@ def test_a_frozen_embedding_is_the_tied_head_and_all_else_learns():
 
 
 def test_without_a_verdict_the_reply_is_a_question_mark():
-    flags = ["--model", "m", "--data", "d", "--variant", "no_verdict"]
-    reply = parse_flags([*flags, "--task", "chain"]).reply_function(chain)
-    text, _ = play(["c", "a", "h"], make_label(), reply)
+    cfg = config(variant=ROOT / "docs/exercises/no_verdict.py", task="chain")
+    text, _ = play(["c", "a", "h"], make_label(), cfg.reply_function(chain))
     assert text == "c?Ca?Ah"
-    with pytest.raises(UserError, match="no_verdict is for --task chain, not math"):
-        parse_flags(flags).check(1)

@@ -100,7 +100,7 @@ def test_a_run_gives_flags_variants_problems_and_step(run, name, alone, capsys):
     assert taken.startswith(f"evaluates {run}/policy with ")
     assert "the seeds of step 7 " in taken and taken.endswith(f" {run}/held_out.json")
     assert evaluate.read_flags([str(run / name), "--greedy"])[0].eval_n == 1
-    words = "--n 1 --greedy --max-len 99 --stop= --seed=5 --data hub/x --variant none --model other"
+    words = "--n 1 --greedy --max-len 99 --stop= --seed=5 --data hub/x --variant --model other"
     cfg, step = evaluate.read_flags([str(run / name), *words.split()])
     assert (cfg.eval_n, cfg.eval_temperature, cfg.max_len, cfg.stop, cfg.seed) == (1, 0, 99, [], 5)
     assert (cfg.data, cfg.model, step) == (["hub/x"], "other", 7) and not hasattr(cfg, "bonus")

@@ -208,7 +208,7 @@ GOOD = "base: --model m --data d --eval_data e --max_steps 2 --bf16 false --zero
         (GOOD + "other: my.py\n", "", "line 3: the variant my.py or /.*/my.py is not there"),
         (GOOD + "other: kl_loss + kl_loss\n", "", "line 3: two variants are called kl_loss"),
         (GOOD + "other: --seed=3\n", "", "line 3: the laboratory gives --seed=3 itself"),
-        (GOOD + "other: cispo + --policy_updates 0\n", "", "other: --policy_updates 0: choose"),
+        (GOOD + "other: log_ratio + --top_p 0.9\n", "", "other: --top_p 0.9: choose 1"),
         (GOOD.replace("--max_steps 2", ""), "", "plain: give --max_steps and --eval_data"),
         (GOOD + "other: --data {base}/gone.json[:3]\n", "", "line 3: other: .*/gone.json: No such"),
         (GOOD, "--show other", "--show other"),
