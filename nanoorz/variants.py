@@ -29,7 +29,7 @@ def extend(config: type, words: list[str]) -> type:
 
     words: names of files in variants/, or paths that end in .py. Raises UserError.
     """
-    bases = (*reversed(load(words, config)), config)
+    bases = (*reversed(list(load(words, config))), config)
     # All classes, with those that a variant is built on. Calls of super() go from last to first.
     order = type("Order", bases, {}).__mro__
     classes = [x for x in reversed(order[1:]) if x not in config.__mro__]
@@ -38,10 +38,12 @@ def extend(config: type, words: list[str]) -> type:
     texts = {}
     for variant in classes:
         refuse_unknown_names(variant, config)
+        if "__dataclass_fields__" not in vars(variant):
+            dataclasses.dataclass(variant)
         # Python's inheritance of dataclasses would lose a new default. Say A gives --lambd the
         # default 0.95. If B adds a flag, B also has a field lambd, with the default of the recipe.
         for name, kind in inspect.get_annotations(variant).items():
-            fields[name] = (name, kind, vars(variant)["__dataclass_fields__"][name])
+            fields[name] = (name, kind, variant.__dataclass_fields__[name])
         estimators |= vars(variant).get("estimators", {})
         path = Path(inspect.getfile(variant))
         texts[path.stem] = path.read_text(encoding="utf-8")
@@ -51,8 +53,8 @@ def extend(config: type, words: list[str]) -> type:
     return dataclasses.make_dataclass("Config", fields.values(), bases=bases, namespace=own)
 
 
-def load(words, config) -> list[type]:
-    """Imports each file as the module variants.NAME. Returns the one subclass that it must have."""
+def load(words, config):
+    """Imports each file as the module variants.NAME. Yields the one subclass that it must have."""
     paths = [Path(word) if word.endswith(".py") else VARIANTS / f"{word}.py" for word in words]
     # Another config of this process may have other files of these names.
     for name in [x for x in sys.modules if x.startswith("variants.")]:
@@ -61,7 +63,6 @@ def load(words, config) -> list[type]:
     package = sys.modules["variants"] = types.ModuleType("variants")
     package.__path__ = [*(str(path.resolve().parent) for path in paths), str(VARIANTS)]
     recipe = config.__mro__[-2]  # ppo.Recipe. The last class of all is `object`.
-    variants = []
     for path in paths:
         require(path.is_file(), f"--variant: there is no file {path}")
         module = importlib.import_module(f"variants.{path.stem}")
@@ -69,8 +70,7 @@ def load(words, config) -> list[type]:
         require(is_same, f"--variant: {module.__file__} has the name of {path}; rename one")
         found = [x for _, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, recipe)]
         [variant] = {x for x in found if x.__module__ == module.__name__}
-        variants.append(variant)
-    return variants
+        yield variant
 
 
 def refuse_unknown_names(variant, config):

@@ -143,6 +143,8 @@ def test_a_variant_adds_flags_with_their_help(write, capsys):
     own = ["gain: float = flag(3.0, 'A factor, 50 % or so.')", "plain: int = 5"]
     (path,) = write(a=variant("A", *own))
     assert (config(variant=path).gain, config(variant=path).plain) == (3, 5)
+    (bare,) = write(bare=variant("B", "lambd: float = 0.5").replace("@dataclass", ""))
+    assert config(variant=bare).lambd == 0.5, "@dataclass may be left out"
     cfg = config(variant=path, gain=2, plain=6)
     assert (flags_of(cfg)["gain"], flags_of(cfg)["plain"]) == (2, 6)
     with pytest.raises(SystemExit):
