@@ -418,7 +418,11 @@ REFUSED = [
     (["overlong_penalty"], {"overlong_cache": 13}, "--overlong_cache 13: .* at most 12 tokens"),
     (["first_stage"], {"first_stage": 8}, "--first_stage 8: choose less than --n_samples"),
     (["first_stage"], {"first_stage": 1, "estimator": "grpo"}, "--first_stage 1.* at least 2"),
-    (["pass_at_k"], {"n_samples_per_prompt": 4}, "--n_samples_per_prompt 4: --pass_k 4 needs more"),
+    (
+        ["pass_at_k"],
+        {"n_samples_per_prompt": 4},
+        "--n_samples_per_prompt 4: --pass_k 4 needs at least 5",
+    ),
     (["dynamic_sampling", "first_stage"], {}, "dynamic_sampling: name it behind FirstStage"),
     (["loss_mean"], {"loss_mean": "token"}, "--loss_mean token: choose sequence or constant"),
     (["gdpo"], {"estimator": "grpo"}, "--estimator grpo: --variant gdpo normalises rewards itself"),

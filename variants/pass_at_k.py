@@ -36,5 +36,7 @@ class PassAtK(ppo.Recipe):
     def check(self, world):
         super().check(world)
         is_enough = self.estimator != "pass_at_k" or self.n_samples_per_prompt > self.pass_k
-        told = f"--n_samples_per_prompt {self.n_samples_per_prompt}: --pass_k {self.pass_k} needs"
-        require(is_enough, f"{told} more samples of a problem")
+        told = (
+            f"--n_samples_per_prompt {self.n_samples_per_prompt}: --pass_k {self.pass_k} needs at"
+        )
+        require(is_enough, f"{told} least {self.pass_k + 1}")
