@@ -159,13 +159,16 @@ def test_no_held_out_problem_is_trained_on(tmp_path):
     assert len(different) == len(train + held_out) == 914
 
 
+EXERCISES = [f"docs/exercises/{name}.py" for name in ("no_verdict", "blame")]
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "task, variant, names",
     [
         ("countdown", [], {"tries", "checked", "backtracking", "slips"}),
-        ("chain", ["--variant", "docs/exercises/no_verdict.py"], {"letters", "wrong", "stutter"}),
+        ("chain", ["--variant", *EXERCISES, "--blame", "wrong"], {"letters", "wrong", "stutter"}),
     ],
 )
 def test_the_baseline_trains(task, variant, names, tmp_path):
