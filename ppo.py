@@ -328,7 +328,8 @@ class Recipe:
     def paid(self, samples) -> list[float]:
         """One reward for each sample, from which the policy learns. By default it is the reward of
         the grader, or the weighted sum if the task names several rewards. The logs have the reward
-        of the grader, and this one as `paid`. Only rank 0 calls this method."""
+        of the grader, and this one as `paid`. samples: whole groups of a step. Rank 0 decides, so
+        the rewards may be random."""
         return [weighted_reward(sample, self) for sample in samples]
 
     def samples_that_count(self, batch: Batch) -> list[int]:

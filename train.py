@@ -113,7 +113,11 @@ class Learning(ppo.Recipe):
     task: str = flag(
         "math", "Problems and grader: math, the name of a file of tasks/, or a path to a .py file."
     )
-    variant: list[str] = flag([], "Names of files of variants/, or paths to .py files.")
+    variant: list[str] = flag(
+        [],
+        "Names of files of variants/, or paths to .py files. super() of a later one calls the "
+        "earlier ones.",
+    )
     # ---- sampling
     rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
     n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if none is right.")

@@ -66,8 +66,8 @@ def load(words, config):
     for path in paths:
         require(path.is_file(), f"--variant: there is no file {path}")
         module = importlib.import_module(f"variants.{path.stem}")
-        is_same = Path(module.__file__) == path.resolve()
-        require(is_same, f"--variant: {module.__file__} has the name of {path}; rename one")
+        told = f"--variant: {module.__file__} has the name of {path}; rename one"
+        require(Path(module.__file__) == path.resolve(), told)
         found = [x for _, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, recipe)]
         [variant] = {x for x in found if x.__module__ == module.__name__}
         yield variant
@@ -86,8 +86,10 @@ def refuse_lost_methods(early, late):
     for name in vars(early).keys() & vars(late).keys():
         method = vars(late)[name]
         if inspect.isfunction(method) and name[:2] != "__" and not issubclass(late, early):
-            told = f"{late.__name__}.{name} has no super(), and would hide {early.__name__}.{name}"
-            require(calls_super(method), f"--variant: {told}; name {late.__name__} first")
+            told = (
+                f"--variant: {late.__name__}.{name} without super() hides {early.__name__}.{name}"
+            )
+            require(calls_super(method), f"{told}; name {late.__name__} first, or leave one out")
 
 
 def calls_super(method) -> bool:
