@@ -86,9 +86,7 @@ def refuse_lost_methods(early, late):
     for name in vars(early).keys() & vars(late).keys():
         method = vars(late)[name]
         if inspect.isfunction(method) and name[:2] != "__" and not issubclass(late, early):
-            told = (
-                f"--variant: {late.__name__}.{name} without super() hides that of {early.__name__}"
-            )
+            told = f"--variant: {late.__name__}.{name} without super() hides {early.__name__}'s"
             require(calls_super(method), f"{told}; name {late.__name__} first, or leave one out")
 
 

@@ -124,10 +124,10 @@ def test_a_method_without_super_that_hides_an_earlier_one_is_refused(write):
     """A helper too."""
     helpers = {x: variant(x.upper(), "def _help(self):", "    return 1") for x in "ab"}
     twice, zero, a, b = write(twice=TWICE, zero=ZERO, **helpers)
-    told = r"Zero.paid without super\(\) hides that of Twice; name Zero first, or leave one out"
+    told = r"Zero.paid without super\(\) hides Twice's; name Zero first, or leave one out"
     refuse([twice, zero], told)
     assert paid_with(zero, twice) == [0, 0]
-    refuse([a, b], "B._help without .* hides that of A")
+    refuse([a, b], "B._help without .* hides A's")
 
 
 def test_a_file_that_is_not_there_or_is_not_the_one_that_is_named_is_refused(write, tmp_path):
