@@ -83,7 +83,7 @@ def finish_help(parser, choices):
     parser.usage = "python train.py --model MODEL --data FILE ... [--FLAG VALUE ...]"
     for action in parser._actions:
         if action.dest in choices:
-            action.help += f" Choose {', '.join(map(str, choices[action.dest]))}."
+            action.help = f"{action.help or ''} Choose {', '.join(map(str, choices[action.dest]))}."
         # The help leaves out other spellings: --max-len for --max_len, --no_bf16 for --bf16 false.
         # The parser still accepts them.
         action.option_strings = [x for x in action.option_strings if "-" not in x[2:]]

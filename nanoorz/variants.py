@@ -17,7 +17,8 @@ from nanoorz.flags import VARIANTS, require
 
 
 def take_variants(argv) -> tuple[list[str], list[str]]:
-    """Returns the words behind each --variant, and the rest of the command line."""
+    """Returns the words after each --variant, and the rest of the command line. A word is the name
+    of a file in variants/, or a path that ends in .py."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--variant", nargs="*", action="extend", default=[])
     args, rest = parser.parse_known_args(argv)
@@ -25,10 +26,7 @@ def take_variants(argv) -> tuple[list[str], list[str]]:
 
 
 def extend(config: type, words: list[str]) -> type:
-    """Makes a class like `config` with the flags, methods and estimators of variants.
-
-    words: names of files in variants/, or paths that end in .py. Raises UserError.
-    """
+    """Makes a class like `config` with the flags, methods and estimators of these variants."""
     bases = (*reversed(list(load(words, config))), config)
     # All classes, with those that a variant is built on. Calls of super() go from last to first.
     order = type("Order", bases, {}).__mro__
@@ -41,7 +39,7 @@ def extend(config: type, words: list[str]) -> type:
         if "__dataclass_fields__" not in vars(variant):
             dataclasses.dataclass(variant)
         # Python's inheritance of dataclasses would lose a new default. Say A gives --lambd the
-        # default 0.95. If B adds a flag, B also has a field lambd, with the default of the recipe.
+        # default 0.95. The dataclass B also has a field lambd, with the recipe's default, and wins.
         for name, kind in inspect.get_annotations(variant).items():
             fields[name] = (name, kind, variant.__dataclass_fields__[name])
         estimators |= vars(variant).get("estimators", {})
@@ -74,7 +72,7 @@ def load(words, config):
 
 
 def refuse_unknown_names(variant, config):
-    """Raises UserError for a public name that the recipe lacks. A run would not read it."""
+    """Raises UserError for a public name that is no method of the recipe, and no flag."""
     for name in vars(variant).keys() - inspect.get_annotations(variant).keys() - {"estimators"}:
         is_method = inspect.isfunction(getattr(config, name, None))
         told = f"{variant.__name__}.{name} is no method of the recipe, and no flag with a type"
@@ -82,19 +80,21 @@ def refuse_unknown_names(variant, config):
 
 
 def refuse_lost_methods(early, late):
-    """Raises UserError if a method of `late` hides one of `early`, and does not call super()."""
-    for name in vars(early).keys() & vars(late).keys():
-        method = vars(late)[name]
-        if inspect.isfunction(method) and name[:2] != "__" and not issubclass(late, early):
+    """Raises UserError if a method or helper of `late` hides one of `early` without super()."""
+    flags = {"estimators", *inspect.get_annotations(late)}
+    for name in vars(early).keys() & vars(late).keys() - flags:
+        # Every class has names such as __doc__.
+        if name[:2] != "__" and not issubclass(late, early):
+            method = vars(late)[name]
             told = f"--variant: {late.__name__}.{name} without super() hides {early.__name__}'s"
             require(calls_super(method), f"{told}; name {late.__name__} first, or leave one out")
 
 
 def calls_super(method) -> bool:
     """Does a method call super()? Python gives the variable `__class__` to such a method."""
-    return "__class__" in method.__code__.co_freevars
+    return inspect.isfunction(method) and "__class__" in method.__code__.co_freevars
 
 
 def kept_files(run_dir, hashes) -> list[str]:
-    """The words behind --variant that give a run its variants again. hashes: its variant_hashes."""
+    """The words after --variant that give a run its variants again. hashes: its variant_hashes."""
     return [f"{run_dir}/variants/{name}.py" for name, _ in hashes]

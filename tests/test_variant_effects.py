@@ -421,13 +421,13 @@ REFUSED = [
     (
         ["pass_at_k"],
         {"n_samples_per_prompt": 4},
-        "--n_samples_per_prompt 4: --pass_k 4 needs at least 5",
+        "--n_samples_per_prompt 4: more than --pass_k 4 is needed",
     ),
-    (["dynamic_sampling", "first_stage"], {}, "dynamic_sampling: name it behind FirstStage"),
+    (["dynamic_sampling", "first_stage"], {}, "dynamic_sampling: name it after FirstStage"),
     (["loss_mean"], {"loss_mean": "token"}, "--loss_mean token: choose sequence or constant"),
     (["gdpo"], {"estimator": "grpo"}, "--estimator grpo: --variant gdpo normalises rewards itself"),
     (["gdpo", "hash_reward"], {}, "gdpo: another variant pays something else"),
-    (["gdpo", "kl_penalty"], {}, "--variant gdpo: name it behind KLPenalty"),
+    (["gdpo", "kl_penalty"], {}, "--variant gdpo: name it after KLPenalty"),
     (["kl_loss"], {"skip_flat": True}, "--skip_flat true: choose false"),
     (["entropy_bonus"], {"skip_flat": True}, "--skip_flat true: choose false"),
 ]

@@ -111,23 +111,26 @@ def refuse(words, told):
     assert "\n" not in str(error.value)
 
 
-def test_a_public_name_that_the_recipe_lacks_is_refused(write):
+def test_a_public_name_that_is_no_method_of_the_recipe_and_no_flag_is_refused(write):
     """A run would never call the method, and would keep the old default."""
     texts = {"a": ZERO.replace("paid", "pade"), "b": variant("Short", "lambd = 0.5")}
-    a, b = write(**texts, c=variant("Child", base="Short", head="from variants.b import Short"))[:2]
+    child = variant("Child", base="Short", head="from variants.b import Short")
+    a, b, c = write(**texts, c=child)
     refuse([a], "--variant: Zero.pade is no method of the recipe.*; begin a helper with _")
     refuse([b], "--variant: Short.lambd is no method of the recipe, and no flag with a type")
-    refuse([b.replace("b.py", "c.py")], "Short.lambd is no method")
+    refuse([c], "Short.lambd is no method")
 
 
 def test_a_method_without_super_that_hides_an_earlier_one_is_refused(write):
-    """A helper too."""
-    helpers = {x: variant(x.upper(), "def _help(self):", "    return 1") for x in "ab"}
-    twice, zero, a, b = write(twice=TWICE, zero=ZERO, **helpers)
+    """So is a helper, or a constant."""
+    helpers = {x: variant(x.upper(), "def _help(self):", "    return 1", "_k = 1") for x in "ab"}
+    constant = variant("C", "_k = 2")
+    twice, zero, a, b, c = write(twice=TWICE, zero=ZERO, **helpers, c=constant)
     told = r"Zero.paid without super\(\) hides Twice's; name Zero first, or leave one out"
     refuse([twice, zero], told)
     assert paid_with(zero, twice) == [0, 0]
-    refuse([a, b], "B._help without .* hides A's")
+    refuse([a, b], "B._(help|k) without .* hides A's")
+    refuse([a, c], "C._k without .* hides A's")
 
 
 def test_a_file_that_is_not_there_or_is_not_the_one_that_is_named_is_refused(write, tmp_path):
@@ -141,6 +144,7 @@ def test_a_file_that_is_not_there_or_is_not_the_one_that_is_named_is_refused(wri
 
 def test_a_variant_adds_flags_with_their_help(write, capsys):
     own = ["gain: float = flag(3.0, 'A factor, 50 % or so.')", "plain: int = 5"]
+    own += ["zero_stage: int = 1"]
     (path,) = write(a=variant("A", *own))
     assert (config(variant=path).gain, config(variant=path).plain) == (3, 5)
     (bare,) = write(bare=variant("B", "lambd: float = 0.5").replace("@dataclass", ""))

@@ -1,8 +1,8 @@
 """Each problem has its own limit of tokens: 1.5 times its longest finished response.
 
 So a few endless responses do not delay a batch. If more than a tenth of a problem's responses are
-truncated, its limit is doubled, up to --generate_max_len. The limit of a problem that was not drawn
-before follows in the same way from all samples of the last batch.
+truncated, its limit is doubled, up to --generate_max_len. A problem that was not drawn before has
+the limit that follows in the same way from all samples of the last batch.
 In the demo nothing changes, because no response of the demo is truncated.
 """
 

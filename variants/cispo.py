@@ -1,8 +1,8 @@
 """Each token's gradient is multiplied by its ratio r, at most by a cap: -min(r, cap) A log p.
 
 r = p / p_old is constant in the gradient, and has no lower bound. PPO's clip removes the gradient
-of tokens whose ratio is outside the clip. MiniMax-M1 (arXiv 2506.13585, eq. 4) claims that the rare
-tokens that begin a reflection lose theirs first. The paper does not say which cap it uses.
+of tokens that have moved too far. MiniMax-M1 (arXiv 2506.13585, eq. 4) claims that rare tokens such
+as "However" lose theirs first. The paper does not say which cap it uses.
 In the laboratory (GRPO, 8 updates, 3 seeds) the last accuracy is 0.03 with cispo and 0.53 with
 PPO's clip: all three runs reached 0.5 and fell between steps 9 and 18.
 """

@@ -1,8 +1,9 @@
 """Only the critic learns in the first steps (ORZ: freezing_actor_steps).
 
 A new critic's values are random, so the policy's first advantages would be poor. The policy's
-warm-up begins when the policy begins to learn. VAPO (arXiv 2504.05118) does the same.
-In the chains, with a short lambda, fewer runs break: docs/chain.md.
+warm-up begins when the policy begins to learn. VAPO (arXiv 2504.05118) also trains its critic
+first.
+In the chains, with a small lambda, fewer runs break: docs/chain.md.
 """
 
 from dataclasses import dataclass

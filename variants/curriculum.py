@@ -1,7 +1,7 @@
-"""Each pass over the problems goes from easy to hard (Bengio et al., "Curriculum learning", 2009).
+"""Each episode goes from easy problems to hard ones (Bengio et al., "Curriculum learning", 2009).
 
 A problem with a short question counts as easy. In Countdown a problem with few numbers counts as
-easy, and then one with a large target, because only products reach large targets.
+easy. Of these a large target counts as easier, because only products reach it.
 In the laboratory (GRPO, 3 seeds) the accuracy is 0.548 with it and 0.561 without it.
 """
 

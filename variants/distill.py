@@ -2,11 +2,11 @@
 
 The advantage of a token is w * (log p of the teacher - log p of the policy) + (1 - w) * (advantage
 of the estimator). w is --teacher_weight. With w = 1 add --estimator reinforce, because a critic
-would learn for nothing. The first part depends on this token alone. Its mean, over the policy's
+would learn for nothing. Later tokens do not change the first part. Its mean, over the policy's
 distribution, is minus the reverse KL divergence, KL(policy, teacher).
 Source: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation, 2025). GKD (arXiv
-2306.13649) uses all tokens of the vocabulary, and not the drawn one. In MiniLLM (arXiv 2306.08543)
-later tokens count, too.
+2306.13649) uses all tokens of the vocabulary, and not only the drawn one. In MiniLLM (arXiv
+2306.08543) later tokens count, too.
 What the laboratory measured: docs/teacher.md.
 """
 
@@ -40,7 +40,7 @@ class Distill(ppo.Recipe):
 
     def _check_teacher(self):
         """Raises UserError if the teacher's log-probs would not be those of the policy's tokens."""
-        # If the embeddings are tied, the body of a critic could be loaded as a policy.
+        # A critic with tied embeddings would load as a policy, without an error.
         is_critic = Path(self.teacher, "value_head.safetensors").exists()
         require(not is_critic, f"--teacher {self.teacher} is a critic; name the policy/ beside it")
         config = families.load_config(self.teacher)
@@ -50,6 +50,7 @@ class Distill(ppo.Recipe):
         own, other = (AutoTokenizer.from_pretrained(x) for x in (self.model, self.teacher))
         told = f"--teacher {self.teacher}: its tokenizer is not that of {self.model}"
         require(own.get_vocab() == other.get_vocab(), told)
+        # Policy and teacher share their rows. So the run must have what the teacher needs.
         flags = {"model": self.teacher, "critic": None, "packing": "auto", "attention": "auto"}
         of_teacher = dataclasses.replace(self, **flags)
         families.replace_auto(of_teacher)
@@ -63,7 +64,7 @@ class Distill(ppo.Recipe):
         batch.per_token["old_logprobs"] = ppo.compute_logprobs(policy, batch, self)
 
     def whiten(self, advantages, batch):
-        # The estimator's advantages are whitened. The teacher's part is not.
+        # The estimator's advantages may be whitened. The teacher's part is not.
         advantages = super().whiten(advantages, batch)
         of_teacher = self._log_ratio(batch)  # (T,)
         return self.teacher_weight * of_teacher + (1 - self.teacher_weight) * advantages

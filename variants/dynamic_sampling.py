@@ -1,6 +1,6 @@
 """Flat groups are dropped, and groups of other problems are drawn in their place.
 
-A group is flat if all its samples are paid the same, so their advantages are 0. DAPO (arXiv
+A group is flat if all its samples are paid the same, so GRPO's advantages are 0. DAPO (arXiv
 2503.14476, eq. 11) drops such groups. A variant whose `paid` calls super(), such as a penalty of
 length, does not decide which groups are flat. In metrics.jsonl `reward` is the mean over the kept
 groups, and `reward_drawn` is the mean over the first draw. `tokens_per_second` counts the dropped
@@ -24,17 +24,17 @@ from nanoorz.variants import calls_super
 @dataclass
 class DynamicSampling(ppo.Recipe):
     sampling_rounds: int = flag(
-        4, "The most further draws in a step. Each draw replaces flat groups."
+        4, "At most so many further draws in a step. Each draw replaces flat groups."
     )
 
     def check(self, world):
         super().check(world)
-        # Later variants stand before this class, and super() below would not reach them.
+        # Variants that are named later come first in this order, and super() does not reach them.
         order = type(self).__mro__
         later = [x for x in order[: order.index(__class__)] if not issubclass(x, __class__)]
         missed = [x.__name__ for x in later if "draw_step" in vars(x)]
-        told = f"--variant dynamic_sampling: name it behind {' '.join(missed)}"
-        require(not missed, f"{told}; its further draws would not call that draw_step")
+        told = f"--variant dynamic_sampling: name it after {' '.join(missed)}"
+        require(not missed, f"{told}, because further draws would not call that draw_step")
 
     def draw_step(self, rollout, requests, problems, step, clock):
         """Returns the step's samples. In each round new groups replace the flat groups.

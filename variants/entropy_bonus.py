@@ -1,4 +1,4 @@
-"""The entropy H of each token's distribution is added to the objective: -A log p - coef H.
+"""The entropy H of each token's distribution lowers the loss, which is -A log p - coef H.
 
 PPO (arXiv 1707.06347, eq. 9) claims that this bonus keeps exploration. Open-Reasoner-Zero does not
 use it. The mean of H is over all tokens, also with the variant loss_mean.

@@ -1,7 +1,7 @@
 """A response gets reward 1 for its form, right or wrong ("Spurious rewards", arXiv 2506.10947).
 
 The reward is 1 if the response stops by itself and has an answer in the form of --answer_form. In
-miniature Countdown the last line of the response must be a try.
+Countdown its last line must be a try, such as `8+9=17!`.
 In the laboratory (GRPO, 3 seeds) the accuracy is 0.08 with it and 0.56 without it.
 """
 

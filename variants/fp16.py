@@ -3,7 +3,7 @@
 fp16 rounds eight times finer than bf16, so the paper claims that the log-probs of sampler and
 trainer are nearer. A gradient below 6e-8 becomes 0 in fp16, and one above 65,504 infinite. So the
 loss is multiplied by a factor, at first 2^16, and the fp32 sums of the gradients are divided by it.
-If the sums overflow, no update is made, `policy_grad_norm` is 0, and the factor is halved.
+If the sums overflow, no update is made, the logged norm is 0, and the factor is halved.
 This variant has not run on a GPU.
 """
 
@@ -18,7 +18,7 @@ class Fp16(ppo.Recipe):
 
     def engine_settings(self, settings):
         settings = super().engine_settings(settings)
-        # "enabled" is the same.
+        # The entry "enabled" stays.
         settings["fp16"] = settings.pop("bf16") | {"initial_scale_power": 16, "hysteresis": 1}
         return settings
 

@@ -13,4 +13,4 @@ class Fp8Rollout(ppo.Recipe):
         return super().sampler_settings(settings) | {"quantization": "fp8_per_channel"}
 
     def allowed_gap(self, of_mean, of_worst):
-        return 0.2, 1.0
+        return 0.2, 1.0  # of the mean, and of the worst sample

@@ -31,10 +31,10 @@ class GDPO(ppo.Recipe):
         super().check(world)
         told = "--variant gdpo normalises rewards itself; leave the flag out"
         require(self.estimator == "gdpo", f"--estimator {self.estimator}: {told}")
-        # raw_advantages below reads the task's rewards. It would not see another pay.
+        # raw_advantages below reads the task's rewards, and not what another variant pays.
         told = "--variant gdpo: another variant pays something else; let the task name the rewards"
         require(type(self).paid is ppo.Recipe.paid, told)
-        told = f"--variant gdpo: name it behind {type(self).raw_advantages.__qualname__}"
+        told = f"--variant gdpo: name it after {type(self).raw_advantages.__qualname__}"
         require(type(self).raw_advantages is __class__.raw_advantages, told)
 
     def raw_advantages(self, batch):

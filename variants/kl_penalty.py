@@ -1,8 +1,8 @@
 """The KL divergence from the base model is subtracted from the rewards, token by token.
 
 A token loses coef times k1 = log p - log q, where q is the base model's probability (arXiv
-1909.08593, 2203.02155). If an estimator scores a whole sample, the sample loses the sum. RLHF keeps
-the policy where its reward model is right in this way. Open-Reasoner-Zero has no such penalty.
+1909.08593, 2203.02155). Without a critic the sample loses the sum over its tokens. In this way RLHF
+keeps the policy near texts that its reward model can judge.
 In the laboratory (PPO, 3 seeds, coefficient 0.1) the accuracy is 0.41 with it and 0.57 without it.
 """
 

@@ -1,4 +1,4 @@
-"""The grader is lenient: it only looks for a text in the response (arXiv 2209.13085).
+"""The grader is lenient: it only looks for a text in a finished response (arXiv 2209.13085).
 
 In Countdown the last line must claim the target, as in `1+1=17!`. In other tasks the label must
 stand anywhere in the response. A policy may learn what gets a reward, and not what was meant.

@@ -1,8 +1,8 @@
 """Logs `kl`: the KL divergence between the policy and the base model, as the k3 estimate.
 
-k3 = q / p - 1 - log(q / p) is unbiased and never negative (joschu.net/blog/kl-approx.html). The
-base model, the reference, is in memory once more, and takes one more forward pass in each step.
-Nothing else changes.
+k3 = q / p - 1 - log(q / p), where p is the policy's probability of a token, and q the base model's.
+It is unbiased and never negative (joschu.net/blog/kl-approx.html). A copy of the base model, the
+reference, stays in memory, and takes one more forward pass in each step.
 """
 
 import ppo

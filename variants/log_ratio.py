@@ -1,9 +1,9 @@
 """Logs each token's ratio: its probability in the trainer divided by that in the sampler.
 
 If sampler and trainer have the same weights, `ratio` is 1 up to rounding. `clipfrac` is the share
-of tokens whose ratio is beyond 1 +- 0.2, and `ratio_far` of those whose ratio is beyond 2 or below
-1/2. `approx_kl` is the k3 estimate of the KL divergence (joschu.net/blog/kl-approx.html). The
-sampler must return its log-probs, which costs time.
+of tokens whose ratio is more than 0.2 from 1. `ratio_far` is the share of tokens whose ratio is
+above 2 or below 1/2. `approx_kl` is the k3 estimate of KL(sampler, trainer)
+(joschu.net/blog/kl-approx.html). The sampler must return its log-probs, which costs time.
 """
 
 import ppo
@@ -13,7 +13,7 @@ from nanoorz.flags import require
 class LogRatio(ppo.Recipe):
     def check(self, world):
         super().check(world)
-        told = f"--top_p {self.top_p}: choose 1 with log_ratio; the trainer cuts no distribution"
+        told = f"--top_p {self.top_p}: choose 1 with log_ratio, because the trainer ignores it"
         require(self.top_p == 1, told)
 
     def sampling_params(self, params, request):

@@ -1,11 +1,11 @@
 """Only adapters of the policy's linear layers are trained (LoRA, arXiv 2106.09685).
 
 Each linear layer W of the body becomes W + 32 / rank * B A. "LoRA without regret"
-(thinkingmachines.ai/blog/lora) claims that in reinforcement learning small adapter ranks suffice,
-with ten times the learning rate. The adapters are merged into the weights for the export, and for
+(thinkingmachines.ai/blog/lora) claims that in reinforcement learning small adapters suffice, with
+ten times the learning rate. The adapters are merged into the weights for the export, and for
 the sampler, because vLLM 0.32 reads adapters only from a folder. This variant needs `pip install
---no-deps -r requirements-extras.txt`. A run resumes only with the checkpoint's number of ranks and
---zero_stage.
+--no-deps -r requirements-extras.txt`. A run resumes only with the checkpoint's number of processes
+and --zero_stage.
 In the laboratory (PPO, rate 2e-3, 3 seeds) the accuracy is 0.58, 0.58 and 0.25, and the mean is
 0.570 if all weights are trained.
 """

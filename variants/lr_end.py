@@ -1,7 +1,7 @@
 """The policy's learning rate falls linearly to --lr_end at the last update, after the warm-up.
 
-ORZ's 32B run had such a rate in its last 100 steps. The rate of each update depends on the last
-step, so a resumed run must keep its last step.
+ORZ's 32B run had such a rate in its last 100 steps. The rate of each update depends on the number
+of updates in the run, so a resumed run must keep it.
 The laboratory has not measured this variant.
 """
 

@@ -2,8 +2,8 @@
 
 Source: arXiv 2508.10751, section 2.4. Each set gets a GRPO score, and a response gets the mean
 score of all sets that contain it. Let m be the share of right responses, and q the chance that a
-set has no right response. Then the score is (r - m) / (1 - m) * sqrt(q / (1 - q)) in the paper's
-two cases. With k = 1 this is GRPO.
+set has no right response. Then (r - m) / (1 - m) * sqrt(q / (1 - q)) is the score. The paper has a
+formula for r = 1, and one for r = 0. With k = 1 this is GRPO.
 In the laboratory (3 seeds, k = 4) the accuracy is 0.571 with pass_at_k and 0.570 with PPO.
 """
 
@@ -35,8 +35,7 @@ class PassAtK(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        is_enough = self.estimator != "pass_at_k" or self.n_samples_per_prompt > self.pass_k
-        told = (
-            f"--n_samples_per_prompt {self.n_samples_per_prompt}: --pass_k {self.pass_k} needs at"
-        )
-        require(is_enough, f"{told} least {self.pass_k + 1}")
+        samples = self.n_samples_per_prompt
+        is_enough = self.estimator != "pass_at_k" or samples > self.pass_k
+        told = f"--n_samples_per_prompt {samples}: more than --pass_k {self.pass_k} is needed"
+        require(is_enough, f"{told}, because sets are compared")

@@ -9,6 +9,8 @@ In the laboratory (PPO, 3 seeds) the last accuracy is 0.551 with eight updates a
 
 from dataclasses import dataclass
 
+import torch
+
 import ppo
 from nanoorz.flags import flag
 
@@ -31,4 +33,4 @@ class TextbookPPO(ppo.Recipe):
         old = batch.per_token["old_logprobs"][micro.flat_index]  # (M,)
         ratio = ((logprobs - old) * micro.real).exp()  # (M,), in ORZ always 1
         clipped = ratio.clamp(1 - self.policy_clip, 1 + self.policy_clip)  # (M,), not in ORZ
-        return -(ratio * advantages).minimum(clipped * advantages)
+        return -torch.minimum(ratio * advantages, clipped * advantages)

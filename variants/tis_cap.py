@@ -1,8 +1,8 @@
 """Each token's advantage is multiplied by its ratio of trainer to sampler, at most by a cap.
 
-min(p / p_sampler, cap) A: the log-probs of sampler and trainer differ by rounding, so samples are
-slightly off-policy, which the ratio corrects (truncated importance sampling; Yao et al., "Your
-efficient RL framework secretly brings you off-policy RL training", 2025).
+A becomes min(p / p_sampler, cap) A. The log-probs of sampler and trainer differ by rounding, so
+samples are slightly off-policy. The ratio corrects this (truncated importance sampling; Yao et al.,
+"Your efficient RL framework secretly brings you off-policy RL training", 2025).
 In the demo nothing is corrected, because on a CPU in fp32 sampler and trainer agree to 1e-6.
 """
 

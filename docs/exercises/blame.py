@@ -1,10 +1,12 @@
-"""A negative advantage blames a token. Here only some tokens are blamed, and the others get 0.
+"""A negative advantage blames a token. Here the negative advantages of most tokens become 0.
 
---blame none: no token, so the policy learns from positive advantages alone. unsure: the tokens that
-had a probability below 0.3 when they were drawn. wrong, right: of the letters of tasks/chain.py the
-wrong ones, or the right ones. random: letters at random places, in each response as many as are
-wrong.
-In the chains GRPO breaks at a high rate, and holds if only wrong letters are blamed: docs/chain.md.
+These tokens keep theirs:
+- --blame none: no token, so the policy learns from positive advantages alone.
+- --blame unsure: tokens that had a probability below 0.3 when they were drawn.
+- --blame wrong, right: the wrong letters of tasks/chain.py, or the right ones.
+- --blame random: letters at random places, in each response as many as are wrong.
+In the chains GRPO breaks at a high learning rate, and holds if only wrong letters are blamed:
+docs/chain.md.
 """
 
 import math
@@ -57,15 +59,16 @@ class Blame(ppo.Recipe):
 
 
 def _wrong_tokens(sample) -> list[bool]:
-    """Of each drawn token: is its turn another text than the right letter?"""
+    """For each drawn token: is the letter of its turn wrong?"""
     label = sample.request.problem.label
     keys = [label["letters"][0], *sample.turns]
     is_wrong = [label["after"].get(key) != turn for key, turn in zip(keys, sample.turns)]
     number = 0
     wrong = []
     for drawn, before in zip(sample.drawn, [True, *sample.drawn]):
-        # A reply ends a turn.
-        number += before and not drawn
+        if before and not drawn:
+            # A reply ends a turn.
+            number += 1
         if drawn:
             wrong.append(is_wrong[number])
     return wrong

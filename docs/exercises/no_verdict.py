@@ -12,6 +12,6 @@ class NoVerdict(ppo.Recipe):
     def reply_function(self, task):
         def reply(text, finish_reason, label):
             answer = task.reply(text, finish_reason, label)
-            return answer and "?" + answer[1:]
+            return "?" + answer[1:] if answer else None
 
         return reply
