@@ -224,7 +224,10 @@ def test_only_auto_is_accepted_beside_numbers():
         (f"{GSM8K} --card_gb nan", "error: --card_gb nan: must be a number above 0"),
         ("--model no/where --data x", "error: --model no/where cannot be planned .*give a causal"),
         (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: use a multiple of 3"),
-        (f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 16", "error: .* more than --pass_k 16"),
+        (
+            f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 16",
+            "error: .* more than --pass_k 16",
+        ),
         (
             f"{LARGE} --gpus 8 --gpu_memory_utilization 0.7 --zero_stage 2",
             "WARNING: the plan does not fit: phase rollout 104.5, sync 104.5 of 75.2 GiB",
