@@ -501,7 +501,7 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
         files = kept_files(path.parent, saved.variants)
         return (
             "was made with other variants, in another order, or with another text in one; use "
-            f"--variant {' '.join(files)}, or begin another --run_dir with its model: "
+            f"{' '.join(['--variant', *files])}, or begin another --run_dir with its model: "
             f"run `python tools/convert.py export {path} NEW`"
         )
     if needs_reshard:

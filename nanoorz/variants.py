@@ -53,19 +53,19 @@ def extend(config: type, words: list[str]) -> type:
 
 def load(words, config):
     """Imports each file as the module variants.NAME. Yields the one subclass that it must have."""
-    paths = [Path(word) if word.endswith(".py") else VARIANTS / f"{word}.py" for word in words]
+    paths = [Path(x if x.endswith(".py") else f"{VARIANTS}/{x}.py").resolve() for x in words]
     # Another config of this process may have other files of these names.
     for name in [x for x in sys.modules if x.startswith("variants.")]:
         del sys.modules[name]
-    # A variant may import a file beside it, or one of variants/: `from variants.log_kl import ...`
+    # A variant may be built on one beside it, or of variants/: `from variants.log_kl import ...`
     package = sys.modules["variants"] = types.ModuleType("variants")
-    package.__path__ = [*(str(path.resolve().parent) for path in paths), str(VARIANTS)]
+    package.__path__ = [*(str(path.parent) for path in paths), str(VARIANTS)]
     recipe = config.__mro__[-2]  # ppo.Recipe. The last class of all is `object`.
     for path in paths:
         require(path.is_file(), f"--variant: there is no file {path}")
         module = importlib.import_module(f"variants.{path.stem}")
         told = f"--variant: {module.__file__} has the name of {path}; rename one"
-        require(Path(module.__file__) == path.resolve(), told)
+        require(Path(module.__file__) == path, told)
         found = [x for _, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, recipe)]
         [variant] = {x for x in found if x.__module__ == module.__name__}
         yield variant
@@ -92,7 +92,7 @@ def refuse_lost_methods(early, late):
 
 def calls_super(method) -> bool:
     """Does a method call super()? Python gives the variable `__class__` to such a method."""
-    return inspect.isfunction(method) and "__class__" in method.__code__.co_freevars
+    return inspect.isfunction(method) and "__class__" in inspect.unwrap(method).__code__.co_freevars
 
 
 def kept_files(run_dir, hashes) -> list[str]:

@@ -137,7 +137,8 @@ GROUPS = [
     "gdpo",
 ]
 # Flags that suit runs of two steps with short responses.
-OWN = {"pass_at_k": {"pass_k": 2}, "overlong_penalty": {"overlong_cache": 8}}
+OWN = {"pass_at_k": {"pass_k": 2, "reward_weights": ["right=0", "even=1"]}}
+OWN |= {"overlong_penalty": {"overlong_cache": 8}}
 OWN |= {"critic_first": {"critic_only_steps": 1}, "first_stage": {"first_stage": 2}}
 # A task with several rewards, which differ in a group.
 REWARDED = """

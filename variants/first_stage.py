@@ -2,9 +2,9 @@
 
 If the first samples of a problem are paid differently, the rest of its samples are drawn. If all of
 them are paid 0 or less, the rest are drawn in two cases: the problem is new, or a sample was paid
-more than 0 at its last visit. With --task code they are not drawn then. So groups have two sizes. A
-variant whose `paid` calls super(), such as a penalty of length, does not count here. In
-metrics.jsonl `prompts_expanded` is the share of problems that got all samples. `tokens_saved`
+more than 0 at its last visit. With --task code such a problem gets no more samples. So groups have
+two sizes. A variant whose `paid` calls super(), such as a penalty of length, does not count here.
+In metrics.jsonl `prompts_expanded` is the share of problems that got all samples. `tokens_saved`
 estimates the tokens that were not drawn: a sample counts as the mean length of its group.
 In the demo (one seed, --first_stage 4) a run draws 51 % of the tokens, and its accuracy is 0.980.
 """

@@ -1,9 +1,9 @@
 """--bf16 true means fp16 in the trainer and in the sampler (arXiv 2510.26788).
 
 fp16 rounds eight times finer than bf16, so the paper claims that the log-probs of sampler and
-trainer are nearer. A gradient below 6e-8 becomes 0 in fp16, and one above 65,504 infinite. So the
-loss is multiplied by a factor, at first 2^16, and the fp32 sums of the gradients are divided by it.
-If the sums overflow, no update is made, the logged norm is 0, and the factor is halved.
+trainer are nearer. A gradient below 6e-8 becomes 0 in fp16, and one above 65,504 becomes infinite.
+So the loss is multiplied by a factor, at first 2^16, and the fp32 sums of the gradients are divided
+by it. If the sums overflow, no update is made, the logged norm is 0, and the factor is halved.
 This variant has not run on a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""All tokens of a sample have one ratio: the geometric mean of theirs (GSPO, arXiv 2507.18071).
+"""All tokens of a sample have one ratio, their geometric mean (GSPO, arXiv 2507.18071).
 
 s = exp(mean of (log p - log p_old)), eq. 7, and the loss is -min(s A, clip(s) A). The paper claims
 that a sample gets its reward as a whole, so a ratio for each token is noise. The clip is smaller,

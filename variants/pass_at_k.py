@@ -3,7 +3,7 @@
 Source: arXiv 2508.10751, section 2.4. Each set gets a GRPO score, and a response gets the mean
 score of all sets that contain it. Let m be the share of right responses, and q the chance that a
 set has no right response. Then (r - m) / (1 - m) * sqrt(q / (1 - q)) is the score. The paper has a
-formula for r = 1, and one for r = 0. With k = 1 this is GRPO.
+formula for r = 1, and one for r = 0. With k = 1 this is GRPO. Rewards must be 0 or 1.
 In the laboratory (3 seeds, k = 4) the accuracy is 0.571 with pass_at_k and 0.570 with PPO.
 """
 

@@ -1,4 +1,4 @@
-"""The replies of tasks/chain.py have `?` in place of their verdict.
+"""The replies of tasks/chain.py have `?` in place of their verdict. It is only for this task.
 
 So the policy and the critic are not told whether a letter was right. The model of
 `tools/base_model.py chain` has seen half of its texts in this form.
