@@ -3,7 +3,7 @@
 So a few endless responses do not delay a batch. If more than a tenth of a problem's responses are
 truncated, its limit is doubled, up to --generate_max_len. A problem that was not drawn before has
 the limit that follows in the same way from all samples of the last batch.
-In the demo nothing changes, because no response of the demo is truncated.
+In the demo hardly a response reaches its limit, so hardly anything changes.
 """
 
 import dataclasses
