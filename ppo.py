@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoorz.flags import flag, require
-from nanoorz.ranks import UserError, gather, hash64, stop_together
+from nanoorz.ranks import UserError, gather, hash64
 
 # ---- batch -----------------------------------------------------------------------------------
 
@@ -589,9 +589,8 @@ def make_batch(samples, device, cfg, rewards=None) -> Batch:
     rewards: (N). By default those of cfg.paid.
     """
     if rewards is None:
-        # `paid` may be random, so rank 0 decides. If it fails there, all ranks end together.
-        with stop_together():
-            rewards = cfg.paid(samples) if dist.get_rank() == 0 else None
+        # `paid` may be random, so rank 0 decides.
+        rewards = cfg.paid(samples) if dist.get_rank() == 0 else None
         rewards = gather(rewards)[0]
     assert len(rewards) == len(samples), "paid must return one reward for each sample"
     temperatures = {sample.request.temperature for sample in samples}

@@ -18,6 +18,7 @@ algebra.py, ranks.py and records.py of nanoorz/, too. Then try
 """
 
 import math
+import os
 import re
 import signal
 import sys
@@ -28,7 +29,7 @@ from decimal import Decimal
 from functools import partial
 
 from nanoorz.equal import Worker, parse_number, quick_verdict
-from nanoorz.ranks import UserError, one_line, tell_once
+from nanoorz.ranks import UserError, one_line
 from nanoorz.records import (
     NO_TEXT,
     SOLUTIONS,
@@ -113,8 +114,10 @@ def make_problems(path, reading, template, templates, bos, advice, more_warnings
     if with_system and template != "chat":
         name = f"--template {one_line(template):.20}"
         warnings.append(f"{with_system} problems have a system turn, and {name} leaves it out")
-    for warning in warnings:
-        tell_once(None, f"warning: {path}: {warning}")
+    # The file may also be read without a launcher.
+    if os.environ.get("RANK", "0") == "0":
+        for warning in warnings:
+            print(f"warning: {path}: {warning}", file=sys.stderr)
     return problems
 
 
@@ -303,7 +306,9 @@ def after_hashes(text):
     """GSM8K's form: the text behind the last #### in the same line."""
     _, found, rest = text.rpartition("####")
     if found:
-        return rest.partition("\n")[0].strip("#* ")
+        line = rest.partition("\n")[0]
+        # A stop text that is a special token, such as <|im_end|>, may stand at the end.
+        return re.sub(r"<[^<>\s]+>$", "", line).strip("#* ")
 
 
 # {value of --answer_form: function from a response to its answer}. The results None and "" mean

@@ -22,36 +22,34 @@ A step has nine phases: 1 prompts, 2 rollout, 3 reward, 4 batch, 5 values, 6 adv
 
 What an error does:
 - What the user can mend is a UserError. The run prints one line and ends with exit code 2.
-- Another error in the phases 1 to 4 or 6, or in an evaluation: there most people change code, and
-  no weight has changed yet. All ranks save the last finished step. The run prints the part of the
-  traceback that is not in libraries, and then one line. RUN/run.log has the whole traceback.
-- Another error anywhere else: the run prints the traceback. The last checkpoint stays.
-- A signal, such as Ctrl-C: all ranks save the last finished step. The exit code is 0. During the
-  set-up of several ranks it is 1.
+- An error of the task in phase 2 or 3, or in an evaluation: its rank prints the traceback, and all
+  ranks save the last finished step. The exit code is 1.
+- Any other error ends its rank with a traceback. The launcher ends the other ranks, and the last
+  checkpoint stays.
+- A signal, such as Ctrl-C, during the loop: all ranks save the last finished step. The exit code is
+  0.
 """
 
 import dataclasses
 import importlib.util
 import math
-import os
+import signal
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-# The import of process.py sets environment variables, so it stands before the import of torch.
-from nanoorz import process
+# The import of environment.py sets variables that torch reads.
+from nanoorz import environment
 
 if __name__ == "__main__":
     # A variant may import train. Without this line Python would load this file a second time.
     sys.modules["train"] = sys.modules["__main__"]
-    # The imports below take 8 s. If a signal comes meanwhile, it ends this process.
-    process.leave_on_signals()
+    # Until the models are loaded, Ctrl-C ends this process at once, as other signals do. There is
+    # nothing to save. Python's own handler would wait while a rank waits for another rank.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # If the launcher ends, this process gets a signal.
-    process.follow_launcher()
-if "DS_ACCELERATOR" not in os.environ:
-    # DeepSpeed reads this variable when it is imported, and ckpt.py imports DeepSpeed. A tool may
-    # import this file, so this does not depend on __main__.
-    process.name_accelerator()
+    environment.follow_launcher()
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
@@ -68,15 +66,10 @@ from nanoorz.ranks import (
     UserError,
     gather,
     hash64,
-    name_error,
     one_line,
     print0,
-    print_crash,
-    raise_together,
     require_same,
     start_distributed,
-    stop_together,
-    tell_once,
 )
 from nanoorz.records import split_path
 from nanoorz.variants import extend, take_variants
@@ -84,8 +77,8 @@ from rollout import Rollout, make_requests, problem_seeds, requests_of_step
 
 # ---- flags ---------------------------------------------------------------------------------------
 
-# A response ends behind its answer. Without the other three strings a base model would go on and
-# invent the user's next question.
+# The stop texts of a task that names none. A response ends behind its answer. Without the other
+# three strings a base model would go on and invent the user's next question.
 ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 
 
@@ -122,7 +115,9 @@ class Learning(ppo.Recipe):
     rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
     n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if none is right.")
     top_p: float = flag(1.0, "Draw from the likeliest tokens whose probabilities add up to this.")
-    stop: list[str] = flag(ORZ_STOP, 'Texts that end a response or a turn. "": none.')
+    stop: list[str] | None = flag(
+        None, 'Texts that end a response or turn. "": none. Default: STOP of the task, or ORZ\'s.'
+    )
     prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.")
     generate_max_len: int = flag(8000, "The limit of a response, in tokens. max_len may lower it.")
     max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
@@ -188,7 +183,6 @@ class Config(Learning):
     micro_rollout_batch_size: int = flag(
         256, "Samples that a sampler draws at the same time. More samples need more memory."
     )
-    reply_seconds: float = flag(300, "A reply of a tool that takes longer ends the run.")
     tensor_parallel: int = flag(1, "Ranks that share one sampler. Raise it for large models.")
     gpu_memory_utilization: float = flag(0.5, "The sampler's share of a GPU while it is awake.")
     kv_cache_gb: float | None = flag(
@@ -230,7 +224,8 @@ def parse_flags(argv):
     if unknown:
         raise UserError(flags.explain_unknown(unknown[0], flags_of(cfg)))
     # `--stop ""` means no stop string.
-    cfg.stop = [text for text in cfg.stop if text]
+    if cfg.stop is not None:
+        cfg.stop = [text for text in cfg.stop if text]
     require(cfg.run_dir, "--run_dir: name a folder")
     # config.json must show the values that the run uses, so defaults are filled in here.
     if cfg.eval_temperature is None:
@@ -262,26 +257,26 @@ def check_flags(cfg, world):
 
 
 def find_inputs(cfg):
-    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention, and adds
-    the date to a --template that has one. All models must have the tokenizer of --model.
-
-    Raises UserError on all ranks, even if only one rank fails.
+    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention and the
+    default of --stop, and adds the date to a --template that has one. All models must have the
+    tokenizer of --model. Raises UserError.
     """
-    with raise_together():
-        task = find_task(cfg)
-        tokenizer = load_tokenizer(cfg, cfg.model)
-        for name, source in families.models_of(cfg).items():
-            # If the embeddings are tied, the body of a critic could be loaded as a policy.
-            is_critic = Path(source, "value_head.safetensors").exists()
-            fault = f"--{name} {source} is a critic; name the folder policy/ beside it"
-            require(name == "critic" or not is_critic, fault)
-            other = load_tokenizer(cfg, source) if name != "model" else tokenizer
-            found = find_difference(other.get_vocab(), tokenizer.get_vocab())
-            fault = f"--{name} {source}: its tokenizer is not that of {cfg.model}: {found}"
-            require(not found, fault)
-        families.replace_auto(cfg)
-        if flags.is_chat(cfg.template):
-            cfg.template = chat.fix_date(cfg, tokenizer)
+    task = find_task(cfg)
+    if cfg.stop is None:
+        cfg.stop = getattr(task, "STOP", ORZ_STOP)
+    tokenizer = load_tokenizer(cfg, cfg.model)
+    for name, source in families.models_of(cfg).items():
+        # If the embeddings are tied, the body of a critic could be loaded as a policy.
+        is_critic = Path(source, "value_head.safetensors").exists()
+        fault = f"--{name} {source} is a critic; name the folder policy/ beside it"
+        require(name == "critic" or not is_critic, fault)
+        other = load_tokenizer(cfg, source) if name != "model" else tokenizer
+        found = find_difference(other.get_vocab(), tokenizer.get_vocab())
+        fault = f"--{name} {source}: its tokenizer is not that of {cfg.model}: {found}"
+        require(not found, fault)
+    families.replace_auto(cfg)
+    if flags.is_chat(cfg.template):
+        cfg.template = chat.fix_date(cfg, tokenizer)
     return task, tokenizer
 
 
@@ -296,10 +291,8 @@ def find_difference(vocabulary, other) -> str:
 
 
 def find_task(cfg):
-    """The module of --task. It has load_problems, Grader and text_metrics, and perhaps `reply`,
-    ANSWER_FORMS, GRADES_REPLIES and REWARDS.
-
-    Raises UserError.
+    """The module of --task. It has load_problems, Grader and text_metrics, and perhaps `reply` with
+    STOP, ANSWER_FORMS, GRADES_REPLIES, PLAIN_REPLIES and REWARDS. Raises UserError.
     """
     path = cfg.task
     if path == "math":
@@ -315,11 +308,7 @@ def find_task(cfg):
     task = importlib.util.module_from_spec(spec)
     # A dataclass looks for its module in sys.modules.
     sys.modules["task"] = task
-    try:
-        spec.loader.exec_module(task)
-    # The file may call sys.exit.
-    except (Exception, SystemExit) as error:
-        raise UserError(f"--task {cfg.task}: {path} cannot be used: {name_error(error)}") from error
+    spec.loader.exec_module(task)
     for name in ("load_problems", "Grader", "text_metrics"):
         require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
     # A task without ANSWER_FORMS ignores --answer_form. So only its default, orz, is allowed.
@@ -330,6 +319,11 @@ def find_task(cfg):
         "subclass of reward.Grader, add `from reward import ANSWER_FORMS`",
     )
     check_reward_names(cfg, getattr(task, "REWARDS", ()))
+    require(
+        hasattr(task, "STOP") or not hasattr(task, "reply"),
+        f"--task {cfg.task}: {path} has `reply` and no STOP; add STOP, a list of the texts that "
+        "end a turn, or STOP = [] if turns end with the eos token",
+    )
     return task
 
 
@@ -374,17 +368,15 @@ def prepare_problems(task, paths, cfg, tokenizer, split="train"):
     """The problems of these files or data sets, with the token ids of their prompts.
 
     split: the split of a data set, if its path names none. Problems with too long prompts are left
-    out, and a line says how many. Raises UserError on all ranks, also if the files of two machines
-    differ.
+    out, and a line says how many. Raises UserError, also if the files of two machines differ.
     """
     problems = []
     template = "chat" if flags.is_chat(cfg.template) else cfg.template
-    with raise_together():
-        for path in paths:
-            file, options = split_path(path)
-            options = {"split": split} | options
-            # The template orz begins with the tokenizer's bos token.
-            problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
+    for path in paths:
+        file, options = split_path(path)
+        options = {"split": split} | options
+        # The template orz begins with the tokenizer's bos token.
+        problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
     where = " ".join(paths)
     require(problems, f"{where}: load_problems of --task {cfg.task} has returned no problem")
     require_same({f"hash of the problems in {where}": hash_problems(problems)})
@@ -448,12 +440,12 @@ def count_steps(cfg, problem_count):
 
 
 def check_sampler(rollout, policy, problems, moment="at the start"):
-    """The start check: compares the log-probs of policy and samplers. Returns a sentence.
+    """Compares the log-probs of policy and samplers. Returns a sentence.
 
     Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
     if a sampler has other weights, or if models.py computes other logits than vLLM. If the
-    difference is too large, all ranks raise a UserError, which names the cause. A collective. The
-    sampler sleeps while the policy computes, and loses its weights. So it gets them again.
+    difference is too large, all ranks raise a UserError. A collective. The sampler sleeps while the
+    policy computes, and loses its weights. So it gets them again.
     """
     cfg, sampler = rollout.cfg, rollout.sampler
     seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
@@ -472,10 +464,10 @@ def check_sampler(rollout, policy, problems, moment="at the start"):
     sentence = "sampler and trainer differ by {:.0e} a token, {:.0e} in the worst response"
     sentence = sentence.format(*gap)
     limits = cfg.allowed_gap(*default_limits(cfg, sampler.gpu))
-    if not is_small(gap, limits):
-        cause = find_cause(policy, batch, cfg, limits)
+    # A comparison with NaN is false, so NaN is refused.
+    if not (gap[0] < limits[0] and gap[1] < limits[1]):
         allowed = "allowed are {} and {}".format(*limits)
-        told = f"{moment} {sentence}; {allowed}; the cause is {cause}"
+        told = f"{moment} {sentence}; {allowed}; try --packing alone"
         raise UserError(f"--model {cfg.model}: {told}")
     sampler.sync(models.named_weights(policy))
     return sentence
@@ -489,18 +481,13 @@ def find_gap(policy, batch, cfg) -> tuple[float, float]:
     """How far the log-probs of the policy are from those of the sampler, which the batch has.
 
     Returns the mean |difference| over all tokens, and over the tokens of the worst sample. A
-    collective. policy: a learner, or a function with the arguments and results of one.
+    collective.
     """
     logprobs = ppo.compute_logprobs(policy, batch, cfg)  # (T,)
     gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
     means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
     # If a number is NaN, the maximum of torch is NaN. Python's max could hide the NaN.
     return gaps.mean().item(), means.max().item()
-
-
-def is_small(gap, limits):
-    # A comparison with NaN is false, so NaN is not small.
-    return gap[0] < limits[0] and gap[1] < limits[1]
 
 
 def default_limits(cfg, is_gpu):
@@ -512,35 +499,6 @@ def default_limits(cfg, is_gpu):
     if is_gpu:
         return 1e-2, 5e-2
     return 1e-4, 1e-3
-
-
-def find_cause(policy, batch, cfg, limits) -> str:
-    """Why sampler and trainer differ. A collective.
-
-    It repeats the comparison with one part replaced. If the two agree then, that part is the cause.
-    """
-    for name, weight in models.named_weights(policy):
-        if not weight.isfinite().all():
-            return f"the model: its weight {name} has NaN or infinity"
-    # Here each row has one sample.
-    alone = dataclasses.replace(cfg, packing="alone")
-    if cfg.attention == "varlen":
-        # varlen needs --packing packed. With a limit of 0 tokens a row has no room for a second
-        # sample.
-        alone = dataclasses.replace(cfg, packing_max_len=0)
-
-    def with_full_logits(micro, temperature):
-        # A policy returns log-probs and entropies. find_gap needs no entropies.
-        return policy.module.full_logprobs(micro, temperature), None
-
-    try:
-        if cfg.packing == "packed" and is_small(find_gap(policy, batch, alone), limits):
-            return "the packing: the samples of a row see each other; add --packing alone"
-        if is_small(find_gap(with_full_logits, batch, alone), limits):
-            return "the head: nanoorz/head.py computes other logits than transformers"
-    except torch.OutOfMemoryError:
-        return "the head or the sampler; there is not enough memory to find out which"
-    return "the sampler: vLLM computes other logits than transformers, or has other weights"
 
 
 # ---- the parts of a run --------------------------------------------------------------------------
@@ -555,9 +513,8 @@ def evaluate(rollout, eval_sets, step, log):
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
         clock = Clock(step)
-        with stop_together():
-            samples = rollout.draw(requests, clock)
-            log.evaluation(name, samples, step)
+        samples = rollout.draw(requests, clock)
+        log.evaluation(name, samples, step)
         # `draw` has counted the comparisons that gave no verdict.
         lost = clock.numbers["reward_lost"]
         if lost:
@@ -630,33 +587,15 @@ def base_files(cfg):
     return {"policy": policy, "critic": families.BaseFiles(cfg.critic) if cfg.critic else policy}
 
 
-def export_all(learners, run_dir, files, is_saved):
+def export_all(learners, run_dir, files):
     """Writes policy and critic as Hugging Face folders. files: of base_files."""
-    if is_saved:
-        # From here on a signal may end the process at once.
-        process.leave_on_signals("stopped during the export; the same command finishes it")
     for learner in learners:
         weights = models.named_weights(learner)
         ckpt.export(run_dir / learner.name, learner.module.save, weights, files[learner.name])
 
 
-def end_early(stop, step, save_error):
-    """Says why the run ends and from which step a resume goes on. Raises UserError, unless a signal
-    is the reason and the step is saved.
-
-    stop: a Stopped. save_error: the text of an error, or None.
-    """
-    reason = stop.fault or "stopped"
-    if save_error:
-        raise UserError(f"{reason}; step {step} is NOT saved: {save_error}")
-    reason += f"; --resume auto goes on from step {step}" if step else "; no step is saved"
-    if stop.fault:
-        raise UserError(reason)
-    print0(reason)
-
-
 def main(cfg, world, device, store):
-    """Runs one rank: the set-up, the loop over steps, the export.
+    """Runs one rank: the set-up, the loop over steps, the export. Returns the exit code.
 
     world: the number of ranks. store: what all ranks can read and write (start_distributed).
     """
@@ -685,7 +624,7 @@ def main(cfg, world, device, store):
     # The end of a run writes result.json.
     if state.step >= total_steps and (run_dir / "result.json").exists():
         print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
-        return
+        return 0
 
     # Give the variants what they remember (ppo.Recipe.memory).
     cfg.memory.update(state.memory)
@@ -693,7 +632,7 @@ def main(cfg, world, device, store):
     # ---- models: the sampler first, because vLLM measures the free memory of the GPU
     print0(f"{len(problems)} problems, {total_steps} steps; the sampler and the learners start")
     # From here on a signal ends the run after a save.
-    rollout = Rollout(task, process.Signals(store), cfg)
+    rollout = Rollout(task, environment.Signals(store), cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg) if cfg.estimators[cfg.estimator].needs_critic else None
@@ -717,25 +656,22 @@ def main(cfg, world, device, store):
                 evaluate(rollout, eval_sets, step, log)
             clock = Clock(step + 1)
 
-            # An error on one rank inside `stop_together` stops all ranks, and they save the last
-            # finished step.
-            with stop_together():
-                # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
-                requests = requests_of_step(problems, cfg, step)
+            # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
+            requests = requests_of_step(problems, cfg, step)
 
-                # 2. Rollout, 3. reward: each sample is graded as soon as it ends (Rollout.draw).
-                samples = cfg.draw_step(rollout, requests, problems, step, clock)
+            # 2. Rollout, 3. reward: each sample is graded as soon as it ends (Rollout.draw).
+            samples = cfg.draw_step(rollout, requests, problems, step, clock)
 
-                # 4. Batch: all samples, the same on every rank. The sampler leaves the GPU.
-                rollout.sampler.sleep()
-                batch = ppo.make_batch(samples, device, cfg)
+            # 4. Batch: all samples, the same on every rank. The sampler leaves the GPU.
+            rollout.sampler.sleep()
+            batch = ppo.make_batch(samples, device, cfg)
 
             # 5. Values V(s_t), from the critic before its update. A variant may add other passes.
             with clock("values"):
                 cfg.token_passes(policy, critic, batch, step)
 
             # 6. Advantages, by one of ppo.ESTIMATORS. `batch` keeps them.
-            with stop_together(), clock("advantage"):
+            with clock("advantage"):
                 stats = ppo.compute_advantages(batch, cfg)
 
             # 7. Learn: the critic in several updates, then the policy in one.
@@ -761,34 +697,35 @@ def main(cfg, world, device, store):
                 save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
     except Stopped as stop:
+        # The ranks stop in a rollout. There the weights are those of the last finished step.
         if state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        end_early(stop, state.step, save_error)
-        return
+        is_saved = state.step > 0 and not save_error
+        words = f"--resume auto goes on from step {state.step}" if is_saved else "no step is saved"
+        print0(f"stopped; {words}")
+        return 1 if stop.after_error or save_error else 0
     finally:
         rollout.grader.close()
         log.close()
 
     # Also after a failed save, because the exported models are the result of the run.
-    export_all(learners, run_dir, files, is_saved=not save_error)
+    export_all(learners, run_dir, files)
     if save_error:
         raise UserError(
             f"step {total_steps} is NOT saved; --resume auto goes on from the newest checkpoint"
         )
     log.result(total_steps)
+    return 0
 
 
 def run(argv):
-    """Runs a command line. Returns the exit code: 0, or 2 after a UserError."""
-    store = None
+    """Runs a command line. Returns the exit code of `main`, or 2 after a UserError."""
     try:
         if wants_help(argv):
             # This prints the help and exits, also on a machine where no run could start.
             parse_flags(argv)
         _, world, device, store = start_distributed()
-        # A variant may be absent on one machine alone.
-        with raise_together():
-            cfg = parse_flags(argv)
+        cfg = parse_flags(argv)
         if cfg.model is None:
             cfg = parse_flags([*demo_flags(cfg), *argv])
         # The ranks' flags must be the same. --run_dir may differ, because two machines may mount
@@ -796,17 +733,16 @@ def run(argv):
         values = {f"--{name}": value for name, value in flags_of(cfg).items()}
         require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
         check_flags(cfg, world)
-        main(cfg, world, device, store)
+        return main(cfg, world, device, store)
     except UserError as error:
-        tell_once(store, f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":
     code = 1
     try:
         code = run(sys.argv[1:])
-    except Exception as error:
-        print_crash(error)
-    process.end(code)
+    except Exception:
+        traceback.print_exc()
+    environment.end(code)

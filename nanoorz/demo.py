@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanoorz.ranks import UserError, gather, print0, raise_together
+from nanoorz.ranks import UserError, gather, print0
 from nanoorz.variants import kept_files
 
 TOOL = Path(__file__).parent.parent / "tools" / "base_model.py"
@@ -21,8 +21,7 @@ def demo_flags(cfg) -> list[str]:
     tools/base_model.py makes the model, the problems, and a file of flags. Raises UserError.
     """
     folder = (Path(cfg.run_dir) / "base").resolve()
-    with raise_together():
-        refuse_other_run(cfg, folder)
+    refuse_other_run(cfg, folder)
     command = [sys.executable, str(TOOL), "addition", str(folder), "--seed", str(cfg.seed)]
     # If this run is killed, the tool ends, too.
     command.append("--end_with_parent")

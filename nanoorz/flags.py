@@ -211,7 +211,6 @@ def check_sampling(cfg):
             f"{limits}, or 0 for greedy answers",
         ),
         "system": (cfg.system is None or is_chat(cfg.template), "needs --template chat"),
-        "reply_seconds": (0 < cfg.reply_seconds <= 1e6, "choose above 0, up to 1e6"),
     }
     require_all(cfg, table)
     for name in ("top_p", "eval_top_p", "gpu_memory_utilization"):

@@ -10,7 +10,7 @@ import json
 from transformers import PreTrainedConfig
 
 from nanoorz.families import folder_of, models_of
-from nanoorz.ranks import UserError, hash64, one_line, raise_together, require_same
+from nanoorz.ranks import UserError, hash64, one_line, require_same
 
 
 def hash_inputs(cfg, task_text, tokenizer, problems):
@@ -22,9 +22,8 @@ def hash_inputs(cfg, task_text, tokenizer, problems):
     """
     hashes = {"task": {"text": hash64(task_text)}}
     hashes["data"] = {"prompts": hash64([problem.prompt_ids for problem in problems])}
-    with raise_together():
-        hashes |= {name: hash_model(source) for name, source in models_of(cfg).items()}
-        hashes["model"]["tokenizer"] = hash_tokenizer(tokenizer)
+    hashes |= {name: hash_model(source) for name, source in models_of(cfg).items()}
+    hashes["model"]["tokenizer"] = hash_tokenizer(tokenizer)
     found = {}
     for name, parts in hashes.items():
         for part, number in parts.items():

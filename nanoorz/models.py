@@ -15,7 +15,6 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import deepspeed
@@ -30,10 +29,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# The import of process.py sets environment variables of DeepSpeed.
-from nanoorz import process  # noqa: F401
+# The import of environment.py sets variables that DeepSpeed reads.
+from nanoorz import environment  # noqa: F401
 from nanoorz.families import find_family
-from nanoorz.ranks import UserError, check_result, one_line
+from nanoorz.ranks import UserError, one_line
 
 BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
 
@@ -63,12 +62,6 @@ class Policy(nn.Module):
         """
         hidden = last_hidden_state(self.family.body(self.model), micro)  # (M, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
-
-    def full_logprobs(self, micro, temperature):
-        """Log-probs (M,) from the logits that transformers computes. All logits are in memory."""
-        logits = micro.select(self.model(**micro.model_inputs()).logits)  # (M, V)
-        log_p = (logits.float() / temperature).log_softmax(-1)  # (M, V)
-        return log_p.gather(1, micro.token_ids[:, None])[:, 0]
 
     def save(self, folder, weights: dict):
         """Writes these weights as a folder that transformers and vLLM load."""
@@ -137,7 +130,6 @@ def last_hidden_state(body, micro) -> Tensor:
 def make_policy(cfg):
     family = find_family(cfg.model)
     model = cfg.policy_model(load_model(cfg, family, AutoModelForCausalLM))
-    check_result(cfg, "policy_model", isinstance(model, nn.Module), "a model", model)
     return Learner("policy", Policy(model, family), cfg, cfg.actor_learning_rate)
 
 
@@ -445,9 +437,7 @@ def engine_config(cfg, stage, largest=0, layer=0):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    settings = cfg.engine_settings(settings)
-    check_result(cfg, "engine_settings", isinstance(settings, dict), "a dict", settings)
-    return settings
+    return cfg.engine_settings(settings)
 
 
 # ---- weights, for the sampler and the export -----------------------------------------------------
@@ -459,10 +449,7 @@ def named_weights(learner):
     Copy a tensor to keep it. A tied head is yielded too: without it vLLM on a CPU keeps the old
     head.
     """
-    named = learner.cfg.named_weights(learner, gather_weights(learner))
-    wanted = "an iterator of (name, tensor)"
-    check_result(learner.cfg, "named_weights", isinstance(named, Iterable), wanted, named)
-    return named
+    return learner.cfg.named_weights(learner, gather_weights(learner))
 
 
 def gather_weights(learner):

@@ -1,4 +1,4 @@
-"""The task Countdown with a calculator. Use it with --task calculator --stop =.
+"""The task Countdown with a calculator. Use it with --task calculator.
 
 The policy writes `9+3=`. The calculator replies with the value and its comparison with the target,
 `12<`. All else is as in the miniature of tasks/countdown.py, with the same base model. So a line
@@ -9,7 +9,9 @@ the metric `slips` counts it.
 
 from tasks.countdown import Grader, load_problems, read_expression, text_metrics
 
-__all__ = ["Grader", "load_problems", "reply", "text_metrics"]
+__all__ = ["STOP", "Grader", "load_problems", "reply", "text_metrics"]
+
+STOP = ["="]
 
 
 def reply(text, finish_reason, label):

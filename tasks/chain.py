@@ -5,7 +5,7 @@
 
 The environment replies to each letter with a verdict (`+` right, `-` wrong) and with this letter as
 the next key. The reward is 1.0 if the last letter is that of the right chain. A turn is one small
-letter: all of them are stop texts (`--stop a b c d e f g h i j`), and other text ends the response.
+letter, because all of them are stop texts (STOP). Other text ends the response.
 `tools/base_model.py chain` makes a base model, problems and flags.
 """
 
@@ -17,6 +17,7 @@ from tasks import countdown
 
 TEMPLATES = {"mini": "{question}"}
 TABLE = re.compile(r"[A-J][a-j](,[A-J][a-j])*")
+STOP = list("abcdefghij")
 RESPONSE = re.compile(r"([a-j][+?-][A-J])*[a-j]")
 
 

@@ -1,6 +1,6 @@
 r"""Math problems with Python as a tool: the policy writes a program, and the reply is its output.
 
-Use it with --task python_tool --stop '```output' '</answer>'. A response looks like this:
+Use it with --task python_tool. A response looks like this:
 
     I count them.
     ```python
@@ -19,7 +19,6 @@ and grader are those of reward.py: the answer must be in what the policy has dra
 import functools
 import re
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import STDOUT
 
@@ -29,11 +28,12 @@ from tasks.jail import Jail
 
 __all__ = ["ANSWER_FORMS", "Grader", "load_problems", "reply", "text_metrics"]
 
+STOP = ["```output", "</answer>"]
+# A program may print the special tokens of the tokenizer. They stay plain text.
+PLAIN_REPLIES = True
+
 CPU_SECONDS = 10
 WALL_SECONDS = 60
-# A program that has waited longer for a free thread is not started. Together with WALL_SECONDS this
-# is less than --reply_seconds, so slow programs cannot end the run.
-QUEUE_SECONDS = 200
 MOST_BYTES = 1 << 20  # More output is not read.
 LONGEST = 1000  # A longer output keeps so many characters: half of them from its end.
 TOOL = (
@@ -76,16 +76,11 @@ def reply(text, finish_reason, label):
     if not found:
         return end("there is no block of Python")
     program, _, _ = program.partition("```")
-    return reply.threads.submit(run_program, reply.jail, program, time.monotonic())
+    return reply.threads.submit(run_program, reply.jail, program)
 
 
-def run_program(jail, program, asked):
-    """The reply to a program: what it has printed, and its error or what ended it.
-
-    asked: when the policy asked, in seconds of time.monotonic().
-    """
-    if time.monotonic() - asked > QUEUE_SECONDS:
-        return end("not run: too many programs waited")
+def run_program(jail, program):
+    """The reply to a program: what it has printed, and its error or what ended it."""
     with jail.start(["-"], program.encode(errors="replace"), stderr=STDOUT) as process:
         output = process.stdout.read(MOST_BYTES)
         # With more output the program has not ended, and may never end.

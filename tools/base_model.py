@@ -70,7 +70,7 @@ FLAGS = {
 --generate_max_len 63 --max_len 80 --packing_max_len 80
 --actor_learning_rate 2e-4 --warmup_updates 3 --log_samples 64 --save_interval 1000 {SHARED_FLAGS}
 """,
-    "chain": """--task chain --template mini --stop a b c d e f g h i j
+    "chain": """--task chain --template mini
 --rollout_batch_size 4 --n_samples_per_prompt 4 --max_steps 60 --eval_interval 15
 --prompt_max_len 31 --generate_max_len 24 --max_len 55 --packing_max_len 220
 --actor_learning_rate 4e-4 --warmup_updates 3

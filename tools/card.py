@@ -27,9 +27,9 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import nanoorz.process  # noqa: F401  # It hides a GPU from the CPU stack.
+import nanoorz.environment  # noqa: F401  # It hides a GPU from the CPU stack.
 from nanoorz.log import versions
-from nanoorz.ranks import UserError, check_stack, one_line
+from nanoorz.ranks import UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
@@ -68,7 +68,6 @@ PARTS = {
 
 def machine() -> dict:
     """Returns the name of the GPU (without a GPU: of the CPU), its driver, and the versions."""
-    check_stack(torch.version.cuda, torch.cuda.is_available())
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         query += ["-i", os.environ.get("CUDA_VISIBLE_DEVICES") or "0"]

@@ -19,16 +19,18 @@ import contextlib
 import json
 import math
 import re
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoorz.process import Signals, end, leave_on_signals
+from nanoorz.environment import Signals, end
 
 if __name__ == "__main__":
-    # Until main makes a Signals, a signal ends this process.
-    leave_on_signals()
+    # Until main makes a Signals, Ctrl-C ends this process at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import pandas as pd
@@ -41,10 +43,8 @@ from nanoorz.ranks import (
     Stopped,
     UserError,
     print0,
-    raise_together,
     require_same,
     start_distributed,
-    tell_once,
 )
 from nanoorz.records import split_path
 from nanoorz.variants import kept_files
@@ -194,28 +194,31 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """The exit code: 0, 2 for what the user can mend, 1 after a signal."""
-    store = None
+    """The exit code: 0, 2 for what the user can mend, 1 after a signal or an error."""
     try:
         if train.wants_help(argv):
             # Prints the help, and exits.
             read_flags(argv)
         _, world, _, store = start_distributed()
-        # A file may be absent on one machine alone.
-        with raise_together():
-            cfg, step = read_flags(argv)
+        cfg, step = read_flags(argv)
         main(cfg, step, world, store)
         return 0
-    except (UserError, Stopped) as error:
-        if isinstance(error, Stopped) and not error.fault:
-            tell_once(store, "stopped: an evaluation saves nothing, so start it again")
-            return 1
+    except Stopped:
+        print0("stopped: an evaluation saves nothing, so start it again")
+        return 1
+    except UserError as error:
         # Errors name the flags of train.py, which have other names here.
         text = re.sub(r"--eval_(?=n\b|temperature|top_p|data)", "--", str(error))
         text = text.replace("--run_dir", "--out").replace("--model, --critic, --teacher", "MODEL")
-        tell_once(store, f"error: {text.replace('python train.py', 'python tools/evaluate.py')}")
+        text = text.replace("python train.py", "python tools/evaluate.py")
+        print(f"error: {text}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    end(run(sys.argv[1:]))
+    code = 1
+    try:
+        code = run(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+    end(code)
