@@ -172,6 +172,10 @@ class Sampler:
             # With these settings vLLM has read no weights.
             families.fill_sampler(self.llm, cfg.model)
         self.tokenizer = self.llm.get_tokenizer()
+        # vLLM ends a turn at any of these tokens. A model may have several.
+        eos_ids = self.llm.model_config.try_get_generation_config().get("eos_token_id") or []
+        eos_ids = [eos_ids] if isinstance(eos_ids, int) else eos_ids
+        self.eos_ids = {self.tokenizer.eos_token_id, *eos_ids}
 
     def generate(
         self,
@@ -190,7 +194,8 @@ class Sampler:
         """
         # The prefix cache was computed with old weights. A prefix in it would also change vLLM's
         # schedule, and the schedule changes the last bits of log-probs.
-        assert self.llm.reset_prefix_cache(), "an earlier call of generate has requests left"
+        is_empty = self.llm.reset_prefix_cache()
+        assert is_empty, "an earlier call of generate has requests left"
         llm_engine = self.llm.llm_engine
         samples = [Sample(request) for request in requests]
         drawing = set()  # the positions of the samples that vLLM draws now
@@ -201,14 +206,14 @@ class Sampler:
                 drawing.add(position)
             while (drawing or waiting) and not (must_stop and must_stop()):
                 outputs = llm_engine.step() if drawing else []
+                # Of each turn vLLM returns one output, when the turn has ended.
                 for output in outputs:
-                    if not output.finished:
-                        continue
                     position = int(output.request_id)
                     drawing.remove(position)
                     sample = samples[position]
                     self.end_turn(sample, output.outputs[0])
-                    # A response that fills its limit and was cut cannot go on.
+                    # A response that has reached its limit cannot go on. A variant may cut a turn
+                    # earlier.
                     can_go_on = sample.finish_reason == "stop" or self.room(sample) > 0
                     if reply and can_go_on:
                         waiting[position] = self.ask(reply, sample)
@@ -250,13 +255,12 @@ class Sampler:
             skip_special_tokens=False,
             spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # vLLM makes a shallow copy. Its deep copy is slow, and no other request has these
-            # params.
+            # vLLM's deep copy of these params is slow, and no other request uses them.
             skip_clone=True,
         )
+        params = self.cfg.sampling_params(params, request)
         # vLLM needs the text only to find stop strings. Without the text small models are faster.
         params.detokenize = bool(params.stop)
-        params = self.cfg.sampling_params(params, request)
         # The losses use the temperature of the request.
         assert params.temperature == request.temperature, "sampling_params changed the temperature"
         if with_logprobs:
@@ -268,10 +272,12 @@ class Sampler:
     def end_turn(self, sample: Sample, completion):
         """Adds a turn to a sample. completion: vLLM's."""
         ids = list(completion.token_ids)
-        text = completion.text if self.cfg.stop else self.decode(ids)
-        # A turn that stops without a stop string has an eos token at its end, which is no text.
-        if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
-            text = text.removesuffix(self.decode(ids[-1:]))
+        text = completion.text
+        # An eos token is no text. vLLM has made a text only to find stop strings.
+        if ids[-1] in self.eos_ids:
+            text = self.decode(ids[:-1])
+        elif not text:
+            text = self.decode(ids)
         sample.response_ids += ids
         sample.drawn += [True] * len(ids)
         sample.parts.append(text)
@@ -284,15 +290,16 @@ class Sampler:
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    # ---- replies. Of the ranks that share a sampler the first one asks for them, and sends them to
-    # the others, because all of them must make the same decodes.
+    # ---- replies
 
     def is_first(self) -> bool:
+        """Is this the first rank of those that share a sampler? It asks for the replies, and sends
+        them to the others, because all of them must make the same decodes."""
         return dist.get_rank() % self.cfg.tensor_parallel == 0
 
     def ask(self, reply, sample: Sample) -> futures.Future | None:
-        """The Future of the reply to the last turn. `reply` returns it, or its result. On the other
-        ranks of a sampler there is none."""
+        """The Future of the reply to the last turn. `reply` returns a Future, or the reply itself.
+        On the other ranks of a sampler there is none."""
         if not self.is_first():
             return None
         future = futures.Future()
@@ -326,7 +333,7 @@ class Sampler:
         if self.cfg.tensor_parallel > 1:
             from vllm.distributed import get_tp_group
 
-            # If one rank alone raised the error, the others would wait for it in the next decode.
+            # If the first rank alone raised its error, the others would wait in the next decode.
             replies, has_failed = get_tp_group().broadcast_object((replies, bool(error)), src=0)
             if has_failed and not error:
                 error = RuntimeError("a reply failed on the first rank of this sampler")
@@ -336,7 +343,7 @@ class Sampler:
             del waiting[position]
         return replies
 
-    def add_reply(self, sample: Sample, text, is_plain) -> bool:
+    def add_reply(self, sample: Sample, text, plain_replies) -> bool:
         """Adds a reply to a sample. Returns whether another turn follows.
 
         text: None if the response is finished. If there is no room for the reply and another token,
@@ -344,7 +351,7 @@ class Sampler:
         """
         if text is None:
             return False
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_plain)
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain_replies)
         ids = ids["input_ids"]
         has_turns = len(sample.turns) < self.cfg.max_turns
         if len(ids) >= self.room(sample) or not has_turns:
@@ -423,7 +430,7 @@ def make_settings(cfg, is_gpu) -> dict:
         # every rank would compile code at the start. So this stays off.
         settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
         # vLLM's own all-reduce shares buffers of CUDA graphs between processes. Memory of
-        # expandable segments (environment.py) cannot be shared so. NCCL's all-reduce shares none.
+        # expandable segments (environment.py) cannot be shared. NCCL's all-reduce shares none.
         settings["disable_custom_all_reduce"] = True
     kv_cache_gb = cfg.kv_cache_gb
     if not is_gpu:
@@ -472,8 +479,10 @@ class Rollout:
         """
         signals = self.signals
         grader = self.grader
+        # A signal may have come since the last rollout.
         self.agree()
         lost_before = grader.lost
+        # An exception inside of `stop_after_error` ends the block, and then `agree` raises Stopped.
         mine = {}
         with clock("rollout"), signals.stop_after_error():
             mine = self.draw_my_share(requests, clock)
@@ -516,13 +525,16 @@ class Rollout:
         # times. So they draw all their samples first.
         must_stop = self.signals.poll if tensor_parallel == 1 else None
         mine = {}
-        is_plain = getattr(self.task, "PLAIN_REPLIES", False)
-        stream = self.sampler.generate(share, must_stop, reply=self.reply, plain_replies=is_plain)
+        plain_replies = getattr(self.task, "PLAIN_REPLIES", False)
+        stream = self.sampler.generate(
+            share, must_stop, reply=self.reply, plain_replies=plain_replies
+        )
         with contextlib.closing(stream):
             # Rank 0 shows a progress bar. None tells tqdm to hide the bar if there is no terminal.
             hidden = True if dist.get_rank() > 0 else None
             for k, sample in tqdm(stream, "sampling", len(share), leave=False, disable=hidden):
-                # All ranks of a sampler get the same samples. Its first rank keeps them.
+                # All ranks of a sampler get the same samples. Its first rank keeps them. After an
+                # error it goes on drawing, because the other ranks do.
                 if rank_in_sampler > 0 or self.signals.failed:
                     continue
                 mine[positions[k]] = sample

@@ -601,6 +601,7 @@ def main(cfg, world, device, store):
     """
     task, tokenizer = find_inputs(cfg)
     task_text = Path(task.__file__).read_bytes()
+    # The folder is locked as long as `lock` exists.
     run_dir, lock = open_run_dir(cfg)
 
     # ---- data: each problem holds the token ids of its prompt
@@ -620,7 +621,7 @@ def main(cfg, world, device, store):
         variants=cfg.variant_hashes,
     )
     source, state = find_start(run_dir, new_state, cfg)
-    first = state.step
+    first_step = state.step
     # The end of a run writes result.json.
     if state.step >= total_steps and (run_dir / "result.json").exists():
         print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
@@ -687,7 +688,7 @@ def main(cfg, world, device, store):
 
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)
-            if step == first:
+            if step == first_step:
                 # A sync may leave a weight as it was. At the start the check cannot see this. Now
                 # it can, unless the first update is too small.
                 check_sampler(rollout, policy, problems, f"after step {step + 1}")
@@ -700,9 +701,10 @@ def main(cfg, world, device, store):
         # The ranks stop in a rollout. There the weights are those of the last finished step.
         if state.step > 0:
             save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
-        is_saved = state.step > 0 and not save_error
-        words = f"--resume auto goes on from step {state.step}" if is_saved else "no step is saved"
-        print0(f"stopped; {words}")
+        told = f"--resume auto goes on from step {state.step}" if state.step else "no step is saved"
+        if save_error:
+            told = "--resume auto goes on from the newest checkpoint"
+        print0(f"stopped; {told}")
         return 1 if stop.after_error or save_error else 0
     finally:
         rollout.grader.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 # ---- environment variables -----------------------------------------------------------------------
 
-# {variable: value}. If the user has set a variable, the user's value stays.
+# {variable: value}. If the user has set one of these variables, the user's value stays.
 ENVIRONMENT = {
     # OpenMP: threads without work sleep. By default they spin, and take a core from another rank.
     "OMP_WAIT_POLICY": "passive",
@@ -85,7 +85,9 @@ def end(code):
     """
     for child in multiprocessing.active_children():
         child.kill()
-    sys.stdout.flush()
+    # The reader of the output, such as `head`, may be gone.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)
 
 
@@ -98,7 +100,7 @@ if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
 
 
 class Signals:
-    """Asks all ranks to stop, after a signal to one of them or an exception of the task on one.
+    """Asks all ranks to stop, after a signal to one of them or an exception in its rollout.
 
     That rank writes into a key-value store, which the other ranks read. A collective would make all
     ranks wait for each other, and each rank is busy with its own samples.

@@ -248,7 +248,6 @@ class RunLog:
         self.forms = forms
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
-        self.waiting = {}  # {file name: the lines that a full disk has refused}
 
     def start(self, state, agreement, task_text):
         """Prints what the run is, and writes config.json, task.py and variants/.
@@ -299,21 +298,9 @@ class RunLog:
         part.replace(self.run_dir / name)
 
     def append(self, name, values):
-        """Appends lines of JSON. If the disk is full, the lines wait for the next call."""
-        path = self.run_dir / name
-        lines = self.waiting.pop(name, []) + [json.dumps(value) + "\n" for value in values]
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with path.open("a") as file:
-                file.writelines(lines)
-        except OSError as error:
-            self.waiting[name] = lines
-            # Remove a part that is in the file. The next call writes all lines.
-            if path.exists():
-                os.truncate(path, size)
-            print_warning(
-                f"{path}: {error.strerror}; {len(lines)} line(s) wait until the disk has room"
-            )
+        """Appends lines of JSON."""
+        with open(self.run_dir / name, "a") as file:
+            file.writelines(json.dumps(value) + "\n" for value in values)
 
     def step(self, step, samples, batch, learned, clock):
         """Writes and prints a finished step. learned: the numbers of the losses and updates."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 # The longest wait for another rank. If a machine dies, the ranks of the others end after this time
-# at the latest. A download or a tool that holds one rank up for longer needs a larger value.
+# at the latest. If samples, tools or a download may hold up one rank for longer, raise it.
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -31,7 +31,7 @@ class UserError(Exception):
 class Stopped(Exception):
     """All ranks have agreed to save the last finished step and to end. They raise it together.
 
-    after_error: has a task raised an exception? Otherwise a signal asked the ranks to stop.
+    after_error: was there an exception in a rollout? Otherwise a signal asked the ranks to stop.
     """
 
     def __init__(self, after_error=False):
@@ -100,7 +100,7 @@ WITHOUT_LAUNCHER = {
 
 
 def start_distributed():
-    """Joins the process group that `accelerate launch` has prepared, or makes a group of one rank.
+    """Joins the process group that the launcher's variables describe, or makes one of one rank.
 
     Returns rank, number of ranks, device, and a key-value store. A rank can read and write the
     store at any time, without the other ranks. Call this before vLLM starts: vLLM joins the same
@@ -112,7 +112,7 @@ def start_distributed():
         os.environ |= WITHOUT_LAUNCHER
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # the ranks of this machine
     if ranks_here < world:
         set_address(os.environ["MASTER_ADDR"])
     # accelerate has set one thread. On a CPU the number cannot be changed after the start of vLLM.
@@ -126,7 +126,7 @@ def start_distributed():
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     if backend == "gloo":
-        # If its threads lived until the end of Python, they could abort the process.
+        # Its threads can abort a process that ends without `end` of environment.py.
         atexit.register(leave_group)
     # The prefix keeps our keys apart from torch's keys.
     return rank, world, device, dist.PrefixStore("nanoorz", store)

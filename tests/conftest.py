@@ -27,12 +27,12 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
 SHARD_EVERYTHING = ROOT / "tests" / "shard_everything.py"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-# Tests send a SIGHUP, which is ignored under nohup. nanoorz/process.py looks at its import.
+# Tests send a SIGHUP, which is ignored under nohup. nanoorz/environment.py looks at its import.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Two processes run the tests on two cores.
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# nanoorz/process.py sets the same folder.
+# nanoorz/environment.py sets the same folder.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 # The flags of a whole run that takes seconds.
@@ -137,8 +137,11 @@ def run_python(*words, code=0, timeout=300, env=None, **options) -> subprocess.C
 
 
 @contextlib.contextmanager
-def started_ranks(words, world=2, env=None):
-    """The ranks of a script, which are killed at the end. The rendezvous has its own port."""
+def started_ranks(words, world=2, env=None, folders=None):
+    """The ranks of a script, which are killed at the end. The rendezvous has its own port.
+
+    folders: one for each rank to work in. Then `words` has a list for each rank.
+    """
     ranks = []
     with held_port() as port:
         names = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
@@ -147,7 +150,10 @@ def started_ranks(words, world=2, env=None):
             for rank in range(world):
                 names |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 own = clean_environment() | (names if world > 1 else {}) | (env or {})
-                ranks.append(Fork(words, own, ROOT))
+                if folders:
+                    ranks.append(Fork(words[rank], own, folders[rank]))
+                else:
+                    ranks.append(Fork(words, own, ROOT))
             yield ranks
         finally:
             for process in ranks:

@@ -9,9 +9,7 @@ import dataclasses
 import functools
 import json
 import os
-import signal
 import sys
-import time
 from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +22,12 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 import ppo
 import reward
-import rollout
 import train
 from nanoorz import families, models
+from nanoorz.environment import Signals
 from nanoorz.log import Clock
-from nanoorz.process import Signals
-from nanoorz.ranks import Stopped, UserError, start_distributed, stop_together
-from rollout import Rollout, Sampler, make_requests, problem_seeds
-
-# After rollout.py, whose settings vLLM reads.
-from vllm.usage.usage_lib import is_usage_stats_enabled  # isort: skip
+from nanoorz.ranks import Stopped, UserError, start_distributed
+from rollout import Rollout, make_requests, problem_seeds
 
 # The kinds of requests that a batch has.
 KINDS = [{}, {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.5}]
@@ -54,10 +48,14 @@ def generated(sampler, requests, found=None, **options) -> dict:
     """{position: what is known of the sample}, which are put into `found` as they end."""
     found = {} if found is None else found
     for position, sample in sampler.generate(requests, **options):
-        known = dataclasses.asdict(sample) | {"request": None}
-        known["decoded"] = sampler.tokenizer.decode(sample.response_ids)
-        found[position] = known
+        found[position] = as_dict(sampler, sample)
     return found
+
+
+def as_dict(sampler, sample) -> dict:
+    decoded = sampler.tokenizer.decode(sample.response_ids)
+    known = {"request": None, "text": sample.text, "decoded": decoded}
+    return dataclasses.asdict(sample) | known
 
 
 def cached_tokens(sampler) -> list[list[int]]:
@@ -129,30 +127,29 @@ def of_sampler(one, policy, requests, problems) -> dict:
     found["apart"] = generated(sampler, requests[::-3])
     found["positions"] = list(range(len(requests)))[::-3]
 
+    found["digits"] = sampler.tokenizer.convert_tokens_to_ids(DIGITS)
     cfg.stop = DIGITS
     found["stop strings"] = generated(sampler, requests[::2])
     cfg.stop = []
-    # Of the digits, as if they were special tokens.
-    sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(DIGITS)
-    found["stop ids"] = generated(sampler, requests[::2])
-    found["digits"] = sampler.stop_ids
-    sampler.stop_ids = []
+    # The digits are several eos tokens of the model, and no special tokens.
+    cfg.sampling_params = functools.partial(with_stop_ids, ids=found["digits"])
+    found["eos ids"] = generated(sampler, requests[::2])
+    del cfg.sampling_params
 
     for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):
         sampler.sync(weights(policy))
         found[name] = said(train.check_sampler, one, policy, problems)
     cfg.sampling_params = hotter
     found["hotter"] = said(generated, sampler, requests)
-    # A tokenizer may have tags as special tokens, which vLLM leaves out of its text.
+    # In some tokenizers tags are special tokens.
     tokenizer = sampler.tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
-    sampler.tags = rollout.special_tags(tokenizer)
-    sampler.hidden = rollout.special_tokens(tokenizer).keys() - sampler.tags
-    cfg.stop = ["</answer>"]
-    sampler.stop_ids = rollout.special_ids(tokenizer, cfg.stop)
     cfg.sampling_params = only_tags
-    found["tags"] = generated(sampler, requests[::5])
-    cfg.stop, sampler.stop_ids = [], []
+    found["tags"] = {}
+    for stops in ([], ["</answer>"]):
+        cfg.stop = stops
+        found["tags"][str(len(stops))] = generated(sampler, requests[::5])
+    cfg.stop = []
     del cfg.sampling_params
     return found
 
@@ -185,11 +182,12 @@ def merging(sampler):
     """Inside, the sampler has the tokenizer that merges, and turns end with ENDS."""
     tokenizer = sampler.tokenizer
     sampler.tokenizer = merging_tokenizer()
-    sampler.stop_ids = sampler.tokenizer.convert_tokens_to_ids(list(ENDS))
+    sampler.cfg.stop = list(ENDS)
     try:
         yield
     finally:
-        sampler.tokenizer, sampler.stop_ids = tokenizer, []
+        sampler.tokenizer = tokenizer
+        sampler.cfg.stop = []
 
 
 def draw_turns(sampler, requests) -> dict:
@@ -240,7 +238,7 @@ def find_turns(sampler, requests) -> dict:
 
     slow_samples = {}
     for position, sample in sampler.generate(requests, reply=first_is_slow):
-        slow_samples[position] = dataclasses.asdict(sample) | {"request": None}
+        slow_samples[position] = as_dict(sampler, sample)
         order.append(position)
         if len(order) == len(requests) - 1:
             slow.set_result(held[0])
@@ -255,13 +253,9 @@ def find_turns(sampler, requests) -> dict:
     ended = generated(sampler, requests, must_stop=lambda: len(never) > 1, reply=hang)
     found["ended"] = len(ended)
     found["after"] = generated(sampler, requests, reply=echo)
-    for reply in (forks, sets_alarms):
-        found[reply.__name__] = generated(sampler, requests[:4], reply=reply)
-    for reply in FAULTS:
-        cfg.reply_seconds = 0.2 if "hangs" in reply.__name__ else 300
+    for reply in (raises, future_raises):
         draw = functools.partial(generated, reply=reply)
         found[reply.__name__] = said(draw, sampler, requests)["refused"]
-    found["asked of hangs"] = len(asked_of_hangs)
     return found
 
 
@@ -269,68 +263,15 @@ def raises(*response):
     return 1 / 0
 
 
-asked_of_hangs = []
-
-
-def hangs(*response):
-    asked_of_hangs.append(response)
-    try:
-        while True:
-            pass
-    except:  # noqa: E722
-        while True:
-            pass
-
-
-def exits(*response):
-    sys.exit("the tool is gone")
-
-
-def forks(text, finish_reason, label):
-    """The child comes back to the sampler, which must end it."""
-    child = os.fork()
-    if child == 0:
-        sys.exit("of the child")
-    os.waitpid(child, 0)
-    return
-
-
-def sets_alarms(text, finish_reason, label):
-    """As a tool with a time limit of its own does."""
-    rang = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
-    while not rang:
-        time.sleep(0.01)
-    signal.signal(signal.SIGALRM, before)
-    return
-
-
-def fails_elsewhere(*response):
-    """As an error of another process comes back: without its traceback."""
-    future = futures.Future()
-    future.set_exception(OSError("no such tool"))
-    return future
-
-
-def returns_a_number(*response):
-    return 3
-
-
 def future_raises(*response):
     future = futures.Future()
-    try:
-        raises()
-    except ZeroDivisionError as error:
-        future.set_exception(error)
+    future.set_exception(ZeroDivisionError("in another process"))
     return future
 
 
-def future_hangs(*response):
-    return futures.Future()
-
-
-FAULTS = [raises, hangs, exits, returns_a_number, future_raises, fails_elsewhere, future_hangs]
+def with_stop_ids(params, request, ids):
+    params.stop_token_ids = ids
+    return params
 
 
 def only_tags(params, request):
@@ -343,8 +284,8 @@ def hotter(params, request):
     return params
 
 
-def stop(rollout, requests, reason) -> list:
-    """[fault of Stopped, names of the phases that were finished].
+def stop(rollout, requests, reason) -> dict:
+    """What a rollout that must stop leaves: is it after an error, and which phases were begun?
 
     reason: when a signal comes, or the method of the grader that fails.
     """
@@ -368,23 +309,21 @@ def stop(rollout, requests, reason) -> list:
         with (
             mock.patch.object(grader, "submit", submit_and_stop),
             mock.patch.object(grader, "results", results_or_error),
-            stop_together(),
         ):
             rollout.draw(requests, clock)
-    except Stopped as error:
-        return [error.fault, list(clock.seconds)]
+    except Stopped as stopped:
+        return {"after an error": stopped.after_error, "phases": list(clock.seconds)}
     finally:
         signals.asked = signals.failed = False
         signals.store.delete_key("stop")
         results()
-    return []
 
 
 def said(action, *arguments) -> dict:
     """{"found": what it returned} or {"refused": text}."""
     try:
         return {"found": action(*arguments)}
-    except UserError as error:
+    except (UserError, AssertionError, ZeroDivisionError) as error:
         return {"refused": str(error)}
 
 
@@ -404,8 +343,7 @@ def find_all(rollout, policy, problems) -> dict:
     cfg = rollout.cfg
     if cfg.tensor_parallel > 1:
         return {"turns": draw_turns(sampler, requests_of_turns(problems))}
-    found = {"workers": rollout.grader.threads._max_workers}
-    found["form"] = rollout.grader.find_answer.__name__
+    found = {"form": rollout.grader.find_answer.__name__}
     requests = mixed_requests(problems[:4], longest=16)
     clock = Clock(0)
     samples = rollout.draw(requests, clock)
@@ -422,14 +360,8 @@ def find_all(rollout, policy, problems) -> dict:
     requests = requests_of_turns(problems)
     found["turns"] = draw_turns(sampler, requests)
     found["of turns"] = of_turns(sampler, requests)
-    head = policy.module.model.get_output_embeddings()
-    with mock.patch.object(head, "scale", 1.5):
-        found["another head"] = said(train.check_sampler, rollout, policy, problems)
     with mock.patch.object(ppo.MicroBatch, "model_inputs", without_positions):
         found["a leak"] = said(train.check_sampler, rollout, policy, problems)
-    found["reports usage"] = is_usage_stats_enabled()
-    # It comes last: the engine that fails leaves half of itself behind.
-    found["small cache"] = said(Sampler, dataclasses.replace(cfg, kv_cache_gb=0.00001))["refused"]
     return found
 
 

@@ -160,7 +160,7 @@ def make_batch(parts: list[str], drawn: list[bool], label: dict, seed: int = 0) 
     """One sample of one token for each entry of `drawn`."""
     ids = list(range(len(drawn)))
     request = SimpleNamespace(problem=SimpleNamespace(label=label), seed=seed)
-    sample = Sample(request, ids, None, "".join(parts), "stop", drawn=drawn, parts=parts)
+    sample = Sample(request, ids, drawn, parts=parts, finish_reason="stop")
     zero = torch.zeros(1)
     return ppo.Batch([[1]], [ids], zero, zero, "cpu", {}, [sample], [drawn])
 

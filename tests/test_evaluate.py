@@ -55,7 +55,7 @@ def test_bad_input_is_refused_in_one_line_with_exit_code_2(flags, told, alone, c
 def test_after_a_signal_the_exit_code_is_1(monkeypatch, alone, capsys):
     monkeypatch.setattr(evaluate, "main", mock.Mock(side_effect=Stopped()))
     assert evaluate.run(["model", "--data", "hub/a"]) == 1
-    assert capsys.readouterr().err.startswith("stopped: an evaluation saves nothing, ")
+    assert capsys.readouterr().out.startswith("stopped: an evaluation saves nothing, ")
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 """tasks/python_tool.py: what replies hold, and what counts as an answer."""
 
-import time
-
 import pytest
-from conftest import config
 
 from rollout import Sample
 from tasks import python_tool
@@ -51,17 +48,11 @@ def test_a_reply_is_what_the_program_has_printed(grader):
     assert "SyntaxError" in ask("print(\ud800)").result()
 
 
-def test_programs_that_take_long_or_wait_long_are_told_so(grader):
-    """So they cannot reach --reply_seconds, which would end the run."""
-    sleeper = "import time\ntime.sleep(600)"
+def test_a_program_that_takes_long_is_told_so(grader):
     hasty = Jail(cpu_seconds=9, wall_seconds=60)
     hasty.wall_seconds = 1
-    told = python_tool.run_program(hasty, sleeper, time.monotonic())
+    told = python_tool.run_program(hasty, "import time\ntime.sleep(600)")
     assert told == "\nstopped: it took more than 1 s\n```\n"
-    told = python_tool.run_program(hasty, sleeper, time.monotonic() - 201)
-    assert told == "\nnot run: too many programs waited\n```\n"
-    longest = python_tool.QUEUE_SECONDS + python_tool.WALL_SECONDS
-    assert longest < config().reply_seconds
 
 
 def test_only_the_program_of_the_turn_runs(grader):
@@ -85,7 +76,7 @@ def test_the_answer_must_be_drawn_by_the_policy(grader):
     reply = python_tool.reply(turn, "stop", "15").result()
     assert printed in reply
     for last, reward in (("", 0), ("Done.", 0), (r"<answer>\boxed{15}</answer>", 1)):
-        sample = Sample(None, [0], None, "", "stop", parts=[turn, reply, last])
+        sample = Sample(None, [0], parts=[turn, reply, last])
         grader.submit(last, sample.drawn_text, "stop", "15")
         assert grader.results() == {last: reward}
 

@@ -97,7 +97,7 @@ print(sorted(sample.request.sample_number for _, sample in sampler.generate(requ
 def check_copy_of_rollout(folder: Path, policy: Path):
     """vLLM loads an export, and rollout.py works in a folder with ranks.py and process.py."""
     (folder / "nanoorz").mkdir(parents=True)
-    for name in ("rollout.py", "nanoorz/ranks.py", "nanoorz/process.py"):
+    for name in ("rollout.py", "nanoorz/ranks.py", "nanoorz/environment.py"):
         shutil.copy(ROOT / name, folder / name)
     done = run_python("-c", USE_OF_ROLLOUT, policy, cwd=folder, env={"PYTHONPATH": ""})
     assert done.stdout.splitlines()[-1] == "[0, 1, 2, 3]"

@@ -1,13 +1,9 @@
 """Requests, the rollout, and the real vLLM sampler, which rollout_worker.py runs."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import linecache
-import os
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +14,8 @@ from rollout_worker import merging_tokenizer
 from transformers import AutoModelForCausalLM
 
 import rollout
+from nanoorz.environment import Signals
 from nanoorz.log import Clock
-from nanoorz.ranks import UserError
 from reward import Problem
 from rollout import Rollout, Sample
 
@@ -87,44 +83,9 @@ def found(tmp_path_factory):
     return run_worker(tmp_path_factory.mktemp("rollout"))
 
 
-def test_the_trainer_keeps_its_threads_beside_vllm(monkeypatch, tiny):
-    """On a GPU vLLM leaves one thread (`set_torch_threads_for_runtime`), and numbers that the
-    trainer computes on the CPU took as many times longer as there are cores."""
-
-    class LLM:
-        def __init__(self, **settings):
-            torch.set_num_threads(1)
-
-        def get_tokenizer(self):
-            tokenizer = maker.char_tokenizer()
-            tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-            return tokenizer
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
-    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
-    torch.set_num_threads(3)
-    sampler = rollout.Sampler(
-        config(model=tiny["model"], stop=["User:", "<|im_end|>", "</answer>"])
-    )
-    assert torch.get_num_threads() == 3
-    torch.set_num_threads(1)
-    end = sampler.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert sampler.stop_ids == [end], "stops that are special tokens are known"
-
-
 def test_the_kv_cache_has_the_size_of_its_flag():
     settings = rollout.make_settings(config(kv_cache_gb=0.25), is_gpu=True)
     assert settings["kv_cache_memory_bytes"] == 2**28
-
-
-def test_vllm_sends_no_report_of_its_use(found):
-    assert found["reports usage"] is False
-
-
-def test_a_cache_that_cannot_hold_one_sequence_is_refused_in_one_line(found):
-    """vLLM's own advice names another flag."""
-    told = "has no room for a sample of --max_len 512 tokens; raise it, or lower --max_len"
-    assert found["small cache"] == f"--kv_cache_gb 1e-05: {told}"
 
 
 def test_every_call_of_the_sampler_starts_with_an_empty_cache(found):
@@ -143,7 +104,7 @@ def test_a_sample_does_not_depend_on_what_else_is_sampled(found):
     for sample in found["together"].values():
         assert len(sample["logprobs"]) == len(sample["response_ids"])
         assert all(logprob <= 0 for logprob in sample["logprobs"])
-    assert {sample["logprobs"] for sample in found["apart"].values()} == {None}
+    assert all(sample["logprobs"] == [] for sample in found["apart"].values())
 
 
 def test_a_response_ends_at_its_own_limit_or_fills_max_len_to_the_last_token(found):
@@ -167,10 +128,10 @@ def test_a_stopped_call_drops_what_has_not_ended(found):
         assert sample == found["limits"][position]
 
 
-@pytest.mark.parametrize("kind", ["stop strings", "stop ids"])
-def test_what_ends_a_response_stays_in_it(found, kind):
-    """A stop string, or a special token, which vLLM finds by its id alone. The end token is in the
-    ids and in no text."""
+@pytest.mark.parametrize("kind", ["stop strings", "eos ids"])
+def test_what_ends_a_response_stays_in_its_ids(found, kind):
+    """A stop string is also in the text. An eos token is not: a grader would read `#### 18z` as
+    another number. A model may have several eos tokens, and they may be no special tokens."""
     ended = 0
     for sample in found[kind].values():
         *before, last = sample["response_ids"]
@@ -178,8 +139,8 @@ def test_what_ends_a_response_stays_in_it(found, kind):
         if last in found["digits"]:
             ended += 1
             assert sample["finish_reason"] == "stop"
-            assert sample["decoded"] == sample["text"]
-            assert sample["text"][-1].isdigit()
+            shown = sample["decoded"] if kind == "stop strings" else sample["decoded"][:-1]
+            assert sample["text"] == shown
     assert ended > 3
     stopped = [sample for sample in found["together"].values() if sample["finish_reason"] == "stop"]
     assert stopped
@@ -188,22 +149,18 @@ def test_what_ends_a_response_stays_in_it(found, kind):
         assert sample["text"] + maker.EOS == sample["decoded"]
 
 
-def test_tags_that_are_special_tokens_are_in_the_text(found):
-    """A grader would find no answer without them. vLLM's own text has no special tokens."""
-    for sample in found["tags"].values():
+@pytest.mark.parametrize("stops", ["0", "1"])
+def test_tags_that_are_special_tokens_are_in_the_text(found, stops):
+    """A grader would find no answer without them. With `--stop </answer>` they end a response."""
+    samples = list(found["tags"][stops].values())
+    assert any("<answer>" in sample["text"] for sample in samples)
+    for sample in samples:
         assert sample["text"] == sample["decoded"]
-        assert sample["finish_reason"] == "stop" and sample["text"].endswith("</answer>")
-    assert any("<answer>" in sample["text"] for sample in found["tags"].values())
-
-
-def test_only_tags_are_kept_of_the_special_tokens():
-    tokenizer = maker.char_tokenizer()
-    more = ["<answer>", "</answer>", "<end_of_turn>", "<|im_end|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": more})
-    ids = tokenizer.convert_tokens_to_ids(more[:2])
-    assert rollout.special_tags(tokenizer) == set(ids)
-    text = "<answer>1</answer><end_of_turn><|im_end|><eos>"
-    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == "1"
+        ends = sample["text"].count("</answer>")
+        if stops == "1":
+            assert (ends, sample["finish_reason"]) == (1, "stop")
+            assert sample["text"].endswith("</answer>")
+    assert stops == "1" or any(sample["text"].count("</answer>") > 1 for sample in samples)
 
 
 def test_temperature_0_takes_the_most_probable_token_and_top_p_stays_in_the_nucleus(found):
@@ -218,7 +175,7 @@ def test_a_weight_that_a_sync_leaves_out_is_named():
     model = torch.nn.Linear(2, 2)
     model.load_weights = lambda weights: {name for name, _ in weights}
     rollout.load_all(model, model.named_parameters())
-    with pytest.raises(UserError, match="1 weights of the sampler got no value, such as bias"):
+    with pytest.raises(AssertionError, match="1 weights of the sampler got no value, such as bias"):
         rollout.load_all(model, [("weight", model.weight)])
 
 
@@ -319,91 +276,35 @@ def test_a_call_that_waits_for_replies_ends_early(found):
     assert found["of turns"]["ended"] < 20
 
 
-@pytest.mark.parametrize("name", ["forks", "sets_alarms"])
-def test_a_tool_may_fork_and_set_an_alarm(found, name):
-    """A forked child that raises SystemExit would go on as a second sampler."""
-    plain = found["of turns"]["plain"]
-    for position, sample in found["of turns"][name].items():
-        assert sample["response_ids"] == plain[position]["response_ids"]
+@pytest.mark.parametrize("name", ["raises", "future_raises"])
+def test_an_error_of_a_reply_comes_out_of_the_sampler(found, name):
+    told = {"raises": "division by zero", "future_raises": "in another process"}
+    assert found["of turns"][name] == told[name]
 
 
-FAULTS = {
-    "raises": ("ZeroDivisionError: division by zero", "return 1 / 0"),
-    "hangs": ("it takes longer than --reply_seconds 0.2", "pass"),
-    "exits": ("SystemExit: the tool is gone", 'sys.exit("the tool is gone")'),
-    "fails_elsewhere": ("OSError: no such tool", "def fails_elsewhere"),
-    "returns_a_number": ("returned 3 (int), and no text, None or Future", "def returns_a_number"),
-    "future_raises": ("ZeroDivisionError: division by zero", "return 1 / 0"),
-    "future_hangs": ("it takes longer than --reply_seconds 0.2", "def future_hangs"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_reply_that_cannot_be_used_is_one_line_with_its_place(found, name):
-    told, code = FAULTS[name]
-    line = found["of turns"][name]
-    place = re.fullmatch(re.escape(f"reply: {told}") + r" \((\S+), line (\d+)\)", line)
-    assert place, line
-    assert place[1].endswith("tests/rollout_worker.py")
-    found = linecache.getline(place[1], int(place[2])).strip()
-    assert found.startswith(code) or (name == "hangs" and found == "while True:")
-
-
-def test_a_text_with_tags_ends_with_its_stop_string():
-    """vLLM's text has no special tokens, so it is decoded again. Its last token may hold more."""
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_marker_of_a_chat_is_one_token_unless_replies_are_plain(is_plain):
+    """The output of a program must not end the turn of a chat and begin another one."""
     tokenizer = maker.char_tokenizer()
-    sampler = SimpleNamespace(cfg=config(stop=["ab"]), tokenizer=tokenizer, hidden=set())
-    sampler.tags = set(tokenizer.convert_tokens_to_ids(["<answer>"]))
-    completion = SimpleNamespace(token_ids=tokenizer.encode("<answer>1abc"), text="1ab")
-    completion.stop_reason, completion.finish_reason, completion.logprobs = "ab", "stop", None
-    sample = Sample(None, [], None, "", "", parts=[])
-    rollout.Sampler.end_turn(sampler, sample, completion)
-    assert (sample.text, sample.parts) == ("<answer>1ab", ["<answer>1ab"])
-    assert sample.response_ids == completion.token_ids
-
-
-def test_a_reply_may_hold_the_markers_of_a_chat():
-    """A marker is one token. If the model lacks the token, if the text is very long, or if the
-    tokenizer has no token for the text, then the response is truncated."""
-    tokenizer = maker.char_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    sampler = SimpleNamespace(cfg=config(), tokenizer=tokenizer, vocabulary=start + 1)
-    (request,) = rollout.make_requests(make_problems(1), [0], 1, 50, 1.0, 1.0)
-    sample = Sample(request, [5], None, "4", "stop")
-    assert rollout.Sampler.add_reply(sampler, sample, "\n<|im_start|>user\n")
-    newline, *user = tokenizer.encode("\nuser")
-    assert sample.response_ids == [5, newline, start, *user, newline]
-    assert sample.drawn == [True] + [False] * 7
-    assert sample.parts == ["4", "\n<|im_start|>user\n"]
-    assert tokenizer.encode("é") == []
-    texts = (("<|im_start|>", start), ("1" * 10**7, start + 1), ("é", start + 1))
-    for text, vocabulary in texts:
-        sampler.vocabulary = vocabulary
-        sample = Sample(request, [5], None, "4", "stop")
-        assert not rollout.Sampler.add_reply(sampler, sample, text)
-        assert (sample.response_ids, sample.finish_reason) == ([5], "length")
-
-
-def test_after_an_error_no_tool_is_asked(found):
-    """Many turns may end in one decode, and each question may take --reply_seconds."""
-    assert found["of turns"]["asked of hangs"] == 1
+    tokenizer.add_special_tokens({"additional_special_tokens": ["(end)"]})
+    marker = tokenizer.convert_tokens_to_ids("(end)")
+    sampler = SimpleNamespace(cfg=config(), tokenizer=tokenizer, room=lambda sample: 50)
+    sample = Sample(None, [5], [True], parts=["4"])
+    assert rollout.Sampler.add_reply(sampler, sample, "\n(end)", is_plain)
+    assert (marker in sample.response_ids) != is_plain
+    assert sample.parts == ["4", "\n(end)"]
+    assert sample.drawn == [True] + [False] * (len(sample.response_ids) - 1)
 
 
 # ---- Rollout -------------------------------------------------------------------------------------
 
 
-def test_two_ranks_of_a_machine_grade_on_half_of_its_cores_each(found):
-    """vLLM sets LOCAL_WORLD_SIZE=1 later. The sampler's process keeps one core of its half."""
-    assert found["workers"] == max(1, len(os.sched_getaffinity(0)) // 2 - 1)
-    assert found["form"] == "last_number", "--answer_form"
-
-
 def test_a_rollout_answers_in_the_order_of_its_requests(found):
     assert found["in order"]
+    assert found["form"] == "last_number", "--answer_form"
     together = [found["together"][str(k)]["response_ids"] for k in range(20)]
     assert found["sampled"] == together, "what the sampler alone gives"
-    assert found["phases"] == ["submit", "rollout", "reward", "gather", "results"]
+    assert found["phases"] == ["submit", "rollout", "reward", "results", "gather"]
     tokens = sum(map(len, found["sampled"]))
     assert found["numbers"] == {"reward_lost": 0, "drawn_tokens": tokens}
     assert "repetition" in found["text metrics"]
@@ -412,52 +313,48 @@ def test_a_rollout_answers_in_the_order_of_its_requests(found):
 def test_comparisons_without_a_verdict_are_counted_by_call(process_group):
     """The grader counts them since its start. The log has those of one step."""
     requests = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
-    grader = SimpleNamespace(lost=2, pending=lambda seconds: 0)
-    grader.submit = lambda position, text, reason, label: None
+    one = rollout_of([(0, Sample(requests[0], [1], [True]))])
+    one.grader.lost = 2
 
     def results():
-        grader.lost += 3
+        one.grader.lost += 3
         return {0: 0.0}
 
-    def generate(share, stopped, reply):
-        yield 0, Sample(share[0], [1], None, "", "stop")
-
-    grader.results = results
-    one = SimpleNamespace(
-        cfg=config(),
-        sampler=SimpleNamespace(generate=generate),
-        signals=SimpleNamespace(poll=lambda: False),
-        must_stop=bool,
-        reply=None,
-        task=SimpleNamespace(text_metrics=lambda text: {}),
-        grader=grader,
-    )
+    one.grader.results = results
     clock = Clock(1)
-    rollout.Rollout.draw(one, requests, clock)
+    one.draw(requests, clock)
     assert clock.numbers["reward_lost"] == 3
+
+
+def rollout_of(stream, **task) -> Rollout:
+    """A Rollout without a sampler. stream: what the sampler would yield."""
+    grader = SimpleNamespace(lost=0, pending=lambda seconds: 0, submit=lambda *_: "3")
+    one = object.__new__(Rollout)
+    one.cfg = config()
+    one.reply = None
+    one.sampler = SimpleNamespace(generate=lambda *_, **options: (pair for pair in stream))
+    one.signals = Signals(torch.distributed.HashStore())
+    one.task = SimpleNamespace(**{"text_metrics": lambda text: {}} | task)
+    one.grader = grader
+    return one
 
 
 def test_a_rollout_stops_for_a_signal_and_for_an_error_of_the_task(found):
     """Before the sampling nothing is drawn: ranks that share a sampler would draw it all."""
-    drawn = ["submit", "rollout", "reward"]
-    bug = r"ZeroDivisionError: division by zero \(.*rollout_worker.py, line \d+\)"
-    expected = {
-        "before": (None, []),
-        "amid": (None, drawn),
-        "submit": (bug, ["submit"]),
-        "results": (bug, [*drawn, "gather"]),
+    phases = ["submit", "rollout", "reward", "results"]
+    assert found["stops"] == {
+        "before": {"after an error": False, "phases": []},
+        "amid": {"after an error": False, "phases": phases},
+        "submit": {"after an error": True, "phases": phases},
+        "results": {"after an error": True, "phases": phases},
     }
-    assert list(found["stops"]) == list(expected)
-    for reason, (fault, phases) in expected.items():
-        told, finished = found["stops"][reason]
-        assert told == fault or re.match(fault, told), told
-        assert finished == phases, reason
 
 
 @pytest.mark.parametrize("world, tensor_parallel", [(1, 1), (2, 1), (3, 1), (4, 2)])
 def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world, tensor_parallel):
     """A sampler with all samples of one hard problem would hold up the others. Ranks that share a
-    sampler ask alike, and one of them hands on."""
+    sampler ask alike, and one of them hands on. They must leave the sampler at the same decode, so
+    they look for no signal there."""
     requests = rollout.make_requests(make_problems(4), [0, 1, 2, 3], 6, 9, 1.0, 1.0)
     handed_on = []
 
@@ -466,99 +363,33 @@ def test_samples_are_dealt_singly_and_each_is_handed_on_once(monkeypatch, world,
         handed_on.append(position)
         return str(position)
 
-    def generate(share, stopped, reply):
+    def generate(share, must_stop, reply, plain_replies):
         first = rollout.dist.get_rank() // tensor_parallel
         assert share == requests[first :: world // tensor_parallel]
+        assert (must_stop is None) == (tensor_parallel > 1)
         for k, request in enumerate(share):
-            yield k, Sample(request, [1], None, "", "stop")
+            yield k, Sample(request, [1], [True])
 
+    one = rollout_of([], text_metrics=lambda text: {"words": 1})
+    one.cfg.tensor_parallel = tensor_parallel
+    one.sampler.generate = generate
+    one.grader.submit = submit
     monkeypatch.setattr(rollout.dist, "get_world_size", lambda: world)
-    one = SimpleNamespace(
-        cfg=config(tensor_parallel=tensor_parallel),
-        sampler=SimpleNamespace(generate=generate),
-        must_stop=bool,
-        reply=None,
-        task=SimpleNamespace(text_metrics=lambda text: {"words": 1}),
-        grader=SimpleNamespace(submit=submit),
-    )
     for rank in range(world):
         monkeypatch.setattr(rollout.dist, "get_rank", lambda rank=rank: rank)
-        for position, sample in rollout.draw_my_share(one, requests, Clock(0)).items():
+        for position, sample in one.draw_my_share(requests, Clock(0)).items():
             assert sample.request is requests[position]
             assert (sample.answer, sample.text_metrics) == (str(position), {"words": 1})
     assert sorted(handed_on) == list(range(len(requests)))
 
 
-ANSWER = "Grader.submit returned {}; its last line must be `return answer`: "
-REWARD = "Grader.results has the reward {} for the answer '3'; return a number, or name"
-NAMED = (
-    "Grader.results has the reward {} for the answer '3'; return {{name: number}} with the names"
-)
-
-
-@pytest.mark.parametrize(
-    "method, returned, told",
-    [
-        ("text_metrics", {"n": "7"}, "text_metrics returned {'n': '7'}, not {name: number}"),
-        ("text_metrics", None, "text_metrics returned None, not {name: number}"),
-        ("submit", True, ANSWER.format("True")),
-        ("submit", False, ANSWER.format("False")),
-        ("results", None, REWARD.format("None (NoneType)")),
-        ("results", {"another": 1.0}, REWARD.format("None (NoneType)")),
-        ("results", {0: None}, REWARD.format("None (NoneType)")),
-        ("results", {0: "1"}, REWARD.format("'1' (str)")),
-        ("results", {0: float("nan")}, REWARD.format("nan (float)")),
-        ("results", {0: -1e30}, REWARD.format("-1e+30 (float)")),
-        ("results", {0: 10**400}, REWARD.format(f"1{'0' * 98} (int)")),
-    ],
-)
-def test_a_task_that_returns_what_it_must_not_is_refused_in_one_line(method, returned, told):
-    take_from_task({"submit": "3", "results": {0: 1.0}} | {method: returned}, told)
-
-
-@pytest.mark.parametrize(
-    "reward, told",
-    [
-        (1.0, NAMED.format("1.0 (float)") + " right, short"),
-        ({"right": 1.0}, NAMED.format("{'right': 1.0} (dict)")),
-        ({"right": 1.0, "short": float("nan")}, "'short': nan"),
-        ({"short": 0.25, "right": True}, ""),
-    ],
-)
-def test_a_task_that_names_its_rewards_returns_a_number_for_each_name(reward, told):
-    """The first name is that of the reward, whatever the order of the numbers."""
-    sample = take_from_task({"submit": "3", "results": {0: reward}}, told, ("right", "short"))
-    if not told:
-        assert (sample.reward, list(sample.rewards.items())) == (1, [("right", 1), ("short", 0.25)])
-
-
-def take_from_task(returned, told, names=()):
-    """A sample with what a task returned about it. told: why it is refused, or ""."""
-    found = {"text_metrics": {}} | returned
-    one = SimpleNamespace(
-        cfg=CFG,
-        task=SimpleNamespace(text_metrics=lambda text: found["text_metrics"], REWARDS=names),
-        grader=SimpleNamespace(submit=lambda *_: found["submit"], results=lambda: found["results"]),
-    )
-    (request,) = rollout.make_requests(make_problems(1), [0], 1, 9, 1.0, 1.0)
-    sample = Sample(request, [1], None, "", "stop")
-    refused = contextlib.nullcontext()
-    if told:
-        words = f"--task mine.py: .*{re.escape(told)}"
-        refused = pytest.raises(UserError, match=words)
-    with refused as error:
-        rollout.submit(one, 0, sample)
-        rollout.take_rewards(one, {0: sample})
-    assert not told or "\n" not in str(error.value)
-    return sample
-
-
-@pytest.mark.parametrize("tensor_parallel, stops", [(1, True), (2, False)])
-def test_ranks_that_share_a_sampler_finish_their_rollout(tensor_parallel, stops):
-    """Ranks that share a sampler must leave it at the same decode. A rank alone stops at once."""
-    signals = SimpleNamespace(poll=lambda: True)
-    one = SimpleNamespace(cfg=config(tensor_parallel=tensor_parallel), signals=signals)
-    assert Rollout.must_stop(one) == stops
+def test_the_reward_of_several_is_that_of_the_first_name(process_group):
+    """Whatever the order of the numbers."""
+    one = rollout_of([], REWARDS=("right", "short"))
+    one.grader.results = lambda: {0: {"short": 0.25, "right": True}}
+    sample = Sample(None, [1], [True])
+    one.take_rewards({0: sample})
+    assert (sample.reward, list(sample.rewards.items())) == (1, [("right", 1), ("short", 0.25)])
 
 
 # ---- check_sampler of train.py, which needs both in one process ----------------------------------
@@ -580,20 +411,10 @@ def test_wrong_weights_are_refused_with_both_numbers(found):
     assert line.startswith("--model ") and "\n" not in line
 
 
-def test_parameters_of_another_temperature_than_the_requests_are_refused_in_one_line(found):
+def test_parameters_of_another_temperature_than_the_requests_are_an_error(found):
     """The trainer's log-probs would be those at another temperature, and nothing would say so."""
-    line = found["hotter"]["refused"]
-    told = "Recipe: sampling_params must return SamplingParams with the request's temperature, 1.0"
-    assert line.startswith(told) and "returned 1.5" in line and "\n" not in line
+    assert found["hotter"]["refused"] == "sampling_params changed the temperature"
 
 
-CAUSES = {
-    "one step behind": "sampler: vLLM computes other logits than transformers",
-    "another head": "head: nanoorz/head.py computes other logits than transformers",
-    "a leak": "packing: the samples of a row see each other; add --packing alone",
-}
-
-
-def test_the_refusal_names_the_cause(found):
-    for fault, cause in CAUSES.items():
-        assert f"; the cause is the {cause}" in found[fault]["refused"]
+def test_samples_of_a_row_that_see_each_other_are_found(found):
+    assert "; try --packing alone" in found["a leak"]["refused"]

@@ -22,7 +22,7 @@ BELOW = {
 # A file is copied together with these. Without families.py a copy of rollout.py draws
 # from models of text alone.
 COPIED_WITH = {
-    "rollout.py": {"nanoorz.families", "nanoorz.process", "nanoorz.ranks"},
+    "rollout.py": {"nanoorz.families", "nanoorz.environment", "nanoorz.ranks"},
     "reward.py": {"nanoorz.ranks", "nanoorz.equal", "nanoorz.records"},
     "ppo.py": {"nanoorz.ranks", "nanoorz.flags"},
     "ckpt.py": {f"nanoorz.{name}" for name in ("ranks", "reshard", "variants", "flags")},

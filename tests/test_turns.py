@@ -4,6 +4,7 @@ test_rollout.py has how the sampler draws turns, and test_ppo.py what is learnt 
 """
 
 import fcntl
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -18,14 +19,14 @@ import train
 from rollout import Sample
 from tasks import calculator
 
-# A turn ends with one of these texts, or with the end token.
-STOPS = ["3", "4", "5"]
 TASK = """
 import signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from reward import *
+
+STOP = ["3", "4", "5"]
 
 
 def finished_steps():
@@ -49,10 +50,6 @@ WAITS = f"""global pool
         signal.raise_signal(signal.SIGTERM)
         return pool.submit(time.sleep, 9999)
     {CALLS}"""
-SLEEPS = f"""if finished_steps() == 2:
-        signal.raise_signal(signal.SIGTERM)
-        time.sleep(9999)
-    {CALLS}"""
 
 
 def write_task(folder, body):
@@ -65,7 +62,7 @@ def write_task(folder, body):
 def whole(tiny, tmp_path_factory):
     """(its flags, the folder of a run with replies). The log-probs of the sampler are compared."""
     folder = tmp_path_factory.mktemp("turns")
-    flags = tiny | {"task": write_task(folder, CALLS), "stop": STOPS, "variant": "log_ratio"}
+    flags = tiny | {"task": write_task(folder, CALLS), "stop": None, "variant": "log_ratio"}
     flags |= {"save_interval": 1, "keep_last": 0, "eval_interval": 2, "lambd": 0.9, "gamma": 0.99}
     launch(folder / "run", **flags)
     return flags, folder / "run"
@@ -95,6 +92,7 @@ def test_a_run_learns_from_what_the_policy_has_drawn(whole):
         for name in ("values", "advantages", "logprobs"):
             assert len(line[name]) == sum(line["drawn"])
     assert not any("drawn" in x for x in jsonl(run / "samples.jsonl") if "parts" not in x)
+    assert json.loads((run / "config.json").read_text())["stop"] == ["3", "4", "5"]
 
 
 @pytest.mark.engine
@@ -120,32 +118,40 @@ def test_two_ranks_draw_the_conversations_of_one_rank(whole, tmp_path):
 
 @pytest.mark.engine
 def test_a_reply_that_is_always_none_changes_no_bit_of_a_run(tiny, tmp_path):
-    flags = tiny | {"stop": STOPS, "max_steps": 2}
+    flags = tiny | {"stop": ["3", "4", "5"], "max_steps": 2}
     launch(tmp_path / "plain", **flags)
     launch(tmp_path / "never", **flags, task=write_task(tmp_path, "return None"))
     equal_runs(tmp_path / "plain", tmp_path / "never")
 
 
 @pytest.mark.engine
-def test_a_reply_that_fails_ends_the_run_in_one_line_and_loses_no_step(tiny, tmp_path):
+def test_a_reply_that_fails_on_a_rank_ends_the_run_and_loses_no_step(tiny, tmp_path):
     task = write_task(tmp_path, RAISES)
-    done = launch(tmp_path / "run", ranks=2, code=2, **tiny, task=task, stop=STOPS)
+    done = launch(tmp_path / "run", ranks=2, code=1, **tiny | {"stop": None}, task=task)
     line = (
         TASK.format(body=RAISES).splitlines().index('        raise ValueError("the tool is gone")')
     )
-    told = f"reply: ValueError: the tool is gone ({task}, line {line + 1})"
-    assert f"error: {told}; --resume auto goes on from step 2\n" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert f'File "{task}", line {line + 1}, in reply' in done.stderr
+    assert "stopped; --resume auto goes on from step 2\n" in done.stdout
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000002"]
 
 
+@pytest.mark.slow
+def test_a_reply_that_fails_ends_both_ranks_of_a_shared_sampler(tiny, shared_memory, tmp_path):
+    """Only the first rank asks. Without it the other one would wait in the next decode."""
+    task = write_task(tmp_path, RAISES)
+    flags = tiny | {"stop": None, "tensor_parallel": 2}
+    done = launch(tmp_path / "run", ranks=2, code=1, **flags, task=task)
+    assert "ValueError: the tool is gone" in done.stderr
+    assert "stopped; --resume auto goes on from step 2\n" in done.stdout
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("body", [WAITS, SLEEPS], ids=["a pool", "a call"])
-def test_a_signal_ends_a_run_that_waits_for_a_reply(tiny, tmp_path, body):
+def test_a_signal_ends_a_run_that_waits_for_a_reply(tiny, tmp_path):
     """No reply ever comes. The pool's process would keep the lock of the folder, and a pipe open
     to which the run writes."""
-    task = write_task(tmp_path, body)
-    done = launch(tmp_path / "run", **tiny, task=task, stop=STOPS, reply_seconds=9999)
+    task = write_task(tmp_path, WAITS)
+    done = launch(tmp_path / "run", **tiny | {"stop": None}, task=task)
     assert "stopped; --resume auto goes on from step 2" in done.stdout
     with open(tmp_path / "run" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,11 +184,11 @@ def test_an_answer_of_a_reply_is_not_the_policy_s(parts, grades_replies, is_righ
 def reward_of(task, label, parts) -> float:
     """What the grader of a task gives to a response that has stopped by itself."""
     request = rollout.Request(reward.Problem(0, "", label, ""), 0, 0, 0, 9, 1.0, 1.0)
-    sample = Sample(request, [1] * 9, None, "".join(parts), "stop", parts=parts)
+    sample = Sample(request, [1] * 9, parts=parts, finish_reason="stop")
     with task.Grader() as grader:
-        one = SimpleNamespace(task=task, grader=grader, cfg=config())
-        rollout.submit(one, 0, sample)
-        rollout.take_rewards(one, {0: sample})
+        one = SimpleNamespace(task=task, grader=grader)
+        rollout.Rollout.submit(one, 0, sample)
+        rollout.Rollout.take_rewards(one, {0: sample})
     return sample.reward
 
 
@@ -238,10 +244,24 @@ def test_the_calculator_s_value_is_no_claim_of_the_policy():
 # ---- flags ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"max_turns": 0}, {"reply_seconds": 0}])
-def test_limits_of_replies_are_above_0(changes):
-    with pytest.raises(train.UserError, match=f"--{[*changes][0]} 0"):
-        train.check_flags(config(**changes), 1)
+def test_a_task_that_replies_names_its_stop_texts(tmp_path, monkeypatch, process_group, tiny):
+    """With ORZ's stop texts a turn would never end at the tool's, and nothing would say so."""
+
+    def stops(task, **flags):
+        cfg = config(task=task, model=tiny["model"], **{"stop": None} | flags)
+        train.find_inputs(cfg)
+        return cfg.stop
+
+    assert stops("calculator") == ["="] and stops("python_tool") == ["```output", "</answer>"]
+    assert stops("math") == train.ORZ_STOP
+    assert stops("calculator", stop="a") == ["a"] and stops("calculator", stop="") == []
+    path = tmp_path / "mine.py"
+    text = TASK.format(body="return None")
+    path.write_text(text.replace('["3", "4", "5"]', "[]"))
+    assert stops(path) == []
+    path.write_text(text.replace("STOP = ", "other = "))
+    with pytest.raises(train.UserError, match="has `reply` and no STOP; .*$"):
+        stops(path)
 
 
 def test_a_recipe_may_bring_its_own_reply(tmp_path, process_group):
@@ -255,12 +275,3 @@ def test_a_recipe_may_bring_its_own_reply(tmp_path, process_group):
     assert cfg.reply_function(calculator)("", "stop", LABEL) == "hm"
     assert config().reply_function(calculator) is calculator.reply
     assert config().reply_function(reward) is None
-    wrong = config()
-    wrong.reply_function = lambda task: "hm"
-    task = SimpleNamespace(Grader=lambda *_: None)
-    told = "reply_function must return a function or None"
-    with (
-        conftest.mock.patch.object(rollout, "Sampler"),
-        pytest.raises(rollout.UserError, match=told),
-    ):
-        rollout.Rollout(task, None, wrong)

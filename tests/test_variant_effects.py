@@ -349,7 +349,16 @@ def draw(variants, first, **flags):
             answer, reward = told[request.sample_number]
             # The longer a response is, the more it loses by a penalty of length.
             ids = [7] * (5 + request.sample_number)
-            samples.append(rollout.Sample(request, ids, None, "", "stop", reward, answer))
+            samples.append(
+                rollout.Sample(
+                    request,
+                    ids,
+                    [True] * len(ids),
+                    finish_reason="stop",
+                    reward=reward,
+                    answer=answer,
+                )
+            )
         return samples
 
     requests = rollout.requests_of_step(problems, cfg, 0)
@@ -467,7 +476,11 @@ def test_gdpo_normalises_each_reward_in_its_group_and_sums_by_the_weights():
     samples = []
     for k in range(8):
         rewards = {"right": right[k], "short": short[k], "logged": k}
-        samples.append(rollout.Sample(request[groups[k]], [7] * (k + 1), None, "", "stop"))
+        samples.append(
+            rollout.Sample(
+                request[groups[k]], [7] * (k + 1), [True] * (k + 1), finish_reason="stop"
+            )
+        )
         samples[-1].rewards = rewards
     paid = cfg.paid(samples)
     assert paid == pytest.approx([2 * r + 0.5 * s for r, s in zip(right, short)])

@@ -72,7 +72,17 @@ def respond(cfg, request) -> rollout.Sample:
     is_right = reason == "stop" and value == str(TARGETS[request.problem.index])
     logprobs = [-0.5 - (seed + k) % 3 / 2 for k in range(len(ids))]
     answer = value if reason == "stop" else None
-    return rollout.Sample(request, ids, logprobs, text, reason, is_right * float(reward), answer)
+    return rollout.Sample(
+        request,
+        ids,
+        [True] * len(ids),
+        logprobs,
+        [text],
+        reason,
+        is_right * float(reward),
+        {},
+        answer,
+    )
 
 
 START = {
