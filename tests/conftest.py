@@ -1,6 +1,7 @@
 """What the tests share: a tiny model, problems, and functions that start the real train.py."""
 
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import io
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -385,19 +387,17 @@ def fill(disk: Path, room: int) -> None:
 
 @pytest.fixture
 def shared_memory():
-    """Before and after the test, removes what a run with a shared sampler leaves behind.
+    """For a run with a shared sampler. On a CPU vLLM's shared memory has the same name in every run.
 
-    On a CPU vLLM's shared memory has the same name in every run. If the memory of a dead run is
-    there, vLLM does not start.
+    So one such test runs at a time. What a dead run has left behind is removed.
     """
-
-    def remove():
+    with open(Path(tempfile.gettempdir(), "nanoorz_shared_memory"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         for left_over in Path("/dev/shm").glob("-tp:*-cpushm_*"):
             left_over.unlink()
-
-    remove()
-    yield
-    remove()
+        yield
+        for left_over in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+            left_over.unlink()
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,11 @@ def of_sampler(one, policy, requests, problems) -> dict:
     cfg.stop = []
     # The digits are several eos tokens of the model, and no special tokens.
     cfg.sampling_params = functools.partial(with_stop_ids, ids=found["digits"])
+    eos_ids = sampler.eos_ids
+    found["known eos ids"] = sorted(eos_ids)
+    sampler.eos_ids = eos_ids | set(found["digits"])
     found["eos ids"] = generated(sampler, requests[::2])
+    sampler.eos_ids = eos_ids
     del cfg.sampling_params
 
     for name, weights in (("right", models.named_weights), ("one step behind", one_step_behind)):

@@ -65,9 +65,15 @@ def test_every_pass_has_each_problem_once_in_another_order():
 # ---- Sampler -------------------------------------------------------------------------------------
 
 
+CHAT_END = maker.char_tokenizer().convert_tokens_to_ids("z")
+
+
 def run_worker(folder, ranks=1) -> dict:
     """What rollout_worker.py found in fp32. The temperature is that of the check alone."""
     model = maker.make_model(folder / "model", max_position_embeddings=512)
+    # The end token, and a token that the base model of a chat may end its turns with.
+    eos_ids = {"eos_token_id": [0, CHAT_END]}
+    (model / "generation_config.json").write_text(json.dumps(eos_ids))
     flags = {"model": model, "data": "-", "temperature": 0.7, "answer_form": "last_number"}
     flags |= {"max_len": 512, "packing_max_len": 512, "tensor_parallel": ranks}
     out = folder / "found.json"
@@ -144,9 +150,11 @@ def test_what_ends_a_response_stays_in_its_ids(found, kind):
     assert ended > 3
     stopped = [sample for sample in found["together"].values() if sample["finish_reason"] == "stop"]
     assert stopped
+    assert found["known eos ids"] == [0, CHAT_END]
+    assert {sample["response_ids"][-1] for sample in stopped} == {0, CHAT_END}
     for sample in stopped:
-        assert sample["response_ids"][-1] == 0
-        assert sample["text"] + maker.EOS == sample["decoded"]
+        end = maker.EOS if sample["response_ids"][-1] == 0 else "z"
+        assert sample["text"] + end == sample["decoded"]
 
 
 @pytest.mark.parametrize("stops", ["0", "1"])

@@ -846,8 +846,8 @@ class Grader(reward.Grader):
 
 
 @SLOW
-@pytest.mark.parametrize("place, told", [("reward", ""), ("estimator", ""), ("log", "")])
-def test_an_error_on_one_rank_ends_all_ranks(tiny, tmp_path, place, told):
+@pytest.mark.parametrize("place", ["reward", "estimator", "log"])
+def test_an_error_on_one_rank_ends_all_ranks(tiny, tmp_path, place):
     """Only an error of the task is followed by a save. No rank waits for ever, and nothing is half
     written."""
     path = tmp_path / "fail.py"

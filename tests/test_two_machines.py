@@ -84,11 +84,11 @@ def test_a_machine_that_dies_is_named_and_the_run_goes_on(machines, tiny, tmp_pa
     metrics = run / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, processes[0])
     power_off(1)
-    assert processes[0].wait(200) != 0, "the launcher gives its ranks 30 s"
+    assert processes[0].wait(60) != 0
     address = re.escape(HOSTS[1][2])
     power_off(0)
     screen = Path(f"{run}.0.txt").read_text()
-    assert re.search(rf"another rank has ended \([^\n]*{address}", screen), screen[-3000:]
+    assert re.search(rf"RuntimeError: [^\n]*{address}", screen), screen[-3000:]
     for path in run.glob("step_*"):
         if path.name > "step_000002":
             shutil.rmtree(path)
