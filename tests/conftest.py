@@ -387,7 +387,7 @@ def fill(disk: Path, room: int) -> None:
 
 @pytest.fixture
 def shared_memory():
-    """For a run with a shared sampler. On a CPU vLLM's shared memory has the same name in every run.
+    """For a run with a shared sampler. On a CPU the shared memory of all runs has one name.
 
     So one such test runs at a time. What a dead run has left behind is removed.
     """
