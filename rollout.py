@@ -305,8 +305,8 @@ class Sampler:
         future = futures.Future()
         try:
             result = reply(sample.text, sample.finish_reason, sample.request.problem.label)
-        # take_replies raises it, on all ranks that share a sampler.
-        except Exception as error:
+        # take_replies raises it, on all ranks that share a sampler. A tool may call sys.exit.
+        except BaseException as error:
             future.set_exception(error)
             return future
         if isinstance(result, futures.Future):
@@ -328,7 +328,7 @@ class Sampler:
                 futures.wait(waiting.values(), 0.1, futures.FIRST_COMPLETED)
             try:
                 replies = {k: future.result() for k, future in waiting.items() if future.done()}
-            except Exception as raised:
+            except BaseException as raised:
                 error = raised
         if self.cfg.tensor_parallel > 1:
             from vllm.distributed import get_tp_group

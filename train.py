@@ -263,7 +263,7 @@ def find_inputs(cfg):
     """
     task = find_task(cfg)
     if cfg.stop is None:
-        cfg.stop = getattr(task, "STOP", ORZ_STOP)
+        cfg.stop = list(getattr(task, "STOP", ORZ_STOP))
     tokenizer = load_tokenizer(cfg, cfg.model)
     for name, source in families.models_of(cfg).items():
         # If the embeddings are tied, the body of a critic could be loaded as a policy.

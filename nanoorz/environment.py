@@ -126,10 +126,13 @@ class Signals:
 
     @contextlib.contextmanager
     def stop_after_error(self):
-        """Prints an exception of the code inside, and asks all ranks to stop."""
+        """Prints an exception of the code inside, and asks all ranks to stop.
+
+        It also catches the exception of sys.exit, because the exit code 0 would mean success.
+        """
         try:
             yield
-        except Exception:
+        except BaseException:
             traceback.print_exc()
             self.failed = True
             self.asked = True

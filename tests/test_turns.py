@@ -117,14 +117,6 @@ def test_two_ranks_draw_the_conversations_of_one_rank(whole, tmp_path):
 
 
 @pytest.mark.engine
-def test_a_reply_that_is_always_none_changes_no_bit_of_a_run(tiny, tmp_path):
-    flags = tiny | {"stop": ["3", "4", "5"], "max_steps": 2}
-    launch(tmp_path / "plain", **flags)
-    launch(tmp_path / "never", **flags, task=write_task(tmp_path, "return None"))
-    equal_runs(tmp_path / "plain", tmp_path / "never")
-
-
-@pytest.mark.engine
 def test_a_reply_that_fails_on_a_rank_ends_the_run_and_loses_no_step(tiny, tmp_path):
     task = write_task(tmp_path, RAISES)
     done = launch(tmp_path / "run", ranks=2, code=1, **tiny | {"stop": None}, task=task)
