@@ -172,25 +172,20 @@ class Sampler:
             # With these settings vLLM has read no weights.
             families.fill_sampler(self.llm, cfg.model)
         self.tokenizer = self.llm.get_tokenizer()
+        # With True no text of a reply becomes a special token.
+        self.plain_replies = False
         # vLLM ends a turn at any of these tokens. A model may have several.
-        eos_ids = self.llm.model_config.try_get_generation_config().get("eos_token_id") or []
+        eos_ids = self.llm.model_config.try_get_generation_config().get("eos_token_id", [])
         eos_ids = [eos_ids] if isinstance(eos_ids, int) else eos_ids
         self.eos_ids = {self.tokenizer.eos_token_id, *eos_ids}
 
-    def generate(
-        self,
-        requests: list[Request],
-        must_stop=None,
-        with_logprobs=False,
-        reply=None,
-        plain_replies=False,
-    ):
+    def generate(self, requests: list[Request], must_stop=None, with_logprobs=False, reply=None):
         """Yields (position in `requests`, sample) as soon as a sample ends.
 
         `must_stop()` is called before each decode. If it returns True, or if the caller closes the
         generator, the samples that have not ended are dropped. A response also ends when prompt
         and response together have max_len tokens. reply: the function of ppo.Recipe.reply_function.
-        Its exceptions come out here. plain_replies: no text of a reply becomes a special token.
+        Its exceptions come out here.
         """
         # The prefix cache was computed with old weights. A prefix in it would also change vLLM's
         # schedule, and the schedule changes the last bits of log-probs.
@@ -212,15 +207,15 @@ class Sampler:
                     drawing.remove(position)
                     sample = samples[position]
                     self.end_turn(sample, output.outputs[0])
-                    # A response that has reached its limit cannot go on. A variant may cut a turn
-                    # earlier.
+                    # A response at its limit cannot go on. Below its limit a turn may end by length,
+                    # too, if a variant lowers max_tokens.
                     can_go_on = sample.finish_reason == "stop" or self.room(sample) > 0
                     if reply and can_go_on:
                         waiting[position] = self.ask(reply, sample)
                     else:
                         yield position, sample
                 for position, text in self.take_replies(waiting, may_wait=not drawing).items():
-                    if self.add_reply(samples[position], text, plain_replies):
+                    if self.add_reply(samples[position], text):
                         self.begin_turn(position, samples[position], with_logprobs)
                         drawing.add(position)
                     else:
@@ -273,7 +268,7 @@ class Sampler:
         """Adds a turn to a sample. completion: vLLM's."""
         ids = list(completion.token_ids)
         text = completion.text
-        # An eos token is no text. vLLM has made a text only to find stop strings.
+        # An eos token is no text. Without stop strings vLLM makes no text.
         if ids[-1] in self.eos_ids:
             text = self.decode(ids[:-1])
         elif not text:
@@ -293,8 +288,8 @@ class Sampler:
     # ---- replies
 
     def is_first(self) -> bool:
-        """Is this the first rank of those that share a sampler? It asks for the replies, and sends
-        them to the others, because all of them must make the same decodes."""
+        """Is this rank the first of those that share a sampler? The first rank asks for the replies
+        and sends them to the others, because all of them must make the same decodes."""
         return dist.get_rank() % self.cfg.tensor_parallel == 0
 
     def ask(self, reply, sample: Sample) -> futures.Future | None:
@@ -305,7 +300,7 @@ class Sampler:
         future = futures.Future()
         try:
             result = reply(sample.text, sample.finish_reason, sample.request.problem.label)
-        # take_replies raises it, on all ranks that share a sampler. A tool may call sys.exit.
+        # The error waits in the Future until take_replies raises it. A tool may call sys.exit.
         except BaseException as error:
             future.set_exception(error)
             return future
@@ -343,7 +338,7 @@ class Sampler:
             del waiting[position]
         return replies
 
-    def add_reply(self, sample: Sample, text, plain_replies) -> bool:
+    def add_reply(self, sample: Sample, text) -> bool:
         """Adds a reply to a sample. Returns whether another turn follows.
 
         text: None if the response is finished. If there is no room for the reply and another token,
@@ -351,7 +346,9 @@ class Sampler:
         """
         if text is None:
             return False
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain_replies)
+        ids = self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=self.plain_replies
+        )
         ids = ids["input_ids"]
         has_turns = len(sample.turns) < self.cfg.max_turns
         if len(ids) >= self.room(sample) or not has_turns:
@@ -466,6 +463,7 @@ class Rollout:
         # Before the sampler, which starts slowly: a grader may need what this machine lacks.
         self.grader = task.Grader(workers, cfg.answer_form)
         self.sampler = Sampler(cfg)
+        self.sampler.plain_replies = getattr(task, "PLAIN_REPLIES", False)
         self.task = task
         self.reply = cfg.reply_function(task)
         self.signals = signals
@@ -482,17 +480,18 @@ class Rollout:
         # A signal may have come since the last rollout.
         self.agree()
         lost_before = grader.lost
-        # An exception inside of `stop_after_error` ends the block, and then `agree` raises Stopped.
         mine = {}
-        with clock("rollout"), signals.stop_after_error():
-            mine = self.draw_my_share(requests, clock)
-        with clock("reward"), signals.stop_after_error():
-            # Wait for the grader, and look for a signal every 0.5 s.
-            while not signals.poll() and grader.pending(0.5):
-                pass
-        with clock("results"), signals.stop_after_error():
-            if not signals.asked:
-                self.take_rewards(mine)
+        # An exception ends this block, and then `agree` raises Stopped.
+        with signals.stop_after_error():
+            with clock("rollout"):
+                mine = self.draw_my_share(requests, clock)
+            with clock("reward"):
+                # Wait for the grader, and look for a signal every 0.5 s.
+                while not signals.poll() and grader.pending(0.5):
+                    pass
+            with clock("results"):
+                if not signals.asked:
+                    self.take_rewards(mine)
         with clock("gather"):
             # This is the first collective of all ranks after sampling. Here they wait for the
             # slowest.
@@ -525,10 +524,7 @@ class Rollout:
         # times. So they draw all their samples first.
         must_stop = self.signals.poll if tensor_parallel == 1 else None
         mine = {}
-        plain_replies = getattr(self.task, "PLAIN_REPLIES", False)
-        stream = self.sampler.generate(
-            share, must_stop, reply=self.reply, plain_replies=plain_replies
-        )
+        stream = self.sampler.generate(share, must_stop, reply=self.reply)
         with contextlib.closing(stream):
             # Rank 0 shows a progress bar. None tells tqdm to hide the bar if there is no terminal.
             hidden = True if dist.get_rank() > 0 else None

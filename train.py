@@ -22,8 +22,8 @@ A step has nine phases: 1 prompts, 2 rollout, 3 reward, 4 batch, 5 values, 6 adv
 
 What an error does:
 - What the user can mend is a UserError. The run prints one line and ends with exit code 2.
-- An error of the task in phase 2 or 3, or in an evaluation: its rank prints the traceback, and all
-  ranks save the last finished step. The exit code is 1.
+- An exception in phase 2 or 3, or in an evaluation, such as one of the task: its rank prints the
+  traceback, and all ranks save the last finished step. The exit code is 1.
 - Any other error ends its rank with a traceback. The launcher ends the other ranks, and the last
   checkpoint stays.
 - A signal, such as Ctrl-C, during the loop: all ranks save the last finished step. The exit code is

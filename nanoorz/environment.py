@@ -105,7 +105,7 @@ class Signals:
     That rank writes into a key-value store, which the other ranks read. A collective would make all
     ranks wait for each other, and each rank is busy with its own samples.
 
-    asked: must this rank stop? failed: because of an exception on this rank?
+    asked: must this rank stop? failed: was there an exception on this rank?
     """
 
     def __init__(self, store):
@@ -133,9 +133,11 @@ class Signals:
         try:
             yield
         except BaseException:
-            traceback.print_exc()
-            self.failed = True
-            self.asked = True
+            # After a Ctrl-C it is no error, because the same signal may have ended a tool.
+            if not self.asked:
+                traceback.print_exc()
+                self.failed = True
+                self.asked = True
 
     def poll(self) -> bool:
         """Must this rank stop? It is called often, so it reads the store twice a second at most."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 # The longest wait for another rank. If a machine dies, the ranks of the others end after this time
-# at the latest. If samples, tools or a download may hold up one rank for longer, raise it.
+# at the latest. If samples, tools or a download may hold up one rank for longer, raise TIMEOUT.
 TIMEOUT = datetime.timedelta(minutes=10)
 
 

@@ -26,7 +26,8 @@ import reward
 from reward import ANSWER_FORMS, text_metrics
 from tasks.jail import Jail
 
-__all__ = ["ANSWER_FORMS", "Grader", "load_problems", "reply", "text_metrics"]
+__all__ = ["ANSWER_FORMS", "PLAIN_REPLIES", "STOP"]
+__all__ += ["Grader", "load_problems", "reply", "text_metrics"]
 
 STOP = ["```output", "</answer>"]
 # A program may print the special tokens of the tokenizer. They stay plain text.

@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import signal
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -14,22 +13,6 @@ from conftest import run_python
 from nanoorz import environment, ranks
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-
-def test_a_rank_has_its_share_of_the_cores_and_its_gpu(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
-    monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **options: iter([(dist.HashStore(), 1, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", mock.Mock())
-    values = ("1", "1", "2", "127.0.0.1", "0")
-    monkeypatch.setattr(os, "environ", dict(zip(ranks.WITHOUT_LAUNCHER, values)))
-    rank, world, device, _ = ranks.start_distributed()
-    assert (rank, world, device) == (1, 2, torch.device("cuda", 1))
-    torch.set_num_threads.assert_called_with(3)
-    torch.cuda.set_device.assert_called_with(device)
-    assert dist.init_process_group.call_args.args == ("nccl",)
 
 
 def test_a_torch_for_gpus_that_finds_none_is_refused(monkeypatch):

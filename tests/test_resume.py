@@ -95,7 +95,7 @@ print(sorted(sample.request.sample_number for _, sample in sampler.generate(requ
 
 
 def check_copy_of_rollout(folder: Path, policy: Path):
-    """vLLM loads an export, and rollout.py works in a folder with ranks.py and process.py."""
+    """vLLM loads an export, and rollout.py works in a folder with ranks.py and environment.py."""
     (folder / "nanoorz").mkdir(parents=True)
     for name in ("rollout.py", "nanoorz/ranks.py", "nanoorz/environment.py"):
         shutil.copy(ROOT / name, folder / name)

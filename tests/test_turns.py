@@ -1,4 +1,4 @@
-"""Whole runs whose task replies, and whose answer an answer is.
+"""Whole runs whose task replies, and who gave an answer: policy or tool.
 
 test_rollout.py has how the sampler draws turns, and test_ppo.py what is learnt from them.
 """

@@ -81,6 +81,8 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
         # All greedy responses are alike.
         own.setdefault("eval_n", 1)
     given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
+    # Another task may have other stop texts.
+    given |= {"stop"} if "task" in given else set()
     run, settings = find_run(args.model)
     files = kept_files(run, [] if "variant" in given else settings.get("variants", []))
     words += ["--variant", *files] if files else []
