@@ -207,8 +207,8 @@ class Sampler:
                     drawing.remove(position)
                     sample = samples[position]
                     self.end_turn(sample, output.outputs[0])
-                    # A response at its limit cannot go on. Below its limit a turn may end by length,
-                    # too, if a variant lowers max_tokens.
+                    # A response at its limit cannot go on. Below the limit a turn may end by length
+                    # if a variant lowers max_tokens.
                     can_go_on = sample.finish_reason == "stop" or self.room(sample) > 0
                     if reply and can_go_on:
                         waiting[position] = self.ask(reply, sample)
