@@ -8,7 +8,7 @@ Rank 0 writes these files:
 - config.json: all flags, and the versions of the libraries
 - task.py, variants/: the texts of the task and of the variants
 - result.json: written when the run is complete
-- run.log: what libraries print, and whole tracebacks
+- run.log: what libraries print
 - tensorboard/: the curves of --log_with
 """
 
