@@ -394,8 +394,8 @@ def keeps_weights_as_loaded(model) -> bool:
     plain = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
     methods = {type(x.quant_method).__name__ for x in model.modules() if hasattr(x, "quant_method")}
     changes = hasattr(model, "process_weights_after_loading")
-    changes = changes or any("MLA" in type(x).__name__ for x in model.modules())
-    return methods <= plain and not changes
+    has_mla = any("MLA" in type(x).__name__ for x in model.modules())
+    return methods <= plain and not changes and not has_mla
 
 
 def load_all(model, weights):

@@ -38,11 +38,10 @@ from types import SimpleNamespace
 if __name__ == "__main__":
     # Ctrl-C ends this process in one line, also while the imports below take seconds.
     signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
-# train.py sets these variables too. They must be set before torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+# The import of environment.py sets variables that torch reads.
+from nanoorz import environment  # noqa: F401  # isort: skip
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.autograd import DeviceType

@@ -23,11 +23,13 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# The import of environment.py sets variables that torch reads, and hides a GPU from the CPU stack.
+from nanoorz import environment  # noqa: F401  # isort: skip
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import nanoorz.environment  # noqa: F401  # It hides a GPU from the CPU stack.
 from nanoorz.log import versions
 from nanoorz.ranks import UserError, one_line
 
