@@ -473,7 +473,7 @@ class Rollout:
         """Returns a graded sample for each request, in the order of the requests.
 
         A collective: all ranks call it with the same requests, and get the same samples. If a rank
-        gets a signal, or the task raises an exception there, all ranks raise Stopped.
+        gets a signal, or an exception is raised there, all ranks raise Stopped.
         """
         signals = self.signals
         grader = self.grader

@@ -89,11 +89,14 @@ def test_numbers_of_samples_are_those_worked_by_hand():
         sample(1, 1, 0.0, length=4, words=2),
     ]
     samples[3].answer = None
+    # The first sample lacks this metric. The mean is over those that have it.
+    samples[1].text_metrics["tries"] = 1
+    samples[2].text_metrics["tries"] = 2
     batch = batch_of(samples)
     batch.rewards = torch.tensor([0.0, 0.5, 0.5, 0.5])
     expected = {"reward": 0.5, "paid": 0.375, "pass_at_n": 0.5, "truncated": 0.25, "answered": 0.75}
     expected |= {"response_length": 5, "length_right_mean": 4, "length_wrong_mean": 6, "words": 2}
-    expected["total_length"] = 7
+    expected |= {"total_length": 7, "tries": 1.5}
     assert log_file.numbers_of_samples(samples, batch) == expected
     line = log_file.numbers_of_samples(samples[3:], batch_of(samples[3:]))
     assert line["length_wrong_mean"] == 4 and "length_right_mean" not in line
