@@ -26,7 +26,6 @@ import datetime
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -41,7 +40,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import save_file
 
 from nanoorz import reshard
-from nanoorz.flags import CHOSEN_BY_PLAN
 from nanoorz.ranks import UserError, gather, here, one_line, print0
 from nanoorz.variants import kept_files
 
@@ -63,8 +61,7 @@ class RunState:
     total_steps: int = 0
     world: int = 1  # number of ranks
     config: dict = field(default_factory=dict)  # every flag
-    problems_hash: int = 0
-    inputs: dict = field(default_factory=dict)  # {flag: {part: hash}} (hashes.hash_inputs)
+    problems_hash: int = 0  # of all prompts and labels
     log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
     variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
     memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)
@@ -96,10 +93,9 @@ class RunState:
         numbers = [*self.log_sizes.values(), self.config.get("zero_stage")]
         are_numbers = all(isinstance(number, int) for number in numbers)
         are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in self.variants)
-        parts = [*self.inputs.values(), *self.memory.values()]
-        are_dicts = all(isinstance(part, dict) for part in parts)
+        are_dicts = all(isinstance(part, dict) for part in self.memory.values())
         if not (are_numbers and are_pairs and are_dicts):
-            raise TypeError("a part of log_sizes, config, inputs, variants or memory is wrong")
+            raise TypeError("a part of log_sizes, config, variants or memory is wrong")
 
     @property
     def layout(self):
@@ -210,31 +206,6 @@ def step_of(path):
 def checkpoints(run_dir):
     """The folders RUN/step_NNNNNN, newest first. Some may be damaged."""
     return sorted(run_dir.glob("step_" + "[0-9]" * 6), reverse=True)
-
-
-def needed_bytes(run_dir, cfg, parameters):
-    """The bytes that the coming checkpoints need on the disk.
-
-    parameters: the number of those of policy and critic together. A checkpoint takes at most 16
-    bytes for each parameter: 4 each for weight, fp32 master and two moments. Example: with
-    --keep_last 2 and one checkpoint on the disk, two more must fit.
-    """
-    # A new checkpoint takes the room of an old one. Checkpoints later than --resume are set aside,
-    # and stay on the disk. With none these are all, because "none" sorts before "step_".
-    saved = checkpoints(run_dir)
-    if cfg.resume != "auto":
-        saved = [path for path in saved if path.name <= Path(cfg.resume).name]
-    count = 1
-    # While a checkpoint is written, keep_last older ones are on the disk. With --keep_last 0 all
-    # are kept, and only the next one is counted.
-    if cfg.keep_last > 0:
-        count = max(1, cfg.keep_last + 1 - len(saved))
-    # A short run writes fewer. With --save_interval 0 a run saves its last step alone.
-    if cfg.save_interval == 0:
-        count = 1
-    elif cfg.max_steps is not None:
-        count = min(count, max(1, math.ceil(cfg.max_steps / cfg.save_interval)))
-    return count * 16 * parameters
 
 
 def measure_logs(run_dir):
@@ -390,22 +361,18 @@ def prune(run_dir, keep_last):
 # ---- resume: which checkpoint, and does it fit? ----------------------------------------------
 
 
-def find_start(run_dir, choice, new_state: RunState, fixed_defaults):
+def find_start(run_dir, choice, new_state: RunState, may_change):
     """Returns the checkpoint to resume from, or None, and the state that the run begins with.
 
-    choice: --resume. new_state: the state of a new run with the flags of this run. fixed_defaults:
-    {name: default} of the flags that decide what is learnt. Raises UserError if the checkpoint does
+    choice: --resume. new_state: the state of a new run with the flags of this run. may_change: the
+    names of the flags that do not decide what is learnt. Raises UserError if the checkpoint does
     not fit this run. A collective.
     """
     path = pick_checkpoint(run_dir, choice)
     if path is None:
         return None, new_state
     saved = load_state(path)
-    # `auto` is the value of the checkpoint.
-    chosen = [name for name in CHOSEN_BY_PLAN if new_state.config.get(name) == "auto"]
-    kept = {name: saved.config.get(name, "auto") for name in chosen}
-    new_state = dataclasses.replace(new_state, config=new_state.config | kept)
-    misfit = find_misfit(path, run_dir, saved, new_state, fixed_defaults)
+    misfit = find_misfit(path, run_dir, saved, new_state, may_change)
     if misfit:
         raise UserError(f"{path} {misfit}, or use --resume none")
     # The other fields of the state, such as the flags, are those of this run.
@@ -470,11 +437,11 @@ def load_state(path):
         ) from error
 
 
-def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defaults):
+def find_misfit(path, run_dir, saved: RunState, new_state: RunState, may_change):
     """Why this run cannot go on from a checkpoint, and what to do, or None. A collective.
 
     The text goes on after the path of the checkpoint. saved: the state of the checkpoint.
-    new_state, fixed_defaults: see find_start.
+    new_state, may_change: see find_start.
     """
     # `tools/convert.py reshard` writes the folder universal/, for any layout. find_damage is a
     # collective, so all ranks call it here, before one of them could return.
@@ -482,19 +449,16 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
     if saved.layout != new_state.layout:
         needs_reshard = find_damage(path / "universal") is not None
     # The user should see all changed flags, whatever else is wrong.
-    changed = find_changes(saved, new_state, fixed_defaults)
+    changed = find_changes(saved, new_state, may_change)
     if not path.parent.samefile(run_dir):
         return f"is not in {run_dir}; copy the folder of that run"
     if saved.step > new_state.total_steps:
         return f"is past the {new_state.total_steps} steps of this run; raise --max_steps"
     if changed:
         names = ", --".join(changed)
-        old = "the old value"
-        if "task" in changed and saved.inputs:
-            old += f" (the old text of the task is {path.parent}/task.py)"
         return (
-            f"was made with another --{names}, which changes what is learnt; use {old}, or begin "
-            f"another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
+            f"was made with another --{names}, which changes what is learnt; use the old value, or "
+            f"begin another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
             "--model NEW/policy (and --critic NEW/critic, with a critic)"
         )
     if saved.variants != new_state.variants:
@@ -511,26 +475,17 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, fixed_defau
         )
 
 
-def find_changes(saved: RunState, new_state: RunState, fixed_defaults):
+def find_changes(saved: RunState, new_state: RunState, may_change):
     """Prints every changed flag. Returns the names of those that must not change."""
-    # If the checkpoint is older than a flag, the run had the behaviour of its default.
-    old = fixed_defaults | saved.config
     changed = []
     for name, value in new_state.config.items():
-        if name in old and old[name] != value:
-            print0(f"resume: --{name} was {old[name]}, is {value}")
-            if name in fixed_defaults and name not in saved.inputs:
+        # The flags of another variant are absent. The texts of the variants are compared, too.
+        old = saved.config.get(name, value)
+        if old != value:
+            print0(f"resume: --{name} was {old}, is {value}")
+            if name not in may_change:
                 changed.append(name)
-    # A model, a critic, a task and prompts are compared by what they are: their files may move.
-    for name, parts in saved.inputs.items():
-        found = new_state.inputs.get(name, {})
-        other = [part for part, old_hash in parts.items() if found.get(part) != old_hash]
-        if other:
-            print0(f"resume: --{name} differs in: {', '.join(other)}")
-            # Another --template also changes the prompts. Then `changed` has it already.
-            if name != "data" or not changed:
-                changed.append(name)
-    # Another --template also changes the hash of the problems. Then `changed` has it already.
+    # Another --template also changes the prompts. Then `changed` has it already.
     if saved.problems_hash != new_state.problems_hash and not changed:
         changed.append("data")
     return changed

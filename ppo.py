@@ -214,7 +214,9 @@ class Recipe:
 
     seed: int = flag(42, "Each random choice depends on a hash of this seed and of its purpose.")
     temperature: float = flag(1.0, "The sampling temperature. The losses use it too.")
-    estimator: str = flag("gae", "How rewards become advantages. gae is PPO with a critic.")
+    estimator: str = flag(
+        "gae", "How rewards become advantages: gae (PPO with a critic), grpo, rloo or reinforce."
+    )
     gamma: float = flag(1.0, "The discount of gae, per token. Below 1 it favours short responses.")
     lambd: float = flag(
         1.0, "The lambda of gae. Below 1 late rewards count less: that is less noise, and a bias."
@@ -237,11 +239,11 @@ class Recipe:
         "is wrong if the loss has a term without the advantage.",
     )
 
-    # The next three decide how fast a run is, and not what is learnt. In train.Config they are
-    # flags, which a resumed run may change.
-    packing = "packed"  # alone: each row has one sample, which some families of models need
-    packing_max_len = 16384
-    micro_train_batch_size = 1
+    # The next three decide how fast a run is, and not what is learnt. train.Config has their
+    # advice, and a resumed run may change them.
+    packing: str = "packed"  # alone: each row has one sample, which some families of models need
+    packing_max_len: int = 16384
+    micro_train_batch_size: int = 1
 
     estimators = ESTIMATORS  # The values of --estimator. Those of a variant are added to these.
 

@@ -2,11 +2,9 @@
 
 `python train.py --model MODEL --data FILE` trains in one process. `accelerate launch train.py ...`
 starts a process for each GPU. On a CPU it needs --use_deepspeed, or it starts one process. Without
-the flag --model the demo runs: tools/base_model.py makes a tiny base model and a file of flags. The
-run prints the flags of this file and uses them. A flag that is also on the command line has the
-value of the command line.
+the flag --model the demo runs: tools/base_model.py makes a tiny base model and a file of flags.
 
-This file has the flags, the set-up, the loop and the evaluation. Words that all files use:
+This file has the flags, the loop, the set-up and the evaluation. Words that all files use:
 - rank: one process of the run. Each GPU has one.
 - collective: a function that all ranks must call together, because they wait for each other in it.
 - stage: one of the five files of the root. Each stage does one part of a step.
@@ -17,13 +15,10 @@ This file has the flags, the set-up, the loop and the evaluation. Words that all
 - task: a file that has problems and grades answers. The default task is reward.py.
 - family: the models of one architecture, such as qwen2.
 
-A step has nine phases: 1 prompts, 2 rollout, 3 reward, 4 batch, 5 values, 6 advantages, 7 learn,
-8 sync, 9 report. The loop of `main` has a line for each of them.
-
 What an error does:
 - What the user can mend is a UserError. The run prints one line and ends with exit code 2.
-- An exception in phase 2 or 3, or in an evaluation, such as one of the task: its rank prints the
-  traceback, and all ranks save the last finished step. The exit code is 1.
+- An exception of the task during the loop: its rank prints the traceback, and all ranks save the
+  last finished step. The exit code is 1.
 - Any other error ends its rank with a traceback. The launcher ends the other ranks, and the last
   checkpoint stays.
 - A signal, such as Ctrl-C, during the loop: all ranks save the last finished step. The exit code is
@@ -31,13 +26,21 @@ What an error does:
 """
 
 import dataclasses
+import datetime
+import difflib
 import importlib.util
+import json
 import math
+import shlex
 import signal
+import subprocess
 import sys
 import traceback
+import unicodedata
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 # The import of environment.py sets variables that torch reads.
 from nanoorz import environment
@@ -52,15 +55,10 @@ if __name__ == "__main__":
     environment.follow_launcher()
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+import torch.distributed as dist
 
-import ckpt
 import ppo
-from nanoorz import chat, families, flags, memory, models
-from nanoorz.demo import demo_flags
-from nanoorz.flags import flag, flags_of, require
-from nanoorz.hashes import hash_inputs, hash_problems
-from nanoorz.log import Clock, RunLog, redirect_libraries
+from nanoorz.flags import flag, flags_of, make_parser, require
 from nanoorz.ranks import (
     Stopped,
     UserError,
@@ -74,6 +72,9 @@ from nanoorz.ranks import (
 from nanoorz.records import split_path
 from nanoorz.variants import extend, take_variants
 from rollout import Rollout, make_requests, problem_seeds, requests_of_step
+
+# DeepSpeed and transformers take seconds to import. So the functions that need them import them,
+# and --help and a wrong flag do not wait.
 
 # ---- flags ---------------------------------------------------------------------------------------
 
@@ -90,16 +91,18 @@ ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 class Learning(ppo.Recipe):
     """Flags that decide what is learnt, beside those of ppo.Recipe. Defaults are ORZ's.
 
-    A resume refuses other values than those of the checkpoint.
+    A resume refuses other values than those of the checkpoint. Only the files of --model, --critic
+    and --task may move.
     """
 
     model: str | None = flag(
         None, "A causal LM: a folder or a name on the hub. Without it the demo runs."
     )
-    template: str = flag(
-        "orz", "orz, demo, plain, chat, chat?SWITCH=VALUE (chat.py), or a text with {question}."
-    )
+    template: str = flag("orz", "orz, demo, plain, chat, or a text with {question}.")
     system: str | None = flag(None, "The system message of --template chat.")
+    chat_template_kwargs: str = flag(
+        "{}", 'Switches of the chat template, as JSON: {"enable_thinking": false}.'
+    )
     answer_form: str = flag(
         "orz", "Where a response has its answer: orz, boxed_anywhere, last_number, hashes (####)."
     )
@@ -151,34 +154,37 @@ class Config(Learning):
         None, "In evaluations. Default: --temperature. 0: greedy."
     )
     eval_top_p: float | None = flag(None, "In evaluations. Default: --top_p.")
+    eval_only: bool = flag(False, "Evaluate --model on --eval_data, without training, and end.")
     # ---- what is written down
-    log_with: str = flag("none", "Curves elsewhere: tensorboard, or wandb (log in to it before).")
+    log_with: Literal["none", "tensorboard", "wandb"] = flag(
+        "none", "Curves elsewhere: none, tensorboard, or wandb (log in to it before)."
+    )
     log_samples: int = flag(256, "Training samples of a step in samples.jsonl. 0: all.")
     log_tokens: int = flag(16, "Training samples of a step to write token by token.")
     # ---- where and how fast
-    zero_stage: int = flag(
+    zero_stage: Literal[0, 1, 2, 3] = flag(
         3, "What ZeRO shards. 1: optimizer. 2: + gradients. 3: + weights. 0: nothing."
     )
-    offload: str = flag("none", "optimizer: its states stay in CPU memory. Updates are slower.")
-    packing: str = flag(
+    offload: Literal["none", "optimizer"] = flag(
+        "none", "none, or optimizer: its states stay in CPU memory. Updates are slower."
+    )
+    packing: Literal["auto", "packed", "alone"] = flag(
         "auto", "packed: several samples a row. alone: one. auto: packed if the family allows it."
     )
     packing_max_len: int = flag(
-        16384,
-        "Length of a row of packed samples, in tokens. At least max_len. auto: the longest with "
-        "which an update takes at most 70 % of the GPU (docs/scaling.md).",
+        16384, "Length of a row of packed samples, in tokens. At least max_len."
     )
     micro_train_batch_size: int = flag(1, "Rows in a forward pass. Raise it for short rows.")
     gradient_checkpointing: bool = flag(
-        True,
-        "Saves most activation memory, costs a third more compute. auto: false if an update takes "
-        "at most 70 % of the GPU without it (docs/scaling.md).",
+        True, "Saves most activation memory, costs a third more compute."
     )
     compile_layers: bool = flag(
         False, "torch compiles the layers: less work for CPU and GPU. The start takes longer."
     )
-    attention: str = flag(
-        "auto", "auto: on a GPU in bf16 varlen (FlashAttention), else sdpa; for Gemma 2 eager."
+    attention: Literal["auto", "sdpa", "eager", "varlen"] = flag(
+        "auto",
+        "varlen (FlashAttention on a GPU in bf16), sdpa or eager. auto: varlen where it works, "
+        "else sdpa; for Gemma 2 eager.",
     )
     micro_rollout_batch_size: int = flag(
         256, "Samples that a sampler draws at the same time. More samples need more memory."
@@ -200,433 +206,63 @@ class Config(Learning):
         return [[name, f"{hash64(text):016x}"] for name, text in self.variant_texts.items()]
 
 
-def parse_flags(argv):
-    """Makes a Config of a command line.
-
-    Raises UserError for an unknown flag, a value of the wrong type, or a wrong variant.
-    """
-    config_class = Config
-    # Variants have flags. So they are loaded before the parser is made.
-    variant_names, argv = take_variants(argv)
-    if variant_names:
-        config_class = extend(Config, variant_names)
-    parser = HfArgumentParser(config_class, allow_abbrev=False)
-    flags.allow_auto(parser)
-    # The parser calls `error` for a wrong value. Its own `error` would print all flags and exit.
-    parser.error = refuse_flag
-    if wants_help(argv):
-        flags.finish_help(parser, flags.CHOICES | {"estimator": config_class.estimators})
-    # If the command line asks for help, the next call prints the help and exits.
-    cfg, unknown = parser.parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
-    cfg.variant = variant_names
-    if unknown:
-        raise UserError(flags.explain_unknown(unknown[0], flags_of(cfg)))
-    # `--stop ""` means no stop string.
-    if cfg.stop is not None:
-        cfg.stop = [text for text in cfg.stop if text]
-    require(cfg.run_dir, "--run_dir: name a folder")
-    # config.json must show the values that the run uses, so defaults are filled in here.
-    if cfg.eval_temperature is None:
-        cfg.eval_temperature = cfg.temperature
-    if cfg.eval_top_p is None:
-        cfg.eval_top_p = cfg.top_p
-    return cfg
+# ---- one rank of a run ---------------------------------------------------------------------------
 
 
-def wants_help(argv):
-    return "-h" in argv or "--help" in argv
-
-
-def refuse_flag(message):
-    raise UserError(f"{message}; `python train.py --help` explains each flag")
-
-
-def check_flags(cfg, world):
-    """Raises UserError for the first wrong flag, of the core and then of the variants."""
-    # The fields of Config are the flags of the core. `cfg` may also have flags of variants.
-    flags.check_core(cfg, world, [field.name for field in dataclasses.fields(Config)])
-    for name, value in flags_of(cfg).items():
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        require(is_finite, f"--{name} {value}: give a finite number")
-    cfg.check(world)
-
-
-# ---- inputs: task, tokenizer, problems -----------------------------------------------------------
-
-
-def find_inputs(cfg):
-    """Returns the task and the tokenizer. Replaces `auto` in --packing and --attention and the
-    default of --stop, and adds the date to a --template that has one. All models must have the
-    tokenizer of --model. Raises UserError.
-    """
-    task = find_task(cfg)
-    if cfg.stop is None:
-        cfg.stop = list(getattr(task, "STOP", ORZ_STOP))
-    tokenizer = load_tokenizer(cfg, cfg.model)
-    for name, source in families.models_of(cfg).items():
-        # If the embeddings are tied, the body of a critic could be loaded as a policy.
-        is_critic = Path(source, "value_head.safetensors").exists()
-        fault = f"--{name} {source} is a critic; name the folder policy/ beside it"
-        require(name == "critic" or not is_critic, fault)
-        other = load_tokenizer(cfg, source) if name != "model" else tokenizer
-        found = find_difference(other.get_vocab(), tokenizer.get_vocab())
-        fault = f"--{name} {source}: its tokenizer is not that of {cfg.model}: {found}"
-        require(not found, fault)
-    families.replace_auto(cfg)
-    if flags.is_chat(cfg.template):
-        cfg.template = chat.fix_date(cfg, tokenizer)
-    return task, tokenizer
-
-
-def find_difference(vocabulary, other) -> str:
-    """A sentence about the first id with another text, or "". Both vocabularies are {text: id}."""
-    texts = {id: text for text, id in vocabulary.items()}
-    others = {id: text for text, id in other.items()}
-    for id in sorted({*texts, *others}):
-        if texts.get(id) != others.get(id):
-            return f"its token {id} is {texts.get(id)!r:.99} in place of {others.get(id)!r:.99}"
-    return ""
-
-
-def find_task(cfg):
-    """The module of --task. It has load_problems, Grader and text_metrics, and perhaps `reply` with
-    STOP, ANSWER_FORMS, GRADES_REPLIES, PLAIN_REPLIES and REWARDS. Raises UserError.
-    """
-    path = cfg.task
-    if path == "math":
-        path = f"{Path(__file__).parent}/reward.py"
-    elif not path.endswith(".py"):
-        path = f"{Path(__file__).parent}/tasks/{path}.py"
-    require(
-        Path(path).is_file(),
-        f"--task {cfg.task}: no file {path}; choose math, code, python_tool, countdown, "
-        "countdown_short, calculator, chain, or a path to a .py file",
-    )
-    spec = importlib.util.spec_from_file_location("task", path)
-    task = importlib.util.module_from_spec(spec)
-    # A dataclass looks for its module in sys.modules.
-    sys.modules["task"] = task
-    spec.loader.exec_module(task)
-    for name in ("load_problems", "Grader", "text_metrics"):
-        require(hasattr(task, name), f"--task {cfg.task}: {path} has no {name}")
-    # A task without ANSWER_FORMS ignores --answer_form. So only its default, orz, is allowed.
-    forms = getattr(task, "ANSWER_FORMS", ["orz"])
-    require(
-        cfg.answer_form in forms,
-        f"--answer_form {cfg.answer_form}: {path} has {' or '.join(forms)}; if its Grader is a "
-        "subclass of reward.Grader, add `from reward import ANSWER_FORMS`",
-    )
-    check_reward_names(cfg, getattr(task, "REWARDS", ()))
-    require(
-        hasattr(task, "STOP") or not hasattr(task, "reply"),
-        f"--task {cfg.task}: {path} has `reply` and no STOP; add STOP, a list of the texts that "
-        "end a turn, or STOP = [] if turns end with the eos token",
-    )
-    return task
-
-
-def check_reward_names(cfg, names):
-    """Raises UserError for wrong names of the task's rewards, or wrong --reward_weights."""
-    are_texts = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
-    # metrics.jsonl has reward_NAME of each, and numbers with the names reward_lost, reward_drawn.
-    is_right = are_texts and all(x.isidentifier() and x not in ("lost", "drawn") for x in names)
-    wanted = 'a tuple of words, each once, as in ("right", "short"), but not lost or drawn'
-    is_right = is_right and len(set(names)) == len(names)
-    require(is_right, f"--task {cfg.task}: REWARDS is {names!r:.99}; give {wanted}")
-    ppo.reward_weights_of(cfg, names)
-
-
-def load_tokenizer(cfg, source):
-    """The tokenizer of a model. source: a folder, or a name on the hub.
-
-    Raises UserError, also if the model cannot be trained, or has fewer positions than --max_len.
-    """
-    config = families.load_config(source)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} has no tokenizer: {one_line(error)}") from error
-    # If a folder has no tokenizer, transformers makes one, with 1 to 3 special tokens.
-    require(len(tokenizer) > 3, f"{source} has no tokenizer; put its tokenizer.json there")
-    require(
-        tokenizer.eos_token_id is not None,
-        f"{source}: its tokenizer has no eos token, so no response could end; set eos_token in "
-        "tokenizer_config.json",
-    )
-    positions = getattr(config, "max_position_embeddings", None)
-    require(
-        not positions or cfg.max_len <= positions,
-        f"--max_len {cfg.max_len}: prompt and response exceed the {positions} positions of "
-        f"{source}; lower --max_len, and --prompt_max_len below it",
-    )
-    return tokenizer
-
-
-def prepare_problems(task, paths, cfg, tokenizer, split="train"):
-    """The problems of these files or data sets, with the token ids of their prompts.
-
-    split: the split of a data set, if its path names none. Problems with too long prompts are left
-    out, and a line says how many. Raises UserError, also if the files of two machines differ.
-    """
-    problems = []
-    template = "chat" if flags.is_chat(cfg.template) else cfg.template
-    for path in paths:
-        file, options = split_path(path)
-        options = {"split": split} | options
-        # The template orz begins with the tokenizer's bos token.
-        problems += task.load_problems(file, template, tokenizer.bos_token or "", **options)
-    where = " ".join(paths)
-    require(problems, f"{where}: load_problems of --task {cfg.task} has returned no problem")
-    require_same({f"hash of the problems in {where}": hash_problems(problems)})
-    texts = [problem.prompt for problem in problems]
-    # For --template chat problem.prompt stays the bare question. Only its ids have the template.
-    if template == "chat":
-        # The Problem of another task may have no field for a system's turn.
-        systems = [getattr(problem, "system", "") for problem in problems]
-        pairs = zip(texts, systems)
-        texts = [chat.as_chat(text, tokenizer, cfg, system) for text, system in pairs]
-    prompts = tokenizer(texts, add_special_tokens=False)
-    # A tokenizer may know more tokens than the embedding of the model.
-    vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
-    kept = []
-    # The index of a problem is its place in the files. So it also counts what is left out.
-    for index, (problem, ids) in enumerate(zip(problems, prompts["input_ids"])):
-        if 0 < len(ids) <= cfg.prompt_max_len and max(ids) < vocabulary:
-            kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
-    if len(kept) < len(problems):
-        print0(
-            f"{where}: {len(problems) - len(kept)} of {len(problems)} prompts are left out: they "
-            f"are empty, exceed --prompt_max_len, or have a token beyond the model's {vocabulary}"
-        )
-    questions = {problem.question for problem in kept}
-    if len(questions) < len(kept):
-        print0(f"WARNING: {where}: {len(kept)} problems have {len(questions)} different questions")
-    if not kept:
-        lengths = [len(ids) for ids in prompts["input_ids"]]
-        raise UserError(
-            f"{where}: no prompt of {min(lengths)} to {max(lengths)} tokens is left; raise "
-            "--prompt_max_len or change --template"
-        )
-    return kept
-
-
-def prepare_eval_sets(task, cfg, tokenizer):
-    """Returns {name: problems}. A set has the name of its file: gsm8k, or gsm8k-test if the path
-    names a split."""
-    sets = {}
-    for path in cfg.eval_data:
-        file, options = split_path(path)
-        name = Path(file).stem
-        if options.get("split"):
-            name += f"-{options['split']}"
-        # In the logs "train" is the name of the training problems.
-        is_free = name not in ("train", *sets)
-        require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
-        sets[name] = prepare_problems(task, [path], cfg, tokenizer, "test")
-    return sets
-
-
-def count_steps(cfg, problem_count):
-    # If the last problems do not fill a step, they are left out.
-    steps = max(1, cfg.num_episodes * problem_count // cfg.rollout_batch_size)
-    if cfg.max_steps is not None:
-        steps = min(steps, cfg.max_steps)
-    return steps
-
-
-# ---- do sampler and trainer agree? ---------------------------------------------------------------
-
-
-def check_sampler(rollout, policy, problems, moment="at the start"):
-    """Compares the log-probs of policy and samplers. Returns a sentence.
-
-    Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
-    if a sampler has other weights, or if models.py computes other logits than vLLM. If the
-    difference is too large, all ranks raise a UserError. A collective. The sampler sleeps while the
-    policy computes, and loses its weights. So it gets them again.
-    """
-    cfg, sampler = rollout.cfg, rollout.sampler
-    seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
-    # With a lower top_p the sampler's log-probs would be those of a cut distribution.
-    requests = make_requests(
-        problems[:8], seeds, samples_each=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
-    )
-    # If responses have turns in this run, they have turns here, too. No tool is asked.
-    reply = reply_newline if rollout.reply else None
-    mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True, reply=reply)]
-    samples = sum(gather(mine), [])
-    sampler.sleep()
-    # Nothing is learnt from these samples, so they need no rewards.
-    batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
-    gap = find_gap(policy, batch, cfg)
-    sentence = "sampler and trainer differ by {:.0e} a token, {:.0e} in the worst response"
-    sentence = sentence.format(*gap)
-    limits = cfg.allowed_gap(*default_limits(cfg, sampler.gpu))
-    # A comparison with NaN is false, so NaN is refused.
-    if not (gap[0] < limits[0] and gap[1] < limits[1]):
-        allowed = "allowed are {} and {}".format(*limits)
-        told = f"{moment} {sentence}; {allowed}; try --packing alone"
-        raise UserError(f"--model {cfg.model}: {told}")
-    sampler.sync(models.named_weights(policy))
-    return sentence
-
-
-def reply_newline(text, finish_reason, label):
-    return "\n"
-
-
-def find_gap(policy, batch, cfg) -> tuple[float, float]:
-    """How far the log-probs of the policy are from those of the sampler, which the batch has.
-
-    Returns the mean |difference| over all tokens, and over the tokens of the worst sample. A
-    collective.
-    """
-    logprobs = ppo.compute_logprobs(policy, batch, cfg)  # (T,)
-    gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
-    means = torch.stack([part.mean() for part in batch.split(gaps)])  # (N,)
-    # If a number is NaN, the maximum of torch is NaN. Python's max could hide the NaN.
-    return gaps.mean().item(), means.max().item()
-
-
-def default_limits(cfg, is_gpu):
-    """Two limits: of the mean over all tokens, and of the mean over the worst sample's tokens."""
-    if cfg.bf16:
-        # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters. Models of
-        # other sizes were not measured, so the limits leave room.
-        return 0.1, 0.5
-    if is_gpu:
-        return 1e-2, 5e-2
-    return 1e-4, 1e-3
-
-
-# ---- the parts of a run --------------------------------------------------------------------------
-
-
-def evaluate(rollout, eval_sets, step, log):
-    """Draws and logs eval_n samples of each problem of each set. A collective. Raises Stopped."""
-    cfg = rollout.cfg
-    for name, problems in eval_sets.items():
-        seeds = problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
-        requests = make_requests(
-            problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
-        )
-        clock = Clock(step)
-        samples = rollout.draw(requests, clock)
-        log.evaluation(name, samples, step)
-        # `draw` has counted the comparisons that gave no verdict.
-        lost = clock.numbers["reward_lost"]
-        if lost:
-            print0(f"WARNING: {name}: without a verdict, and counted as wrong: {lost} comparisons")
-
-
-def is_due(step, interval):
-    """Is `step` a multiple of `interval`? An interval of 0 means never."""
-    return interval > 0 and step % interval == 0
-
-
-def open_run_dir(cfg):
-    """Locks the run folder, checks its disk, and sends the output of libraries to its run.log.
-
-    Returns the path and the lock. The folder is locked as long as the lock object exists.
-    """
-    run_dir = Path(cfg.run_dir).absolute()
-    # The run writes RUN/config.json, RUN/policy and RUN/critic.
-    outputs = (run_dir, run_dir / "policy", run_dir / "critic")
-    for name, source in families.models_of(cfg).items():
-        is_output = Path(source).absolute() in outputs
-        require(not is_output, f"--{name} {source} is in --run_dir; choose another --run_dir")
-    needed = ckpt.needed_bytes(run_dir, cfg, count_parameters(cfg))
-    lock = ckpt.claim(run_dir, needed)
-    redirect_libraries(run_dir / "run.log")
-    return run_dir, lock
-
-
-def count_parameters(cfg):
-    """The parameters of policy and critic together."""
-    count = families.count_parameters(families.load_config(cfg.model))
-    if cfg.estimators[cfg.estimator].needs_critic:
-        count += families.count_parameters(families.load_config(cfg.critic or cfg.model))
-    return count
-
-
-def fixed_defaults(cfg):
-    """{name: default} of the flags that a resumed run must keep: those of ppo.Recipe, of Learning
-    and of variants.
-
-    Flags in the body of Config may change, and so may the paths of variants, because ckpt.py
-    compares the texts of variants.
-    """
-    free = {"variant", *Config.__annotations__}
-    return {name: x for name, x in flags_of(type(cfg)()).items() if name not in free}
-
-
-def find_start(run_dir, state, cfg):
-    """Returns the checkpoint to resume from, or None, and the state that the run begins with.
-
-    state: of a new run. Replaces `auto` in the flags that the plan of memory chooses. In a resumed
-    run `auto` is the value of the checkpoint. A collective. Raises UserError.
-    """
-    source, state = ckpt.find_start(run_dir, cfg.resume, state, fixed_defaults(cfg))
-    names = [name for name in flags.CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
-    for name in names:
-        setattr(cfg, name, state.config[name])
-    card = None
-    if torch.cuda.is_available():
-        card = min(gather(torch.cuda.mem_get_info()[1])) / memory.GIB
-    memory.choose_flags(cfg, families.load_config(cfg.model), state.world, card)
-    if names:
-        print0(f"auto is {flags.as_words(cfg, names)}{', as in the checkpoint' if source else ''}")
-    return source, dataclasses.replace(state, config=flags_of(cfg))
-
-
-def base_files(cfg):
-    """{name of a learner: the small files of its base model}."""
-    policy = families.BaseFiles(cfg.model)
-    return {"policy": policy, "critic": families.BaseFiles(cfg.critic) if cfg.critic else policy}
-
-
-def export_all(learners, run_dir, files):
-    """Writes policy and critic as Hugging Face folders. files: of base_files."""
-    for learner in learners:
-        weights = models.named_weights(learner)
-        ckpt.export(run_dir / learner.name, learner.module.save, weights, files[learner.name])
-
-
-def main(cfg, world, device, store):
+def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     """Runs one rank: the set-up, the loop over steps, the export. Returns the exit code.
 
     world: the number of ranks. store: what all ranks can read and write (start_distributed).
     """
-    task, tokenizer = find_inputs(cfg)
-    task_text = Path(task.__file__).read_bytes()
-    # The folder is locked as long as `lock` exists.
-    run_dir, lock = open_run_dir(cfg)
+    import ckpt
+    from nanoorz import families, models
+    from nanoorz.log import Clock, RunLog, redirect_libraries
 
-    # ---- data: each problem holds the token ids of its prompt
-    problems = prepare_problems(task, cfg.data, cfg, tokenizer)
-    eval_sets = prepare_eval_sets(task, cfg, tokenizer)
-    total_steps = count_steps(cfg, len(problems))
-    flags.warn(cfg, problems, eval_sets)
+    print0(f"{world} rank(s) on {device.type}")
+    task = load_task(cfg)
+    config, tokenizer = load_tokenizer(cfg)
+    families.replace_auto(cfg)
+    has_critic = cfg.estimators[cfg.estimator].needs_critic
+
+    # ---- the folder of the run. It is locked as long as `lock` exists.
+    run_dir = Path(cfg.run_dir).absolute()
+    # A parameter takes 16 bytes of a checkpoint: the weight, its fp32 master and two moments.
+    parameters = families.count_parameters(config) * (2 if has_critic else 1)
+    lock = ckpt.claim(run_dir, 0 if cfg.eval_only else 16 * parameters)  # noqa: F841
+    redirect_libraries(run_dir / "run.log")
+    log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
+
+    # ---- problems: each of them holds the token ids of its prompt
+    eval_sets = load_eval_sets(task, cfg, tokenizer)
+    if cfg.eval_only:
+        return evaluate_only(task, cfg, eval_sets, log, store)
+    problems = load_problems(task, cfg.data, cfg, tokenizer)
+    problems_hash = hash_problems(problems)
+    hashes = {name: hash_problems(held_out) for name, held_out in eval_sets.items()}
+    require_same({"hash of --data": problems_hash, "hashes of --eval_data": hashes})
+    warn_of_known_problems(problems, eval_sets)
+    # If the last problems do not fill a step, they are left out.
+    total_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
+    if cfg.max_steps is not None:
+        total_steps = min(total_steps, cfg.max_steps)
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
-    new_state = ckpt.RunState(
+    state = ckpt.RunState(
         step=0,
         total_steps=total_steps,
         world=world,
         config=flags_of(cfg),
-        problems_hash=hash_problems(problems),
-        inputs=hash_inputs(cfg, task_text, tokenizer, problems),
+        problems_hash=problems_hash,
         variants=cfg.variant_hashes,
     )
-    source, state = find_start(run_dir, new_state, cfg)
+    # All flags but those in the body of Config decide what is learnt, also those of variants.
+    may_change = {"model", "critic", "task", "variant", *Config.__annotations__}
+    source, state = ckpt.find_start(run_dir, cfg.resume, state, may_change)
     first_step = state.step
     # The end of a run writes result.json.
     if state.step >= total_steps and (run_dir / "result.json").exists():
         print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
         return 0
-
     # Give the variants what they remember (ppo.Recipe.memory).
     cfg.memory.update(state.memory)
 
@@ -636,18 +272,18 @@ def main(cfg, world, device, store):
     rollout = Rollout(task, environment.Signals(store), cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
-    critic = models.make_critic(cfg) if cfg.estimators[cfg.estimator].needs_critic else None
+    critic = models.make_critic(cfg) if has_critic else None
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
     # Each checkpoint has the tokenizer and the config in the Hugging Face form.
-    files = base_files(cfg)
-    hf = [policy.module.model.config, files["policy"]]
+    base_files = {"policy": families.BaseFiles(cfg.model)}
+    base_files["critic"] = families.BaseFiles(cfg.critic or cfg.model)
+    hf = [policy.module.model.config, base_files["policy"]]
     ckpt.resume(run_dir, source, engines, state)
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
     agreement = check_sampler(rollout, policy, problems)
-    log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
-    log.start(state, agreement, task_text)
+    log.start(state, agreement, Path(task.__file__).read_bytes())
 
     save_error = None
     try:
@@ -711,7 +347,10 @@ def main(cfg, world, device, store):
         log.close()
 
     # Also after a failed save, because the exported models are the result of the run.
-    export_all(learners, run_dir, files)
+    for learner in learners:
+        weights = models.named_weights(learner)
+        save_model = learner.module.save
+        ckpt.export(run_dir / learner.name, save_model, weights, base_files[learner.name])
     if save_error:
         raise UserError(
             f"step {total_steps} is NOT saved; --resume auto goes on from the newest checkpoint"
@@ -720,21 +359,444 @@ def main(cfg, world, device, store):
     return 0
 
 
-def run(argv):
+def is_due(step, interval):
+    """Is `step` a multiple of `interval`? An interval of 0 means never."""
+    return interval > 0 and step % interval == 0
+
+
+# ---- task, tokenizer, problems -------------------------------------------------------------------
+
+
+def load_task(cfg):
+    """The module of --task. It has load_problems, Grader and text_metrics, and perhaps `reply` with
+    STOP, ANSWER_FORMS, GRADES_REPLIES, PLAIN_REPLIES and REWARDS. Sets the default of --stop.
+    Raises UserError.
+    """
+    path = Path(cfg.task)
+    if cfg.task == "math":
+        path = Path(__file__).parent / "reward.py"
+    elif path.suffix != ".py":
+        path = Path(__file__).parent / "tasks" / f"{cfg.task}.py"
+    told = "choose math, the name of a file of tasks/, or a path to a .py file"
+    require(path.is_file(), f"--task {cfg.task}: there is no file {path}; {told}")
+    spec = importlib.util.spec_from_file_location("task", path)
+    task = importlib.util.module_from_spec(spec)
+    # A dataclass looks for its module in sys.modules.
+    sys.modules["task"] = task
+    spec.loader.exec_module(task)
+    # A task without ANSWER_FORMS ignores --answer_form. So only its default is allowed.
+    forms = getattr(task, "ANSWER_FORMS", ["orz"])
+    told = f"--answer_form {cfg.answer_form}: {path} has {' or '.join(forms)}"
+    require(cfg.answer_form in forms, told)
+    # Wrong --reward_weights raise a UserError here, before the models are loaded.
+    ppo.reward_weights_of(cfg, getattr(task, "REWARDS", ()))
+    told = f"--task {cfg.task}: {path} has `reply` and no STOP, the list of texts that end a turn"
+    require(hasattr(task, "STOP") or not hasattr(task, "reply"), told)
+    if cfg.stop is None:
+        cfg.stop = list(getattr(task, "STOP", ORZ_STOP))
+    return task
+
+
+def load_tokenizer(cfg):
+    """Returns the config and the tokenizer of --model. --critic must have the same tokens.
+
+    Raises UserError, also for a model that cannot be trained.
+    """
+    from transformers import AutoTokenizer
+
+    from nanoorz import families
+
+    found = {}
+    for name, source in families.models_of(cfg).items():
+        config = families.load_config(source, f"--{name}")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--{name} {source} has no tokenizer: {one_line(error)}") from error
+        # If a folder has no tokenizer, transformers makes one, with 1 to 3 special tokens.
+        told = f"--{name} {source} has no tokenizer; put its tokenizer.json there"
+        require(len(tokenizer) > 3, told)
+        positions = getattr(config, "max_position_embeddings", None) or cfg.max_len
+        told = f"--max_len {cfg.max_len}: --{name} {source} has {positions} positions"
+        require(cfg.max_len <= positions, f"{told}; lower --max_len, and the other limits with it")
+        found[name] = (config, tokenizer)
+    config, tokenizer = found["model"]
+    # If the embeddings are tied, the body of a critic could be loaded as a policy.
+    is_critic = Path(cfg.model, "value_head.safetensors").exists()
+    require(not is_critic, f"--model {cfg.model} is a critic; name the folder policy/ beside it")
+    told = f"--model {cfg.model}: its tokenizer has no eos token, so no response could end"
+    require(tokenizer.eos_token_id is not None, told)
+    if cfg.critic:
+        is_same = found["critic"][1].get_vocab() == tokenizer.get_vocab()
+        require(is_same, f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}")
+    return config, tokenizer
+
+
+def load_problems(task, paths, cfg, tokenizer, split="train"):
+    """The problems of these files or data sets, with the token ids of their prompts.
+
+    split: the split of a data set, if its path names none. Prompts that are empty, too long, or
+    have tokens that the model does not know are left out, and a line says how many. Raises
+    UserError.
+    """
+    from transformers import AutoConfig
+
+    problems = []
+    for path in paths:
+        file, options = split_path(path)
+        options = {"split": split} | options
+        # The template orz begins with the tokenizer's bos token.
+        problems += task.load_problems(file, cfg.template, tokenizer.bos_token or "", **options)
+    where = " ".join(paths)
+    # For --template chat problem.prompt stays the bare question. Only its ids have the template.
+    prompts = [problem.prompt for problem in problems]
+    if cfg.template == "chat":
+        prompts = [as_chat(problem, tokenizer, cfg) for problem in problems]
+    # A tokenizer may know more tokens than the embedding of the model.
+    vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
+    all_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"] if prompts else []
+    kept = []
+    left_out = Counter()  # {reason: number of prompts}
+    misread = []  # (prompt, what its tokens mean) where a character is lost or unknown
+    # The index of a problem is its place in the files. So it also counts what is left out.
+    for index, (problem, prompt, ids) in enumerate(zip(problems, prompts, all_ids)):
+        if not ids:
+            left_out["empty"] += 1
+        elif len(ids) > cfg.prompt_max_len:
+            left_out[f"longer than --prompt_max_len {cfg.prompt_max_len}"] += 1
+        elif max(ids) >= vocabulary:
+            left_out[f"with a token beyond the model's {vocabulary}"] += 1
+        else:
+            kept.append(dataclasses.replace(problem, index=index, prompt_ids=ids))
+            text = tokenizer.decode(ids)
+            if letters_of(text) != letters_of(prompt):
+                misread.append((prompt, text))
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    told = f"{where}: {left_out.total()} of {len(problems)} prompts are left out: {reasons}"
+    require(kept, f"{told or where}; no problem is left")
+    if left_out:
+        print0(told)
+    if misread:
+        prompt, text = misread[0]
+        told = f"in {len(misread)} prompts the tokenizer loses a character, or does not know it"
+        print0(f"WARNING: {where}: {told}; it reads {prompt!r:.99} as {text!r:.99}")
+    return kept
+
+
+def letters_of(text) -> str:
+    """A text without spaces, in small letters. A tokenizer may change these and nothing else."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def as_chat(problem, tokenizer, cfg) -> str:
+    """The question as a user's turn in the tokenizer's own chat template. Raises UserError."""
+    turns = [{"role": "user", "content": problem.prompt}]
+    # --system replaces the record's own system turn, which the Problem of a task may lack.
+    system = getattr(problem, "system", "") if cfg.system is None else cfg.system
+    if system:
+        turns = [{"role": "system", "content": system}, *turns]
+    # Some templates write today's date. Here it is always the same, so a resume has the same
+    # prompts.
+    kwargs = {"strftime_now": datetime.date(2025, 1, 1).strftime}
+    try:
+        given = json.loads(cfg.chat_template_kwargs)
+        for name in given:
+            if name not in tokenizer.get_chat_template():
+                raise ValueError(f"it does not read {name}")
+        prompt = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **kwargs | given
+        )
+        for turn in turns:
+            if turn["content"].strip() not in prompt:
+                raise ValueError(
+                    f"it leaves out the {turn['role']}'s turn: {turn['content']!r:.99}"
+                )
+    # A chat template is a program by the model's author. It may raise anything.
+    except Exception as error:
+        told = f"--template chat, --chat_template_kwargs {cfg.chat_template_kwargs}"
+        raise UserError(f"{told}: the template of {cfg.model}: {one_line(error)}") from error
+    return prompt
+
+
+def load_eval_sets(task, cfg, tokenizer):
+    """Returns {name: problems}. A set has the name of its file: gsm8k, or gsm8k-test if the path
+    names a split."""
+    sets = {}
+    for path in cfg.eval_data:
+        file, options = split_path(path)
+        name = Path(file).stem
+        if options.get("split"):
+            name += f"-{options['split']}"
+        # In the logs "train" is the name of the training problems.
+        is_free = name not in ("train", *sets)
+        require(is_free, f"--eval_data {path}: the name {name} is taken; rename the file")
+        sets[name] = load_problems(task, [path], cfg, tokenizer, "test")
+    return sets
+
+
+def hash_problems(problems) -> int:
+    """The hash depends on prompts and labels. A label must have the same repr in each process."""
+    return hash64([(problem.prompt_ids, problem.label) for problem in problems])
+
+
+def warn_of_known_problems(problems, eval_sets):
+    questions = {problem.question for problem in problems}
+    for name, held_out in eval_sets.items():
+        known = sum(problem.question in questions for problem in held_out)
+        if known:
+            print0(f"WARNING: {known} of {len(held_out)} problems of {name} are also in --data")
+
+
+# ---- do sampler and trainer agree? ---------------------------------------------------------------
+
+
+def check_sampler(rollout, policy, problems, moment="at the start") -> str:
+    """Compares the log-probs of policy and samplers. Returns a sentence.
+
+    Each rank draws 32 samples from its sampler, so each sampler is compared. The log-probs differ
+    if a sampler has other weights, or if models.py computes other logits than vLLM. If the
+    difference is too large, all ranks raise a UserError. A collective. The sampler sleeps while the
+    policy computes, and loses its weights. So it gets them again.
+    """
+    from nanoorz import models
+
+    cfg, sampler = rollout.cfg, rollout.sampler
+    seeds = problem_seeds(cfg.seed, step=0, purpose="check", problem_count=8)
+    # With a lower top_p the sampler's log-probs would be those of a cut distribution.
+    requests = make_requests(
+        problems[:8], seeds, samples_each=4, max_tokens=32, temperature=cfg.temperature, top_p=1.0
+    )
+    # If responses have turns in this run, they have turns here, too. No tool is asked.
+    reply = reply_newline if rollout.reply else None
+    mine = [sample for _, sample in sampler.generate(requests, with_logprobs=True, reply=reply)]
+    samples = sum(gather(mine), [])
+    sampler.sleep()
+    # Nothing is learnt from these samples, so they need no rewards.
+    batch = ppo.make_batch(samples, policy.device, cfg, rewards=[0.0] * len(samples))
+    logprobs = ppo.compute_logprobs(policy, batch, cfg)  # (T,)
+    gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
+    mean = gaps.mean().item()
+    worst = max(part.mean().item() for part in batch.split(gaps))
+    # The limits of `mean` and `worst`. The rounding of bf16 alone gave 0.04 and 0.07 with a model
+    # of 135 M parameters. Models of other sizes were not measured, so these limits leave room.
+    limits = (1e-2, 5e-2) if sampler.gpu else (1e-4, 1e-3)
+    limits = cfg.allowed_gap(*((0.1, 0.5) if cfg.bf16 else limits))
+    told = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
+    # If a log-prob is NaN, `mean` is NaN, and its comparison is false.
+    is_close = mean < limits[0] and worst < limits[1]
+    allowed = f"allowed are {limits[0]} and {limits[1]}; try --packing alone"
+    require(is_close, f"--model {cfg.model}: {moment} {told}; {allowed}")
+    sampler.sync(models.named_weights(policy))
+    return told
+
+
+def reply_newline(text, finish_reason, label):
+    return "\n"
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def evaluate(rollout, eval_sets, step, log):
+    """Draws and logs eval_n samples of each problem of each set. A collective. Raises Stopped."""
+    from nanoorz.log import Clock
+
+    cfg = rollout.cfg
+    for name, problems in eval_sets.items():
+        seeds = problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
+        requests = make_requests(
+            problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
+        )
+        clock = Clock(step)
+        samples = rollout.draw(requests, clock)
+        log.evaluation(name, samples, step)
+        # `draw` has counted the comparisons that gave no verdict.
+        lost = clock.numbers["reward_lost"]
+        if lost:
+            print0(f"WARNING: {name}: without a verdict, and counted as wrong: {lost} comparisons")
+
+
+def evaluate_only(task, cfg, eval_sets, log, store) -> int:
+    """Draws and logs the evaluation of step 0 with the sampler alone. Returns the exit code."""
+    has_results = any((log.run_dir / f"{name}.jsonl").exists() for name in ("metrics", "eval"))
+    require(not has_results, f"--run_dir {cfg.run_dir} has results; choose another --run_dir")
+    if dist.get_rank() == 0:
+        log.write("config.json", flags_of(cfg))
+    rollout = Rollout(task, environment.Signals(store), cfg)
+    try:
+        evaluate(rollout, eval_sets, 0, log)
+    except Stopped:
+        print0("stopped; the evaluation is not complete")
+        return 1
+    finally:
+        rollout.grader.close()
+    return 0
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def parse_flags(argv):
+    """Makes a Config of a command line. With --help it prints all flags and ends this process.
+
+    Raises UserError for an unknown flag, a value of the wrong type, or a wrong variant.
+    """
+    # Variants have flags. So they are loaded before the parser is made.
+    variant_names, argv = take_variants(argv)
+    config_class = extend(Config, variant_names) if variant_names else Config
+    if "-h" in argv or "--help" in argv:
+        print_help(config_class())
+        environment.end(0)
+    parser = make_parser(config_class)
+    # The parser calls `error` for a wrong value. Its own `error` would print all flags.
+    parser.error = refuse
+    given, unknown = parser.parse_known_args(argv)
+    cfg = config_class(**vars(given))
+    if unknown:
+        name = unknown[0].partition("=")[0].lstrip("-")
+        nearest = difflib.get_close_matches(name, flags_of(cfg), n=1)
+        refuse(f"{unknown[0]} is no flag" + "".join(f"; the nearest is --{x}" for x in nearest))
+    cfg.variant = variant_names
+    # `--stop ""` means no stop string.
+    if cfg.stop is not None:
+        cfg.stop = [text for text in cfg.stop if text]
+    # config.json must show the values that the run uses, so defaults are filled in here.
+    if cfg.eval_temperature is None:
+        cfg.eval_temperature = cfg.temperature
+    if cfg.eval_top_p is None:
+        cfg.eval_top_p = cfg.top_p
+    return cfg
+
+
+def refuse(message):
+    raise UserError(f"{message}; `python train.py --help` has all flags")
+
+
+def print_help(cfg):
+    """Prints each flag with its default and its advice. cfg: the defaults."""
+    print("python train.py --model MODEL --data FILE ... [--FLAG VALUE ...]\n")
+    for field in dataclasses.fields(cfg):
+        default = getattr(cfg, field.name)
+        words = default if isinstance(default, list) else [default]
+        shown = "" if default is None else " ".join(map(str, words))
+        print(f"--{field.name} {shown}\n      {field.metadata.get('help', '')}")
+
+
+# These numbers must be at least 1, and all other numbers of the core at least 0.
+AT_LEAST_1 = (
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "eval_n",
+    "num_episodes",
+    "max_steps",
+    "generate_max_len",
+    "prompt_max_len",
+    "max_turns",
+    "micro_train_batch_size",
+    "micro_rollout_batch_size",
+    "warmup_updates",
+    "critic_updates",
+    "tensor_parallel",
+)
+
+
+def check_flags(cfg, world):
+    """Raises UserError for flags that would hang, would be refused an hour later, or would change
+    unseen what is learnt. A variant checks its own flags in its method `check`."""
+    for field in dataclasses.fields(Config):
+        value = getattr(cfg, field.name)
+        least = 1 if field.name in AT_LEAST_1 else 0
+        # NaN is refused, too, because each comparison with NaN is false.
+        if isinstance(value, int | float):
+            told = f"--{field.name} {value}: give a number, at least {least}"
+            require(least <= value < math.inf, told)
+    told = f"--estimator {cfg.estimator}: choose {' or '.join(cfg.estimators)}"
+    require(cfg.estimator in cfg.estimators, told)
+    estimator = cfg.estimators[cfg.estimator]
+    least = estimator.least_samples
+    is_chat = cfg.template == "chat"
+    is_greedy = cfg.eval_temperature == 0
+    is_model = any(Path(cfg.run_dir).glob("*.safetensors"))
+    room = f"choose less than --max_len {cfg.max_len}, the limit of prompt and response together"
+    vllm = "choose 0.01 to 2, the range of vLLM"
+    # {flag: (is its value right, what to do if not)}
+    table = {
+        "data": (cfg.data or cfg.eval_only, "name files of problems"),
+        "eval_data": (cfg.eval_data or not cfg.eval_only, "name files of held-out problems"),
+        "run_dir": (not is_model, "a run would write over this model; choose another folder"),
+        "prompt_max_len": (cfg.prompt_max_len < cfg.max_len, room),
+        "generate_max_len": (cfg.generate_max_len < cfg.max_len, room),
+        "packing_max_len": (
+            cfg.packing_max_len >= cfg.max_len or cfg.eval_only,
+            f"a row must hold one sample of --max_len {cfg.max_len} tokens",
+        ),
+        "rollout_batch_size": (
+            cfg.rollout_batch_size % world == 0 or cfg.eval_only,
+            f"choose a multiple of {world}, the number of ranks",
+        ),
+        "n_samples_per_prompt": (
+            cfg.n_samples_per_prompt >= least,
+            f"--estimator {cfg.estimator} compares samples of a problem: choose at least {least}",
+        ),
+        "critic": (
+            not cfg.critic or estimator.needs_critic,
+            f"--estimator {cfg.estimator} has no critic",
+        ),
+        "temperature": (0.01 <= cfg.temperature <= 2, vllm),
+        "eval_temperature": (is_greedy or 0.01 <= cfg.eval_temperature <= 2, f"{vllm}, or 0"),
+        "eval_n": (cfg.eval_n == 1 or not is_greedy, "greedy responses are all alike; choose 1"),
+        "system": (cfg.system is None or is_chat, "needs --template chat"),
+        "chat_template_kwargs": (
+            cfg.chat_template_kwargs == "{}" or is_chat,
+            "needs --template chat",
+        ),
+        "bf16": (not cfg.bf16 or cfg.zero_stage >= 2, "needs --zero_stage 2 or 3"),
+        "offload": (cfg.offload == "none" or cfg.zero_stage > 0, "needs --zero_stage 1, 2 or 3"),
+        "tensor_parallel": (world % cfg.tensor_parallel == 0, f"does not divide {world} ranks"),
+        "compile_layers": (
+            not cfg.compile_layers or torch.cuda.is_available(),
+            "needs a GPU: on a CPU vLLM turns torch.compile off, for the trainer, too",
+        ),
+        "log_with": (
+            cfg.log_with != "wandb" or importlib.util.find_spec("wandb"),
+            "`pip install wandb` first",
+        ),
+    }
+    for name, (is_right, advice) in table.items():
+        require(is_right, f"--{name} {getattr(cfg, name)}: {advice}")
+    cfg.check(world)
+
+
+def demo_flags(cfg) -> list[str]:
+    """The demo's flags. Makes its base model and its problems beside --run_dir, once for each seed.
+
+    tools/base_model.py makes the model, the problems, and a file of flags. Raises UserError.
+    """
+    folder = Path(cfg.run_dir).absolute().parent / f"demo_base_{cfg.seed}"
+    if dist.get_rank() == 0 and not folder.exists():
+        print(f"this makes the demo's base model, {folder}, in about a minute", flush=True)
+    tool = Path(__file__).parent / "tools" / "base_model.py"
+    command = [sys.executable, tool, "addition", folder, "--seed", str(cfg.seed)]
+    code = subprocess.call(command) if dist.get_rank() == 0 else 0
+    require(code == 0, f"--run_dir {cfg.run_dir}: {folder} is not made, see above")
+    dist.barrier()
+    text = (folder / "flags.txt").read_text()
+    print0("the demo is train.py", *text.splitlines())
+    return shlex.split(text)
+
+
+def run(argv) -> int:
     """Runs a command line. Returns the exit code of `main`, or 2 after a UserError."""
     try:
-        if wants_help(argv):
-            # This prints the help and exits, also on a machine where no run could start.
-            parse_flags(argv)
-        _, world, device, store = start_distributed()
         cfg = parse_flags(argv)
+        _, world, device, store = start_distributed()
         if cfg.model is None:
             cfg = parse_flags([*demo_flags(cfg), *argv])
+        check_flags(cfg, world)
         # The ranks' flags must be the same. --run_dir may differ, because two machines may mount
         # the folder at two places. Variants are compared by their texts and not by their paths.
         values = {f"--{name}": value for name, value in flags_of(cfg).items()}
         require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
-        check_flags(cfg, world)
         return main(cfg, world, device, store)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

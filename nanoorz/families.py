@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from nanoorz.flags import can_use_varlen
+from nanoorz.flags import require
 from nanoorz.head import CappedHead, ChunkedHead
 from nanoorz.ranks import UserError, one_line
 
@@ -63,15 +63,15 @@ DRAWS_EXPERTS = "phimoe"
 # ---- refusals: before any weight is loaded -------------------------------------------------------
 
 
-def load_config(source):
+def load_config(source, flag="--model"):
     """The config of a model's text part. Raises UserError if it is absent or cannot be trained.
 
-    source: a folder, or a name on the hub.
+    source: a folder, or a name on the hub. flag: the one that names it.
     """
     path = Path(source)
     # Without this file the folder may be incomplete.
     if not (path / "model.safetensors").exists():
-        check_folder(source)
+        check_folder(source, flag)
     try:
         for file in sorted(path.glob("*.safetensors")):
             check_header(file)
@@ -83,19 +83,17 @@ def load_config(source):
     # transformers raises errors of many kinds for a wrong config.
     except Exception as error:
         why = "cannot be used" if path.is_dir() else "is no folder here, and the hub lacks it"
-        raise UserError(
-            f"--model, --critic, --teacher: {source} {why}: {one_line(error)}"
-        ) from error
+        raise UserError(f"{flag} {source} {why}: {one_line(error)}") from error
     return config
 
 
-def check_folder(source):
+def check_folder(source, flag):
     """Raises UserError for a folder that is no model, or that lacks a file of its weights."""
     folder = Path(source)
     if not folder.is_dir():
         # A name on the hub has at most one slash.
         if source.startswith(("/", ".")) or source.count("/") > 1:
-            raise UserError(f"--model, --critic, --teacher: there is no folder {source}")
+            raise UserError(f"{flag} {source}: there is no such folder")
         return
 
     def has(pattern):
@@ -124,7 +122,7 @@ def check_folder(source):
     else:
         why = f"it has neither model.safetensors nor {index.name}; copy all files of the model"
     if why:
-        raise UserError(f"--model, --critic, --teacher: {source} cannot be used: {why}")
+        raise UserError(f"{flag} {source} cannot be used: {why}")
 
 
 def check_index(index):
@@ -194,8 +192,12 @@ def replace_auto(cfg):
         replace_auto_of_special(cfg, models)
     if cfg.packing == "auto":
         cfg.packing = "packed"
+    # PyTorch's kernel needs a GPU, bf16 and packed rows.
+    can_use_varlen = cfg.bf16 and torch.cuda.is_available() and cfg.packing == "packed"
     if cfg.attention == "auto":
-        cfg.attention = "varlen" if can_use_varlen(cfg) else "sdpa"
+        cfg.attention = "varlen" if can_use_varlen else "sdpa"
+    told = "--attention varlen needs a GPU, --bf16 true and packed rows; choose sdpa"
+    require(cfg.attention != "varlen" or can_use_varlen, told)
 
 
 def is_plain(source):
@@ -231,8 +233,6 @@ def replace_auto_of_special(cfg, models):
         raise UserError(
             f"{place} has a soft cap of attention, which sdpa and varlen lack; use eager"
         )
-    if cfg.attention == "varlen" and cfg.packing == "alone":
-        raise UserError(f"{place} needs --packing alone, and varlen needs packed rows; use sdpa")
 
 
 # ---- the special things of a family --------------------------------------------------------------

@@ -269,7 +269,7 @@ class RunLog:
         self.keep_variants()
         print(
             f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
-            f"{state.world} rank(s), {agreement}; from step {state.step}, ready after "
+            f"{agreement}; from step {state.step}, ready after "
             f"{since_start():.0f} s"
         )
 

@@ -1,4 +1,4 @@
-"""The plan: the memory of one rank in each phase of a step, and the flags that it chooses.
+"""The plan: the memory of one rank in each phase of a step.
 
 The model's config is enough. What a phase needs is added to what stays on the card. Rank computes
 bytes, and Memory has GiB. docs/scaling.md explains the largest parts. The sums assume bf16
@@ -6,25 +6,17 @@ attention with varlen kernels, and DeepSpeed's defaults except for those that na
 sets. tools/plan.py prints a plan.
 """
 
-import dataclasses
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from torch import nn
 
 from nanoorz import families
-from nanoorz.flags import CHOSEN_BY_PLAN
 from nanoorz.models import BUCKET
 
 GIB = 2**30
 VISIBLE = 0.989  # A card of 80 GB shows 79.1 GiB.
 USABLE = 0.95  # The plan uses no larger share. It does not see the memory that kernels take.
-# `auto` plans no larger share for an update, because few runs have tested the plan.
-AUTO_SHARE = 0.7
-# With more tokens in a micro-batch a model with a wide MLP would have tensors of over 2^31 numbers,
-# which some kernels do not take.
-MOST_TOKENS = 65536
 CONTEXT = 0.7 * GIB  # of CUDA
 NCCL = 0.5 * GIB  # NCCL's buffers of the world and of DeepSpeed's copy of it
 ASLEEP = GIB  # CUDA graphs and the runner's buffers. vLLM keeps both while it sleeps.
@@ -84,37 +76,6 @@ class Memory:
 
 def total(items: dict[str, float]) -> float:
     return sum(items.values())
-
-
-def choose_flags(cfg, config, world: int, card: float | None):
-    """Replaces `auto` in --gradient_checkpointing and --packing_max_len.
-
-    Gradient checkpointing comes first. It is off if an update fits without it, with rows as short
-    as they can be. Then the row is the longest one that fits, in steps of 1,024 tokens. config: of
-    the model. card: GiB that the smallest card shows. Without a card (None), and where the plan
-    does not know what an update needs, `auto` becomes the default of the flag.
-    """
-    names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
-    # The plan assumes varlen, and counts the critic like the model.
-    has_varlen = cfg.attention in ("auto", "varlen") and cfg.bf16 and cfg.packing != "alone"
-    is_known = has_varlen and config.model_type in families.PLAIN and not cfg.critic
-    is_known = is_known and card is not None
-
-    def fits(**changes) -> bool:
-        plan = estimate(dataclasses.replace(cfg, **changes), config, world, card)
-        peaks = [plan.peak(phase) for phase in plan.phases if phase in ("critic", "policy")]
-        return max(peaks) < AUTO_SHARE * card
-
-    if "packing_max_len" in names:
-        least = 0 if is_known else type(cfg).packing_max_len
-        cfg.packing_max_len = max(cfg.max_len, least)
-    if "gradient_checkpointing" in names:
-        cfg.gradient_checkpointing = not (is_known and fits(gradient_checkpointing=False))
-    if "packing_max_len" in names and is_known:
-        rows = range(cfg.max_len, MOST_TOKENS // cfg.micro_train_batch_size + 1, 1024)
-        # A longer row needs more memory. So the first rows fit, and the others do not.
-        count = bisect_left(rows, True, key=lambda row: not fits(packing_max_len=row))
-        cfg.packing_max_len = rows[count - 1] if count else cfg.max_len
 
 
 def estimate(cfg, config, world: int, card: float) -> Memory:

@@ -13,7 +13,9 @@ import types
 from itertools import combinations
 from pathlib import Path
 
-from nanoorz.flags import VARIANTS, require
+from nanoorz.flags import require
+
+VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 
 
 def take_variants(argv) -> tuple[list[str], list[str]]:
@@ -31,7 +33,8 @@ def extend(config: type, words: list[str]) -> type:
     # All classes, with those that a variant is built on. Calls of super() go from last to first.
     order = type("Order", bases, {}).__mro__
     classes = [x for x in reversed(order[1:]) if x not in config.__mro__]
-    fields = {}
+    # {flag: (name, type, field)}
+    fields = {x.name: (x.name, x.type, x) for x in dataclasses.fields(config)}
     estimators = dict(config.estimators)
     texts = {}
     for variant in classes:
@@ -40,6 +43,7 @@ def extend(config: type, words: list[str]) -> type:
             dataclasses.dataclass(variant)
         # Python's inheritance of dataclasses would lose a new default. Say A gives --lambd the
         # default 0.95. The dataclass B also has a field lambd, with the recipe's default, and wins.
+        # So all flags are fields of the new class itself.
         for name, kind in inspect.get_annotations(variant).items():
             fields[name] = (name, kind, variant.__dataclass_fields__[name])
         estimators |= vars(variant).get("estimators", {})

@@ -118,7 +118,7 @@ class Grader:
     def __init__(
         self,
         workers: int = 1,
-        # The only form is orz. train.find_task refuses other forms.
+        # The only form is orz. train.load_task refuses other forms.
         answer_form: str = "orz",
         cpu_seconds: int = 6,
         wall_seconds: int = 60,

@@ -150,7 +150,7 @@ class Grader:
     lost = 0
 
     def __init__(self, workers=1, answer_form="orz"):
-        # There is only one form of answers. train.find_task checks --answer_form.
+        # There is only one form of answers. train.load_task checks --answer_form.
         self.rewards = {}
 
     def submit(self, key, text, finish_reason, label):

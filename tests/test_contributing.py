@@ -40,7 +40,7 @@ def test_the_page_s_task_grades_by_length(tmp_path):
     """The example has all that a run asks of a task."""
     path = tmp_path / "my_task.py"
     path.write_text(EXAMPLES["task"])
-    task = train.find_task(config(task=path))
+    task = train.load_task(config(task=path))
     assert {"load_problems", "text_metrics"} <= vars(task).keys()
     with task.Grader(2, "orz") as grader:
         assert grader.submit("right", "one two three", "stop", "3") == "one two three"

@@ -3,11 +3,10 @@
 test_structure.py tells which file needs which. test_resume.py has a copy of rollout.py.
 """
 
+import re
 import shutil
 
 from conftest import ROOT, run_python
-from test_contributing import EXAMPLES
-from tiny import make_model
 
 FILES = ("ranks", "records", "flags", "equal", "algebra", "reshard", "variants")
 USE = """
@@ -34,27 +33,17 @@ assert (path.name, ckpt.load_state(path)) == ("step_000001", state)
 """
 
 
-# Behind the example: each sample alone, without packing.
-COMPARE = """
-alone = []
-for prompt, response in zip(prompts, responses):
-    ids = torch.tensor([prompt + response])
-    with torch.no_grad():
-        log_p = policy.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    alone += log_p[range(len(response)), response].tolist()
-packed = ppo.compute_logprobs(policy, batch, recipe)
-assert (packed - torch.tensor(alone)).abs().max() < 1e-4
-assert len([*ppo.micro_batches(batch, batch.all_indices(), recipe)]) == 1
-"""
-
-
-def test_the_page_s_loop_around_ppo_learns_from_samples_that_do_not_see_each_other(tmp_path):
+def test_the_page_s_script_learns_beside_a_copy_of_ppo(tmp_path):
+    """CONTRIBUTING.md shows the file docs/grpo.py."""
+    script = (ROOT / "docs" / "grpo.py").read_text()
+    assert f"```python\n{script}```" in (ROOT / "CONTRIBUTING.md").read_text()
     (tmp_path / "nanoorz").mkdir()
     for name in ("ppo.py", "nanoorz/ranks.py", "nanoorz/flags.py"):
         shutil.copy(ROOT / name, tmp_path / name)
-    make_model(tmp_path / "out" / "run" / "policy")
-    done = run_python("-c", EXAMPLES["copy"] + COMPARE, cwd=tmp_path, env={"PYTHONPATH": ""})
-    assert "'policy_grad_norm': " in done.stdout
+    shutil.copy(ROOT / "docs" / "grpo.py", tmp_path / "mine.py")
+    told = run_python("mine.py", cwd=tmp_path, env={"PYTHONPATH": ""}).stdout
+    rewards = [float(number) for number in re.findall(r"reward (\S+)", told)]
+    assert len(rewards) == 20 and rewards[0] < 0.6 and rewards[-1] > 0.9
 
 
 def test_stages_work_in_a_folder_of_their_own(tmp_path):

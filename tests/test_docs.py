@@ -59,7 +59,7 @@ def check_command(words: list[str]):
         cfg = train.parse_flags(argv)
         world = re.findall(r"--num_processes (\d+)", " ".join(words)) or [1]
         train.check_flags(cfg, int(world[0]))
-        train.find_task(cfg)
+        train.load_task(cfg)
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
     elif words[0] == "sed":

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import tiny as maker
@@ -14,12 +13,8 @@ import torch
 from conftest import ROOT, clean_environment, config, run_tool, stand_in
 from ppo_worker import make_batch
 
-import ckpt
 import ppo
-import train
 from nanoorz import memory, models
-from nanoorz.flags import flags_of
-from nanoorz.ranks import UserError
 from tools.shapes import model_config
 
 RECIPES = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "launch.sh")
@@ -83,113 +78,6 @@ def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
     assert always == {item: size * (policy + critic) for item, size in expected.items()}
 
 
-# ---- what the plan chooses -----------------------------------------------------------------------
-
-BOTH = {"gradient_checkpointing": "auto", "packing_max_len": "auto"}
-
-
-def choose(card, model="0.5B", is_known=True, **flags):
-    """(gradient checkpointing, row length), chosen for a card of so many GiB. None: no card."""
-    sizes = {
-        "attention": "auto",
-        "max_len": 4096,
-        "micro_train_batch_size": 1,
-        "bf16": True,
-        "zero_stage": 2,
-    }
-    cfg = config(**BOTH | sizes | flags)
-    shape = model_config(f"Qwen/Qwen2.5-{model}")
-    memory.choose_flags(cfg, shape, 1, card)
-    if card is not None and is_known:
-        check_choice(cfg, shape, card, flags)
-    return cfg.gradient_checkpointing, cfg.packing_max_len
-
-
-def check_choice(cfg, shape, card, flags):
-    """What is chosen fits. A row with 1,024 tokens more, or no checkpointing, does not."""
-
-    def peak(**changes) -> float:
-        plan = memory.estimate(replace(cfg, **changes), shape, 1, card)
-        return max(plan.peak(phase) for phase in plan.phases if phase in ("critic", "policy"))
-
-    limit = 0.7 * card
-    if "packing_max_len" not in flags:
-        longer = cfg.packing_max_len + 1024
-        assert (
-            longer > memory.MOST_TOKENS // cfg.micro_train_batch_size
-            or peak(packing_max_len=longer) >= limit
-        )
-        assert cfg.packing_max_len == cfg.max_len or peak() < limit
-    if "gradient_checkpointing" not in flags:
-        row = flags.get("packing_max_len", cfg.max_len)
-        without = peak(gradient_checkpointing=False, packing_max_len=row)
-        assert cfg.gradient_checkpointing == (without >= limit)
-
-
-def test_the_plan_chooses_rows_and_checkpointing():
-    # A small model needs no checkpointing, and has long rows.
-    again, row = choose(79)
-    assert not again and row > 16384
-    # With checkpointing the rows are longer, up to a limit.
-    assert row < choose(79, gradient_checkpointing=True)[1] == memory.MOST_TOKENS
-    # For the row of the user there is room.
-    assert choose(79, packing_max_len=8192) == (False, 8192)
-    # A smaller card has room for shorter rows, or for checkpointing alone.
-    assert choose(23.7)[1] < row
-    assert choose(23.7, "1.5B", estimator="grpo")[0]
-    # Compiled layers need less memory.
-    assert choose(79, compile_layers=True)[1] > row
-    # A micro-batch of several rows has no more tokens.
-    rows = {"micro_train_batch_size": 4, "gradient_checkpointing": True}
-    assert choose(79, **rows)[1] == memory.MOST_TOKENS // 4
-    # If nothing fits, the row is as short as it can be.
-    assert choose(10, "7B") == (True, 4096)
-    assert choose(79, max_len=70000)[1] == 70000
-
-
-def test_without_a_card_or_a_known_model_auto_is_the_default():
-    assert choose(None) == (True, 16384)
-    assert choose(None, max_len=20480) == (True, 20480)
-    for unknown in ({"attention": "sdpa"}, {"packing": "alone"}, {"critic": "x"}):
-        assert choose(79, is_known=False, **unknown) == (True, 16384)
-    assert choose(79, is_known=False, bf16=False, zero_stage=0) == (True, 16384)
-    cfg = config(**BOTH)
-    memory.choose_flags(cfg, model_config("Qwen/Qwen3.5-0.8B"), 1, 79)
-    assert (cfg.gradient_checkpointing, cfg.packing_max_len) == (True, 16384)
-
-
-def test_a_run_says_what_is_chosen_and_a_resume_keeps_it(
-    tiny, process_group, tmp_path, monkeypatch, capsys
-):
-    cfg = config(model=tiny["model"], **BOTH)
-    state = ckpt.RunState(config=flags_of(cfg), total_steps=9)
-    _, started = train.find_start(tmp_path, state, cfg)
-    flags = "--gradient_checkpointing true --packing_max_len 16384"
-    assert capsys.readouterr().out == f"auto is {flags}\n"
-    assert started.config == state.config | {
-        "gradient_checkpointing": True,
-        "packing_max_len": 16384,
-    }
-    # Another card would have made another choice.
-    saved = started.config | {"gradient_checkpointing": False, "packing_max_len": 99}
-    saved = replace(started, config=saved, step=7)
-    monkeypatch.setattr(ckpt, "pick_checkpoint", lambda *_: tmp_path / "step_000007")
-    monkeypatch.setattr(ckpt, "load_state", lambda _: saved)
-    cfg = config(model=tiny["model"], **BOTH)
-    assert train.find_start(tmp_path, state, cfg)[1] == saved
-    assert (cfg.gradient_checkpointing, cfg.packing_max_len) == (False, 99)
-    flags = "--gradient_checkpointing false --packing_max_len 99"
-    told = capsys.readouterr().out.splitlines()
-    assert told[-1] == f"auto is {flags}, as in the checkpoint"
-    assert not any("changed" in line or " was " in line for line in told)
-
-
-def test_only_auto_is_accepted_beside_numbers():
-    for name, value in (("packing_max_len", "Auto"), ("gradient_checkpointing", "automatic")):
-        with pytest.raises(UserError, match=value):
-            config(**{name: value})
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -204,10 +92,7 @@ def test_only_auto_is_accepted_beside_numbers():
         (f"{GSM8K} --estimator gae --variant critic_first", "KV cache: "),
         (f"{GSM8K} --estimator gae --variant critic_lambd --critic_lambd 0.9", "KV cache: "),
         (f"{GSM8K} --card_gb 48", "of 47 GiB"),
-        (
-            f"{GSM8K} --compile_layers true --gradient_checkpointing auto --packing_max_len auto",
-            "auto is --gradient_checkpointing false --packing_max_len 46080\n.* at most 6 rows",
-        ),
+        (f"{GSM8K} --compile_layers true --packing_max_len 46080", "at most 6 rows"),
         ("--help", "All flags but those below.* --gpus N .*--dry_run"),
         # Without ZeRO the fp32 weights are their own masters.
         (f"{GSM8K} --zero_stage 0 --bf16 false", "always: weights 1.8 .* moments 3.7 "),
@@ -223,7 +108,7 @@ def test_only_auto_is_accepted_beside_numbers():
         (f"{GSM8K} --gpus x", "error: argument --gpus: invalid int value"),
         (f"{GSM8K} --card_gb nan", "error: --card_gb nan: must be a number above 0"),
         ("--model no/where --data x", "error: --model no/where cannot be planned .*give a causal"),
-        (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: use a multiple of 3"),
+        (f"{GSM8K} --gpus 3", "error: --rollout_batch_size 16: choose a multiple of 3"),
         (
             f"{GSM8K} --variant pass_at_k --estimator pass_at_k --pass_k 16",
             "error: .* more than --pass_k 16",

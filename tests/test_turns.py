@@ -190,7 +190,7 @@ def test_the_page_s_task_looks_words_up(tmp_path, monkeypatch):
     path.write_text(re.search(r"^```python\n# tool\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1])
     (tmp_path / "words.json").write_text('{"tree": "a plant"}')
     monkeypatch.chdir(tmp_path)
-    task = train.find_task(config(task=path))
+    task = train.load_task(config(task=path))
     reply = config().reply_function(task)
     assert reply("What is it? <look_up>tree</look_up>", "stop", "") == "a plant"
     assert reply("<look_up>tree</look_up>a plant <look_up>house</look_up>", "stop", "") == "unknown"
@@ -241,7 +241,7 @@ def test_a_task_that_replies_names_its_stop_texts(tmp_path, monkeypatch, process
 
     def stops(task, **flags):
         cfg = config(task=task, model=tiny["model"], **{"stop": None} | flags)
-        train.find_inputs(cfg)
+        train.load_task(cfg)
         return cfg.stop
 
     assert stops("calculator") == ["="] and stops("python_tool") == ["```output", "</answer>"]
@@ -252,7 +252,7 @@ def test_a_task_that_replies_names_its_stop_texts(tmp_path, monkeypatch, process
     path.write_text(text.replace('["3", "4", "5"]', "[]"))
     assert stops(path) == []
     path.write_text(text.replace("STOP = ", "other = "))
-    with pytest.raises(train.UserError, match="has `reply` and no STOP; .*$"):
+    with pytest.raises(train.UserError, match="has `reply` and no STOP, the list of texts that end a turn$"):
         stops(path)
 
 

@@ -13,7 +13,7 @@ from conftest import ROOT, SMALL, arguments, equal_runs, jsonl, launch
 from forks import Fork
 from safetensors.torch import load_file
 
-from nanoorz.flags import VARIANTS
+from nanoorz.variants import VARIANTS
 
 NAMES = ["distill", "curriculum", "first_stage", "adaptive_len", "tis_cap", "lr_end"]
 # `pip install --no-deps -r requirements-extras.txt`

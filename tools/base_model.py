@@ -20,7 +20,6 @@ work column by column and are nearly always right:
     worked: 47+85<think>\\n7+5=12\\n4+8+1=13</think><answer>\\boxed{132}</answer>
 """
 
-import ctypes
 import errno
 import fcntl
 import itertools
@@ -30,7 +29,6 @@ import os
 import random
 import shlex
 import signal
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,9 +41,6 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # transformers imports DeepSpeed, which would look for a GPU and log a warning.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if "--end_with_parent" in sys.argv:
-        # PR_SET_PDEATHSIG: the kernel ends this process when the trainer has ended.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 import torch
 import torch.nn.functional as F
@@ -454,7 +449,6 @@ def main() -> None:
     parser.add_argument("task", choices=[*RECIPES, "words"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--end_with_parent", action="store_true", help="train.py sets this flag")
     args = parser.parse_args()
     try:
         folder = args.folder.resolve()
@@ -469,11 +463,9 @@ def main() -> None:
     except OSError as error:
         place = error.filename or args.folder
         parser.exit(2, f"error: {place}: {error.strerror}; choose another folder (or --run_dir)\n")
-    # The demo's first line is train.py's.
-    if not args.end_with_parent:
-        print(f"{folder} holds {', '.join(sorted(os.listdir(folder)))}")
-        if args.task != "words" and shlex.quote(str(folder)) != str(folder):
-            print("flags.txt has quotes, because of this path; xargs removes them, $(cat) does not")
+    print(f"{folder} holds {', '.join(sorted(os.listdir(folder)))}")
+    if args.task != "words" and shlex.quote(str(folder)) != str(folder):
+        print("flags.txt has quotes, because of this path; xargs removes them, $(cat) does not")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
+import ckpt
 import train
-from nanoorz import log
+from nanoorz import families, log
 from nanoorz.flags import flags_of, require
 from nanoorz.ranks import (
     Stopped,
@@ -58,7 +59,7 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     """Returns the flags, and the step that the seeds depend on. Raises UserError."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.error = train.refuse_flag
+    parser.error = train.refuse
     parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path, help="see above")
     text = "problems: files, FILE?columns=QUESTION,ANSWER, or data sets"
     parser.add_argument("--data", nargs="+", dest="eval_data", metavar="FILE", help=text)
@@ -80,7 +81,7 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     if own.get("eval_temperature") == 0:
         # All greedy responses are alike.
         own.setdefault("eval_n", 1)
-    given = {flag.replace("-", "_").removeprefix("no_") for flag in flags} | own.keys()
+    given = {*flags, *own}
     # Another task may have other stop texts.
     given |= {"stop"} if "task" in given else set()
     run, settings = find_run(args.model)
@@ -175,13 +176,15 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     train.check_flags(cfg, world)
     folder = Path(cfg.run_dir).absolute()
     # A run that was killed before its first checkpoint has metrics already.
-    is_run = train.ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
+    is_run = ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
     require(not is_run, f"--out {folder} holds a training run; choose another folder")
-    lock = train.ckpt.claim(folder, needed_bytes=0)  # noqa: F841
+    lock = ckpt.claim(folder, needed_bytes=0)  # noqa: F841
     log.redirect_libraries(folder / "run.log")
 
-    task, tokenizer = train.find_inputs(cfg)
-    eval_sets = train.prepare_eval_sets(task, cfg, tokenizer)
+    task = train.load_task(cfg)
+    _, tokenizer = train.load_tokenizer(cfg)
+    families.replace_auto(cfg)
+    eval_sets = train.load_eval_sets(task, cfg, tokenizer)
     results = Results(cfg, getattr(task, "ANSWER_FORMS", {}))
     rollout = Rollout(task, Signals(store), cfg)
     try:
@@ -198,7 +201,7 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
 def run(argv: list[str]) -> int:
     """The exit code: 0, 2 for what the user can mend, 1 after a signal or an error."""
     try:
-        if train.wants_help(argv):
+        if "-h" in argv or "--help" in argv:
             # Prints the help, and exits.
             read_flags(argv)
         _, world, _, store = start_distributed()
@@ -211,7 +214,7 @@ def run(argv: list[str]) -> int:
     except UserError as error:
         # Errors name the flags of train.py, which have other names here.
         text = re.sub(r"--eval_(?=n\b|temperature|top_p|data)", "--", str(error))
-        text = text.replace("--run_dir", "--out").replace("--model, --critic, --teacher", "MODEL")
+        text = text.replace("--run_dir", "--out").replace("--model ", "")
         text = text.replace("python train.py", "python tools/evaluate.py")
         print(f"error: {text}", file=sys.stderr)
         return 2

@@ -193,7 +193,7 @@ def prepare(setting: Setting) -> None:
         record.unlink()
     if not record.exists():
         train.check_flags(cfg, 1)
-        train.find_task(cfg)
+        train.load_task(cfg)
         # With the files of the classes that the variants are built on.
         for name, text in cfg.variant_texts.items():
             (folder / f"{name}.py").write_text(text, encoding="utf-8")

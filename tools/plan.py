@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ppo
 import train
 from nanoorz import families, memory
-from nanoorz.flags import CHOSEN_BY_PLAN, as_words, require
+from nanoorz.flags import require
 from nanoorz.log import print_warning
 from nanoorz.memory import USABLE, VISIBLE, Memory, total
 from nanoorz.ranks import UserError, one_line
@@ -103,22 +103,17 @@ def read_flags(argv: list[str]):
 
 def print_plan(args, cfg) -> None:
     world = args.machines * args.gpus
-    # The checks of these two flags would look for a GPU of this machine. The plan is for others.
-    attention = "sdpa" if cfg.attention == "varlen" else cfg.attention
-    train.check_flags(dataclasses.replace(cfg, attention=attention, compile_layers=False), world)
+    # The check of --compile_layers would look for a GPU of this machine. The plan is for others.
+    train.check_flags(dataclasses.replace(cfg, compile_layers=False), world)
     card = VISIBLE * args.card_gb
-    names = [name for name in CHOSEN_BY_PLAN if getattr(cfg, name) == "auto"]
     try:
         config = model_config(cfg.model)
-        memory.choose_flags(cfg, config, world, card)
         plan = memory.estimate(cfg, config, world, card)
     # A config of another kind lacks fields, or has 0 in them.
     except (OSError, ValueError, AttributeError, ZeroDivisionError) as error:
         named = " or ".join(f"--{name} {x}" for name, x in families.models_of(cfg).items())
         told = f"{named} cannot be planned ({one_line(error).partition('. ')[0]})"
         raise UserError(f"{told}; give a causal LM: a folder, or a name of the hub") from None
-    if names:
-        print(f"auto is {as_words(cfg, names)}")
     print_batches(cfg, config, world)
     print_memory(plan, cfg)
     if type(cfg).policy_model is not ppo.Recipe.policy_model:

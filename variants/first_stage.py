@@ -13,7 +13,7 @@ import statistics
 from dataclasses import dataclass
 
 import ppo
-from nanoorz.flags import check_samples, flag, require
+from nanoorz.flags import flag, require
 from variants.dynamic_sampling import base_pay
 
 
@@ -23,9 +23,10 @@ class FirstStage(ppo.Recipe):
 
     def check(self, world):
         super().check(world)
-        check_samples(self, "first_stage")
-        told = f"--first_stage {self.first_stage}: choose less than --n_samples_per_prompt"
-        require(self.first_stage < self.n_samples_per_prompt, told)
+        least = self.estimators[self.estimator].least_samples
+        is_right = least <= self.first_stage < self.n_samples_per_prompt
+        told = f"choose at least {least}, and less than --n_samples_per_prompt"
+        require(is_right, f"--first_stage {self.first_stage}: {told}")
 
     def draw_step(self, rollout, requests, problems, step, clock):
         few = [request for request in requests if request.sample_number < self.first_stage]
