@@ -31,6 +31,7 @@ import difflib
 import importlib.util
 import json
 import math
+import re
 import shlex
 import signal
 import subprocess
@@ -406,6 +407,9 @@ def load_tokenizer(cfg):
 
     from nanoorz import families
 
+    # If the embeddings are tied, the body of a critic could be loaded as a policy.
+    is_critic = Path(cfg.model, "value_head.safetensors").exists()
+    require(not is_critic, f"--model {cfg.model} is a critic; name the folder policy/ beside it")
     found = {}
     for name, source in families.models_of(cfg).items():
         config = families.load_config(source, f"--{name}")
@@ -421,9 +425,6 @@ def load_tokenizer(cfg):
         require(cfg.max_len <= positions, f"{told}; lower --max_len, and the other limits with it")
         found[name] = (config, tokenizer)
     config, tokenizer = found["model"]
-    # If the embeddings are tied, the body of a critic could be loaded as a policy.
-    is_critic = Path(cfg.model, "value_head.safetensors").exists()
-    require(not is_critic, f"--model {cfg.model} is a critic; name the folder policy/ beside it")
     told = f"--model {cfg.model}: its tokenizer has no eos token, so no response could end"
     require(tokenizer.eos_token_id is not None, told)
     if cfg.critic:
@@ -452,6 +453,10 @@ def load_problems(task, paths, cfg, tokenizer, split="train"):
     prompts = [problem.prompt for problem in problems]
     if cfg.template == "chat":
         prompts = [as_chat(problem, tokenizer, cfg) for problem in problems]
+        bare = [as_chat(problem, tokenizer, cfg, begins_answer=False) for problem in problems[:1]]
+        if bare and bare == prompts[:1]:
+            told = "the chat template does not begin the model's turn; the first prompt ends with"
+            print0(f"WARNING: {where}: {told} {bare[0][-60:]!r}")
     # A tokenizer may know more tokens than the embedding of the model.
     vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
     all_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"] if prompts else []
@@ -488,8 +493,11 @@ def letters_of(text) -> str:
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def as_chat(problem, tokenizer, cfg) -> str:
-    """The question as a user's turn in the tokenizer's own chat template. Raises UserError."""
+def as_chat(problem, tokenizer, cfg, begins_answer=True) -> str:
+    """The question as a user's turn in the tokenizer's own chat template. Raises UserError.
+
+    begins_answer: the prompt ends with the first tokens of the model's turn.
+    """
     turns = [{"role": "user", "content": problem.prompt}]
     # --system replaces the record's own system turn, which the Problem of a task may lack.
     system = getattr(problem, "system", "") if cfg.system is None else cfg.system
@@ -501,10 +509,10 @@ def as_chat(problem, tokenizer, cfg) -> str:
     try:
         given = json.loads(cfg.chat_template_kwargs)
         for name in given:
-            if name not in tokenizer.get_chat_template():
+            if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
                 raise ValueError(f"it does not read {name}")
         prompt = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **kwargs | given
+            turns, tokenize=False, add_generation_prompt=begins_answer, **kwargs | given
         )
         for turn in turns:
             if turn["content"].strip() not in prompt:

@@ -140,9 +140,11 @@ def read_file(path, parse_record, split="train"):
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except Exception as error:
-        # The datasets library alone has a dozen classes of errors for "not found".
+        # The datasets library alone has a dozen classes of errors for "not found". The cause of its
+        # DatasetGenerationError says what is wrong.
+        cause = error.__cause__ or error
         raise UserError(
-            f"{path} cannot be read: {type(error).__name__}: {one_line(error)}; give a list in a "
+            f"{path} cannot be read: {type(cause).__name__}: {one_line(cause)}; give a list in a "
             ".json file, an object on each line of a .jsonl file, a .csv or .parquet file, or a "
             f"dataset with split {split!r}"
         ) from None

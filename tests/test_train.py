@@ -194,17 +194,20 @@ def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_gro
         load([], cfg, tokenizer)
 
 
-def test_a_prompt_with_a_character_that_the_tokenizer_lacks_is_told(process_group, tiny, capsys):
+def test_a_prompt_with_a_character_that_the_tokenizer_lacks_is_told(
+    process_group, tiny, text_model, capsys
+):
     """The model would read another question. Spaces and the case of letters do not count."""
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
-    cfg = config(model=tiny["model"])
+    cfg = config(model=tiny["model"], prompt_max_len=60)
     texts = ["1 + 1", "anna hat 10 \u00e4pfel", "10 \u20ac"]
     assert len(load(texts, cfg, tokenizer)) == 3
     told = capsys.readouterr().out
     assert told.startswith("WARNING: mine: in 2 prompts the tokenizer loses a character, or does ")
     assert "; it reads 'anna hat 10 \u00e4pfel' as 'anna hat 10 " in told
     # A tokenizer of bytes loses nothing.
-    load(texts, cfg, maker.make_text_tokenizer(60))
+    cfg = config(model=text_model, prompt_max_len=60)
+    load(texts, cfg, AutoTokenizer.from_pretrained(text_model))
     assert capsys.readouterr().out == ""
 
 
@@ -292,6 +295,18 @@ def test_a_chat_that_cannot_be_made_is_refused_in_one_line(template, flags, told
     cfg = train.Config(model="base", template="chat", **flags)
     with pytest.raises(UserError, match=f"^--template chat, .* the template of base: .*{told}"):
         train.as_chat(SimpleNamespace(prompt="1+1?"), chat_tokenizer(template), cfg)
+
+
+def test_a_chat_template_that_does_not_begin_the_model_s_turn_is_told(
+    text_model, capsys, process_group
+):
+    """Mistral's template is right so. With another one the model would write the user's text."""
+    cfg = train.Config(model=text_model, template="chat")
+    load(["1+1?"], cfg, chat_tokenizer(CHAT))
+    assert capsys.readouterr().out == ""
+    load(["1+1?"], cfg, chat_tokenizer("[INST]{{ messages[0].content }}[/INST]"))
+    told = "the chat template does not begin the model's turn; the first prompt ends with"
+    assert capsys.readouterr().out == f"WARNING: mine: {told} '[INST]1+1?[/INST]'\n"
 
 
 def test_a_tokenizer_that_adds_a_bos_adds_none_to_a_template(process_group, tiny, text_model):

@@ -252,7 +252,9 @@ def test_a_task_that_replies_names_its_stop_texts(tmp_path, monkeypatch, process
     path.write_text(text.replace('["3", "4", "5"]', "[]"))
     assert stops(path) == []
     path.write_text(text.replace("STOP = ", "other = "))
-    with pytest.raises(train.UserError, match="has `reply` and no STOP, the list of texts that end a turn$"):
+    with pytest.raises(
+        train.UserError, match="has `reply` and no STOP, the list of texts that end a turn$"
+    ):
         stops(path)
 
 
