@@ -781,12 +781,11 @@ def demo_flags(cfg) -> list[str]:
     tools/base_model.py makes the model, the problems, and a file of flags. Raises UserError.
     """
     folder = Path(cfg.run_dir).absolute().parent / f"demo_base_{cfg.seed}"
-    if dist.get_rank() == 0 and not folder.exists():
-        print(f"this makes the demo's base model, {folder}, in about a minute", flush=True)
-    tool = Path(__file__).parent / "tools" / "base_model.py"
-    command = [sys.executable, tool, "addition", folder, "--seed", str(cfg.seed)]
-    code = subprocess.call(command) if dist.get_rank() == 0 else 0
-    require(code == 0, f"--run_dir {cfg.run_dir}: {folder} is not made, see above")
+    if dist.get_rank() == 0 and not (folder / "flags.txt").exists():
+        print("the demo needs a base model, which takes about a minute", flush=True)
+        tool = Path(__file__).parent / "tools" / "base_model.py"
+        command = [sys.executable, tool, "addition", folder, "--seed", str(cfg.seed)]
+        require(subprocess.call(command) == 0, f"{folder} is not made, see above")
     dist.barrier()
     text = (folder / "flags.txt").read_text()
     print0("the demo is train.py", *text.splitlines())

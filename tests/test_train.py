@@ -114,9 +114,9 @@ def test_without_a_model_a_run_is_the_demo(process_group, monkeypatch, tmp_path,
         cfg = train.run(["--run_dir", str(tmp_path / name), "--seed", "3", "--max_steps", "5"])
         assert (cfg.model, cfg.seed, cfg.max_steps, cfg.stop) == ("a b", 3, 5, [])
         assert "the demo is train.py --model 'a b' --seed 3 " in capsys.readouterr().out
-    assert made == [tmp_path / "demo_base_3"] * 2
+    assert made == [tmp_path / "demo_base_3"]
     monkeypatch.setattr(train.subprocess, "call", lambda words: 2)
-    assert train.run([]) == 2
+    assert train.run(["--run_dir", str(tmp_path / "other" / "run")]) == 2
     assert "is not made, see above\n" in capsys.readouterr().err
 
 
