@@ -213,22 +213,31 @@ class Recipe:
     """
 
     seed: int = flag(42, "Each random choice depends on a hash of this seed and of its purpose.")
-    temperature: float = flag(1.0, "The sampling temperature. The losses use it too.")
+    # vLLM raises a lower temperature to 0.01, and refuses one above 2.
+    temperature: float = flag(
+        1.0, "The sampling temperature. The losses use it too.", least=0.01, most=2
+    )
     estimator: str = flag(
         "gae", "How rewards become advantages: gae (PPO with a critic), grpo, rloo or reinforce."
     )
-    gamma: float = flag(1.0, "The discount of gae, per token. Below 1 it favours short responses.")
+    gamma: float = flag(
+        1.0, "The discount of gae, per token. Below 1 it favours short responses.", most=1
+    )
     lambd: float = flag(
-        1.0, "The lambda of gae. Below 1 late rewards count less: that is less noise, and a bias."
+        1.0,
+        "The lambda of gae. Below 1 late rewards count less: that is less noise, and a bias.",
+        most=1,
     )
     critic_updates: int = flag(
-        12, "Updates of the critic in a step, each with an equal part of the samples."
+        12, "Updates of the critic in a step, each with an equal part of the samples.", least=1
     )
     actor_learning_rate: float = flag(1e-6, "The policy's rate. 1e-6 suits 0.5B to 32B parameters.")
     critic_learning_rate: float = flag(
         5e-6, "The critic's rate. It can be higher than the policy's."
     )
-    warmup_updates: int = flag(50, "Each learning rate rises in so many updates. 1: no rise.")
+    warmup_updates: int = flag(
+        50, "Each learning rate rises in so many updates. 1: no rise.", least=1
+    )
     value_clip: float = flag(0.2, "The critic's loss clips a value's change to this. 1e9: no clip.")
     reward_weights: list[str] = flag(
         [], "NAME=WEIGHT for some of a task's rewards. Without it the first has 1, all others 0."

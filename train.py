@@ -7,7 +7,7 @@ the flag --model the demo runs: tools/base_model.py makes a tiny base model and 
 This file has the flags, the loop, the set-up and the evaluation. Words that all files use:
 - rank: one process of the run. Each GPU has one.
 - collective: a function that all ranks must call together, because they wait for each other in it.
-- stage: one of the five files of the root. Each stage does one part of a step.
+- stage: one of the five files of the root: train, rollout, reward, ppo and ckpt.
 - sampler: vLLM, which draws responses. In each step it uses the GPU first, then the learners do.
 - engine: DeepSpeed's object around a model. It shards the model over the ranks and updates it.
 - learner: a model with its engine: the policy, and with --estimator gae also the critic.
@@ -22,15 +22,15 @@ What an error does:
 - Any other error ends its rank with a traceback. The launcher ends the other ranks, and the last
   checkpoint stays.
 - A signal, such as Ctrl-C, during the loop: all ranks save the last finished step. The exit code is
-  0.
+  0, or 1 if the save fails.
 """
 
 import dataclasses
 import datetime
 import difflib
+import functools
 import importlib.util
 import json
-import math
 import re
 import shlex
 import signal
@@ -49,8 +49,8 @@ from nanoorz import environment
 if __name__ == "__main__":
     # A variant may import train. Without this line Python would load this file a second time.
     sys.modules["train"] = sys.modules["__main__"]
-    # Until the models are loaded, Ctrl-C ends this process at once, as other signals do. There is
-    # nothing to save. Python's own handler would wait while a rank waits for another rank.
+    # Until `main` makes its Signals, Ctrl-C ends this process at once, as other signals do. There
+    # is nothing to save. Python's own handler would wait while a rank waits for another rank.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # If the launcher ends, this process gets a signal.
     environment.follow_launcher()
@@ -92,13 +92,10 @@ ORZ_STOP = ["User:", "Human:", "Assistant:", "</answer>"]
 class Learning(ppo.Recipe):
     """Flags that decide what is learnt, beside those of ppo.Recipe. Defaults are ORZ's.
 
-    A resume refuses other values than those of the checkpoint. Only the files of --model, --critic
-    and --task may move.
+    A resume refuses other values than those of the checkpoint.
     """
 
-    model: str | None = flag(
-        None, "A causal LM: a folder or a name on the hub. Without it the demo runs."
-    )
+    # ---- prompts and answers
     template: str = flag("orz", "orz, demo, plain, chat, or a text with {question}.")
     system: str | None = flag(None, "The system message of --template chat.")
     chat_template_kwargs: str = flag(
@@ -107,6 +104,48 @@ class Learning(ppo.Recipe):
     answer_form: str = flag(
         "orz", "Where a response has its answer: orz, boxed_anywhere, last_number, hashes (####)."
     )
+    # ---- sampling
+    rollout_batch_size: int = flag(
+        128, "Problems in a step: a multiple of the number of ranks.", least=1
+    )
+    n_samples_per_prompt: int = flag(
+        64, "Responses to each problem. Raise it if none is right.", least=1
+    )
+    top_p: float = flag(
+        1.0,
+        "Draw from the likeliest tokens whose probabilities add up to this.",
+        least=1e-6,
+        most=1,
+    )
+    stop: list[str] | None = flag(
+        None, 'Texts that end a response or turn. "": none. Default: STOP of the task, or ORZ\'s.'
+    )
+    prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.", least=1)
+    generate_max_len: int = flag(
+        8000, "The limit of a response, in tokens. Behind a long prompt max_len lowers it.", least=1
+    )
+    max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
+    max_turns: int = flag(16, "The limit of turns, if a tool replies (docs/turns.md).", least=1)
+    # ---- updates
+    max_norm: float = flag(1.0, "A gradient of a larger norm is scaled down to this. 0: never.")
+    bf16: bool = flag(True, "Train in bf16, with master weights and gradient sums in fp32.")
+
+
+@dataclass
+class Config(Learning):
+    """All flags. The fields below say where the files are, how long a run is, what it logs, and on
+    which hardware it runs.
+
+    A resumed run may change these fields, with two limits. The files of model, critic, task,
+    variants and data may move, but a resume refuses other prompts, labels or texts of variants.
+    Another --zero_stage or number of ranks needs `tools/convert.py reshard`.
+    """
+
+    # ---- files
+    model: str | None = flag(
+        None, "A causal LM: a folder or a name on the hub. Without it the demo runs."
+    )
+    critic: str | None = flag(None, "A folder with a critic. Default: --model with a new head.")
     task: str = flag(
         "math", "Problems and grader: math, the name of a file of tasks/, or a path to a .py file."
     )
@@ -115,46 +154,21 @@ class Learning(ppo.Recipe):
         "Names of files of variants/, or paths to .py files. super() of a later one calls the "
         "earlier ones.",
     )
-    # ---- sampling
-    rollout_batch_size: int = flag(128, "Problems in a step: a multiple of the number of ranks.")
-    n_samples_per_prompt: int = flag(64, "Responses to each problem. Raise it if none is right.")
-    top_p: float = flag(1.0, "Draw from the likeliest tokens whose probabilities add up to this.")
-    stop: list[str] | None = flag(
-        None, 'Texts that end a response or turn. "": none. Default: STOP of the task, or ORZ\'s.'
-    )
-    prompt_max_len: int = flag(2048, "Tokens. A problem with a longer prompt is left out.")
-    generate_max_len: int = flag(8000, "The limit of a response, in tokens. max_len may lower it.")
-    max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
-    max_turns: int = flag(16, "The limit of turns, if a tool replies (docs/turns.md).")
-    # ---- learning
-    critic: str | None = flag(None, "A folder with a critic. Default: --model with a new head.")
-    max_norm: float = flag(1.0, "A gradient of a larger norm is scaled down to this. 0: never.")
-    bf16: bool = flag(True, "Train in bf16, with master weights and gradient sums in fp32.")
-
-
-@dataclass
-class Config(Learning):
-    """All flags. The fields below decide how long a run is, what it logs, and on which hardware.
-
-    A resumed run may change these fields, with two limits. The files of --data may move, but their
-    problems must stay the same. Another --zero_stage needs `tools/convert.py reshard`.
-    """
-
     data: list[str] = flag([], "Files or data sets. FILE?columns=A,B names two columns.")
     run_dir: str = flag("out/run", "The folder of the run. All machines must share it.")
     resume: str = flag("auto", "auto: the newest checkpoint. none: step 0. Or one of RUN/step_*.")
     # ---- when
-    num_episodes: int = flag(20, "An episode is one pass over all problems.")
-    max_steps: int | None = flag(None, "The most steps, whatever --num_episodes says.")
+    num_episodes: int = flag(20, "An episode is one pass over all problems.", least=1)
+    max_steps: int | None = flag(None, "The most steps, whatever --num_episodes says.", least=1)
     save_interval: int = flag(50, "Steps between checkpoints. 0: save only the last step.")
     keep_last: int = flag(2, "The number of newest checkpoints to keep. 0: keep all.")
     eval_data: list[str] = flag([], "Files or data sets of held-out problems.")
     eval_interval: int = flag(10, "Steps between evaluations. 0: only at the start and the end.")
-    eval_n: int = flag(1, "Samples of each problem in an evaluation. ORZ's paper has 16.")
+    eval_n: int = flag(1, "Samples of each problem in an evaluation. ORZ's paper has 16.", least=1)
     eval_temperature: float | None = flag(
-        None, "In evaluations. Default: --temperature. 0: greedy."
+        None, "In evaluations. Default: --temperature. 0: greedy.", most=2
     )
-    eval_top_p: float | None = flag(None, "In evaluations. Default: --top_p.")
+    eval_top_p: float | None = flag(None, "In evaluations. Default: --top_p.", least=1e-6, most=1)
     eval_only: bool = flag(False, "Evaluate --model on --eval_data, without training, and end.")
     # ---- what is written down
     log_with: Literal["none", "tensorboard", "wandb"] = flag(
@@ -175,7 +189,9 @@ class Config(Learning):
     packing_max_len: int = flag(
         16384, "Length of a row of packed samples, in tokens. At least max_len."
     )
-    micro_train_batch_size: int = flag(1, "Rows in a forward pass. Raise it for short rows.")
+    micro_train_batch_size: int = flag(
+        1, "Rows in a forward pass. Raise it for short rows.", least=1
+    )
     gradient_checkpointing: bool = flag(
         True, "Saves most activation memory, costs a third more compute."
     )
@@ -188,10 +204,16 @@ class Config(Learning):
         "else sdpa; for Gemma 2 eager.",
     )
     micro_rollout_batch_size: int = flag(
-        256, "Samples that a sampler draws at the same time. More samples need more memory."
+        256,
+        "Samples that a sampler draws at the same time. More samples need more memory.",
+        least=1,
     )
-    tensor_parallel: int = flag(1, "Ranks that share one sampler. Raise it for large models.")
-    gpu_memory_utilization: float = flag(0.5, "The sampler's share of a GPU while it is awake.")
+    tensor_parallel: int = flag(
+        1, "Ranks that share one sampler. Raise it for large models.", least=1
+    )
+    gpu_memory_utilization: float = flag(
+        0.5, "The sampler's share of a GPU while it is awake.", most=1
+    )
     kv_cache_gb: float | None = flag(
         None, "GiB of KV cache. Default: on a GPU the rest of the sampler's share, on a CPU 1."
     )
@@ -221,15 +243,16 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
 
     print0(f"{world} rank(s) on {device.type}")
     task = load_task(cfg)
-    config, tokenizer = load_tokenizer(cfg)
+    tokenizer = load_tokenizer(cfg)
     families.replace_auto(cfg)
     has_critic = cfg.estimators[cfg.estimator].needs_critic
 
     # ---- the folder of the run. It is locked as long as `lock` exists.
     run_dir = Path(cfg.run_dir).absolute()
-    # A parameter takes 16 bytes of a checkpoint: the weight, its fp32 master and two moments.
-    parameters = families.count_parameters(config) * (2 if has_critic else 1)
-    lock = ckpt.claim(run_dir, 0 if cfg.eval_only else 16 * parameters)  # noqa: F841
+    # A parameter takes at most 16 bytes of a checkpoint: weight, fp32 master and two moments.
+    parameters = families.count_parameters(families.load_config(cfg.model))
+    needed_bytes = 16 * parameters * (2 if has_critic else 1)
+    lock = ckpt.claim(run_dir, 0 if cfg.eval_only else needed_bytes)  # noqa: F841
     redirect_libraries(run_dir / "run.log")
     log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
 
@@ -238,11 +261,9 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     if cfg.eval_only:
         return evaluate_only(task, cfg, eval_sets, log, store)
     problems = load_problems(task, cfg.data, cfg, tokenizer)
-    problems_hash = hash_problems(problems)
-    hashes = {name: hash_problems(held_out) for name, held_out in eval_sets.items()}
-    require_same({"hash of --data": problems_hash, "hashes of --eval_data": hashes})
     warn_of_known_problems(problems, eval_sets)
-    # If the last problems do not fill a step, they are left out.
+    # The last problems of the last episode are left out, if they do not fill a step. If there are
+    # fewer problems than a step needs, the step repeats some.
     total_steps = max(1, cfg.num_episodes * len(problems) // cfg.rollout_batch_size)
     if cfg.max_steps is not None:
         total_steps = min(total_steps, cfg.max_steps)
@@ -253,33 +274,35 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
         total_steps=total_steps,
         world=world,
         config=flags_of(cfg),
-        problems_hash=problems_hash,
+        problems_hash=hash_problems(problems),
         variants=cfg.variant_hashes,
     )
-    # All flags but those in the body of Config decide what is learnt, also those of variants.
-    may_change = {"model", "critic", "task", "variant", *Config.__annotations__}
-    source, state = ckpt.find_start(run_dir, cfg.resume, state, may_change)
+    # Flags in the body of Config may change. All others decide what is learnt, also a variant's.
+    source, state = ckpt.find_start(run_dir, cfg.resume, state, Config.__annotations__)
     first_step = state.step
     # The end of a run writes result.json.
-    if state.step >= total_steps and (run_dir / "result.json").exists():
-        print0(f"{run_dir} is complete; raise --max_steps, or start over with --resume none")
+    if state.step == total_steps and (run_dir / "result.json").exists():
+        advice = "raise --max_steps or --num_episodes, or start over with --resume none"
+        print0(f"{run_dir} is complete; {advice}")
         return 0
     # Give the variants what they remember (ppo.Recipe.memory).
     cfg.memory.update(state.memory)
 
     # ---- models: the sampler first, because vLLM measures the free memory of the GPU
     print0(f"{len(problems)} problems, {total_steps} steps; the sampler and the learners start")
-    # From here on a signal ends the run after a save.
-    rollout = Rollout(task, environment.Signals(store), cfg)
+    # From here on a signal stops the run in a rollout, after a save.
+    signals = environment.Signals(store)
+    rollout = Rollout(task, signals, cfg)
     rollout.sampler.sleep()
     policy = models.make_policy(cfg)
     critic = models.make_critic(cfg) if has_critic else None
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
+    sources = {"policy": cfg.model, "critic": cfg.critic or cfg.model}
+    base_files = {learner.name: families.BaseFiles(sources[learner.name]) for learner in learners}
     # Each checkpoint has the tokenizer and the config in the Hugging Face form.
-    base_files = {"policy": families.BaseFiles(cfg.model)}
-    base_files["critic"] = families.BaseFiles(cfg.critic or cfg.model)
     hf = [policy.module.model.config, base_files["policy"]]
+    # For a new run this sets the results of an earlier run aside.
     ckpt.resume(run_dir, source, engines, state)
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
@@ -308,7 +331,7 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
             with clock("values"):
                 cfg.token_passes(policy, critic, batch, step)
 
-            # 6. Advantages, by one of ppo.ESTIMATORS. `batch` keeps them.
+            # 6. Advantages, by --estimator. `batch` keeps them.
             with clock("advantage"):
                 stats = ppo.compute_advantages(batch, cfg)
 
@@ -326,8 +349,9 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
             # 9. Report and save. After a failed save the next step tries again.
             log.step(step + 1, samples, batch, stats, clock)
             if step == first_step:
-                # A sync may leave a weight as it was. At the start the check cannot see this. Now
-                # it can, unless the first update is too small.
+                # A sync may leave a weight as it was. At the start the check cannot see this,
+                # because sampler and policy have loaded the same weights. Now it can see this,
+                # unless the first update is too small.
                 check_sampler(rollout, policy, problems, f"after step {step + 1}")
             # This sets `state.step` to step + 1.
             state.finish_step(run_dir, cfg.memory)
@@ -399,10 +423,8 @@ def load_task(cfg):
 
 
 def load_tokenizer(cfg):
-    """Returns the config and the tokenizer of --model. --critic must have the same tokens.
-
-    Raises UserError, also for a model that cannot be trained.
-    """
+    """The tokenizer of --model. Raises UserError, also if --critic has another one, and for a model
+    that cannot be trained."""
     from transformers import AutoTokenizer
 
     from nanoorz import families
@@ -410,7 +432,7 @@ def load_tokenizer(cfg):
     # If the embeddings are tied, the body of a critic could be loaded as a policy.
     is_critic = Path(cfg.model, "value_head.safetensors").exists()
     require(not is_critic, f"--model {cfg.model} is a critic; name the folder policy/ beside it")
-    found = {}
+    tokenizers = {}
     for name, source in families.models_of(cfg).items():
         config = families.load_config(source, f"--{name}")
         try:
@@ -423,14 +445,14 @@ def load_tokenizer(cfg):
         positions = getattr(config, "max_position_embeddings", None) or cfg.max_len
         told = f"--max_len {cfg.max_len}: --{name} {source} has {positions} positions"
         require(cfg.max_len <= positions, f"{told}; lower --max_len, and the other limits with it")
-        found[name] = (config, tokenizer)
-    config, tokenizer = found["model"]
+        tokenizers[name] = tokenizer
+    tokenizer = tokenizers["model"]
     told = f"--model {cfg.model}: its tokenizer has no eos token, so no response could end"
     require(tokenizer.eos_token_id is not None, told)
     if cfg.critic:
-        is_same = found["critic"][1].get_vocab() == tokenizer.get_vocab()
+        is_same = tokenizers["critic"].get_vocab() == tokenizer.get_vocab()
         require(is_same, f"--critic {cfg.critic}: its tokenizer is not that of {cfg.model}")
-    return config, tokenizer
+    return tokenizer
 
 
 def load_problems(task, paths, cfg, tokenizer, split="train"):
@@ -452,17 +474,13 @@ def load_problems(task, paths, cfg, tokenizer, split="train"):
     # For --template chat problem.prompt stays the bare question. Only its ids have the template.
     prompts = [problem.prompt for problem in problems]
     if cfg.template == "chat":
-        prompts = [as_chat(problem, tokenizer, cfg) for problem in problems]
-        bare = [as_chat(problem, tokenizer, cfg, begins_answer=False) for problem in problems[:1]]
-        if bare and bare == prompts[:1]:
-            told = "the chat template does not begin the model's turn; the first prompt ends with"
-            print0(f"WARNING: {where}: {told} {bare[0][-60:]!r}")
+        prompts = render_chats(problems, cfg, tokenizer)
     # A tokenizer may know more tokens than the embedding of the model.
     vocabulary = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
     all_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"] if prompts else []
     kept = []
     left_out = Counter()  # {reason: number of prompts}
-    misread = []  # (prompt, what its tokens mean) where a character is lost or unknown
+    misread = []  # (prompt, the text of its tokens), where these two differ
     # The index of a problem is its place in the files. So it also counts what is left out.
     for index, (problem, prompt, ids) in enumerate(zip(problems, prompts, all_ids)):
         if not ids:
@@ -476,15 +494,17 @@ def load_problems(task, paths, cfg, tokenizer, split="train"):
             text = tokenizer.decode(ids)
             if letters_of(text) != letters_of(prompt):
                 misread.append((prompt, text))
-    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-    told = f"{where}: {left_out.total()} of {len(problems)} prompts are left out: {reasons}"
-    require(kept, f"{told or where}; no problem is left")
     if left_out:
-        print0(told)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        total = f"{left_out.total()} of {len(problems)}"
+        print0(f"{where}: {total} prompts are left out: {reasons}")
+    require(kept, f"{where}: no problem is left")
     if misread:
         prompt, text = misread[0]
         told = f"in {len(misread)} prompts the tokenizer loses a character, or does not know it"
         print0(f"WARNING: {where}: {told}; it reads {prompt!r:.99} as {text!r:.99}")
+    # Two machines may have different files under one name.
+    require_same({f"hash of the problems in {where}": hash_problems(kept)})
     return kept
 
 
@@ -493,37 +513,39 @@ def letters_of(text) -> str:
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def as_chat(problem, tokenizer, cfg, begins_answer=True) -> str:
-    """The question as a user's turn in the tokenizer's own chat template. Raises UserError.
-
-    begins_answer: the prompt ends with the first tokens of the model's turn.
-    """
-    turns = [{"role": "user", "content": problem.prompt}]
-    # --system replaces the record's own system turn, which the Problem of a task may lack.
-    system = getattr(problem, "system", "") if cfg.system is None else cfg.system
-    if system:
-        turns = [{"role": "system", "content": system}, *turns]
-    # Some templates write today's date. Here it is always the same, so a resume has the same
-    # prompts.
-    kwargs = {"strftime_now": datetime.date(2025, 1, 1).strftime}
+def render_chats(problems, cfg, tokenizer) -> list[str]:
+    """Each question as a user's turn in the tokenizer's own chat template. Raises UserError."""
+    prompts = []
     try:
-        given = json.loads(cfg.chat_template_kwargs)
-        for name in given:
+        # Some templates write today's date. Here it is always the same date, so a resume on another
+        # day has the same prompts.
+        kwargs = {"strftime_now": datetime.date(2025, 1, 1).strftime}
+        for name, value in json.loads(cfg.chat_template_kwargs).items():
+            # A template ignores what it does not read.
             if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
                 raise ValueError(f"it does not read {name}")
-        prompt = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=begins_answer, **kwargs | given
-        )
-        for turn in turns:
-            if turn["content"].strip() not in prompt:
-                raise ValueError(
-                    f"it leaves out the {turn['role']}'s turn: {turn['content']!r:.99}"
-                )
+            kwargs[name] = value
+        render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **kwargs)
+        for problem in problems:
+            turns = [{"role": "user", "content": problem.prompt}]
+            # --system replaces the record's own system turn, which another task's Problem may lack.
+            system = getattr(problem, "system", "") if cfg.system is None else cfg.system
+            if system:
+                turns = [{"role": "system", "content": system}, *turns]
+            prompt = render(turns, add_generation_prompt=True)
+            for turn in turns:
+                if turn["content"].strip() not in prompt:
+                    told = f"it leaves out the {turn['role']}'s turn: {turn['content']!r:.99}"
+                    raise ValueError(told)
+            prompts.append(prompt)
+            if len(prompts) == 1 and prompt == render(turns):
+                # The templates of Mistral and Llama 2 are right so.
+                print0(f"the chat template has no generation prompt; it ends with {prompt[-40:]!r}")
     # A chat template is a program by the model's author. It may raise anything.
     except Exception as error:
         told = f"--template chat, --chat_template_kwargs {cfg.chat_template_kwargs}"
         raise UserError(f"{told}: the template of {cfg.model}: {one_line(error)}") from error
-    return prompt
+    return prompts
 
 
 def load_eval_sets(task, cfg, tokenizer):
@@ -585,10 +607,12 @@ def check_sampler(rollout, policy, problems, moment="at the start") -> str:
     gaps = (logprobs - batch.per_token["logprobs"]).abs()  # (T,)
     mean = gaps.mean().item()
     worst = max(part.mean().item() for part in batch.split(gaps))
-    # The limits of `mean` and `worst`. The rounding of bf16 alone gave 0.04 and 0.07 with a model
-    # of 135 M parameters. Models of other sizes were not measured, so these limits leave room.
-    limits = (1e-2, 5e-2) if sampler.gpu else (1e-4, 1e-3)
-    limits = cfg.allowed_gap(*((0.1, 0.5) if cfg.bf16 else limits))
+    limits = (1e-2, 5e-2) if sampler.gpu else (1e-4, 1e-3)  # of `mean` and of `worst`
+    if cfg.bf16:
+        # The rounding of bf16 alone gave 0.04 and 0.07 with a model of 135 M parameters. Models of
+        # other sizes were not measured, so these limits leave room.
+        limits = (0.1, 0.5)
+    limits = cfg.allowed_gap(*limits)
     told = f"sampler and trainer differ by {mean:.0e} a token, {worst:.0e} in the worst response"
     # If a log-prob is NaN, `mean` is NaN, and its comparison is false.
     is_close = mean < limits[0] and worst < limits[1]
@@ -628,9 +652,9 @@ def evaluate_only(task, cfg, eval_sets, log, store) -> int:
     """Draws and logs the evaluation of step 0 with the sampler alone. Returns the exit code."""
     has_results = any((log.run_dir / f"{name}.jsonl").exists() for name in ("metrics", "eval"))
     require(not has_results, f"--run_dir {cfg.run_dir} has results; choose another --run_dir")
-    if dist.get_rank() == 0:
-        log.write("config.json", flags_of(cfg))
-    rollout = Rollout(task, environment.Signals(store), cfg)
+    log.write_config()
+    signals = environment.Signals(store)
+    rollout = Rollout(task, signals, cfg)
     try:
         evaluate(rollout, eval_sets, 0, log)
     except Stopped:
@@ -645,16 +669,13 @@ def evaluate_only(task, cfg, eval_sets, log, store) -> int:
 
 
 def parse_flags(argv):
-    """Makes a Config of a command line. With --help it prints all flags and ends this process.
+    """Makes a Config of a command line.
 
     Raises UserError for an unknown flag, a value of the wrong type, or a wrong variant.
     """
     # Variants have flags. So they are loaded before the parser is made.
-    variant_names, argv = take_variants(argv)
-    config_class = extend(Config, variant_names) if variant_names else Config
-    if "-h" in argv or "--help" in argv:
-        print_help(config_class())
-        environment.end(0)
+    variants, argv = take_variants(argv)
+    config_class = extend(Config, variants)
     parser = make_parser(config_class)
     # The parser calls `error` for a wrong value. Its own `error` would print all flags.
     parser.error = refuse
@@ -664,7 +685,7 @@ def parse_flags(argv):
         name = unknown[0].partition("=")[0].lstrip("-")
         nearest = difflib.get_close_matches(name, flags_of(cfg), n=1)
         refuse(f"{unknown[0]} is no flag" + "".join(f"; the nearest is --{x}" for x in nearest))
-    cfg.variant = variant_names
+    cfg.variant = variants
     # `--stop ""` means no stop string.
     if cfg.stop is not None:
         cfg.stop = [text for text in cfg.stop if text]
@@ -680,8 +701,10 @@ def refuse(message):
     raise UserError(f"{message}; `python train.py --help` has all flags")
 
 
-def print_help(cfg):
-    """Prints each flag with its default and its advice. cfg: the defaults."""
+def print_help(argv):
+    """Prints each flag with its default and its advice, also the flags of --variant."""
+    variants, _ = take_variants(argv)
+    cfg = extend(Config, variants)()
     print("python train.py --model MODEL --data FILE ... [--FLAG VALUE ...]\n")
     for field in dataclasses.fields(cfg):
         default = getattr(cfg, field.name)
@@ -690,48 +713,27 @@ def print_help(cfg):
         print(f"--{field.name} {shown}\n      {field.metadata.get('help', '')}")
 
 
-# These numbers must be at least 1, and all other numbers of the core at least 0.
-AT_LEAST_1 = (
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "eval_n",
-    "num_episodes",
-    "max_steps",
-    "generate_max_len",
-    "prompt_max_len",
-    "max_turns",
-    "micro_train_batch_size",
-    "micro_rollout_batch_size",
-    "warmup_updates",
-    "critic_updates",
-    "tensor_parallel",
-)
-
-
 def check_flags(cfg, world):
     """Raises UserError for flags that would hang, would be refused an hour later, or would change
     unseen what is learnt. A variant checks its own flags in its method `check`."""
     for field in dataclasses.fields(Config):
         value = getattr(cfg, field.name)
-        least = 1 if field.name in AT_LEAST_1 else 0
-        # NaN is refused, too, because each comparison with NaN is false.
         if isinstance(value, int | float):
-            told = f"--{field.name} {value}: give a number, at least {least}"
-            require(least <= value < math.inf, told)
+            least, most = field.metadata["least"], field.metadata["most"]
+            # NaN is refused, too, because each comparison with NaN is false.
+            told = f"--{field.name} {value}: give a number from {least} to {most}"
+            require(least <= value <= most, told)
     told = f"--estimator {cfg.estimator}: choose {' or '.join(cfg.estimators)}"
     require(cfg.estimator in cfg.estimators, told)
     estimator = cfg.estimators[cfg.estimator]
-    least = estimator.least_samples
-    is_chat = cfg.template == "chat"
-    is_greedy = cfg.eval_temperature == 0
-    is_model = any(Path(cfg.run_dir).glob("*.safetensors"))
+    inputs = {Path(source).absolute() for source in (cfg.model, cfg.critic) if source}
+    outputs = {Path(cfg.run_dir, name).absolute() for name in ("", "policy", "critic")}
     room = f"choose less than --max_len {cfg.max_len}, the limit of prompt and response together"
-    vllm = "choose 0.01 to 2, the range of vLLM"
     # {flag: (is its value right, what to do if not)}
     table = {
         "data": (cfg.data or cfg.eval_only, "name files of problems"),
         "eval_data": (cfg.eval_data or not cfg.eval_only, "name files of held-out problems"),
-        "run_dir": (not is_model, "a run would write over this model; choose another folder"),
+        "run_dir": (not inputs & outputs, "a run would write over its model; choose another"),
         "prompt_max_len": (cfg.prompt_max_len < cfg.max_len, room),
         "generate_max_len": (cfg.generate_max_len < cfg.max_len, room),
         "packing_max_len": (
@@ -743,20 +745,20 @@ def check_flags(cfg, world):
             f"choose a multiple of {world}, the number of ranks",
         ),
         "n_samples_per_prompt": (
-            cfg.n_samples_per_prompt >= least,
-            f"--estimator {cfg.estimator} compares samples of a problem: choose at least {least}",
+            cfg.n_samples_per_prompt >= estimator.least_samples,
+            f"--estimator {cfg.estimator} needs at least {estimator.least_samples}, to compare",
         ),
         "critic": (
             not cfg.critic or estimator.needs_critic,
             f"--estimator {cfg.estimator} has no critic",
         ),
-        "temperature": (0.01 <= cfg.temperature <= 2, vllm),
-        "eval_temperature": (is_greedy or 0.01 <= cfg.eval_temperature <= 2, f"{vllm}, or 0"),
-        "eval_n": (cfg.eval_n == 1 or not is_greedy, "greedy responses are all alike; choose 1"),
-        "system": (cfg.system is None or is_chat, "needs --template chat"),
-        "chat_template_kwargs": (
-            cfg.chat_template_kwargs == "{}" or is_chat,
-            "needs --template chat",
+        "eval_n": (
+            cfg.eval_n == 1 or cfg.eval_temperature > 0,
+            "at --eval_temperature 0 all responses are alike; choose 1",
+        ),
+        "template": (
+            cfg.template == "chat" or (cfg.system is None and cfg.chat_template_kwargs == "{}"),
+            "--system and --chat_template_kwargs need --template chat",
         ),
         "bf16": (not cfg.bf16 or cfg.zero_stage >= 2, "needs --zero_stage 2 or 3"),
         "offload": (cfg.offload == "none" or cfg.zero_stage > 0, "needs --zero_stage 1, 2 or 3"),
@@ -785,7 +787,8 @@ def demo_flags(cfg) -> list[str]:
         print("the demo needs a base model, which takes about a minute", flush=True)
         tool = Path(__file__).parent / "tools" / "base_model.py"
         command = [sys.executable, tool, "addition", folder, "--seed", str(cfg.seed)]
-        require(subprocess.call(command) == 0, f"{folder} is not made, see above")
+        told = "the demo's base model was not made; its error stands above"
+        require(subprocess.call(command) == 0, told)
     dist.barrier()
     text = (folder / "flags.txt").read_text()
     print0("the demo is train.py", *text.splitlines())
@@ -795,6 +798,9 @@ def demo_flags(cfg) -> list[str]:
 def run(argv) -> int:
     """Runs a command line. Returns the exit code of `main`, or 2 after a UserError."""
     try:
+        if "-h" in argv or "--help" in argv:
+            print_help(argv)
+            return 0
         cfg = parse_flags(argv)
         _, world, device, store = start_distributed()
         if cfg.model is None:

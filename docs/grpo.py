@@ -3,13 +3,9 @@
 To use ppo.py elsewhere, copy ppo.py, nanoorz/ranks.py and nanoorz/flags.py beside such a script.
 """
 
-import sys
-
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-# This finds ppo.py in the current folder.
-sys.path.insert(0, "")
 import ppo
 from nanoorz.ranks import start_distributed
 
@@ -49,12 +45,15 @@ policy = Policy(model.to(device), device)
 recipe = ppo.Recipe(
     estimator="grpo", actor_learning_rate=3e-3, warmup_updates=1, packing_max_len=64
 )
-prompts = torch.arange(1, 9).repeat_interleave(8)[:, None].to(device)  # 8 problems, 8 samples each
+prompts = torch.arange(1, 9).repeat_interleave(8)[:, None]  # (64, 1): 8 problems, 8 samples each
+# By default `generate` draws from the 50 likeliest tokens, and the loss would not know this.
+sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "pad_token_id": 0}
 for step in range(20):
-    responses = model.generate(prompts, do_sample=True, max_new_tokens=12, pad_token_id=0)[:, 1:]
-    rewards = (responses % 2 == 0).double().mean(1)  # (64,): the share of even tokens
+    ids = model.generate(prompts.to(device), **sampling).cpu()  # (64, 13): prompt and response
+    rewards = (ids[:, 1:] % 2 == 0).double().mean(1)  # (64,): the share of even tokens
     groups = prompts[:, 0]  # the samples of a problem have one number
-    batch = ppo.Batch(prompts.tolist(), responses.tolist(), groups, rewards, device, {}, [])
+    lists = (prompts.tolist(), ids[:, 1:].tolist())
+    batch = ppo.Batch(*lists, groups, rewards, device, per_token={}, samples=[])
     ppo.compute_advantages(batch, recipe)
     stats = recipe.train_policy(policy, batch, step, total_steps=20)
     print(f"step {step + 1}  reward {rewards.mean():.3f}  norm {stats['policy_grad_norm']:.2f}")

@@ -262,9 +262,8 @@ class RunLog:
             self.tracker = Tracker(cfg, self.run_dir, state.step)
         # result.json means that a run is complete. This run is not complete now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
-        facts = {"world": state.world, "variants": state.variants, "versions": versions()}
-        self.write("config.json", flags_of(cfg) | facts)
-        # A resume compares the texts of task and variants, which a user may have edited since.
+        self.write_config()
+        # A user may edit the files of the task and of the variants later.
         (self.run_dir / "task.py").write_bytes(task_text)
         self.keep_variants()
         print(
@@ -289,6 +288,12 @@ class RunLog:
         for name, value in flags_of(core()).items():
             if defaults[name] != value:
                 print(f"variants: the default of --{name} is {defaults[name]}")
+
+    def write_config(self):
+        """Writes config.json: all flags, and what else a run depends on."""
+        if not self.is_silent:
+            facts = {"world": dist.get_world_size(), "variants": self.cfg.variant_hashes}
+            self.write("config.json", flags_of(self.cfg) | facts | {"versions": versions()})
 
     def write(self, name, value):
         """Writes a JSON file. If the run is killed meanwhile, the old file of this name stays: no

@@ -424,7 +424,7 @@ def engine_config(cfg, stage, largest=0, layer=0):
         # Without this setting DeepSpeed clips at 1.0.
         "gradient_clipping": cfg.max_norm,
         "zero_optimization": zero,
-        # --bf16 true needs stage 2 or 3 (flags.py). So at stage 0 or 1 the run is in fp32, or the
+        # --bf16 true needs stage 2 or 3 (train.py). So at stage 0 or 1 the run is in fp32, or the
         # model is a frozen one, whose weights are in bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
         # In bf16 the sum of 65 micro-batches lost a ninth of its norm. The setting

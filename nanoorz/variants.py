@@ -29,6 +29,8 @@ def take_variants(argv) -> tuple[list[str], list[str]]:
 
 def extend(config: type, words: list[str]) -> type:
     """Makes a class like `config` with the flags, methods and estimators of these variants."""
+    if not words:
+        return config
     bases = (*reversed(list(load(words, config))), config)
     # All classes, with those that a variant is built on. Calls of super() go from last to first.
     order = type("Order", bases, {}).__mro__

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import train
 from nanoorz import families
 from nanoorz.ranks import UserError
-from reward import Problem
 
 
 @pytest.mark.parametrize(
@@ -42,15 +41,15 @@ REFUSED = {
     "--wet_walk": "--wet_walk is no flag; `python train.py --help` has all flags",
     "--seed 1 2": "2 is no flag",
     "--seed many": "argument --seed: invalid int value: 'many'",
-    "--bf16 maybe": "argument --bf16: invalid true_or_false value: 'maybe'",
+    "--bf16 maybe": "argument --bf16: invalid boolean value: 'maybe'",
     "--packing none": "argument --packing: invalid choice: 'none' (choose from ",
     "--zero_stage 4": "argument --zero_stage: invalid choice: 4 (choose from 0, 1, 2, 3)",
     "--estimator ppo": "--estimator ppo: choose gae or grpo or ",
-    "--critic_updates 0": "--critic_updates 0: give a number, at least 1",
-    "--max_steps 0": "--max_steps 0: give a number, at least 1",
-    "--lambd -0.5": "--lambd -0.5: give a number, at least 0",
-    "--gamma nan": "--gamma nan: give a number, at least 0",
-    "--kv_cache_gb inf": "--kv_cache_gb inf: give a number, at least 0",
+    "--critic_updates 0": "--critic_updates 0: give a number from 1 to ",
+    "--max_steps 0": "--max_steps 0: give a number from 1 to ",
+    "--lambd -0.5": "--lambd -0.5: give a number from 0 to 1",
+    "--gamma nan": "--gamma nan: give a number from 0 to 1",
+    "--kv_cache_gb inf": "--kv_cache_gb inf: give a number from 0 to ",
     "--data": "--data []: name files of problems",
     "--eval_only": "--eval_data []: name files of held-out problems",
     "--rollout_batch_size 3": "--rollout_batch_size 3: choose a multiple of 2",
@@ -59,11 +58,13 @@ REFUSED = {
     "--prompt_max_len 64": "--prompt_max_len 64: choose less than --max_len 64, ",
     "--generate_max_len 64": "--generate_max_len 64: choose less than --max_len 64, ",
     "--packing_max_len 63": "--packing_max_len 63: a row must hold one sample of --max_len 64 ",
-    "--temperature 0": "--temperature 0.0: choose 0.01 to 2",
-    "--eval_temperature 2.5": "--eval_temperature 2.5: choose 0.01 to 2, the range of vLLM, or 0",
-    "--eval_n 16 --eval_temperature 0": "--eval_n 16: greedy responses are all alike",
-    "--system x": "--system x: needs --template chat",
-    "--chat_template_kwargs {1}": "--chat_template_kwargs {1}: needs --template chat",
+    "--temperature 0": "--temperature 0.0: give a number from 0.01 to 2",
+    "--eval_temperature 2.5": "--eval_temperature 2.5: give a number from 0 to 2",
+    "--top_p 0": "--top_p 0.0: give a number from 1e-06 to 1",
+    "--eval_top_p 1.5": "--eval_top_p 1.5: give a number from 1e-06 to 1",
+    "--eval_n 16 --eval_temperature 0": "--eval_n 16: at --eval_temperature 0 all ",
+    "--system x": "--template demo: --system and --chat_template_kwargs need ",
+    "--chat_template_kwargs {1}": "--template demo: --system and --chat_template_kwargs need ",
     "--bf16 true --zero_stage 1": "--bf16 True: needs --zero_stage 2 or 3",
     "--offload optimizer": "--offload optimizer: needs --zero_stage 1, 2 or 3",
     "--tensor_parallel 3": "--tensor_parallel 3: does not divide 2 ranks",
@@ -81,23 +82,17 @@ def test_flags_that_cannot_work_are_refused_in_one_line(line, monkeypatch):
     assert str(error.value).startswith(REFUSED[line]) and "\n" not in str(error.value)
 
 
-def test_a_run_does_not_write_over_a_model(tiny, tmp_path):
+@pytest.mark.parametrize("flag, name", [("model", ""), ("model", "policy"), ("critic", "critic")])
+def test_a_run_does_not_write_over_its_own_model(flag, name, tmp_path):
     """The config.json of a model that was also the run folder was lost once."""
-    model = maker.make_model(tmp_path / "model")
-    cfg = config(**tiny | {"model": model, "run_dir": model})
-    with pytest.raises(UserError, match="^--run_dir .*model: a run would write over this model"):
+    cfg = config(**{flag: tmp_path / name, "run_dir": tmp_path})
+    with pytest.raises(UserError, match="^--run_dir .*: a run would write over its model; choose"):
         train.check_flags(cfg, 1)
 
 
 def test_varlen_without_a_gpu_is_refused(tiny):
     with pytest.raises(UserError, match="^--attention varlen needs a GPU"):
         families.replace_auto(config(**tiny, attention="varlen"))
-
-
-def test_held_out_problems_that_are_trained_on_are_told(process_group, capsys):
-    problems = [Problem(0, question, "1", question) for question in "abcd"]
-    train.warn_of_known_problems(problems, {"x": problems[:2], "y": []})
-    assert capsys.readouterr().out == "WARNING: 2 of 2 problems of x are also in --data\n"
 
 
 # ---- models --------------------------------------------------------------------------------------

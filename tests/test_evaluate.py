@@ -37,7 +37,7 @@ def test_the_tool_s_sampling_flags_change_the_evaluation_alone(flags, expected):
 @pytest.mark.parametrize(
     "flags, told",
     [
-        ("--n 4 --greedy", "--n 4: all greedy responses are alike"),
+        ("--n 4 --greedy", "--n 4: at --temperature 0 all responses are alike"),
         ("--greedy --temperature 0.6", "argument --temperature: not allowed with argument --g"),
         ("--temprature 0.6", "--temprature is no flag; the nearest is --temperature"),
         ("--data hub/a gone.json?split=test", "--data gone.json: no such file"),

@@ -118,21 +118,13 @@ def test_fp16_trains_on_a_gpu(folder_of, tmp_path):
 
 @pytest.mark.gpu
 def test_a_run_with_compiled_layers(folder_of, tmp_path):
-    """The plan chooses rows and gradient checkpointing. A resume keeps both."""
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
     flags = flags_of_run("cuda", folder_of, tmp_path, zero_stage=2, compile_layers="true")
-    flags |= {"gradient_checkpointing": "auto", "packing_max_len": "auto"}
-    output = run(flags | {"run_dir": tmp_path / "run", "max_steps": 2})
-    # The model has two layers, and a card has room for them.
-    assert "auto is --gradient_checkpointing false --packing_max_len " in output
+    output = run(flags | {"run_dir": tmp_path / "run"})
     assert "compiles no layer" not in output
     for line in jsonl(tmp_path / "run" / "metrics.jsonl"):
         assert abs(line["ratio"] - 1) < 2 * gap_of(output)
-    chosen = json.loads((tmp_path / "run" / "config.json").read_text())
-    again = run(flags | {"run_dir": tmp_path / "run"})
-    assert ", as in the checkpoint" in again
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == chosen | {"max_steps": 3}
 
 
 def test_a_signal_saves_and_ends_the_run(place, folder_of, tmp_path):

@@ -35,6 +35,7 @@ import reward
 import train
 from nanoorz.ranks import UserError
 from rollout import requests_of_step
+from tools.base_model import write_flags
 
 LAUNCHER = [*conftest.ACCELERATE, "--num_machines", 1, "--num_processes", 1, ROOT / "train.py"]
 SLOW = pytest.mark.slow
@@ -88,36 +89,33 @@ def test_help_has_the_default_and_the_advice_of_each_flag():
     told = run_python(ROOT / "train.py", "--variant", "lr_end", "--help").stdout
     for field in dataclasses.fields(train.Config):
         assert f"--{field.name} " in told and field.metadata["help"] in told
-    assert "--template orz\n" in told and "--lr_end " in told
+    assert "--template orz\n      orz, demo, " in told and "--lr_end 0.0\n" in told
     check = "import sys, train; print({'transformers', 'deepspeed', 'vllm'} & sys.modules.keys())"
     assert run_python("-c", check).stdout == "set()\n"
 
 
-def test_without_a_model_a_run_is_the_demo(process_group, monkeypatch, tmp_path, capsys):
-    """The base model is beside the run's folder, and the next run uses it again. The user's flags
-    override the demo's."""
+def test_the_demo_s_base_model_is_made_once(process_group, monkeypatch, tmp_path, capsys):
+    """It is beside the run's folder, and the next run uses it again. Only write_flags of
+    tools/base_model.py runs here."""
     made = []
 
     def make_base(words):
         assert words[1:3] == [ROOT / "tools" / "base_model.py", "addition"]
-        folder = words[3]
-        folder.mkdir(exist_ok=True)
-        (folder / "flags.txt").write_text("--model 'a b'\n--seed 3 --max_steps 14\n--stop=\n")
-        made.append(folder)
+        words[3].mkdir()
+        write_flags(words[3], words[2], int(words[5]))
+        made.append(words[3])
         return 0
 
     monkeypatch.setattr(train.subprocess, "call", make_base)
-    monkeypatch.setattr(train, "start_distributed", lambda: (0, 1, None, None))
-    monkeypatch.setattr(train, "check_flags", lambda cfg, world: None)
-    monkeypatch.setattr(train, "main", lambda cfg, *_: cfg)
     for name in ("one", "two"):
-        cfg = train.run(["--run_dir", str(tmp_path / name), "--seed", "3", "--max_steps", "5"])
-        assert (cfg.model, cfg.seed, cfg.max_steps, cfg.stop) == ("a b", 3, 5, [])
-        assert "the demo is train.py --model 'a b' --seed 3 " in capsys.readouterr().out
+        cfg = train.parse_flags(["--run_dir", str(tmp_path / name), "--seed", "3"])
+        cfg = train.parse_flags(train.demo_flags(cfg))
+        assert (cfg.model, cfg.seed, cfg.stop) == (str(tmp_path / "demo_base_3"), 3, [])
+        assert f"the demo is train.py --model {tmp_path}/demo_base_3 " in capsys.readouterr().out
     assert made == [tmp_path / "demo_base_3"]
     monkeypatch.setattr(train.subprocess, "call", lambda words: 2)
-    assert train.run(["--run_dir", str(tmp_path / "other" / "run")]) == 2
-    assert "is not made, see above\n" in capsys.readouterr().err
+    with pytest.raises(UserError, match="base model was not made; its error stands above"):
+        train.demo_flags(train.Config(run_dir=str(tmp_path / "other" / "run")))
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
         with pytest.raises(UserError, match=f"^{told}"):
             train.load_tokenizer(config(**tiny | changes))
     # A critic of another size is fine.
-    _, tokenizer = train.load_tokenizer(config(**tiny, max_len=256, critic=other_critic))
+    tokenizer = train.load_tokenizer(config(**tiny, max_len=256, critic=other_critic))
     assert len(tokenizer) == 56
     for teacher, told in [
         (other, ": its tokenizer is not that of"),
@@ -188,9 +186,10 @@ def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted(process_gro
     assert capsys.readouterr().out == f"mine: 3 of 5 prompts are left out: {reasons}\n"
     assert len(load(["1+1"], cfg, tokenizer)) == 1
     assert capsys.readouterr().out == ""
-    with pytest.raises(UserError, match="^mine: 1 of 1 prompts are left out: 1 empty; no problem"):
+    with pytest.raises(UserError, match="^mine: no problem is left$"):
         load([""], cfg, tokenizer)
-    with pytest.raises(UserError, match="^mine: 0 of 0 prompts .*; no problem is left"):
+    assert capsys.readouterr().out == "mine: 1 of 1 prompts are left out: 1 empty\n"
+    with pytest.raises(UserError, match="^mine: no problem is left$"):
         load([], cfg, tokenizer)
 
 
@@ -272,11 +271,11 @@ def test_a_chat_is_what_its_template_makes_of_it(process_group, system, text_mod
         (DATED, "{}", "01 Jan 2025 1+1?"),
     ],
 )
-def test_a_switch_of_a_chat_template_is_set(template, kwargs, prompt):
+def test_a_switch_of_a_chat_template_is_set(process_group, template, kwargs, prompt):
     """Qwen3's and SmolLM3's templates have enable_thinking."""
     cfg = train.Config(template="chat", chat_template_kwargs=kwargs)
     problem = SimpleNamespace(prompt="1+1?")
-    assert train.as_chat(problem, chat_tokenizer(template), cfg) == prompt
+    assert train.render_chats([problem], cfg, chat_tokenizer(template)) == [prompt]
 
 
 @pytest.mark.parametrize(
@@ -294,19 +293,17 @@ def test_a_switch_of_a_chat_template_is_set(template, kwargs, prompt):
 def test_a_chat_that_cannot_be_made_is_refused_in_one_line(template, flags, told):
     cfg = train.Config(model="base", template="chat", **flags)
     with pytest.raises(UserError, match=f"^--template chat, .* the template of base: .*{told}"):
-        train.as_chat(SimpleNamespace(prompt="1+1?"), chat_tokenizer(template), cfg)
+        train.render_chats([SimpleNamespace(prompt="1+1?")], cfg, chat_tokenizer(template))
 
 
-def test_a_chat_template_that_does_not_begin_the_model_s_turn_is_told(
-    text_model, capsys, process_group
-):
-    """Mistral's template is right so. With another one the model would write the user's text."""
+def test_a_chat_template_without_a_generation_prompt_is_told(text_model, capsys, process_group):
+    """The model would go on with the user's turn, unless the template is right so, as Mistral's."""
     cfg = train.Config(model=text_model, template="chat")
     load(["1+1?"], cfg, chat_tokenizer(CHAT))
     assert capsys.readouterr().out == ""
     load(["1+1?"], cfg, chat_tokenizer("[INST]{{ messages[0].content }}[/INST]"))
-    told = "the chat template does not begin the model's turn; the first prompt ends with"
-    assert capsys.readouterr().out == f"WARNING: mine: {told} '[INST]1+1?[/INST]'\n"
+    told = "the chat template has no generation prompt; it ends with '[INST]1+1?[/INST]'\n"
+    assert capsys.readouterr().out == told
 
 
 def test_a_tokenizer_that_adds_a_bos_adds_none_to_a_template(process_group, tiny, text_model):
@@ -324,13 +321,11 @@ def test_a_tokenizer_that_adds_a_bos_adds_none_to_a_template(process_group, tiny
 
 def test_eval_sets_are_called_like_their_files(monkeypatch):
     """A name is given once, and `train` is what training's own samples are called."""
-    read = []
-    monkeypatch.setattr(train, "load_problems", lambda *arguments: read.append(arguments[1:]))
+    monkeypatch.setattr(train, "load_problems", lambda *arguments: None)
     paths = ["a/math500.json", "MATH?split=test&columns=problem,answer", "MATH?split=dev"]
     cfg = train.Config(eval_data=paths)
     sets = train.load_eval_sets(reward, cfg, None)
     assert list(sets) == ["math500", "MATH-test", "MATH-dev"]
-    assert read == [([path], cfg, None, "test") for path in paths]
     for wrong in (["a/math.json", "b/math.json"], ["x/train.json"]):
         with pytest.raises(UserError, match="the name (math|train) is taken; rename"):
             train.load_eval_sets(reward, train.Config(eval_data=wrong), None)
@@ -666,7 +661,7 @@ MINE = "import ppo\n\n\nclass Mine(ppo.Recipe):\n    pass\n"
     "changes, of_rank_1, told",
     [
         ({}, {"seed": 7}, "rank 1: --seed is 7, but on rank 0 it is 42; give all ranks the same"),
-        ({"data": "other.json"}, {}, r"rank 1: hash of --data is \d+, but on rank 0 it is \d+;"),
+        ({"data": "other.json"}, {}, r"rank 1: hash of the problems in other.json is \d+, but on"),
         ({"data": "empty.json"}, {}, "error: empty.json: holds no problems"),
         ({"run_dir": "run"}, {}, r"machine .*, rank \d, .*/run: not shared: the file of rank"),
     ],

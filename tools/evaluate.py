@@ -103,8 +103,6 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     files = [file for file in files if re.search(r"^[/.]|\.(jsonl?|csv|parquet)$", file)]
     missing = ", ".join(file for file in files if not Path(file).exists())
     require(not missing, f"--data {missing}: no such file here; give its place as --data")
-    is_useful = cfg.eval_temperature > 0 or cfg.eval_n == 1
-    require(is_useful, f"--n {cfg.eval_n}: all greedy responses are alike, so give --n 1")
     step = settings.get("steps", 0)
     if settings:
         flags = f"the flags of {run}/config.json and the seeds of step {step}"
@@ -167,9 +165,7 @@ def pass_rates(samples: list, n: int) -> dict[str, float]:
 
 def main(cfg: train.Config, step: int, world: int, store) -> None:
     """One rank of an evaluation. Raises UserError and Stopped."""
-    # Only training reads these two. So an evaluation takes any number of ranks and any length.
-    cfg.rollout_batch_size *= world
-    cfg.packing_max_len = cfg.max_len
+    cfg.eval_only = True
     values = {f"--{name}": value for name, value in flags_of(cfg).items()}
     # The machines may have these files in different folders.
     require_same(values | {"--run_dir": None, "--variant": cfg.variant_hashes})
@@ -182,7 +178,7 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     log.redirect_libraries(folder / "run.log")
 
     task = train.load_task(cfg)
-    _, tokenizer = train.load_tokenizer(cfg)
+    tokenizer = train.load_tokenizer(cfg)
     families.replace_auto(cfg)
     eval_sets = train.load_eval_sets(task, cfg, tokenizer)
     results = Results(cfg, getattr(task, "ANSWER_FORMS", {}))
