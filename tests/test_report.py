@@ -181,13 +181,13 @@ def test_the_first_and_the_last_lines_of_a_run(make_log, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "task.py"}, "no curves"
     assert (tmp_path / "task.py").read_text() == "x = 1"
     written = json.loads((tmp_path / "config.json").read_text())
-    facts = {"world": 2, "variants": {}, "versions": log_file.versions()}
+    facts = {"world": 1, "variants": [], "versions": log_file.versions()}
     assert written == vars(log.cfg) | facts
     log.result(5)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["steps"], result["seed"]) == (5, 3)
     assert 0 < result["wall_seconds"] < 1e6
-    first = r"4 prompts x 4 samples a step, 2 rank\(s\), GAP; from step 3, ready after \d+ s"
+    first = r"4 prompts x 4 samples a step, GAP; from step 3, ready after \d+ s"
     assert re.fullmatch(f"{first}\n5 steps in .*\n", capsys.readouterr().out)
 
 

@@ -425,7 +425,7 @@ REFUSED = [
     (["log_ratio"], {"top_p": 0.9}, "--top_p 0.9: choose 1"),
     (["distill"], {"teacher": "-", "top_p": 0.9}, "--top_p 0.9: choose 1"),
     (["overlong_penalty"], {"overlong_cache": 13}, "--overlong_cache 13: .* at most 12 tokens"),
-    (["first_stage"], {"first_stage": 8}, "--first_stage 8: choose less than --n_samples"),
+    (["first_stage"], {"first_stage": 8}, "--first_stage 8: choose at least 1, and less than --n_"),
     (["first_stage"], {"first_stage": 1, "estimator": "grpo"}, "--first_stage 1.* at least 2"),
     (
         ["pass_at_k"],
