@@ -540,7 +540,8 @@ def render_chats(problems, cfg, tokenizer) -> list[str]:
             prompts.append(prompt)
             if len(prompts) == 1 and prompt == render(turns):
                 # The templates of Mistral and Llama 2 are right so.
-                print0(f"the chat template has no generation prompt; it ends with {prompt[-40:]!r}")
+                told = "the chat template ignores add_generation_prompt; the first prompt ends with"
+                print0(f"{told} {prompt[-40:]!r}")
     # A chat template is a program by the model's author. It may raise anything.
     except Exception as error:
         told = f"--template chat, --chat_template_kwargs {cfg.chat_template_kwargs}"
@@ -734,6 +735,10 @@ def check_flags(cfg, world):
         "data": (cfg.data or cfg.eval_only, "name files of problems"),
         "eval_data": (cfg.eval_data or not cfg.eval_only, "name files of held-out problems"),
         "run_dir": (not inputs & outputs, "a run would write over its model; choose another"),
+        "resume": (
+            cfg.resume in ("auto", "none") or not cfg.eval_only,
+            "--eval_only evaluates --model; export the step with tools/convert.py",
+        ),
         "prompt_max_len": (cfg.prompt_max_len < cfg.max_len, room),
         "generate_max_len": (cfg.generate_max_len < cfg.max_len, room),
         "packing_max_len": (

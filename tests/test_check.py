@@ -52,6 +52,7 @@ REFUSED = {
     "--kv_cache_gb inf": "--kv_cache_gb inf: give a number from 0 to ",
     "--data": "--data []: name files of problems",
     "--eval_only": "--eval_data []: name files of held-out problems",
+    "--eval_only --eval_data x --resume a/step_000002": "--resume a/step_000002: --eval_only ev",
     "--rollout_batch_size 3": "--rollout_batch_size 3: choose a multiple of 2",
     "--n_samples_per_prompt 1 --estimator grpo": "--n_samples_per_prompt 1: --estimator grpo ",
     "--critic x --estimator grpo": "--critic x: --estimator grpo has no critic",
