@@ -453,7 +453,8 @@ def find_misfit(path, run_dir, saved: RunState, new_state: RunState, may_change)
     if not path.parent.samefile(run_dir):
         return f"is not in {run_dir}; copy the folder of that run"
     if saved.step > new_state.total_steps:
-        return f"is past the {new_state.total_steps} steps of this run; raise --max_steps or --num_episodes"
+        steps = f"is past the {new_state.total_steps} steps of this run"
+        return f"{steps}; raise --max_steps or --num_episodes"
     if changed:
         names = ", --".join(changed)
         return (
