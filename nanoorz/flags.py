@@ -7,7 +7,7 @@ import typing
 from nanoorz.ranks import UserError
 
 
-def flag(default, help, least=0, most=2**63):
+def flag(default, help, least=0, most=1e18):
     """A field of a dataclass that becomes a flag of train.py. help: what --help prints. least and
     most: the limits of a number, which train.py checks for its own flags."""
     metadata = {"help": help, "least": least, "most": most}
