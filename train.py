@@ -719,7 +719,8 @@ def check_flags(cfg, world):
     unseen what is learnt. A variant checks its own flags in its method `check`."""
     for field in dataclasses.fields(Config):
         value = getattr(cfg, field.name)
-        if isinstance(value, int | float):
+        # A field that `flag` has not made has no limits.
+        if isinstance(value, int | float) and field.metadata:
             least, most = field.metadata["least"], field.metadata["most"]
             # NaN is refused, too, because each comparison with NaN is false.
             told = f"--{field.name} {value}: give a number from {least} to {most}"
@@ -751,7 +752,8 @@ def check_flags(cfg, world):
         ),
         "n_samples_per_prompt": (
             cfg.n_samples_per_prompt >= estimator.least_samples,
-            f"--estimator {cfg.estimator} needs at least {estimator.least_samples}, to compare",
+            f"--estimator {cfg.estimator} compares samples; choose at least "
+            f"{estimator.least_samples}",
         ),
         "critic": (
             not cfg.critic or estimator.needs_critic,

@@ -1,5 +1,6 @@
 """Flags and models that cannot work: each is refused in one line that says what to do."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -89,6 +90,15 @@ def test_a_run_does_not_write_over_its_own_model(flag, name, tmp_path):
     cfg = config(**{flag: tmp_path / name, "run_dir": tmp_path})
     with pytest.raises(UserError, match="^--run_dir .*: a run would write over its model; choose"):
         train.check_flags(cfg, 1)
+
+
+def test_a_number_without_limits_is_accepted(monkeypatch):
+    """A user may add a plain field to the recipe in place."""
+    plain = dataclasses.make_dataclass("Config", [("offset", float, -0.5)], bases=(train.Config,))
+    monkeypatch.setattr(train, "Config", plain)
+    cfg = config(offset=-1)
+    train.check_flags(cfg, 1)
+    assert cfg.offset == -1
 
 
 def test_varlen_without_a_gpu_is_refused(tiny):

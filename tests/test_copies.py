@@ -41,7 +41,9 @@ def test_the_page_s_script_learns_beside_a_copy_of_ppo(tmp_path):
     for name in ("ppo.py", "nanoorz/ranks.py", "nanoorz/flags.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "docs" / "grpo.py", tmp_path / "mine.py")
-    told = run_python("mine.py", cwd=tmp_path, env={"PYTHONPATH": ""}).stdout
+    # Without this policy idle threads spin, and take the cores of other tests.
+    env = {"PYTHONPATH": "", "OMP_WAIT_POLICY": "passive"}
+    told = run_python("mine.py", cwd=tmp_path, env=env).stdout
     rewards = [float(number) for number in re.findall(r"reward (\S+)", told)]
     assert len(rewards) == 20 and rewards[0] < 0.6 and rewards[-1] > 0.9
 
