@@ -50,7 +50,7 @@ copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
 # What a run writes besides its logs and its checkpoints.
 OTHER_OUTPUT = ("config.json", "task.py", "variants", "result.json")
-OTHER_OUTPUT += ("policy", "critic", "tensorboard")
+OTHER_OUTPUT += ("policy", "critic", "tensorboard", "wandb")
 
 
 @dataclass

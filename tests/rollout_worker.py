@@ -308,7 +308,7 @@ def stop(rollout, requests, reason) -> dict:
         return 1 / 0 if reason == "results" else rewards
 
     signals.asked = reason == "before"
-    clock = Clock(0)
+    clock = Clock()
     try:
         with (
             mock.patch.object(grader, "submit", submit_and_stop),
@@ -349,7 +349,7 @@ def find_all(rollout, policy, problems) -> dict:
         return {"turns": draw_turns(sampler, requests_of_turns(problems))}
     found = {"form": rollout.grader.find_answer.__name__}
     requests = mixed_requests(problems[:4], longest=16)
-    clock = Clock(0)
+    clock = Clock()
     samples = rollout.draw(requests, clock)
     found["in order"] = [sample.request for sample in samples] == requests
     found["sampled"] = [sample.response_ids for sample in samples]

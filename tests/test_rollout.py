@@ -325,7 +325,7 @@ def test_comparisons_without_a_verdict_are_counted_by_call(process_group):
         return {0: 0.0}
 
     one.grader.results = results
-    clock = Clock(1)
+    clock = Clock()
     one.draw(requests, clock)
     assert clock.numbers["reward_lost"] == 3
 

@@ -136,7 +136,7 @@ def take_steps(names, flags):
     train.check_flags(cfg, 2)
     has_critic = cfg.estimators[cfg.estimator].needs_critic
     for step in range(STEPS):
-        clock = log_file.Clock(step + 1)
+        clock = log_file.Clock()
         requests = rollout.requests_of_step(problems, cfg, step)
         samples = cfg.draw_step(SimpleNamespace(draw=draw), requests, problems, step, clock)
         batch = ppo.make_batch(samples, policy.device, cfg)

@@ -10,8 +10,8 @@ MODEL is a folder, or a name of the Hugging Face hub. train.py finds the same nu
 
 --n is the number of samples of each problem. Without a RUN, --n, --temperature and --top_p are 1.
 --greedy takes the likeliest tokens of one sample. FLAGS are train.py's, which `python train.py
---help` explains. FOLDER (out/evaluate) gets result.json, eval_samples.jsonl with every response,
-and run.log. Under `accelerate launch` the ranks share the samples.
+--help` explains. FOLDER (out/evaluate) gets result.json and eval_samples.jsonl with every response.
+Under `accelerate launch` the ranks share the samples.
 """
 
 import argparse
@@ -145,8 +145,8 @@ class Results:
         result = {"sets": self.sets, "remarks": self.remarks, "config": flags_of(self.cfg)}
         result |= {"world": dist.get_world_size(), "wall_seconds": log.since_start()}
         result |= {"versions": log.versions()}
-        lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
-        (folder / "eval_samples.jsonl").write_text(lines, encoding="utf-8")
+        lines = [json.dumps(sample, default=log.to_plain) + "\n" for sample in self.samples]
+        (folder / "eval_samples.jsonl").write_text("".join(lines), encoding="utf-8")
         (folder / "result.json").write_text(json.dumps(result, indent=1))
 
 
@@ -175,7 +175,6 @@ def main(cfg: train.Config, step: int, world: int, store) -> None:
     is_run = ckpt.checkpoints(folder) or (folder / "metrics.jsonl").exists()
     require(not is_run, f"--out {folder} holds a training run; choose another folder")
     lock = ckpt.claim(folder, needed_bytes=0)  # noqa: F841
-    log.redirect_libraries(folder / "run.log")
 
     task = train.load_task(cfg)
     tokenizer = train.load_tokenizer(cfg)

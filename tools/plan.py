@@ -23,7 +23,6 @@ import ppo
 import train
 from nanoorz import families, memory
 from nanoorz.flags import require
-from nanoorz.log import print_warning
 from nanoorz.memory import USABLE, VISIBLE, Memory, total
 from nanoorz.ranks import UserError, one_line
 from tools.shapes import model_config
@@ -77,11 +76,12 @@ def print_memory(plan: Memory, cfg) -> None:
     too_large = {phase: peak for phase, peak in peaks.items() if peak > usable}
     needs = f"{listed(too_large, ', ')} of {usable:.1f} GiB, {USABLE:.0%} of what the card shows"
     if too_large:
-        print_warning(f"the plan does not fit: phase {needs}: {one_line(ADVICE)}")
+        told = f"the plan does not fit: phase {needs}: {one_line(ADVICE)}"
+        print(f"WARNING: {told}", file=sys.stderr)
     elif plan.kv_tokens < cfg.max_len:
         told = f"phase rollout: the KV cache holds {plan.kv_tokens} tokens, less than a sequence "
         told += f"of --max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
-        print_warning(told)
+        print(f"WARNING: {told}", file=sys.stderr)
 
 
 def read_flags(argv: list[str]):
