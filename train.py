@@ -57,6 +57,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import ppo
 from nanoorz.flags import flag, flags_of, make_parser, require
@@ -805,6 +806,8 @@ def demo_flags(cfg) -> list[str]:
     return shlex.split(text)
 
 
+# If there are several ranks, the launcher prints the traceback of the first error last.
+@record
 def run(argv) -> int:
     """Runs a command line. Returns the exit code of `main`, or 2 after a UserError."""
     try:

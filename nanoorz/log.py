@@ -303,7 +303,7 @@ class RunLog:
         if self.is_silent:
             return
         seconds = since_start()
-        self.write("result.json", {"steps": steps, "seed": self.cfg.seed, "wall_seconds": seconds})
+        self.write("result.json", {"steps": steps, "wall_seconds": seconds})
         made = steps - self.first_step
         print0(f"{made} steps in {seconds:.0f} s; everything is in {self.run_dir}")
 

@@ -224,7 +224,7 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
             find_start(words)
 
 
-def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys):
+def test_a_run_keeps_the_texts(write, tmp_path, process_group):
     """The kept files are the same variants again, also where the originals were edited."""
     base = variant("Base", "own: int = flag(5, 'A number.')")
     more = "[x + self.own for x in super().paid(samples)]"
@@ -234,10 +234,7 @@ def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys
     assert list(cfg.variant_texts) == ["critic_lambd", "twice", "base", "late"]
     run = tmp_path / "run"
     run.mkdir()
-    RunLog.keep_variants(SimpleNamespace(cfg=cfg, run_dir=run))
-    said = capsys.readouterr().out
-    assert "variants: Late Base Twice CriticLambd (" in said
-    assert "variants: the default of --lambd is 0.95\n" in said
+    RunLog(run, cfg, None, {}).start(0, b"")
     kept = {path.stem: path.read_text() for path in (run / "variants").glob("*.py")}
     assert kept == cfg.variant_texts and kept["twice"] == TWICE
     assert kept["critic_lambd"] == (ROOT / "variants/critic_lambd.py").read_text()
@@ -245,8 +242,6 @@ def test_a_run_says_the_method_order_and_keeps_the_texts(write, tmp_path, capsys
     again = config(variant=kept_files(run, cfg.variant_hashes))
     assert again.variant_hashes == cfg.variant_hashes and again.own == 5
     assert config(variant=late_path).own == 66
-    RunLog.keep_variants(SimpleNamespace(cfg=config(), run_dir=tmp_path))
-    assert not capsys.readouterr().out, "a run without variants"
 
 
 @pytest.mark.parametrize("value", [{3: 1}, {"x": (1,)}, {"x": {1}}, {"x": math.nan}, 1])
