@@ -15,6 +15,7 @@ import contextlib
 import importlib.metadata
 import json
 import math
+import secrets
 import statistics
 import subprocess
 import time
@@ -179,15 +180,10 @@ class RunLog:
         self.is_judged = False
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
-        # (set, step) of the evaluations before a resume. The resumed run repeats the last of them.
-        self.tracked = set()
-        if self.is_silent:
-            return
-        if (run_dir / "eval.jsonl").exists():
-            for text in (run_dir / "eval.jsonl").read_text().splitlines():
-                line = json.loads(text)
-                self.tracked.add((line["set"], line["step"]))
-        if cfg.log_with == "wandb":
+        # The evaluations before a resume. A kill may have cut the last line.
+        path = run_dir / "eval.jsonl"
+        self.old_evaluations = path.read_text() if path.exists() else ""
+        if cfg.log_with == "wandb" and not self.is_silent:
             log_in_to_wandb()
 
     def start(self, step, task_text):
@@ -259,11 +255,13 @@ class RunLog:
         """Writes and prints an evaluation of the set `name`."""
         if self.is_silent:
             return
-        line = {"step": step, "set": name} | numbers_of_evaluation(samples, self.cfg.eval_n)
+        key = {"step": step, "set": name}
+        line = key | numbers_of_evaluation(samples, self.cfg.eval_n)
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
-        is_tracked = step == self.first_step > 0 and (name, step) in self.tracked
-        if not is_tracked:
+        # A resume repeats the evaluation of its first step. The tracker may have its numbers.
+        is_repeated = step == self.first_step > 0
+        if not is_repeated or json.dumps(key).rstrip("}") not in self.old_evaluations:
             self.track(line, step, name)
         self.judge(samples)
         names = ("accuracy", "stderr", f"pass@{self.cfg.eval_n}", "length", "truncated")
@@ -432,7 +430,7 @@ class WandB:
         id_file = run_dir / "wandb" / "id.txt"
         if not id_file.exists():
             id_file.parent.mkdir(exist_ok=True)
-            id_file.write_text(wandb.util.generate_id())
+            id_file.write_text(secrets.token_hex(8))
         self.run = wandb.init(
             project="nanoorz",
             name=run_dir.name,

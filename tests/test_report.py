@@ -269,7 +269,7 @@ def test_answers_of_another_form_are_said_once(make_log, tmp_path, capsys, text,
 
 def test_a_resumed_curve_has_each_step_once(make_log, tmp_path):
     """The evaluation of step 2 was the last of the first start, and the resume repeats it. Step 3
-    was not saved."""
+    was not saved, and a kill cut its evaluation."""
     samples = [sample(), sample(1)]
     for begin, end in ((0, 3), (2, 4)):
         log = make_log(tmp_path, start=begin, log_with="tensorboard", eval_n=1)
@@ -279,6 +279,8 @@ def test_a_resumed_curve_has_each_step_once(make_log, tmp_path):
             if step != 3:
                 log.evaluation("aime", samples, step)
         log.close()
+        with open(tmp_path / "eval.jsonl", "a") as file:
+            file.write('{"step": 3, "set"')
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4]
     assert [event.step for event in events.Scalars("aime/accuracy")] == [0, 1, 2, 4]
@@ -310,7 +312,6 @@ class Wandb:
 
     def __init__(self):
         self.UsageError = type("UsageError", (Exception,), {})
-        self.util = SimpleNamespace(generate_id=lambda: f"id{len(self.ids)}")
         self.ids = []
         self.has_key = True
 
@@ -330,7 +331,8 @@ def test_a_resumed_run_goes_on_with_its_id_of_wandb(make_log, tmp_path, monkeypa
         (tmp_path / folder).mkdir()
     for folder, start in (("a", 0), ("a", 2), ("b", 0)):
         make_log(tmp_path / folder, start=start, log_with="wandb").close()
-    assert wandb.ids == [("nanoorz", name, "allow") for name in ("id0", "id0", "id2")]
+    (one, a, _), again, (_, b, resume) = wandb.ids
+    assert again == (one, a, resume) == ("nanoorz", a, "allow") and a != b
     wandb.has_key = False
     # Before the engines start.
     with pytest.raises(UserError, match="^--log_with wandb: No API key configured$"):
