@@ -61,6 +61,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import ppo
 from nanoorz.flags import flag, flags_of, make_parser, require
+from nanoorz.log import Clock, RunLog, since_start
 from nanoorz.ranks import (
     Stopped,
     UserError,
@@ -240,7 +241,6 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     """
     import ckpt
     from nanoorz import families, models
-    from nanoorz.log import Clock, RunLog, since_start
 
     print0(f"{world} rank(s) on {device.type}")
     task = load_task(cfg)
@@ -635,8 +635,6 @@ def reply_newline(text, finish_reason, label):
 
 def evaluate(rollout, eval_sets, step, log):
     """Draws and logs eval_n samples of each problem of each set. A collective. Raises Stopped."""
-    from nanoorz.log import Clock
-
     cfg = rollout.cfg
     for name, problems in eval_sets.items():
         seeds = problem_seeds(cfg.seed, step, f"eval {name}", len(problems))

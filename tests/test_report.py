@@ -90,18 +90,19 @@ def test_numbers_of_samples_are_those_worked_by_hand():
     samples[1].text_metrics["tries"] = 1
     samples[2].text_metrics["tries"] = 2
     # A text metric with the name of a number of the run.
-    samples[2].text_metrics["reward"] = 9
+    samples[2].text_metrics["step"] = 9
     batch = batch_of(samples)
     batch.rewards = torch.tensor([0.0, 0.5, 0.5, 0.5])
-    expected = {"reward": 0.5, "paid": 0.375, "pass_at_n": 0.5, "truncated": 0.25, "answered": 0.75}
+    expected = {"step": 7, "reward": 0.5, "paid": 0.375, "pass_at_n": 0.5, "truncated": 0.25}
+    expected |= {"answered": 0.75}
     expected |= {"response_length": 5, "length_right_mean": 4, "length_wrong_mean": 6, "words": 2}
     expected |= {"total_length": 7, "tries": 1.5}
-    assert log_file.numbers_of_samples(samples, batch) == expected
-    line = log_file.numbers_of_samples(samples[3:], batch_of(samples[3:]))
+    assert log_file.numbers_of_samples(7, samples, batch) == expected
+    line = log_file.numbers_of_samples(7, samples[3:], batch_of(samples[3:]))
     assert line["length_wrong_mean"] == 4 and "length_right_mean" not in line
     for k, x in enumerate(samples):
         x.rewards = {"right": x.reward, "short": k / 4}
-    line = log_file.numbers_of_samples(samples, batch)
+    line = log_file.numbers_of_samples(7, samples, batch)
     assert line == expected | {"reward_right": 0.5, "reward_short": 0.375}
     line = log_file.numbers_of_evaluation(samples, n=2)
     assert (line["accuracy"], line["reward_short"]) == (0.5, 0.375)
@@ -241,7 +242,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path):
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("the answer is {k}.", r"; these are the ends of three responses: .* 0\..* 3\..* 6\."),
+        ("the answer is {k}.", r"; these are the ends of three responses: .* 0\..* 2\..* 4\."),
         ("so it is \\boxed{{{k}}}.", "; 8 have one in another form: add --answer_form boxed_an"),
     ],
 )

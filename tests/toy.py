@@ -145,7 +145,7 @@ def take_steps(names, flags):
         if has_critic:
             log |= cfg.train_critic(critic, batch, step)
         log |= cfg.train_policy(policy, batch, step, STEPS)
-        log |= clock.numbers | log_file.numbers_of_samples(samples, batch)
+        log |= clock.numbers | log_file.numbers_of_samples(step + 1, samples, batch)
         log = cfg.metrics(log | {"seconds": 2.0, "tokens_per_second": 500.0}, samples, batch)
         log["counted_tokens"] = log["tokens_per_second"] * log["seconds"]
         for memory in cfg.memory.values():
