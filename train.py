@@ -804,7 +804,7 @@ def demo_flags(cfg) -> list[str]:
     return shlex.split(text)
 
 
-# If there are several ranks, the launcher prints the traceback of the first error last.
+# If an error ends a rank, a launcher of several ranks prints its traceback last.
 @record
 def run(argv) -> int:
     """Runs a command line. Returns the exit code of `main`, or 2 after a UserError."""

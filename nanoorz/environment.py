@@ -29,9 +29,11 @@ ENVIRONMENT = {
     # torch: segments of GPU memory can grow, so less memory is lost in gaps between tensors. vLLM
     # turns this off for the memory that it frees in its sleep.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # The hub's client would print two lines for each of its retries. transformers would show bars.
+    # The hub's client would print two lines for each of its retries. transformers would show bars,
+    # and report that a critic does not need the head of its model.
     "HF_HUB_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
     # Python: a child process frees shared memory that vLLM has left. It would warn.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     # torch: log errors of its C++ parts only.
@@ -145,6 +147,8 @@ class Signals:
         except BaseException:
             # After a Ctrl-C it is no error, because the same signal may have ended a tool.
             if not self.asked:
+                # The line of the progress bar ends.
+                print(file=sys.stderr)
                 traceback.print_exc()
                 self.failed = True
                 self.asked = True

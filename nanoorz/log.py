@@ -27,8 +27,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nanoorz.flags import flags_of
-from nanoorz.ranks import UserError, one_line, print0
+from nanoorz.flags import flags_of, require
+from nanoorz.ranks import gather, one_line, print0
 
 # ---- the numbers ---------------------------------------------------------------------------------
 
@@ -170,9 +170,9 @@ class RunLog:
     """Writes the files and prints the lines of a run. It does nothing on other ranks than 0."""
 
     def __init__(self, run_dir, cfg, tokenizer, forms):
-        """forms: {value of --answer_form: function from a response to its answer}.
+        """A collective. Raises UserError if --log_with wandb has no login.
 
-        Raises UserError if --log_with wandb has no login.
+        forms: {value of --answer_form: function from a response to its answer}.
         """
         self.run_dir = run_dir
         self.cfg = cfg
@@ -190,8 +190,9 @@ class RunLog:
             for text in path.read_text().split("\n")[:-1]:
                 line = json.loads(text)
                 self.old_evaluations.add((line["set"], line["step"]))
-        if cfg.log_with == "wandb" and not self.is_silent:
-            log_in_to_wandb()
+        if cfg.log_with == "wandb":
+            error = gather("" if self.is_silent else log_in_to_wandb())[0]
+            require(not error, f"--log_with wandb: {error}")
 
     def start(self, step, task_text):
         """Writes config.json, task.py and variants/, and starts the tracker.
@@ -233,6 +234,8 @@ class RunLog:
         line = numbers_of_samples(step, samples, batch)
         line |= learned | clock.numbers | numbers_of_time(clock, sum(batch.sample_lengths))
         line = self.cfg.metrics(line, samples, batch)
+        # A variant may have added numbers of numpy or torch.
+        line = json.loads(json.dumps(line, default=to_plain))
         self.append("metrics.jsonl", [line])
         self.append("samples.jsonl", self.sample_lines(samples, step, batch))
         self.track(line, step, "train")
@@ -299,8 +302,8 @@ class RunLog:
             numbers = {}
             for name, value in line.items():
                 # The step is the x axis. A text, such as the name of the set, is no number.
-                if name != "step" and hasattr(value, "__float__"):
-                    numbers[f"{group}/{name}"] = float(value)
+                if name != "step" and isinstance(value, int | float):
+                    numbers[f"{group}/{name}"] = value
             self.tracker.add(numbers, step)
 
     def result(self, steps):
@@ -360,12 +363,12 @@ def judge_answers(samples, cfg, forms) -> str:
 
 
 def other_form(texts, form, forms) -> tuple[str, int]:
-    """The name of another form in which half of the texts or more have an answer, and how many
+    """The name of another form in which more than half of the texts have an answer, and how many
     have; ("", 0) if there is none."""
     for name, find_answer in forms.items():
         count = sum(bool(find_answer(text)) for text in texts)
         # Nearly each text has a number, so last_number would always be found.
-        if name not in (form, "last_number") and count >= len(texts) / 2:
+        if name not in (form, "last_number") and count > len(texts) / 2:
             return name, count
     return "", 0
 
@@ -449,8 +452,12 @@ class WandB:
             config=flags_of(cfg),
         )
 
+        self.run.define_metric("*", step_metric="step")  # the x axis
+
     def add(self, numbers, step):
-        self.run.log(numbers, step=step)
+        # wandb ignores a `step` that is not above its last one, and a resume repeats steps that
+        # were not saved. So the step is a number like the others.
+        self.run.log(numbers | {"step": step})
 
     def close(self):
         self.run.finish()
@@ -459,11 +466,13 @@ class WandB:
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
-def log_in_to_wandb():
-    """Asks for the key of Weights & Biases on a terminal. Raises UserError if there is no key."""
+def log_in_to_wandb() -> str:
+    """Looks for a key of Weights & Biases. On a terminal it asks for a key. Returns "" or why there
+    is none."""
     import wandb  # may be absent
 
     try:
         wandb.login(verify=False)
     except wandb.UsageError as error:
-        raise UserError(f"--log_with wandb: {one_line(error)}") from error
+        return one_line(error)
+    return ""

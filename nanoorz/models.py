@@ -156,6 +156,7 @@ def make_frozen(cfg, name, source):
 
 def load_model(cfg, family, auto_class):
     """A model's text part, in the training dtype and without dropout. Raises UserError."""
+    join_deepspeed()
     if cfg.zero_stage == 3:
         # A side effect: as long as this object exists, from_pretrained shards the model while it
         # loads.
@@ -307,6 +308,14 @@ def compile_ops():
         build_shm_op()
 
 
+def join_deepspeed():
+    """Lets DeepSpeed join the process group. What it prints about its op is dropped."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        if not torch.cuda.is_available():
+            compile_ops()
+        deepspeed.init_distributed()
+
+
 class Learner:
     """A model and its DeepSpeed engine, in the form that ppo.py calls a learner."""
 
@@ -328,11 +337,7 @@ class Learner:
             for layer in layers_of(module)
         ]
         settings = engine_config(cfg, stage, largest, max(layers, default=0))
-        # DeepSpeed prints that it has found its op.
-        with contextlib.redirect_stdout(io.StringIO()):
-            if not torch.cuda.is_available():
-                compile_ops()
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self.cfg = cfg
         self.deepspeed = engine
         self.name = name

@@ -543,7 +543,7 @@ def test_a_new_run_sets_all_of_an_earlier_run_aside_together_and_says_so(tmp_pat
     ckpt.resume(tmp_path, None, {}, run_state(0))
     assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
     logs = [*ckpt.LOGS, "config.json", "result.json"]
-    folders = ["variants", "policy", "critic", "tensorboard", "step_000000", "step_000002"]
+    folders = ["variants", "policy", "critic", "tensorboard", "wandb", "step_000000", "step_000002"]
     for name in folders:
         (tmp_path / name).mkdir()
     for name in [*logs, "mine.txt"]:

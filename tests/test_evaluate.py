@@ -189,7 +189,7 @@ def test_the_numbers_are_those_of_a_training_run_at_step_0(tiny, trained, tmp_pa
     assert "torch" in result["versions"] and result["wall_seconds"] > 0
     # A random model knows no form of answers.
     [remark] = [text for text in result["remarks"] if text.startswith("larger: ")]
-    assert "responses that end, in the form orz; " in remark
+    assert "of 80 responses, in the form orz; " in remark
     assert remark in screen
     table = screen.splitlines()
     assert "pass@2" in table[0] and [x.split()[0] for x in table[1:3]] == ["eval", "larger"]

@@ -70,8 +70,7 @@ stale sampler: the sampler and the learner differ by {last.approx_kl:.3f} nats a
 usual: below 0.001). Check Sampler.sync, the dtypes, and your changes to the model
 
 lost verdicts: {unchecked:.0%} of the answers got no verdict, and counted as wrong
-(reward_lost). Read what the run printed: it may say why the grader or its
-jail fails here
+(reward_lost). Read what the run printed: it may say why the grader or its jail fails here
 
 steps too large: the reward was {best:.2f} up to step {best_step} and is {last.reward:.2f} in the
 last steps. pass_at_n went from {first.pass_at_n:.2f} to {late_pass_at_n:.2f}, and truncated from

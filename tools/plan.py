@@ -76,12 +76,13 @@ def print_memory(plan: Memory, cfg) -> None:
     too_large = {phase: peak for phase, peak in peaks.items() if peak > usable}
     needs = f"{listed(too_large, ', ')} of {usable:.1f} GiB, {USABLE:.0%} of what the card shows"
     if too_large:
-        told = f"the plan does not fit: phase {needs}: {one_line(ADVICE)}"
-        print(f"WARNING: {told}", file=sys.stderr)
+        told = f"WARNING: the plan does not fit: phase {needs}: {one_line(ADVICE)}"
+        print(told, file=sys.stderr)
     elif plan.kv_tokens < cfg.max_len:
-        told = f"phase rollout: the KV cache holds {plan.kv_tokens} tokens, less than a sequence "
-        told += f"of --max_len {cfg.max_len}: raise --gpu_memory_utilization or --tensor_parallel"
-        print(f"WARNING: {told}", file=sys.stderr)
+        told = f"WARNING: phase rollout: the KV cache holds {plan.kv_tokens} tokens, less than a "
+        told += f"sequence of --max_len {cfg.max_len}: raise --gpu_memory_utilization or "
+        told += "--tensor_parallel"
+        print(told, file=sys.stderr)
 
 
 def read_flags(argv: list[str]):
