@@ -118,11 +118,8 @@ def numbers_of_time(clock, tokens) -> dict[str, float]:
     """The seconds of a step, in all and by phase. tokens: prompts and responses of all samples."""
     seconds = time.perf_counter() - clock.start
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    for phase, seconds_of_phase in clock.seconds.items():
-        line[f"seconds_{phase}"] = seconds_of_phase
-    for phase, memory in clock.memory.items():
-        line[f"memory_{phase}"] = memory
-    return line
+    line |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
+    return line | {f"memory_{phase}": gib for phase, gib in clock.memory.items()}
 
 
 def numbers_of_evaluation(samples, n) -> dict[str, float]:
