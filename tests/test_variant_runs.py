@@ -54,10 +54,10 @@ def runs(tiny, tmp_path_factory):
     flags |= {"eval_interval": 1, "stop": list("0123456789abcdef")}
     flags |= {"teacher": tiny["model"], "teacher_weight": 0.5, "estimator": "gae"}
     flags |= {"lora_rank": 4} if "lora" in NAMES else {}
-    whole = launch(folder / "whole", **flags)
+    launch(folder / "whole", **flags)
     launch(folder / "parts", code=-signal.SIGKILL, env={"KILLED": "1"}, **flags)
     assert "from step 2," in launch(folder / "parts", **flags).stdout
-    return folder, flags, whole.stdout + whole.stderr
+    return folder, flags
 
 
 def memory_of(run: Path, step: int) -> dict:
@@ -65,7 +65,7 @@ def memory_of(run: Path, step: int) -> dict:
 
 
 def test_variants_work_together_in_a_whole_run(runs):
-    whole, said = runs[0] / "whole", runs[2]
+    whole = runs[0] / "whole"
     lines = jsonl(whole / "metrics.jsonl")
     samples = jsonl(whole / "samples.jsonl")
     assert [sum(s["step"] == step for s in samples) for step in (1, 2, 3)] == [16, 8, 8]
@@ -81,7 +81,6 @@ def test_variants_work_together_in_a_whole_run(runs):
             limit = limits[str(drawn["problem"])]
             assert drawn["length"] == limit or drawn["finish_reason"] == "stop"
             assert drawn["length"] <= limit
-    assert "LrEnd TisCap LogRatio AdaptiveLen FirstStage Curriculum Distill (" in said
     assert [line["of_mine"] for line in lines] == [16, 8, 8]
     kept = json.loads((whole / "config.json").read_text())["variants"]
     assert [name for name, _ in kept if name != "log_ratio"] == [*NAMES, "mine"]
