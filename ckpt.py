@@ -1,124 +1,94 @@
 """The run folder on disk: claim, save, resume, prune, export. Never sees the batch.
 
+`python ckpt.py RUN/step_NNNNNN OUT` exports a checkpoint as OUT/policy and, if it has a critic,
+OUT/critic.
+
 A checkpoint is a folder RUN/step_NNNNNN, where NNNNNN is the number of finished steps. It holds:
-- policy/ and critic/: DeepSpeed's files of all ranks
-- hf/: the policy's config and the tokenizer
+- policy/ and critic/: files with whole fp32 tensors: fp32/PARAMETER (the master weights) and,
+  after Adam's first update, the moments exp_avg/PARAMETER and exp_avg_sq/PARAMETER. Each rank
+  writes a part of the tensors. Parameters that are not trained are absent.
 - state.json: a RunState
-- manifest.json: the size and the SHA-256 of every other file
 
 Deviations from Open-Reasoner-Zero (ORZ):
-- A resumed run equals a run that was never interrupted, on a CPU to the bit. A checkpoint holds
-  weights, fp32 masters, Adam's moments and the step. The order of problems and all random numbers
-  are functions of the seed and the step, so they need no files.
+- A resumed run equals a run that was never interrupted, on a CPU to the bit. The order of problems
+  and all random numbers are functions of the seed and the step, so they need no files.
+- The tensors are whole. So a run goes on with any number of ranks and any ZeRO stage.
 - A kill at any instant leaves the older checkpoints complete. A save writes to a temporary folder.
   When the files of all ranks are on disk, rank 0 gives that folder its final name.
 - A run checks its folder before it loads a model. The folder must be shared by all machines,
   writable and large enough (ORZ's issue 22).
 
 In this file an engine is a DeepSpeed engine. `engines` is {name: engine}, of policy and critic. To
-use this file elsewhere, copy ranks.py, reshard.py, variants.py and flags.py of nanoorz/, too.
+use this file elsewhere, copy ranks.py, variants.py and flags.py of nanoorz/, too.
 """
 
-import contextlib
-import copyreg
 import dataclasses
 import datetime
 import fcntl
-import hashlib
 import json
+import math
 import os
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.runtime.zero import GatheredParameters
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nanoorz import reshard
-from nanoorz.ranks import UserError, gather, here, one_line, print0
-from nanoorz.variants import kept_files
+from nanoorz.flags import require
+from nanoorz.ranks import UserError, gather, here, one_line, print0, start_distributed
+from nanoorz.variants import extend, kept_files
 
-# Python 3.11.0 to 3.11.3 would pickle an enum by `getattr`, which torch.load refuses.
-copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
-
-# The logs of a run. A resume cuts them to the size that they had at the checkpoint.
+# The logs of a run. Each line has `step`.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
-# What a run writes besides its logs and its checkpoints.
-OTHER_OUTPUT = ("config.json", "task.py", "variants", "result.json")
-OTHER_OUTPUT += ("policy", "critic", "tensorboard", "wandb")
+# What a new run moves away, if an earlier run has left it. The second tuple has what each run
+# writes at its start.
+OUTPUT = (*LOGS, "result.json", "policy", "critic", "tensorboard", "wandb")
+OUTPUT_OF_START = ("config.json", "code", "variants")
+# The master weight of a parameter, and Adam's two moments.
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+# A rank writes a file when it holds so many bytes. A larger tensor has a file of its own.
+FILE_BYTES = 10**9
+# The state of DeepSpeed's loss scaler, which fp16 needs.
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass
 class RunState:
-    """What state.json holds: all that a run resumes from, except the engines' tensors."""
+    """What state.json holds: all that a run resumes from, except the tensors."""
 
     step: int = 0  # finished steps
-    total_steps: int = 0
-    world: int = 1  # number of ranks
     config: dict = field(default_factory=dict)  # every flag
-    problems_hash: int = 0  # of all prompts and labels
-    log_sizes: dict[str, int] = field(default_factory=dict)  # bytes of each log after this step
     variants: list = field(default_factory=list)  # [name, hash of its text] of each, in order
+    problems_hash: int = 0  # of all prompts and labels
+    first_prompt: str = ""  # for the README.md of an export
     memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)
+    engines: dict = field(default_factory=dict)  # {name: numbers_of(engine)}
 
-    def finish_step(self, run_dir, memory):
-        """Counts a step. Call it when the lines of that step are in the logs.
-
-        memory: cfg.memory. Raises UserError if it holds anything but dicts, or if JSON does not
-        give it back as it is.
-        """
+    def finish_step(self, memory):
+        """Counts a step. memory: cfg.memory, which an interrupted step may change later."""
         self.step += 1
-        self.log_sizes = measure_logs(run_dir)
-        # The state needs a copy, because an interrupted step may change `memory`. JSON makes the
-        # copy, because a resumed run reads its memory from JSON, too.
-        try:
-            self.memory = json.loads(json.dumps(memory))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"self.memory cannot be saved as JSON: {one_line(error)}") from error
-        are_dicts = all(isinstance(part, dict) for part in memory.values())
-        if self.memory != memory or not are_dicts:
-            told = "give each class a dict with text keys, of lists, texts and finite numbers"
-            raise UserError(f"self.memory changes when it is saved as JSON; {told}")
-
-    def check_types(self):
-        """Raises TypeError if a value has another type than this version writes."""
-        for name, default in vars(RunState()).items():
-            if type(getattr(self, name)) is not type(default):
-                raise TypeError(f"{name} is {getattr(self, name)!r:.99}")
-        numbers = [*self.log_sizes.values(), self.config.get("zero_stage")]
-        are_numbers = all(isinstance(number, int) for number in numbers)
-        are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in self.variants)
-        are_dicts = all(isinstance(part, dict) for part in self.memory.values())
-        if not (are_numbers and are_pairs and are_dicts):
-            raise TypeError("a part of log_sizes, config, variants or memory is wrong")
-
-    @property
-    def layout(self):
-        """(number of ranks, ZeRO stage): the engines' files depend on both."""
-        return self.world, self.config["zero_stage"]
+        self.memory = json.loads(json.dumps(memory))
+        assert self.memory == memory, f"self.memory changes when it is saved as JSON: {memory}"
 
 
 # ---- disk ------------------------------------------------------------------------------------
 
 
 def try_disk(action, *arguments):
-    """Calls action(*arguments). Returns None, or the text of the error that the action raised.
+    """Calls action(*arguments). Returns None, or the text of an error of the disk.
 
     If one rank alone raised an error, the other ranks would wait for that rank. So a rank keeps
     the text, until all ranks gather their texts.
     """
     try:
         action(*arguments)
-    # On a full disk torch.save raises a RuntimeError, and tokenizers raises a bare Exception.
-    except Exception as error:
-        # torch.save raises its RuntimeError while it handles an OSError. The OSError says why.
-        while isinstance(error.__context__, OSError):
-            error = error.__context__
+    except (OSError, SafetensorError) as error:
         return f"{here()}: {type(error).__name__}: {one_line(error)}"
 
 
@@ -142,14 +112,6 @@ def flush(path):
 def remove(folder):
     """Deletes a folder. Ignores errors."""
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def size_and_hash(path):
-    """The entry of a file in manifest.json, or {} if the file cannot be read."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return {"size": file.tell(), "sha256": digest.hexdigest()}
-    return {}
 
 
 # ---- the folder ------------------------------------------------------------------------------
@@ -177,9 +139,8 @@ def claim(run_dir, needed_bytes):
             fault = f"too small: needed {needed_bytes:,} bytes, free {free:,}; delete other files"
         if rank == 0:
             lock = open(run_dir / ".lock", "w")  # noqa: SIM115
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A forked child, such as a tool's, may outlive this process. It must not keep the lock.
-            os.register_at_fork(after_in_child=lock.close)
+            # A child, such as a tool's process, does not inherit a lock of this kind.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fault = "another run is using this folder; wait for that run, or choose another --run_dir"
     except OSError as error:
@@ -190,8 +151,7 @@ def claim(run_dir, needed_bytes):
         fault = "not shared: the file of rank 0 is absent; mount one folder on all machines"
     # After this `gather` each rank has looked for the file of rank 0, so it may be deleted.
     for place, text in gather((here(), fault)):
-        if text:
-            raise UserError(f"--run_dir: {place}, {run_dir}: {text}")
+        require(not text, f"--run_dir: {place}, {run_dir}: {text}")
     if rank == 0:
         # `.saving_` and `.deleting_` were left by a run that was killed.
         for leftover in [claims, *run_dir.glob(".saving_*"), *run_dir.glob(".deleting_*")]:
@@ -204,161 +164,239 @@ def step_of(path):
 
 
 def checkpoints(run_dir):
-    """The folders RUN/step_NNNNNN, newest first. Some may be damaged."""
+    """The folders RUN/step_NNNNNN, newest first."""
     return sorted(run_dir.glob("step_" + "[0-9]" * 6), reverse=True)
-
-
-def measure_logs(run_dir):
-    """{name: bytes} of the logs that exist."""
-    return {name: (run_dir / name).stat().st_size for name in LOGS if (run_dir / name).exists()}
-
-
-def read_manifest(path):
-    """{file: {"size", "sha256"}} of a checkpoint, or {} if the checkpoint is not complete.
-
-    It is complete if each file has the size that the manifest says. find_damage compares hashes.
-    """
-    # A damaged manifest can hold JSON of any shape, so the lines below can raise any error.
-    with contextlib.suppress(Exception):
-        entries = json.loads((path / "manifest.json").read_text())
-        for name, entry in entries.items():
-            if (path / name).stat().st_size != entry["size"]:
-                return {}
-        return entries
-    return {}
 
 
 # ---- save ------------------------------------------------------------------------------------
 
 
-class DurableWriter(TorchCheckpointEngine):
-    """DeepSpeed calls `save` and `load` of this object to write and to read files.
-
-    error: the text of the first error, or None. `save` raises no errors, because the other ranks
-    would wait at the barriers in DeepSpeed's code. entries: {path: size and hash} of all files.
-    """
-
-    def __init__(self):
-        self.error = None
-        self.entries = {}
-        # torch.save would compute a CRC, which takes a third of its time. manifest.json has the
-        # SHA-256 instead. This setting holds for the whole process.
-        torch.serialization.set_crc32_options(False)
-
-    def save(self, state_dict, path):
-        # After the first error no more files are written.
-        if self.error is None:
-            self.error = try_disk(self.write, state_dict, path)
-
-    def write(self, state_dict, path):
-        with open(path, "wb") as file:
-            torch.save(state_dict, file)
-        flush(path)
-        self.entries[path] = size_and_hash(path)
-
-    def load(self, path, map_location=None):
-        """Reads tensors, plain containers and four classes of DeepSpeed; no arbitrary pickles."""
-        classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-        with torch.serialization.safe_globals(classes):
-            return torch.load(path, map_location=map_location, weights_only=True)
-
-
-def save(run_dir, state: RunState, engines, hf, keep_last):
+def save(run_dir, state: RunState, engines, keep_last):
     """Writes the checkpoint RUN/step_NNNNNN. All ranks return None, or the text of an error.
 
-    hf: objects with `save_pretrained`. keep_last: see prune. If a save fails, the older checkpoints
-    stay complete. A collective.
+    keep_last: see prune. If a save fails, the older checkpoints stay complete. A collective.
     """
     final = run_dir / f"step_{state.step:06d}"
     temporary = run_dir / f".saving_{state.step:06d}"
     # A run that is stopped during a step saves the step before, which may be saved already.
-    if gather(read_manifest(final))[0]:
+    if gather(final.exists())[0]:
         return None
-    error = on_rank0(make_folders, temporary, final, engines)
+    state.engines = {name: numbers_of(engine) for name, engine in engines.items()}
+    error = on_rank0(write_state, temporary, state)
     if not error:
-        files, error = write_engines(temporary, engines)
+        errors = [write_engine(temporary / name, engine) for name, engine in engines.items()]
+        error = next(filter(None, sum(gather(errors), [])), None)
     if not error:
-        error = on_rank0(publish, temporary, final, files, state, hf)
+        error = on_rank0(publish, temporary, final)
     if error:
         on_rank0(remove, temporary)
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
-    else:
-        fault = on_rank0(prune, run_dir, keep_last)
-        print0(f"saved step {state.step}")
-        if fault:
-            print0(f"WARNING: older checkpoints are not removed: {fault}")
-    return error
+        return error
+    print0(f"saved step {state.step}")
+    fault = on_rank0(prune, run_dir, keep_last)
+    if fault:
+        print0(f"WARNING: older checkpoints are not removed: {fault}")
+    return None
 
 
-def make_folders(temporary, final, engines):
-    """Makes the temporary folders. Deletes the final folder, which is damaged if it exists.
-
-    DeepSpeed would make the folders by itself, and an error would then be raised on rank 0 alone.
-    """
-    for folder in (temporary, final):
-        remove(folder)
-    for name in ["hf", *engines]:
-        os.makedirs(temporary / name)
-
-
-def write_engines(folder, engines):
-    """Each rank writes its files. Returns {relative path: size and hash} of all, and an error."""
-    writer = DurableWriter()
-    for name, engine in engines.items():
-        # DeepSpeed would copy a script into the folder, and an error of the disk would be raised.
-        engine._copy_recovery_script = do_nothing
-        engine.checkpoint_engine = writer
-        engine.save_checkpoint(str(folder / name), tag="state", save_latest=False)
-    mine = {os.path.relpath(path, folder): entry for path, entry in writer.entries.items()}
-    files = {}
-    error = None
-    for entries, rank_error in gather((mine, writer.error)):
-        files |= entries
-        error = error or rank_error
-    return files, error
-
-
-def do_nothing(folder):
-    pass
-
-
-def publish(temporary, final, files, state, hf):
-    """Writes the small files and the manifest, flushes everything, and renames the folder.
-
-    files: the entries of the engines' files. All ranks have written those files before.
-    """
-    for item in hf:
-        item.save_pretrained(temporary / "hf")
+def write_state(temporary, state):
+    """Makes the folders of a checkpoint, and writes state.json."""
+    remove(temporary)
+    temporary.mkdir()
+    for name in state.engines:
+        (temporary / name).mkdir()
     (temporary / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
-    for path in [temporary / "state.json", *(temporary / "hf").iterdir()]:
-        files[str(path.relative_to(temporary))] = size_and_hash(path)
-    (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
-    if not read_manifest(temporary):
-        raise OSError("a file does not have the size that its rank wrote")
+
+
+def write_engine(folder, engine):
+    """Writes this rank's part of the tensors. Returns None, or the first error. A collective."""
+    error = None
+    part = {}  # {KIND/PARAMETER: tensor} of the next file
+    size = 0  # bytes of `part`
+    count = 0  # files
+    # After an error this rank goes on, because the other ranks need its pieces.
+    for key, tensor in whole_tensors(engine):
+        if part and size + tensor.nbytes > FILE_BYTES:
+            error = error or try_disk(write_file, folder, count, part)
+            part = {}
+            size = 0
+            count += 1
+        part[key] = tensor
+        size += tensor.nbytes
+    return error or try_disk(write_file, folder, count, part)
+
+
+def write_file(folder, count, tensors):
+    path = folder / f"{dist.get_rank():05d}_{count:05d}.safetensors"
+    save_file(tensors, path)
+    flush(path)
+
+
+def publish(temporary, final):
+    """Flushes rank 0's files, the logs and all names, and renames the folder."""
     run_dir = final.parent
-    # A resume also needs the first bytes of each log, as many as state.log_sizes says.
-    logs = [run_dir / name for name in state.log_sizes]
-    for path in [temporary, *temporary.rglob("*"), *logs]:
+    # A resume also needs the lines of the logs.
+    logs = [run_dir / name for name in LOGS if (run_dir / name).exists()]
+    folders = [path for path in temporary.iterdir() if path.is_dir()]
+    for path in [temporary / "state.json", *folders, temporary, *logs]:
         flush(path)
     os.rename(temporary, final)
-    try:
-        flush(run_dir)
-    except OSError as error:
-        print(f"WARNING: {final} is saved, but a loss of power could lose it: {error}", flush=True)
+    flush(run_dir)
 
 
 def prune(run_dir, keep_last):
-    """Deletes all complete checkpoints except the newest `keep_last`. 0 keeps all."""
+    """Deletes all checkpoints except the newest `keep_last`. 0 keeps all."""
     if keep_last == 0:
         return
-    complete = [path for path in checkpoints(run_dir) if read_manifest(path)]
-    for path in complete[keep_last:]:
+    for path in checkpoints(run_dir)[keep_last:]:
         # If the run is killed during the deletion, the rest must not have the name of a checkpoint.
         renamed = path.rename(path.with_name(f".deleting_{path.name}"))
         remove(renamed)
 
 
-# ---- resume: which checkpoint, and does it fit? ----------------------------------------------
+# ---- the tensors of an engine ----------------------------------------------------------------
+
+
+def trained_parameters(module) -> dict:
+    """{name: parameter}. The other parameters are those of the base model."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def optimizer_tensors(engine) -> tuple[list, dict]:
+    """Returns the fp32 tensors that this rank's optimizer updates, and its states.
+
+    At stage 0 the tensors are the parameters. At the other stages DeepSpeed lays this rank's pieces
+    of all parameters end to end into a few long tensors, the flats. The states are {tensor: dict}.
+    """
+    # ZeRO's optimizer holds the real optimizer.
+    states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return list(trained_parameters(engine.module).values()), states
+    if stage == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat, states
+    return engine.optimizer.single_partition_of_fp32_groups, states
+
+
+def numbers_of(engine) -> dict:
+    """The number of Adam's updates, and in fp16 the state of the loss scaler."""
+    _, states = optimizer_tensors(engine)
+    numbers = {"updates": max((float(x["step"]) for x in states.values()), default=0.0)}
+    if engine.fp16_enabled():
+        numbers |= {name: getattr(engine.optimizer.loss_scaler, name) for name in LOSS_SCALE}
+    return numbers
+
+
+def keys_of(engine, updates) -> dict:
+    """{KIND/PARAMETER: (kind, parameter)}. Before its first update Adam has no moments."""
+    keys = {}
+    for name, parameter in trained_parameters(engine.module).items():
+        for kind in KINDS if updates > 0 else KINDS[:1]:
+            keys[f"{kind}/{name}"] = kind, parameter
+    return keys
+
+
+def find_piece(engine, kind, parameter) -> tuple[torch.Tensor, int]:
+    """Returns this rank's piece of a tensor, as a flat view into the optimizer's tensor, and the
+    index of the first element of the piece in the whole tensor.
+
+    DeepSpeed's own functions know the moments only after an update, and not behind a load.
+    """
+    flats, states = optimizer_tensors(engine)
+    stage = engine.zero_optimization_stage()
+    # `begin` is the place of the piece in the flat, and `start` its place in the parameter.
+    if stage == 0:
+        flat, begin, length, start = parameter, 0, parameter.numel(), 0
+    elif stage == 3:
+        # Every rank holds an equal piece of every parameter. The last piece is padded.
+        optimizer = engine.optimizer
+        group, begin, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        flat, start = flats[group], dist.get_rank() * length
+    elif parameter._hp_mapping:
+        # All parameters lie end to end, and every rank holds one range of them, which may begin or
+        # end inside of a parameter. hp (high precision) is the flat, and lp the parameter.
+        mapping = parameter._hp_mapping
+        flat = flats[mapping.param_group_index]
+        begin, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+        start = mapping.lp_fragment_address.start
+    else:
+        # The range of this rank has nothing of this parameter.
+        return torch.empty(0), 0
+    tensor = flat.data if kind == "fp32" else states[flat][kind]
+    return tensor.view(-1)[begin : begin + length], start
+
+
+def whole_tensors(engine):
+    """Yields (KIND/PARAMETER, whole tensor on the CPU) of the tensors that this rank writes.
+
+    The ranks take turns. A collective, because every rank has pieces of all tensors.
+    """
+    world = dist.get_world_size()
+    keys = keys_of(engine, numbers_of(engine)["updates"])
+    for count, (key, (kind, parameter)) in enumerate(keys.items()):
+        writer = count % world
+        piece, start = find_piece(engine, kind, parameter)
+        if engine.zero_optimization_stage() == 0:
+            whole, shape = piece.clone(), parameter.shape
+        else:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            # The sum of the ranks' tensors is the whole one. A sum with -0.0 changes no bit of a
+            # number. The padding of ZeRO 3 has less than `world` elements.
+            whole = torch.full([shape.numel() + world], -0.0, device=engine.device)
+            whole[start : start + len(piece)] = piece
+            dist.reduce(whole, dst=writer)
+        if dist.get_rank() == writer:
+            yield key, whole[: shape.numel()].view(shape).cpu()
+
+
+def load(folder, engine, numbers):
+    """Fills an engine of any ZeRO stage on any number of ranks. numbers: those of the saved engine.
+
+    Raises UserError if a file is cut or missing. A collective.
+    """
+    flats, states = optimizer_tensors(engine)
+    for flat in flats if numbers["updates"] > 0 else ():
+        states[flat] = {kind: torch.zeros_like(flat) for kind in KINDS[1:]}
+        states[flat]["step"] = torch.tensor(numbers["updates"], device=flat.device)
+    if engine.fp16_enabled():
+        for name in LOSS_SCALE:
+            setattr(engine.optimizer.loss_scaler, name, numbers[name])
+    missing = keys_of(engine, numbers["updates"])
+    for key, whole in read(folder, KINDS):
+        fill(engine, *missing.pop(key), whole)
+    require(not missing, f"{folder} is damaged: it lacks {list(missing)[:1]}")
+
+
+def read(folder, kinds):
+    """Yields (KIND/PARAMETER, tensor) of some kinds. Raises UserError if a file is cut."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            file = safe_open(path, "pt")
+        except SafetensorError as error:
+            told = "delete this checkpoint, and a resume takes an older one"
+            raise UserError(f"{path} is damaged: {one_line(error)}; {told}") from error
+        with file:
+            for key in file.keys():  # noqa: SIM118
+                if key.partition("/")[0] in kinds:
+                    yield key, file.get_tensor(key)
+
+
+def fill(engine, kind, parameter, whole):
+    """Copies a whole tensor into this rank's piece, and the master weight into the weight, too."""
+    if kind == "fp32":
+        # At stage 3 rank 0 writes the whole weight, and DeepSpeed shards it again. At the other
+        # stages each rank has the whole weight.
+        is_sharded = engine.zero_optimization_stage() == 3
+        with GatheredParameters([parameter], modifier_rank=0, enabled=is_sharded):
+            if not is_sharded or dist.get_rank() == 0:
+                parameter.data.copy_(whole)
+    piece, start = find_piece(engine, kind, parameter)
+    part = whole.flatten()[start : start + len(piece)]
+    # The piece may be longer, by the padding.
+    piece[: len(part)] = part
+
+
+# ---- resume ----------------------------------------------------------------------------------
 
 
 def find_start(run_dir, choice, new_state: RunState, may_change):
@@ -368,218 +406,150 @@ def find_start(run_dir, choice, new_state: RunState, may_change):
     names of the flags that do not decide what is learnt. Raises UserError if the checkpoint does
     not fit this run. A collective.
     """
-    path = pick_checkpoint(run_dir, choice)
-    if path is None:
+    # All ranks must take the same checkpoint, so rank 0 chooses. The folder may have another path
+    # on another machine, so the ranks use its name alone.
+    name, fault = gather(pick_checkpoint(run_dir, choice))[0]
+    require(not fault, fault)
+    if name is None:
         return None, new_state
+    path = run_dir / name
     saved = load_state(path)
-    misfit = find_misfit(path, run_dir, saved, new_state, may_change)
-    if misfit:
-        raise UserError(f"{path} {misfit}, or use --resume none")
-    # The other fields of the state, such as the flags, are those of this run.
-    values = {"step": saved.step, "memory": saved.memory, "log_sizes": saved.log_sizes}
-    return path, dataclasses.replace(new_state, **values)
+    reasons = find_misfits(path, saved, new_state, may_change)
+    advice = f"change this, or begin another --run_dir with its model: python ckpt.py {path} NEW"
+    require(not reasons, f"{path} cannot go on: {'; '.join(reasons)}; {advice}")
+    return path, dataclasses.replace(new_state, step=saved.step, memory=saved.memory)
 
 
 def pick_checkpoint(run_dir, choice):
-    """Returns the checkpoint to resume from, or None for a new run. A collective.
+    """Returns the name of the checkpoint to resume from, and what is wrong with `choice`.
 
-    choice: a path; `none`; or `auto`, the newest undamaged checkpoint of the folder. Raises
-    UserError if all candidates are damaged.
+    choice: `none`; `auto`, the newest checkpoint; or a path. Without a checkpoint the name is None.
     """
-    # All ranks must take the same checkpoint, so rank 0 looks for them. The folder may have another
-    # path on another machine, so the ranks use the names alone.
-    candidates = [run_dir / path.name for path in gather(checkpoints(run_dir))[0]]
-    if choice == "none" or (choice == "auto" and not candidates):
-        return None
-    if choice != "auto":
-        candidates = [Path(choice).absolute()]
-        if not gather(os.path.isdir(choice))[0]:
-            raise UserError(
-                f"--resume {choice}: no such folder; give auto, none or RUN/step_NNNNNN"
-            )
-    for path in candidates:
-        damage = find_damage(path)
-        if not damage:
-            return path
-        print0(f"WARNING: {path} is damaged ({damage}) and is not used")
-    # All checkpoints are damaged. The run does not start over by itself, because that would set the
-    # checkpoints aside, and perhaps the disk fails for a minute only.
-    raise UserError(
-        f"--resume {choice}: {path}: {damage}; repair this checkpoint, choose another one of "
-        "`tools/convert.py list RUN`, or start over with --resume none"
-    )
+    there = checkpoints(run_dir)
+    if choice == "none" or (choice == "auto" and not there):
+        return None, ""
+    if choice == "auto":
+        return there[0].name, ""
+    for path in there:
+        if path.resolve() == Path(choice).resolve():
+            return path.name, ""
+    return None, f"--resume {choice}: give auto, none or a checkpoint; {steps_in(run_dir)}"
 
 
-def find_damage(path):
-    """What is wrong with the files of a checkpoint, or None. A collective."""
-    # All ranks use the manifest that rank 0 has read, so that all ranks return the same.
-    entries = sorted(gather(read_manifest(path))[0].items())
-    if not entries:
-        return "files are missing or cut short"
-    # The hash of a file takes time, so each rank computes those of its part of the files.
-    mine = entries[dist.get_rank() :: dist.get_world_size()]
-    wrong = [name for name, entry in mine if size_and_hash(path / name) != entry]
-    wrong = sum(gather(wrong), [])
-    if wrong:
-        return f"{wrong[0]} does not match its hash"
+def steps_in(run_dir) -> str:
+    names = ", ".join(path.name for path in checkpoints(run_dir))
+    return f"{run_dir} has {names or 'no checkpoint'}"
 
 
-def load_state(path):
-    """The state of a checkpoint. Raises UserError if another version of the code has written it."""
-    try:
-        state = RunState(**json.loads((path / "state.json").read_text()))
-        state.check_types()
-        return state
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}/state.json is not of this version ({one_line(error)}); resume it with the "
-            f"commit that {path.parent}/config.json names, or use --resume none"
-        ) from error
+def load_state(path) -> RunState:
+    return RunState(**json.loads((path / "state.json").read_text()))
 
 
-def find_misfit(path, run_dir, saved: RunState, new_state: RunState, may_change):
-    """Why this run cannot go on from a checkpoint, and what to do, or None. A collective.
-
-    The text goes on after the path of the checkpoint. saved: the state of the checkpoint.
-    new_state, may_change: see find_start.
-    """
-    # `tools/convert.py reshard` writes the folder universal/, for any layout. find_damage is a
-    # collective, so all ranks call it here, before one of them could return.
-    needs_reshard = False
-    if saved.layout != new_state.layout:
-        needs_reshard = find_damage(path / "universal") is not None
-    # The user should see all changed flags, whatever else is wrong.
-    changed = find_changes(saved, new_state, may_change)
-    if not path.parent.samefile(run_dir):
-        return f"is not in {run_dir}; copy the folder of that run"
-    if saved.step > new_state.total_steps:
-        steps = f"is past the {new_state.total_steps} steps of this run"
-        return f"{steps}; raise --max_steps or --num_episodes"
-    if changed:
-        names = ", --".join(changed)
-        return (
-            f"was made with another --{names}, which changes what is learnt; use the old value, or "
-            f"begin another --run_dir: run `python tools/convert.py export {path} NEW`, and give "
-            "--model NEW/policy (and --critic NEW/critic, with a critic)"
-        )
-    if saved.variants != new_state.variants:
-        files = kept_files(path.parent, saved.variants)
-        return (
-            "was made with other variants, in another order, or with another text in one; use "
-            f"{' '.join(['--variant', *files])}, or begin another --run_dir with its model: "
-            f"run `python tools/convert.py export {path} NEW`"
-        )
-    if needs_reshard:
-        return (
-            f"was made with (ranks, --zero_stage) = {saved.layout}, and this run has "
-            f"{new_state.layout}; run `python tools/convert.py reshard {path}`"
-        )
-
-
-def find_changes(saved: RunState, new_state: RunState, may_change):
-    """Prints every changed flag. Returns the names of those that must not change."""
-    changed = []
+def find_misfits(path, saved: RunState, new_state: RunState, may_change) -> list[str]:
+    """Why this run cannot go on from a checkpoint. Prints the changes of flags that may change."""
+    reasons = []
     for name, value in new_state.config.items():
-        # The flags of another variant are absent. The texts of the variants are compared, too.
+        # The flags of another variant are absent.
         old = saved.config.get(name, value)
         if old != value:
-            print0(f"resume: --{name} was {old}, is {value}")
-            if name not in may_change:
-                changed.append(name)
-    # Another --template also changes the prompts. Then `changed` has it already.
-    if saved.problems_hash != new_state.problems_hash and not changed:
-        changed.append("data")
-    return changed
+            change = f"--{name} was {old}, is {value}"
+            if name in may_change:
+                print0(f"resume: {change}")
+            else:
+                reasons.append(change)
+    # Another --template also changes the prompts.
+    if saved.problems_hash != new_state.problems_hash and not reasons:
+        reasons.append("--data has other prompts or labels")
+    if saved.variants != new_state.variants:
+        words = " ".join(kept_files(path.parent, saved.variants))
+        reasons.append(f"the variants have other texts or another order, it has --variant {words}")
+    return reasons
 
 
-# ---- resume: fill the engines, and bring the folder to the checkpoint ------------------------
-
-
-def resume(run_dir, source, engines, state: RunState):
-    """Brings the engines and the run folder to `state`. All ranks call it.
+def resume(run_dir, source, engines):
+    """Brings the engines and the run folder to a checkpoint. A collective.
 
     source: the checkpoint that find_start has chosen. A new run has None, and its engines stay as
     they are.
     """
-    if source and load_state(source).layout == state.layout:
+    if source:
+        numbers = load_state(source).engines
         for name, engine in engines.items():
-            engine.checkpoint_engine = DurableWriter()
-            engine.load_checkpoint(str(source / name), tag="state")
-    elif source:
-        # `tools/convert.py reshard` has made this folder, and find_start has checked it.
-        reshard.load(source / "universal", engines)
+            load(source / name, engine, numbers[name])
     if dist.get_rank() == 0:
-        rewind_folder(run_dir, source, state)
+        rewind_folder(run_dir, step_of(source) if source else -1)
 
 
-def rewind_folder(run_dir, source, state: RunState):
-    """Cuts the logs to the sizes that they had at state.step, and sets other files aside.
+def rewind_folder(run_dir, step):
+    """Removes the lines of the logs that are later than `step`. -1: a new run.
 
-    The run makes the steps after state.step again. There are three cases:
-    - A new run: all that an earlier run has left goes into a new folder RUN/dropped_TIME.
-    - A resume from an older checkpoint: the later checkpoints and the ends of the logs go there.
-    - A resume from the newest checkpoint: only the ends of the logs are cut off. They belong to
-      steps that were never saved.
-    The user may delete RUN/dropped_TIME.
+    The run makes the steps after `step` again. If there are later checkpoints, or results of an
+    earlier run, they go into a new folder RUN/dropped_TIME together with these lines. The user may
+    delete it.
     """
-    dropped = [path for path in checkpoints(run_dir) if not source or step_of(path) > state.step]
-    if not source:
-        found = [name for name in (*LOGS, *OTHER_OUTPUT) if (run_dir / name).exists()]
-        # A run that was stopped before its first evaluation leaves only these, which the new run
-        # writes again.
-        if set(found) - {"config.json", "task.py", "variants"}:
-            dropped += [run_dir / name for name in found]
-    kept_sizes = {}  # {name of a log: bytes that the run keeps}
-    for name, size in measure_logs(run_dir).items():
-        # A user may have shortened a log by hand.
-        kept_sizes[name] = min(size, state.log_sizes.get(name, 0))
-    # First copy the ends of the logs, then cut them. set_aside may also have moved whole logs.
-    if dropped:
-        set_aside(run_dir, state.step, dropped, kept_sizes)
-    for name in measure_logs(run_dir):
-        os.truncate(run_dir / name, kept_sizes[name])
-
-
-def set_aside(run_dir, step, dropped, kept_sizes):
-    """Moves the paths `dropped` and the ends of the logs into a new folder.
-
-    step: the run starts there. kept_sizes: {name of a log: bytes at its start that stay}.
-    """
+    later = [path.name for path in checkpoints(run_dir) if step_of(path) > step]
+    if step < 0:
+        later += [name for name in OUTPUT if (run_dir / name).exists()]
+    # A run that was stopped before its first evaluation leaves only what this run writes again.
+    if step < 0 and later:
+        later += [name for name in OUTPUT_OF_START if (run_dir / name).exists()]
     # The time makes the name of the folder unique.
-    folder = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
-    folder.mkdir()
-    names = ", ".join(path.name for path in dropped)
-    print0(f"the run starts at step {step}, so these are moved to {folder}: {names}")
-    for path in dropped:
-        path.rename(folder / path.name)
-    for name, size in kept_sizes.items():
+    dropped = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
+    if later:
+        print0(f"the run starts at step {max(step, 0)}; moved to {dropped}: {', '.join(later)}")
+        dropped.mkdir()
+    for name in later:
+        (run_dir / name).rename(dropped / name)
+    evaluations = set()  # (step, set) of the evaluations that stay
+    for name in LOGS:
         if (run_dir / name).exists():
-            with open(run_dir / name, "rb") as log:
-                log.seek(size)
-                (folder / name).write_bytes(log.read())
+            cut_log(run_dir / name, step, evaluations, dropped / name if later else None)
+
+
+def cut_log(path, step, evaluations, copy):
+    """Cuts a log behind its last line of `step` or before. `copy` gets the rest, unless it is None.
+
+    The lines are in the order of their steps. An evaluation writes its line behind those of its
+    samples, so a kill may have left samples without this line.
+    """
+    size = 0
+    with open(path, "rb+") as log:
+        for text in log:
+            # A kill may have cut the last line.
+            line = json.loads(text) if text.endswith(b"\n") else {"step": math.inf}
+            evaluation = (line["step"], line.get("set"))
+            if path.name == "eval.jsonl":
+                evaluations.add(evaluation)
+            is_complete = path.name != "eval_samples.jsonl" or evaluation in evaluations
+            if line["step"] > step or not is_complete:
+                break
+            size += len(text)
+        log.seek(size)
+        if copy:
+            copy.write_bytes(log.read())
+        log.truncate(size)
 
 
 # ---- export ----------------------------------------------------------------------------------
 
 
-def export(out, save_model, weights, files):
-    """Writes a folder that transformers and vLLM load. All ranks call it. Raises UserError.
+def export(out, save_model, weights, files, about):
+    """Writes a folder that transformers and vLLM load. A collective. Raises UserError.
 
     save_model(folder, weights): writes the model. weights: an iterator of (name, full tensor). The
     critic's value head goes to the file value_head.safetensors of the folder. files: writes the
-    other files by its method save_pretrained.
+    other files by its method save_pretrained. about: the text of README.md.
     """
     # All ranks must take all tensors, because ZeRO 3 gathers each tensor from all ranks.
     kept = {}
     for name, tensor in weights:
         if dist.get_rank() == 0:
             kept[name] = tensor.detach().to("cpu", copy=True)
-    error = on_rank0(write_export, out, save_model, kept, files)
-    if error:
-        raise UserError(f"{out} is NOT written: {error}")
+    error = on_rank0(write_export, out, save_model, kept, files, about)
+    require(not error, f"{out} is NOT written: {error}")
 
 
-def write_export(out, save_model, weights, files):
+def write_export(out, save_model, weights, files, about):
     """Writes the folder. weights: {name: tensor}. After a kill `out` is old, new or absent, and
     never half written."""
     unfinished = out.with_name(f".{out.name}")
@@ -590,6 +560,7 @@ def write_export(out, save_model, weights, files):
             head[name] = weights.pop(name)
     save_model(unfinished, weights)
     files.save_pretrained(unfinished)
+    (unfinished / "README.md").write_text(about)
     if head:
         save_file(head, unfinished / "value_head.safetensors")
     # safetensors makes files that their owner alone may read.
@@ -600,3 +571,72 @@ def write_export(out, save_model, weights, files):
         out.unlink()
     remove(out)
     unfinished.rename(out)
+
+
+# The flags that decide what a prompt is, and where a response ends and has its answer.
+PROMPT_FLAGS = ("task", "template", "system", "chat_template_kwargs", "answer_form", "stop")
+
+
+def describe(state: RunState) -> str:
+    """The README.md of an export: how the model was trained to be asked."""
+    flags = [f"- `{name}`: `{json.dumps(state.config[name])}`" for name in PROMPT_FLAGS]
+    return "\n".join(
+        [
+            f"nanoORZ has trained this model for {state.step} steps. The base model is",
+            f"`{state.config['model']}`. In the training the prompts and answers had these flags:",
+            "",
+            *flags,
+            "",
+            "The first prompt of the training, with all its special tokens, as JSON:",
+            "",
+            f"    {json.dumps(state.first_prompt)}",
+            "",
+        ]
+    )
+
+
+def export_step(path: Path, out: Path):
+    """Writes the models of a checkpoint to OUT/policy and OUT/critic. Raises UserError."""
+    # Only this function needs other parts of a run.
+    import ppo
+    from nanoorz import families, models
+
+    is_checkpoint = (path / "state.json").exists()
+    run_dir = path if checkpoints(path) else path.parent
+    require(is_checkpoint, f"{path} is no checkpoint; {steps_in(run_dir)}")
+    state = load_state(path)
+    cfg = extend(ppo.Recipe, kept_files(run_dir, state.variants))()
+    # A model without an engine is whole, and stays on the CPU.
+    vars(cfg).update(state.config, zero_stage=0, compile_layers=False)
+    start_distributed()
+    makers = {"policy": models.policy_module, "critic": models.critic_module}
+    sources = {"policy": cfg.model, "critic": cfg.critic or cfg.model}
+    for name in state.engines:
+        is_free = not (out / name).exists()
+        require(is_free, f"{out / name} is there already; choose another OUT")
+        # This refuses a folder that has moved.
+        families.load_config(sources[name])
+        module = makers[name](cfg)
+        missing = trained_parameters(module)
+        for key, tensor in read(path / name, ["fp32"]):
+            missing.pop(key.removeprefix("fp32/")).data.copy_(tensor)
+        require(not missing, f"{path} is damaged: it lacks {list(missing)[:1]}")
+        learner = SimpleNamespace(name=name, cfg=cfg, module=module, stage=0)
+        weights = models.named_weights(learner)
+        export(out / name, module.save, weights, families.BaseFiles(sources[name]), describe(state))
+        print(f"wrote {out / name}")
+
+
+def main(words) -> int:
+    """Runs the command line. Returns the exit code."""
+    try:
+        require(len(words) == 2, "give a checkpoint and a new folder: RUN/step_NNNNNN OUT")
+        export_step(*map(Path, words))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -140,7 +140,7 @@ class Config(Learning):
 
     A resumed run may change these fields, with two limits. The files of model, critic, task,
     variants and data may move, but a resume refuses other prompts, labels or texts of variants.
-    Another --zero_stage or number of ranks needs `tools/convert.py reshard`.
+    The number of ranks may change, too.
     """
 
     # ---- files
@@ -250,9 +250,9 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
 
     # ---- the folder of the run. It is locked as long as `lock` exists.
     run_dir = Path(cfg.run_dir).absolute()
-    # A parameter takes at most 16 bytes of a checkpoint: weight, fp32 master and two moments.
+    # A parameter takes 12 bytes of a checkpoint: its fp32 master and two moments.
     parameters = families.count_parameters(families.load_config(cfg.model))
-    needed_bytes = 16 * parameters * (2 if has_critic else 1)
+    needed_bytes = 12 * parameters * (2 if has_critic else 1)
     lock = ckpt.claim(run_dir, 0 if cfg.eval_only else needed_bytes)  # noqa: F841
     log = RunLog(run_dir, cfg, tokenizer, getattr(task, "ANSWER_FORMS", {}))
 
@@ -270,16 +270,16 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
 
     # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
     state = ckpt.RunState(
-        step=0,
-        total_steps=total_steps,
-        world=world,
         config=flags_of(cfg),
-        problems_hash=hash_problems(problems),
         variants=cfg.variant_hashes,
+        problems_hash=hash_problems(problems),
+        first_prompt=tokenizer.decode(problems[0].prompt_ids),
     )
     # Flags in the body of Config may change. All others decide what is learnt, also a variant's.
     source, state = ckpt.find_start(run_dir, cfg.resume, state, Config.__annotations__)
     first_step = state.step
+    told = f"--resume {cfg.resume}: step {first_step} is past the {total_steps} steps of this run"
+    require(first_step <= total_steps, f"{told}; raise --max_steps or --num_episodes")
     # The end of a run writes result.json.
     if state.step == total_steps and (run_dir / "result.json").exists():
         advice = "raise --max_steps or --num_episodes, or start over with --resume none"
@@ -300,14 +300,12 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     engines = {learner.name: learner.deepspeed for learner in learners}
     sources = {"policy": cfg.model, "critic": cfg.critic or cfg.model}
     base_files = {learner.name: families.BaseFiles(sources[learner.name]) for learner in learners}
-    # Each checkpoint has the tokenizer and the config in the Hugging Face form.
-    hf = [policy.module.model.config, base_files["policy"]]
-    # For a new run this sets the results of an earlier run aside.
-    ckpt.resume(run_dir, source, engines, state)
+    # For a new run this moves the results of an earlier run away.
+    ckpt.resume(run_dir, source, engines)
     # This also wakes the sampler.
     rollout.sampler.sync(models.named_weights(policy))
     agreement = check_sampler(rollout, policy, problems)
-    log.start(state.step, Path(task.__file__).read_bytes())
+    log.start(state.step, Path(task.__file__))
     size = f"{cfg.rollout_batch_size} prompts x {cfg.n_samples_per_prompt} samples a step"
     ready = f"ready after {since_start():.0f} s"
     print0(f"{size}, {agreement}; from step {state.step}, {ready}")
@@ -349,7 +347,7 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
             with clock("sync"):
                 rollout.sampler.sync(models.named_weights(policy))
 
-            # 9. Report and save. After a failed save the next step tries again.
+            # 9. Report and save. After a failed save the run goes on.
             log.step(step + 1, samples, batch, stats, clock)
             if step == first_step:
                 # A sync may leave a weight as it was. At the start the check cannot see this,
@@ -357,14 +355,14 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
                 # unless the first update is too small.
                 check_sampler(rollout, policy, problems, f"after step {step + 1}")
             # This sets `state.step` to step + 1.
-            state.finish_step(run_dir, cfg.memory)
-            if save_error or state.step == total_steps or is_due(state.step, cfg.save_interval):
-                save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
+            state.finish_step(cfg.memory)
+            if state.step == total_steps or is_due(state.step, cfg.save_interval):
+                save_error = ckpt.save(run_dir, state, engines, cfg.keep_last)
         evaluate(rollout, eval_sets, total_steps, log)
     except Stopped as stop:
         # The ranks stop in a rollout. There the weights are those of the last finished step.
         if state.step > 0:
-            save_error = ckpt.save(run_dir, state, engines, hf, cfg.keep_last)
+            save_error = ckpt.save(run_dir, state, engines, cfg.keep_last)
         told = f"--resume auto goes on from step {state.step}" if state.step else "no step is saved"
         if save_error:
             told = "--resume auto goes on from the newest checkpoint"
@@ -378,11 +376,11 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     for learner in learners:
         weights = models.named_weights(learner)
         save_model = learner.module.save
-        ckpt.export(run_dir / learner.name, save_model, weights, base_files[learner.name])
+        files = base_files[learner.name]
+        ckpt.export(run_dir / learner.name, save_model, weights, files, ckpt.describe(state))
     if save_error:
-        raise UserError(
-            f"step {total_steps} is NOT saved; --resume auto goes on from the newest checkpoint"
-        )
+        print0(f"step {total_steps} is NOT saved; the exported models are in {run_dir}")
+        return 1
     log.result(total_steps)
     return 0
 
@@ -637,6 +635,9 @@ def evaluate(rollout, eval_sets, step, log):
     """Draws and logs eval_n samples of each problem of each set. A collective. Raises Stopped."""
     cfg = rollout.cfg
     for name, problems in eval_sets.items():
+        # A run that goes on may have this evaluation already.
+        if gather(log.has_evaluation(name, step))[0]:
+            continue
         seeds = problem_seeds(cfg.seed, step, f"eval {name}", len(problems))
         requests = make_requests(
             problems, seeds, cfg.eval_n, cfg.generate_max_len, cfg.eval_temperature, cfg.eval_top_p
@@ -654,7 +655,7 @@ def evaluate_only(task, cfg, eval_sets, log, store) -> int:
     """Draws and logs the evaluation of step 0 with the sampler alone. Returns the exit code."""
     has_results = any((log.run_dir / f"{name}.jsonl").exists() for name in ("metrics", "eval"))
     require(not has_results, f"--run_dir {cfg.run_dir} has results; choose another --run_dir")
-    log.start(0, Path(task.__file__).read_bytes())
+    log.start(0, Path(task.__file__))
     signals = environment.Signals(store)
     rollout = Rollout(task, signals, cfg)
     try:
@@ -740,7 +741,7 @@ def check_flags(cfg, world):
         "run_dir": (not inputs & outputs, "a run would write over its model; choose another"),
         "resume": (
             cfg.resume in ("auto", "none") or not cfg.eval_only,
-            "--eval_only evaluates --model; export the step with tools/convert.py",
+            "--eval_only evaluates --model; export the step with `python ckpt.py`",
         ),
         "prompt_max_len": (cfg.prompt_max_len < cfg.max_len, room),
         "generate_max_len": (cfg.generate_max_len < cfg.max_len, room),

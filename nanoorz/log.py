@@ -6,7 +6,8 @@ Rank 0 writes these files:
 - eval.jsonl: one line for each evaluation of each set
 - eval_samples.jsonl: one line for each sample of an evaluation
 - config.json: all flags, and the versions of the libraries
-- task.py, variants/: the texts of the task and of the variants
+- code/: the five stages and the task, as they were when the run began
+- variants/: the texts of the variants
 - result.json: written when the run is complete
 - tensorboard/, wandb/: the curves of --log_with
 """
@@ -29,6 +30,9 @@ import torch.distributed as dist
 
 from nanoorz.flags import flags_of, require
 from nanoorz.ranks import gather, one_line, print0
+
+ROOT = Path(__file__).parent.parent
+STAGES = ("train", "rollout", "reward", "ppo", "ckpt")
 
 # ---- the numbers ---------------------------------------------------------------------------------
 
@@ -180,23 +184,14 @@ class RunLog:
         self.has_answers_checked = False
         self.is_silent = dist.get_rank() > 0
         self.tracker = None
-        # (set, step) of the evaluations before a resume.
-        self.old_evaluations = set()
-        path = run_dir / "eval.jsonl"
-        if path.exists():
-            # A kill may have cut the text behind the last end of a line.
-            for text in path.read_text().split("\n")[:-1]:
-                line = json.loads(text)
-                self.old_evaluations.add((line["set"], line["step"]))
         if cfg.log_with == "wandb":
             error = gather("" if self.is_silent else log_in_to_wandb())[0]
             require(not error, f"--log_with wandb: {error}")
 
-    def start(self, step, task_text):
-        """Writes config.json, task.py and variants/, and starts the tracker.
+    def start(self, step, task_file):
+        """Writes config.json, code/ and variants/, and starts the tracker.
 
-        step: the run begins with this number of finished steps. task_text: the bytes of the file of
-        the task.
+        step: the run begins with this number of finished steps. task_file: the file of the task.
         """
         if self.is_silent:
             return
@@ -206,8 +201,8 @@ class RunLog:
         (self.run_dir / "result.json").unlink(missing_ok=True)
         facts = {"world": dist.get_world_size(), "variants": cfg.variant_hashes}
         self.write("config.json", flags_of(cfg) | facts | {"versions": versions()})
-        # A user may edit the files of the task and of the variants later.
-        (self.run_dir / "task.py").write_bytes(task_text)
+        # A user may edit the code later.
+        self.keep_code(task_file)
         for name, text in cfg.variant_texts.items():
             path = self.run_dir / "variants" / f"{name}.py"
             path.parent.mkdir(exist_ok=True)
@@ -215,6 +210,23 @@ class RunLog:
         if cfg.log_with != "none":
             with self.tracking():
                 self.tracker = TRACKERS[cfg.log_with](cfg, self.run_dir, step)
+
+    def keep_code(self, task_file):
+        """Copies the stages and the task to RUN/code. A resumed run keeps the copies of its
+        beginning, and warns of files that were edited since."""
+        folder = self.run_dir / "code"
+        folder.mkdir(exist_ok=True)
+        files = {f"{name}.py": ROOT / f"{name}.py" for name in STAGES} | {"task.py": task_file}
+        edited = []
+        for name, file in files.items():
+            kept = folder / name
+            if self.first_step == 0 or not kept.exists():
+                kept.write_bytes(file.read_bytes())
+            elif kept.read_bytes() != file.read_bytes():
+                edited.append(name)
+        if edited:
+            told = f"{', '.join(edited)} were edited after the run began; {folder} has the old text"
+            print0(f"WARNING: {told}")
 
     def write(self, name, value):
         """Writes a JSON file."""
@@ -259,6 +271,12 @@ class RunLog:
             lines.append(line)
         return lines
 
+    def has_evaluation(self, name, step):
+        """Does eval.jsonl have this evaluation of the set `name`?"""
+        path = self.run_dir / "eval.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return any((line["set"], line["step"]) == (name, step) for line in map(json.loads, lines))
+
     def evaluation(self, name, samples, step):
         """Writes and prints an evaluation of the set `name`."""
         if self.is_silent:
@@ -266,10 +284,7 @@ class RunLog:
         line = {"step": step, "set": name} | numbers_of_evaluation(samples, self.cfg.eval_n)
         self.append("eval_samples.jsonl", [describe(sample, step, name) for sample in samples])
         self.append("eval.jsonl", [line])
-        # A resume repeats the evaluation of its first step. The tracker has its numbers already.
-        is_resume = step == self.first_step and step > 0
-        if not is_resume or (name, step) not in self.old_evaluations:
-            self.track(line, step, name)
+        self.track(line, step, name)
         self.warn_of_answers(samples)
         names = ("accuracy", "stderr", f"pass@{self.cfg.eval_n}", "length", "truncated")
         words = [f"{key} {line[key]:.3f}" for key in names]
@@ -335,7 +350,7 @@ def versions() -> dict[str, str]:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # git may be absent.
     with contextlib.suppress(OSError):
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         found["git_commit"] = done.stdout.strip()
     return found
 

@@ -128,19 +128,27 @@ def last_hidden_state(body, micro) -> Tensor:
 
 
 def make_policy(cfg):
-    family = find_family(cfg.model)
-    model = cfg.policy_model(load_model(cfg, family, AutoModelForCausalLM))
-    return Learner("policy", Policy(model, family), cfg, cfg.actor_learning_rate)
+    return Learner("policy", policy_module(cfg), cfg, cfg.actor_learning_rate)
 
 
 def make_critic(cfg):
+    return Learner("critic", critic_module(cfg), cfg, cfg.critic_learning_rate)
+
+
+def policy_module(cfg) -> Policy:
+    family = find_family(cfg.model)
+    model = cfg.policy_model(load_model(cfg, family, AutoModelForCausalLM))
+    return Policy(model, family)
+
+
+def critic_module(cfg) -> Critic:
     """The model of --critic or, without this flag, the base model with a new value head. Raises
     UserError."""
     family = find_family(cfg.critic or cfg.model)
     critic = Critic(load_model(cfg, family, AutoModel), family, cfg.seed)
     if cfg.critic:
         load_value_head(critic, cfg.critic)
-    return Learner("critic", critic, cfg, cfg.critic_learning_rate)
+    return critic
 
 
 def make_frozen(cfg, name, source):

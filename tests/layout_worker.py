@@ -1,0 +1,118 @@
+"""On several ranks: layout_worker.py MODEL OUT [SOURCE]
+
+If OUT is `sick`, rank 1's disk fails once while a checkpoint is saved. Without SOURCE it trains a policy for three steps in each layout of this number of ranks, and saves
+it as OUT/LAYOUT. Then it makes step 4. With SOURCE it loads each of SOURCE into each of its
+layouts, saves what it has loaded before any update, and makes step 4, as OUT/FROM_LAYOUT. A layout
+has the name RANKS-STAGE-KIND.
+"""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from conftest import config
+from safetensors.torch import save_file
+
+import ckpt
+import ppo
+from nanoorz import models
+from nanoorz.ranks import start_distributed
+
+# {ranks: (ZeRO stage, kind)}
+LAYOUTS = {
+    1: [(0, "fp32"), (1, "fp32"), (0, "frozen")],
+    2: [(1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "offload"), (3, "offload")],
+    3: [(3, "fp32"), (3, "bf16"), (3, "frozen")],
+}
+LAYOUTS[2] += [(2, "bf16"), (3, "bf16"), (2, "frozen")]
+
+shipped_config = models.engine_config
+
+
+def engine_config(*inputs) -> dict:
+    """Only biases of keys and values stay whole, so that nearly everything is sharded."""
+    settings = shipped_config(*inputs)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 40
+    return settings
+
+
+def make_policy(model, stage, kind):
+    flags = {"bf16": kind == "bf16", "offload": "optimizer" if kind == "offload" else "none"}
+    flags |= {"variant": ["frozen_embedding"]} if kind == "frozen" else {}
+    return models.make_policy(config(model=model, zero_stage=stage, **flags))
+
+
+def take_step(policy, k):
+    zero = torch.zeros(1)
+    batch = ppo.Batch([[k, 1, 2]], [[3, 4, 5, k]], zero, zero, torch.device("cpu"), {}, [])
+    logprobs, _ = policy(ppo.build_rows(batch, [[0]]), 1.0)  # (4,)
+    policy.backward(-logprobs.sum(), is_last=True)
+    policy.apply_update(1e-2)
+
+
+def save(folder: Path, policy, step):
+    error = ckpt.save(folder, ckpt.RunState(step), {"policy": policy.deepspeed}, keep_last=0)
+    assert error is None, error
+
+
+def save_on_a_sick_disk(folder: Path, policy, rank: int):
+    """Steps 3, 4 and 5. For the second, rank 1's disk takes 1,000 bytes a file. Each rank writes
+    the error that it got."""
+    folder.mkdir(exist_ok=True)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (3, 4, 5):
+        if rank == 1 and step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        error = ckpt.save(folder, ckpt.RunState(step), {"policy": policy.deepspeed}, keep_last=0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        (folder / f"{step}_{rank}.txt").write_text(str(error))
+
+
+def family_of(kind):
+    """Checkpoints of one family fit each other."""
+    return "fp32" if kind == "offload" else kind
+
+
+def main():
+    model, out, *source = sys.argv[1:]
+    rank, world, _, _ = start_distributed()
+    models.engine_config = engine_config
+    # Small files, so that a rank writes several.
+    ckpt.FILE_BYTES = 20_000
+    if Path(out).name == "sick":
+        save_on_a_sick_disk(Path(out), make_policy(model, 3, "fp32"), rank)
+        return
+    for stage, kind in LAYOUTS[world]:
+        name = f"{world}-{stage}-{kind}"
+        if not source:
+            run = Path(out, name)
+            run.mkdir(parents=True, exist_ok=True)
+            policy = make_policy(model, stage, kind)
+            for k in range(3):
+                take_step(policy, k)
+            save(run, policy, 3)
+            take_step(policy, 3)
+            save(run, policy, 4)
+            continue
+        for origin in sorted(Path(source[0]).iterdir()):
+            if family_of(origin.name.split("-")[2]) == family_of(kind):
+                run = Path(out, f"{origin.name}_{name}")
+                run.mkdir(parents=True, exist_ok=True)
+                policy = make_policy(model, stage, kind)
+                ckpt.resume(run, origin / "step_000003", {"policy": policy.deepspeed})
+                if rank == 0:
+                    weights = {n: x.clone() for n, x in models.named_weights(policy)}
+                    save_file(weights, run / "weights.safetensors")
+                else:
+                    list(models.named_weights(policy))
+                save(run, policy, 3)
+                take_step(policy, 3)
+                save(run, policy, 4)
+
+
+if __name__ == "__main__":
+    main()
+    # As in train.py: gloo's threads can abort a finalising interpreter.
+    os._exit(0)
