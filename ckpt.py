@@ -22,6 +22,10 @@ In this file an engine is a DeepSpeed engine. `engines` is {name: engine}, of po
 use this file elsewhere, copy ranks.py, variants.py and flags.py of nanoorz/, too.
 """
 
+if __name__ == "__main__":
+    # The import of environment.py sets variables that the libraries below read.
+    from nanoorz import environment  # noqa: F401
+
 import dataclasses
 import datetime
 import fcntl
@@ -329,24 +333,33 @@ def find_piece(engine, kind, parameter) -> tuple[torch.Tensor, int]:
 def whole_tensors(engine):
     """Yields (KIND/PARAMETER, whole tensor on the CPU) of the tensors that this rank writes.
 
-    The ranks take turns. A collective, because every rank has pieces of all tensors.
+    A collective, because every rank sends its pieces to the ranks that write.
     """
-    world = dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     keys = keys_of(engine, numbers_of(engine)["updates"])
-    for count, (key, (kind, parameter)) in enumerate(keys.items()):
-        writer = count % world
-        piece, start = find_piece(engine, kind, parameter)
-        if engine.zero_optimization_stage() == 0:
-            whole, shape = piece.clone(), parameter.shape
-        else:
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            # The sum of the ranks' tensors is the whole one. A sum with -0.0 changes no bit of a
-            # number. The padding of ZeRO 3 has less than `world` elements.
-            whole = torch.full([shape.numel() + world], -0.0, device=engine.device)
-            whole[start : start + len(piece)] = piece
-            dist.reduce(whole, dst=writer)
-        if dist.get_rank() == writer:
-            yield key, whole[: shape.numel()].view(shape).cpu()
+    pieces = [find_piece(engine, *key) for key in keys.values()]
+    # extents[r][k]: the start of rank r's piece of tensor k, and its length.
+    extents = gather([(start, len(piece)) for piece, start in pieces])
+    for k, (key, (_, parameter)) in enumerate(keys.items()):
+        piece, start = pieces[k]
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        size = shape.numel()
+        # The rank with the longest piece writes. If the pieces are equal, the ranks take turns.
+        lengths = [extents[(k + r) % world][k][1] for r in range(world)]
+        writer = (k + lengths.index(max(lengths))) % world
+        is_split = max(lengths) < size
+        if rank != writer:
+            if is_split and len(piece) > 0:
+                dist.send(piece.to(engine.device), dst=writer)
+            continue
+        # The padding of ZeRO 3 has less than `world` elements.
+        whole = torch.empty(size + world, device=engine.device)
+        whole[start : start + len(piece)] = piece
+        for other in range(world):
+            begin, length = extents[other][k]
+            if is_split and other != rank and length > 0:
+                dist.recv(whole[begin : begin + length], src=other)
+        yield key, whole[:size].view(shape).cpu()
 
 
 def load(folder, engine, numbers):

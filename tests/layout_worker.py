@@ -1,9 +1,9 @@
 """On several ranks: layout_worker.py MODEL OUT [SOURCE]
 
-If OUT is `sick`, rank 1's disk fails once while a checkpoint is saved. Without SOURCE it trains a policy for three steps in each layout of this number of ranks, and saves
-it as OUT/LAYOUT. Then it makes step 4. With SOURCE it loads each of SOURCE into each of its
-layouts, saves what it has loaded before any update, and makes step 4, as OUT/FROM_LAYOUT. A layout
-has the name RANKS-STAGE-KIND.
+A layout has the name RANKS-STAGE-KIND. Without SOURCE a policy is trained in each layout of this
+number of ranks, and steps 3 and 4 are saved in OUT/LAYOUT. With SOURCE step 3 of each of its
+layouts is loaded into each layout of this number of ranks, is saved before any update, and goes on
+to step 4, in OUT/LAYOUT_LAYOUT. If OUT is `sick`, rank 1's disk fails once during a save.
 """
 
 import os

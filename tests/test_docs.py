@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, run_python, unpack
 
 import train
-from studies import kills, ratio_one
+from studies import ratio_one
 
 PAGES = ["README.md", "CONTRIBUTING.md"]
 for folder in ("docs", "docs/exercises"):
@@ -84,13 +84,6 @@ def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
 def test_at_ratio_one_only_the_mean_of_a_loss_matters():
     """The losses of other algorithms, as their papers write them, have one of four gradients."""
     assert {ratio_one.mean_of(name) for name in ratio_one.LOSSES} == ratio_one.LEFT.keys()
-
-
-def test_the_study_that_starts_runs_has_flags_that_train_py_takes(process_group):
-    """Kills of one rank and of two."""
-    for stage in (0, 3):
-        words = shlex.split(f"{kills.FLAGS} {stage}")
-        train.check_flags(train.parse_flags([*words, *DEMO]), 1)
 
 
 @pytest.mark.slow

@@ -113,8 +113,8 @@ def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, alon
     told = f"error: --data {run}/held_out.json: no such file here; give its place as --data"
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"{told}\n")
     (run / "policy").rmdir()
-    told = f"{run} has no policy/, because it is not complete; go on with the run, or `python "
-    told += f"tools/convert.py export {run} {run}`"
+    told = f"{run} has no policy/, because it is not complete; go on with the run, or export a "
+    told += f"checkpoint: python ckpt.py {run}/step_000004 {run}"
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"error: {told}\n")
 
 
@@ -207,7 +207,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
         assert found[f"pass@{k}"] == pytest.approx(sum(has_right) / len(has_right))
 
 
-@pytest.mark.parametrize("trace", ["metrics.jsonl", "step_000002/manifest.json"])
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "step_000002/state.json"])
 def test_a_training_run_is_not_touched(tiny, tmp_path, trace, process_group):
     """A run without a checkpoint is refused too. Long answers need no long packed rows here, and
     three ranks need no batch that three divides."""

@@ -207,7 +207,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     if form == "ours":
         weights["value_head.weight"] = head
         save_model = functools.partial(Plain(None).save, model)
-        ckpt.write_export(folder, save_model, weights, maker.char_tokenizer())
+        ckpt.write_export(folder, save_model, weights, maker.char_tokenizer(), "")
     elif form == "orz":
         model.save_pretrained(folder)
         weights = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -229,7 +229,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
 
     out = tmp_path / "exported"
-    ckpt.export(out, engine.module.save, named_weights(engine), maker.char_tokenizer())
+    ckpt.export(out, engine.module.save, named_weights(engine), maker.char_tokenizer(), "")
     names = {"value_head.weight", "value_head.bias"} if bias else {"value_head.weight"}
     assert load_file(out / "value_head.safetensors").keys() == names
     assert not names & load_file(out / "model.safetensors").keys()

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import config, jsonl, start_python
+from conftest import ROOT, config, jsonl, start_python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
@@ -46,7 +46,7 @@ def make_log(process_group):
     def make(folder, start=None, **flags) -> log_file.RunLog:
         log = log_file.RunLog(folder, config(**flags), tokenizer, ANSWER_FORMS)
         if start is not None:
-            log.start(start, b"x = 1")
+            log.start(start, ROOT / "reward.py")
         return log
 
     return make
@@ -123,11 +123,24 @@ def test_a_repeated_question_makes_no_evaluation_more_certain():
 
 
 def test_the_first_and_the_last_files_of_a_run(make_log, tmp_path, capsys):
-    """A result.json says that a run is complete, so an old one goes when the run goes on."""
+    """A result.json says that a run is complete, so an old one goes when the run goes on. The code
+    of the run's beginning stays, and a line tells what was edited since."""
     (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "code").mkdir()
+    for name in ("ppo.py", "task.py"):
+        (tmp_path / "code" / name).write_text("old")
     log = make_log(tmp_path, start=3, seed=3)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "task.py"}, "no curves"
-    assert (tmp_path / "task.py").read_text() == "x = 1"
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "code"}, "no curves"
+    code = {path.name: path.read_text() for path in (tmp_path / "code").iterdir()}
+    stages = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in log_file.STAGES}
+    assert code == stages | {"ppo.py": "old", "task.py": "old"}
+    told = f"WARNING: ppo.py, task.py were edited after the run began; {tmp_path}/code has the old"
+    assert capsys.readouterr().out.startswith(told)
+    make_log(tmp_path, start=0)
+    assert (tmp_path / "code" / "task.py").read_text() == stages["reward.py"]
+    assert not capsys.readouterr().out
+    log = make_log(tmp_path, start=3, seed=3)
+    assert not capsys.readouterr().out
     written = json.loads((tmp_path / "config.json").read_text())
     facts = {"world": 1, "variants": [], "versions": log_file.versions()}
     assert written == vars(log.cfg) | facts and "torch" in facts["versions"]
@@ -270,19 +283,16 @@ def test_answers_of_another_form_are_said_once(make_log, tmp_path, capsys, text,
 
 
 def test_a_resumed_curve_has_each_step_once(make_log, tmp_path):
-    """The evaluation of step 2 was the last of the first start, and the resume repeats it. Step 3
-    was not saved, and a kill cut its evaluation."""
+    """The evaluation of step 2 was the last of the first start. Step 3 was not saved."""
     samples = [sample(), sample(1)]
     for begin, end in ((0, 3), (2, 4)):
         log = make_log(tmp_path, start=begin, log_with="tensorboard", eval_n=1)
         for step in range(begin, end + 1):
             if step > begin:
                 log.step(step, samples, batch_of(samples), {}, log_file.Clock())
-            if step != 3:
+            if step != 3 and not log.has_evaluation("aime", step):
                 log.evaluation("aime", samples, step)
         log.close()
-        with open(tmp_path / "eval.jsonl", "a") as file:
-            file.write('{"step": 3, "set"')
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4]
     assert [event.step for event in events.Scalars("aime/accuracy")] == [0, 1, 2, 4]

@@ -17,12 +17,10 @@ from conftest import (
     launch,
     run_python,
     run_ranks,
-    run_tool,
 )
 from safetensors.torch import load_file
 
 import ckpt
-
 
 
 @pytest.mark.parametrize("zero, ranks", [(3, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
@@ -61,12 +59,10 @@ def test_resume_is_exact(tiny, tmp_path, other_critic, zero, ranks):
 
 
 def check_exports(run: Path, model: Path, out: Path):
-    """`convert.py export` gives the very files of the final export. A tied head is in neither."""
+    """`python ckpt.py` gives the very files of the final export. A tied head is in neither."""
     weights, base = (load_file(x / "model.safetensors") for x in (run / "policy", model))
     assert weights.keys() == base.keys() and "lm_head.weight" not in base
-    assert "complete" in run_tool("convert", "list", run)[1]
-    code, _, errors = run_tool("convert", "export", run / "step_000003", out)
-    assert code == 0, errors
+    run_python(ROOT / "ckpt.py", run / "step_000003", out)
     for ours in out.iterdir():
         names = sorted(path.name for path in ours.iterdir())
         assert names == sorted(path.name for path in (run / ours.name).iterdir())
@@ -103,12 +99,32 @@ def check_copy_of_rollout(folder: Path, policy: Path):
     assert done.stdout.splitlines()[-1] == "[0, 1, 2, 3]"
 
 
-@pytest.mark.parametrize("command", ["list", "export", "reshard"])
-def test_a_folder_without_checkpoints_is_refused_in_one_line(tmp_path, command):
-    words = [tmp_path / "out"] if command == "export" else []
-    code, _, errors = run_tool("convert", command, tmp_path, *words)
-    assert code == 2
-    assert errors.startswith(f"error: {tmp_path}") and errors.count("\n") == 1
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["HERE"], "give a checkpoint and a new folder: RUN/step_NNNNNN OUT"),
+        (["HERE", "OUT"], "HERE is no checkpoint; HERE has step_000002"),
+        (["HERE/step_000009", "OUT"], "HERE/step_000009 is no checkpoint; HERE has step_000002"),
+    ],
+)
+def test_a_wrong_export_is_refused_in_one_line(tmp_path, capsys, words, told):
+    (tmp_path / "step_000002").mkdir()
+    assert ckpt.main([word.replace("HERE", str(tmp_path)) for word in words]) == 2
+    assert capsys.readouterr().err == f"error: {told.replace('HERE', str(tmp_path))}\n"
+
+
+@pytest.mark.slow
+def test_a_complete_run_that_goes_on_keeps_its_last_evaluation(tiny, tmp_path):
+    """The evaluation of step 1 is made once, also where it is due again."""
+    for name, steps in (("whole", [3]), ("run", [1, 3])):
+        for last in steps:
+            flags = tiny | {"max_steps": last, "eval_interval": 2, "save_interval": 1}
+            launch(tmp_path / name, **flags)
+    for file in ("eval.jsonl", "eval_samples.jsonl"):
+        whole, run = (jsonl(tmp_path / name / file) for name in ("whole", "run"))
+        assert [line for line in run if line["step"] != 1] == whole
+        count = len([line for line in whole if line["step"] == 0])
+        assert len([line for line in run if line["step"] == 1]) == count
 
 
 # ---- other numbers of ranks, other ZeRO stages ---------------------------------------------------
@@ -214,8 +230,6 @@ def test_run_goes_on_with_other_ranks(tiny, tmp_path):
     shutil.copytree(whole, run)
     for step in (2, 3):
         shutil.rmtree(run / f"step_{step:06d}")
-    assert run_tool("convert", "reshard", run)[0] == 0
-    assert "any number of ranks" in run_tool("convert", "list", run)[1]
     assert "from step 1," in launch(run, **same | {"zero_stage": 0}).stdout
     metrics = jsonl(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]

@@ -19,13 +19,17 @@ BELOW = {
     "variants": {*STAGES, "nanoorz", "tasks", "variants"},
     "nanoorz": {"nanoorz"},
 } | dict.fromkeys(STAGES[1:], {"nanoorz"})
+# The export of a checkpoint asks the recipe for the model.
+BELOW["ckpt"] = {"nanoorz", "ppo"}
 # A file is copied together with these. Without families.py a copy of rollout.py draws
 # from models of text alone.
 COPIED_WITH = {
     "rollout.py": {"nanoorz.families", "nanoorz.environment", "nanoorz.ranks"},
     "reward.py": {"nanoorz.ranks", "nanoorz.equal", "nanoorz.records"},
     "ppo.py": {"nanoorz.ranks", "nanoorz.flags"},
-    "ckpt.py": {f"nanoorz.{name}" for name in ("ranks", "reshard", "variants", "flags")},
+    "ckpt.py": {f"nanoorz.{name}" for name in ("environment", "ranks", "variants", "flags")}
+    # Only the export of a checkpoint needs these.
+    | {"ppo", "nanoorz.families", "nanoorz.models"},
     "nanoorz/head.py": set(),
 }
 

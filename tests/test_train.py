@@ -383,7 +383,7 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
         clock.numbers["reward_lost"] = int(len(drawn) > 5)
         return len(drawn)
 
-    log = mock.Mock()
+    log = mock.Mock(**{"has_evaluation.return_value": False})
     sampler = mock.Mock(**{"generate.side_effect": StopIteration})
     with pytest.raises(StopIteration):
         train.check_sampler(mock.Mock(sampler=sampler, cfg=cfg), None, problems)
@@ -498,10 +498,11 @@ def stop(tmp_path):
     return tmp_path / "stop.py"
 
 
-def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, stop, tmp_path):
+def test_a_resume_is_exact_and_a_failed_save_does_not_end_a_run(one_rank, untied, stop, tmp_path):
     """SIGTERM comes as step 2 is sampled. Nothing is lost, the exit code is 0, and the same command
     goes on from step 1. Then files lie where two saves would write, at an interval and at the end.
-    Step 3 is saved in place of step 2. The exit code and a line tell of step 4."""
+    The run goes on and exports. The exit code and a line tell of step 4, and the same command makes
+    the missing steps again."""
     run = tmp_path / "run"
     flags = untied | MEASURED | {"log_with": "tensorboard", "save_interval": 2}
     flags["variant"] = [*MEASURED["variant"], stop]
@@ -512,13 +513,16 @@ def test_a_resume_is_exact_and_a_failed_save_is_tried_again(one_rank, untied, st
     assert len(events.Scalars("train/reward")) == 1, "lost with the process"
     for step in (2, 4):
         (run / f".saving_{step:06d}").write_text("")
-    resumed = launch(run, code=2, **flags)
+    resumed = launch(run, code=1, **flags)
     assert "from step 1," in resumed.stdout
-    assert re.search("WARNING: step 2 is NOT saved: .*NotADirectoryError", resumed.stdout)
-    assert resumed.stderr.startswith("error: step 4 is NOT saved; ")
-    assert {path.name for path in run.glob("step_*")} == {"step_000001", "step_000003"}
+    assert re.search("WARNING: step 2 is NOT saved: .*FileExistsError", resumed.stdout)
+    assert resumed.stdout.splitlines()[-1].startswith("step 4 is NOT saved; ")
+    assert [path.name for path in run.glob("step_*")] == ["step_000001"]
     assert not (run / "result.json").exists()
     assert (run / "policy" / "model.safetensors").exists()
+    for step in (2, 4):
+        (run / f".saving_{step:06d}").unlink()
+    assert "from step 1," in launch(run, **flags).stdout
     equal_runs(one_rank, run)
 
 
@@ -528,7 +532,7 @@ def test_an_evaluation_alone_needs_no_data_and_trains_nothing(one_rank, untied, 
     run = tmp_path / "run"
     launch(run, **flags)
     files = {path.name for path in run.iterdir()} - {".lock"}
-    assert files == {"config.json", "task.py", "variants", "eval.jsonl", "eval_samples.jsonl"}
+    assert files == {"config.json", "code", "variants", "eval.jsonl", "eval_samples.jsonl"}
     assert jsonl(run / "eval.jsonl") == jsonl(one_rank / "eval.jsonl")[:1]
     samples = jsonl(run / "eval_samples.jsonl")
     assert samples == jsonl(one_rank / "eval_samples.jsonl")[: len(samples)]

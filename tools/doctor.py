@@ -449,7 +449,7 @@ def write_texts(run: Run, seen: dict[str, bool]) -> dict[str, str]:
 
 
 def load_task(path):
-    """The module of RUN/task.py."""
+    """The module of RUN/code/task.py."""
     spec = importlib.util.spec_from_file_location("task_of_the_run", path)
     task = importlib.util.module_from_spec(spec)
     # A dataclass looks for its module there.
@@ -509,7 +509,7 @@ def main() -> None:
             2,
             f"error: {folder}/metrics.jsonl is absent or has no reward; give the folder of a run\n",
         )
-    config = read_config(folder) | {"task_file": folder / "task.py"}
+    config = read_config(folder) | {"task_file": folder / "code" / "task.py"}
     run = Run(metrics, read_some_samples(folder, metrics.index), config)
     found = examine(run)
     is_well = not found and not run.describe_pay()

@@ -90,7 +90,8 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)
     if settings and not cfg.model and not (run / "policy").is_dir():
-        advice = f"go on with the run, or `python tools/convert.py export {run} {run}`"
+        steps = [*map(str, ckpt.checkpoints(run)), f"{run}/step_NNNNNN"]
+        advice = f"go on with the run, or export a checkpoint: python ckpt.py {steps[0]} {run}"
         raise UserError(f"{run} has no policy/, because it is not complete; {advice}")
     taken = settings.keys() & flags_of(cfg).keys() - NOT_TAKEN - given
     for name, value in ({name: settings[name] for name in taken} | own).items():
@@ -120,7 +121,7 @@ def find_run(folder: Path) -> tuple[Path, dict]:
                 with contextlib.suppress(OSError, ValueError):
                     settings |= json.loads((run / "result.json").read_text())
                 return run, settings
-    # `tools/convert.py export` makes a folder of two models.
+    # `python ckpt.py` makes a folder of two models.
     return folder / "policy" if (folder / "policy").is_dir() else folder, {}
 
 
@@ -131,6 +132,9 @@ class Results:
         self.cfg = cfg
         self.forms = forms
         self.sets, self.remarks, self.samples = [], [], []
+
+    def has_evaluation(self, name: str, step: int) -> bool:
+        return False
 
     def evaluation(self, name: str, samples: list, step: int) -> None:
         n = self.cfg.eval_n

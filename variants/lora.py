@@ -4,8 +4,7 @@ Each linear layer W of the body becomes W + 32 / rank * B A. "LoRA without regre
 (thinkingmachines.ai/blog/lora) claims that in reinforcement learning small adapters suffice, with
 ten times the learning rate. The adapters are merged into the weights for the export, and for
 the sampler, because vLLM 0.32 reads adapters only from a folder. This variant needs `pip install
---no-deps -r requirements-extras.txt`. A run resumes only with the checkpoint's number of processes
-and --zero_stage.
+--no-deps -r requirements-extras.txt`. A checkpoint has the adapters alone.
 In the laboratory (PPO, rate 2e-3, 3 seeds) the accuracy is 0.58, 0.58 and 0.25, and the mean is
 0.570 if all weights are trained.
 """
