@@ -72,7 +72,7 @@ class RunState:
     problems_hash: int = 0  # of all prompts and labels
     first_prompt: str = ""  # for the README.md of an export
     memory: dict = field(default_factory=dict)  # cfg.memory (ppo.Recipe)
-    engines: dict = field(default_factory=dict)  # {name: numbers_of(engine)}
+    engines: dict = field(default_factory=dict)  # {name: scalars_of(engine)}
 
     def finish_step(self, memory):
         """Counts a step. memory: cfg.memory, which an interrupted step may change later."""
@@ -185,11 +185,12 @@ def save(run_dir, state: RunState, engines, keep_last):
     # A run that is stopped during a step saves the step before, which may be saved already.
     if gather(final.exists())[0]:
         return None
-    state.engines = {name: numbers_of(engine) for name, engine in engines.items()}
+    state.engines = {name: scalars_of(engine) for name, engine in engines.items()}
     error = on_rank0(write_state, temporary, state)
     if not error:
         errors = [write_engine(temporary / name, engine) for name, engine in engines.items()]
-        error = next(filter(None, sum(gather(errors), [])), None)
+        found = [text for texts in gather(errors) for text in texts if text]
+        error = found[0] if found else None
     if not error:
         error = on_rank0(publish, temporary, final)
     if error:
@@ -282,13 +283,13 @@ def optimizer_tensors(engine) -> tuple[list, dict]:
     return engine.optimizer.single_partition_of_fp32_groups, states
 
 
-def numbers_of(engine) -> dict:
+def scalars_of(engine) -> dict:
     """The number of Adam's updates, and in fp16 the state of the loss scaler."""
     _, states = optimizer_tensors(engine)
-    numbers = {"updates": max((float(x["step"]) for x in states.values()), default=0.0)}
+    scalars = {"updates": max((float(x["step"]) for x in states.values()), default=0.0)}
     if engine.fp16_enabled():
-        numbers |= {name: getattr(engine.optimizer.loss_scaler, name) for name in LOSS_SCALE}
-    return numbers
+        scalars |= {name: getattr(engine.optimizer.loss_scaler, name) for name in LOSS_SCALE}
+    return scalars
 
 
 def keys_of(engine, updates) -> dict:
@@ -333,48 +334,51 @@ def find_piece(engine, kind, parameter) -> tuple[torch.Tensor, int]:
 def whole_tensors(engine):
     """Yields (KIND/PARAMETER, whole tensor on the CPU) of the tensors that this rank writes.
 
-    A collective, because every rank sends its pieces to the ranks that write.
+    The rank with the longest piece writes. If the pieces are equally long, the ranks take turns.
+    A collective.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    keys = keys_of(engine, numbers_of(engine)["updates"])
-    pieces = [find_piece(engine, *key) for key in keys.values()]
-    # extents[r][k]: the start of rank r's piece of tensor k, and its length.
-    extents = gather([(start, len(piece)) for piece, start in pieces])
+    keys = keys_of(engine, scalars_of(engine)["updates"])
+    pieces = [find_piece(engine, *key)[0] for key in keys.values()]
+    table = gather([len(piece) for piece in pieces])  # table[r][k]: of rank r's piece of tensor k
     for k, (key, (_, parameter)) in enumerate(keys.items()):
-        piece, start = pieces[k]
+        lengths = [row[k] for row in table]
+        turns = [(k + r) % world for r in range(world)]
+        writer = max(turns, key=lengths.__getitem__)
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        size = shape.numel()
-        # The rank with the longest piece writes. If the pieces are equal, the ranks take turns.
-        lengths = [extents[(k + r) % world][k][1] for r in range(world)]
-        writer = (k + lengths.index(max(lengths))) % world
-        is_split = max(lengths) < size
-        if rank != writer:
-            if is_split and len(piece) > 0:
-                dist.send(piece.to(engine.device), dst=writer)
-            continue
-        # The padding of ZeRO 3 has less than `world` elements.
-        whole = torch.empty(size + world, device=engine.device)
-        whole[start : start + len(piece)] = piece
-        for other in range(world):
-            begin, length = extents[other][k]
-            if is_split and other != rank and length > 0:
-                dist.recv(whole[begin : begin + length], src=other)
-        yield key, whole[:size].view(shape).cpu()
+        parts = [pieces[k]]
+        if lengths[writer] < shape.numel():
+            parts = gather_pieces(pieces[k].to(engine.device), lengths, writer)
+        if rank == writer:
+            # The pieces are in the order of the ranks.
+            whole = torch.cat([part.cpu() for part in parts])
+            # ZeRO 3 pads the last piece.
+            yield key, whole[: shape.numel()].view(shape)
 
 
-def load(folder, engine, numbers):
-    """Fills an engine of any ZeRO stage on any number of ranks. numbers: those of the saved engine.
+def gather_pieces(piece, lengths, writer) -> list:
+    """The pieces of all ranks, on the rank `writer`. A collective, which needs equal lengths."""
+    mine = torch.nn.functional.pad(piece, (0, max(lengths) - len(piece)))
+    parts = None
+    if dist.get_rank() == writer:
+        parts = [torch.empty_like(mine) for _ in lengths]
+    dist.gather(mine, parts, dst=writer)
+    return [part[:length] for part, length in zip(parts or [], lengths)]
+
+
+def load(folder, engine, scalars):
+    """Fills an engine of any ZeRO stage on any number of ranks. scalars: those of the saved engine.
 
     Raises UserError if a file is cut or missing. A collective.
     """
     flats, states = optimizer_tensors(engine)
-    for flat in flats if numbers["updates"] > 0 else ():
+    for flat in flats if scalars["updates"] > 0 else ():
         states[flat] = {kind: torch.zeros_like(flat) for kind in KINDS[1:]}
-        states[flat]["step"] = torch.tensor(numbers["updates"], device=flat.device)
+        states[flat]["step"] = torch.tensor(scalars["updates"], device=flat.device)
     if engine.fp16_enabled():
         for name in LOSS_SCALE:
-            setattr(engine.optimizer.loss_scaler, name, numbers[name])
-    missing = keys_of(engine, numbers["updates"])
+            setattr(engine.optimizer.loss_scaler, name, scalars[name])
+    missing = keys_of(engine, scalars["updates"])
     for key, whole in read(folder, KINDS):
         fill(engine, *missing.pop(key), whole)
     require(not missing, f"{folder} is damaged: it lacks {list(missing)[:1]}")
@@ -486,9 +490,9 @@ def resume(run_dir, source, engines):
     they are.
     """
     if source:
-        numbers = load_state(source).engines
+        scalars = load_state(source).engines
         for name, engine in engines.items():
-            load(source / name, engine, numbers[name])
+            load(source / name, engine, scalars[name])
     if dist.get_rank() == 0:
         rewind_folder(run_dir, step_of(source) if source else -1)
 
@@ -579,9 +583,6 @@ def write_export(out, save_model, weights, files, about):
     # safetensors makes files that their owner alone may read.
     for path in unfinished.glob("*.safetensors"):
         shutil.copymode(unfinished / "config.json", path)
-    # Of a link only the link goes, and not the folder behind it.
-    if out.is_symlink():
-        out.unlink()
     remove(out)
     unfinished.rename(out)
 
