@@ -1,4 +1,4 @@
-"""The run folder on disk: claim, save, resume, prune, export. Never sees the batch.
+"""The run folder: locks it, saves, resumes and exports a run. It never sees the batch.
 
 `python ckpt.py RUN/step_NNNNNN OUT` exports a checkpoint as OUT/policy and, if it has a critic,
 OUT/critic.
@@ -30,10 +30,10 @@ import dataclasses
 import datetime
 import fcntl
 import json
-import math
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,20 +45,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanoorz.flags import require
-from nanoorz.ranks import UserError, gather, here, one_line, print0, start_distributed
+from nanoorz.ranks import UserError, gather, here, one_line, print0
 from nanoorz.variants import extend, kept_files
 
 # The logs of a run. Each line has `step`.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
-# What a new run moves away, if an earlier run has left it. The second tuple has what each run
-# writes at its start.
-OUTPUT = (*LOGS, "result.json", "policy", "critic", "tensorboard", "wandb")
-OUTPUT_OF_START = ("config.json", "code", "variants")
+# All that a run writes, except its checkpoints.
+OUTPUT = (*LOGS, "config.json", "code", "variants", "result.json", "policy", "critic")
+OUTPUT += ("tensorboard", "wandb")
 # The master weight of a parameter, and Adam's two moments.
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
-# A rank writes a file when it holds so many bytes. A larger tensor has a file of its own.
-FILE_BYTES = 10**9
-# The state of DeepSpeed's loss scaler, which fp16 needs.
+# The most bytes of a file. A larger tensor has a file of its own.
+FILE_BYTES = 5 * 10**8
+# What DeepSpeed's loss scaler remembers, for --variant fp16.
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -75,7 +74,8 @@ class RunState:
     engines: dict = field(default_factory=dict)  # {name: scalars_of(engine)}
 
     def finish_step(self, memory):
-        """Counts a step. memory: cfg.memory, which an interrupted step may change later."""
+        """Counts a step. memory: cfg.memory. The state has a copy, because an interrupted step may
+        change it."""
         self.step += 1
         self.memory = json.loads(json.dumps(memory))
         assert self.memory == memory, f"self.memory changes when it is saved as JSON: {memory}"
@@ -105,7 +105,7 @@ def on_rank0(action, *arguments):
 
 
 def flush(path):
-    """Waits until a file is on the disk. Of a folder these are the names of its files."""
+    """Waits until the bytes of a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -183,16 +183,13 @@ def save(run_dir, state: RunState, engines, keep_last):
     final = run_dir / f"step_{state.step:06d}"
     temporary = run_dir / f".saving_{state.step:06d}"
     # A run that is stopped during a step saves the step before, which may be saved already.
-    if gather(final.exists())[0]:
+    if gather(dist.get_rank() == 0 and final.exists())[0]:
         return None
     state.engines = {name: scalars_of(engine) for name, engine in engines.items()}
     error = on_rank0(write_state, temporary, state)
-    if not error:
-        errors = [write_engine(temporary / name, engine) for name, engine in engines.items()]
-        found = [text for texts in gather(errors) for text in texts if text]
-        error = found[0] if found else None
-    if not error:
-        error = on_rank0(publish, temporary, final)
+    for name, engine in engines.items():
+        error = error or write_engine(temporary / name, engine)
+    error = error or on_rank0(publish, temporary, final)
     if error:
         on_rank0(remove, temporary)
         print0(f"WARNING: step {state.step} is NOT saved: {error}")
@@ -214,21 +211,25 @@ def write_state(temporary, state):
 
 
 def write_engine(folder, engine):
-    """Writes this rank's part of the tensors. Returns None, or the first error. A collective."""
-    error = None
+    """Writes the tensors. All ranks return None, or the first error of a rank. A collective."""
     part = {}  # {KIND/PARAMETER: tensor} of the next file
     size = 0  # bytes of `part`
-    count = 0  # files
-    # After an error this rank goes on, because the other ranks need its pieces.
-    for key, tensor in whole_tensors(engine):
-        if part and size + tensor.nbytes > FILE_BYTES:
-            error = error or try_disk(write_file, folder, count, part)
-            part = {}
-            size = 0
-            count += 1
-        part[key] = tensor
-        size += tensor.nbytes
-    return error or try_disk(write_file, folder, count, part)
+    files = []  # futures with the result of try_disk
+    # A thread writes, because the other ranks wait for the pieces of this rank. For the same reason
+    # this rank goes on after an error.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for key, tensor in whole_tensors(engine):
+            if part and size + tensor.nbytes > FILE_BYTES:
+                # The memory never holds more than two files.
+                wait(files)
+                files.append(pool.submit(try_disk, write_file, folder, len(files), part))
+                part = {}
+                size = 0
+            part[key] = tensor
+            size += tensor.nbytes
+        files.append(pool.submit(try_disk, write_file, folder, len(files), part))
+    errors = sum(gather([file.result() for file in files]), [])
+    return next(filter(None, errors), None)
 
 
 def write_file(folder, count, tensors):
@@ -238,7 +239,7 @@ def write_file(folder, count, tensors):
 
 
 def publish(temporary, final):
-    """Flushes rank 0's files, the logs and all names, and renames the folder."""
+    """Flushes state.json, the logs and the folders, and renames the folder."""
     run_dir = final.parent
     # A resume also needs the lines of the logs.
     logs = [run_dir / name for name in LOGS if (run_dir / name).exists()]
@@ -286,7 +287,9 @@ def optimizer_tensors(engine) -> tuple[list, dict]:
 def scalars_of(engine) -> dict:
     """The number of Adam's updates, and in fp16 the state of the loss scaler."""
     _, states = optimizer_tensors(engine)
-    scalars = {"updates": max((float(x["step"]) for x in states.values()), default=0.0)}
+    # All tensors have had the same updates.
+    updates = [float(state["step"]) for state in states.values()]
+    scalars = {"updates": max(updates, default=0.0)}
     if engine.fp16_enabled():
         scalars |= {name: getattr(engine.optimizer.loss_scaler, name) for name in LOSS_SCALE}
     return scalars
@@ -294,9 +297,10 @@ def scalars_of(engine) -> dict:
 
 def keys_of(engine, updates) -> dict:
     """{KIND/PARAMETER: (kind, parameter)}. Before its first update Adam has no moments."""
+    kinds = KINDS if updates > 0 else KINDS[:1]
     keys = {}
     for name, parameter in trained_parameters(engine.module).items():
-        for kind in KINDS if updates > 0 else KINDS[:1]:
+        for kind in kinds:
             keys[f"{kind}/{name}"] = kind, parameter
     return keys
 
@@ -305,36 +309,40 @@ def find_piece(engine, kind, parameter) -> tuple[torch.Tensor, int]:
     """Returns this rank's piece of a tensor, as a flat view into the optimizer's tensor, and the
     index of the first element of the piece in the whole tensor.
 
-    DeepSpeed's own functions know the moments only after an update, and not behind a load.
+    DeepSpeed's safe_get_full_optimizer_state knows the moments only after an update, and not after
+    a load.
     """
     flats, states = optimizer_tensors(engine)
     stage = engine.zero_optimization_stage()
-    # `begin` is the place of the piece in the flat, and `start` its place in the parameter.
     if stage == 0:
-        flat, begin, length, start = parameter, 0, parameter.numel(), 0
+        flat, offset = parameter, 0
+        start, length = 0, parameter.numel()
     elif stage == 3:
-        # Every rank holds an equal piece of every parameter. The last piece is padded.
+        # Every rank holds an equal piece of every parameter. The last pieces are padded.
         optimizer = engine.optimizer
-        group, begin, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        flat, start = flats[group], dist.get_rank() * length
+        index, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        flat = flats[index]
+        start = dist.get_rank() * padded
+        length = max(0, min(padded, parameter.ds_numel - start))
     elif parameter._hp_mapping:
         # All parameters lie end to end, and every rank holds one range of them, which may begin or
-        # end inside of a parameter. hp (high precision) is the flat, and lp the parameter.
+        # end inside of a parameter. The mapping says where the piece lies in the flat (hp, high
+        # precision) and in the parameter (lp).
         mapping = parameter._hp_mapping
         flat = flats[mapping.param_group_index]
-        begin, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-        start = mapping.lp_fragment_address.start
+        offset = mapping.hp_fragment_address.start
+        start, length = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
     else:
         # The range of this rank has nothing of this parameter.
         return torch.empty(0), 0
     tensor = flat.data if kind == "fp32" else states[flat][kind]
-    return tensor.view(-1)[begin : begin + length], start
+    return tensor.view(-1)[offset : offset + length], start
 
 
 def whole_tensors(engine):
     """Yields (KIND/PARAMETER, whole tensor on the CPU) of the tensors that this rank writes.
 
-    The rank with the longest piece writes. If the pieces are equally long, the ranks take turns.
+    The rank with the longest piece writes. If pieces are equally long, the ranks take turns.
     A collective.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -346,24 +354,26 @@ def whole_tensors(engine):
         turns = [(k + r) % world for r in range(world)]
         writer = max(turns, key=lengths.__getitem__)
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        parts = [pieces[k]]
+        parts = [pieces[k].cpu()]
         if lengths[writer] < shape.numel():
-            parts = gather_pieces(pieces[k].to(engine.device), lengths, writer)
+            parts = collect_pieces(pieces[k], lengths, writer, engine.device)
         if rank == writer:
-            # The pieces are in the order of the ranks.
-            whole = torch.cat([part.cpu() for part in parts])
-            # ZeRO 3 pads the last piece.
-            yield key, whole[: shape.numel()].view(shape)
+            yield key, torch.cat(parts).view(shape)
 
 
-def gather_pieces(piece, lengths, writer) -> list:
-    """The pieces of all ranks, on the rank `writer`. A collective, which needs equal lengths."""
-    mine = torch.nn.functional.pad(piece, (0, max(lengths) - len(piece)))
-    parts = None
-    if dist.get_rank() == writer:
-        parts = [torch.empty_like(mine) for _ in lengths]
-    dist.gather(mine, parts, dst=writer)
-    return [part[:length] for part, length in zip(parts or [], lengths)]
+def collect_pieces(mine, lengths, writer, device) -> list:
+    """The pieces of all ranks, in their order, on the rank `writer`. A collective."""
+    rank = dist.get_rank()
+    parts = []
+    for source, length in enumerate(lengths):
+        piece = torch.empty(length, device=device)
+        if source == rank:
+            piece.copy_(mine)
+        if source != writer and length > 0:
+            dist.broadcast(piece, src=source)
+        if rank == writer:
+            parts.append(piece.cpu())
+    return parts
 
 
 def load(folder, engine, scalars):
@@ -408,9 +418,7 @@ def fill(engine, kind, parameter, whole):
             if not is_sharded or dist.get_rank() == 0:
                 parameter.data.copy_(whole)
     piece, start = find_piece(engine, kind, parameter)
-    part = whole.flatten()[start : start + len(piece)]
-    # The piece may be longer, by the padding.
-    piece[: len(part)] = part
+    piece.copy_(whole.flatten()[start : start + len(piece)])
 
 
 # ---- resume ----------------------------------------------------------------------------------
@@ -431,8 +439,8 @@ def find_start(run_dir, choice, new_state: RunState, may_change):
         return None, new_state
     path = run_dir / name
     saved = load_state(path)
-    reasons = find_misfits(path, saved, new_state, may_change)
-    advice = f"change this, or begin another --run_dir with its model: python ckpt.py {path} NEW"
+    reasons = find_misfits(run_dir, saved, new_state, may_change)
+    advice = f"undo this, or export its models for a new run: python ckpt.py {path} NEW"
     require(not reasons, f"{path} cannot go on: {'; '.join(reasons)}; {advice}")
     return path, dataclasses.replace(new_state, step=saved.step, memory=saved.memory)
 
@@ -442,12 +450,12 @@ def pick_checkpoint(run_dir, choice):
 
     choice: `none`; `auto`, the newest checkpoint; or a path. Without a checkpoint the name is None.
     """
-    there = checkpoints(run_dir)
-    if choice == "none" or (choice == "auto" and not there):
+    if choice == "none":
         return None, ""
+    found = checkpoints(run_dir)
     if choice == "auto":
-        return there[0].name, ""
-    for path in there:
+        return (found[0].name if found else None), ""
+    for path in found:
         if path.resolve() == Path(choice).resolve():
             return path.name, ""
     return None, f"--resume {choice}: give auto, none or a checkpoint; {steps_in(run_dir)}"
@@ -462,11 +470,11 @@ def load_state(path) -> RunState:
     return RunState(**json.loads((path / "state.json").read_text()))
 
 
-def find_misfits(path, saved: RunState, new_state: RunState, may_change) -> list[str]:
+def find_misfits(run_dir, saved: RunState, new_state: RunState, may_change) -> list[str]:
     """Why this run cannot go on from a checkpoint. Prints the changes of flags that may change."""
     reasons = []
     for name, value in new_state.config.items():
-        # The flags of another variant are absent.
+        # The saved run may lack a flag of a new variant.
         old = saved.config.get(name, value)
         if old != value:
             change = f"--{name} was {old}, is {value}"
@@ -478,8 +486,8 @@ def find_misfits(path, saved: RunState, new_state: RunState, may_change) -> list
     if saved.problems_hash != new_state.problems_hash and not reasons:
         reasons.append("--data has other prompts or labels")
     if saved.variants != new_state.variants:
-        words = " ".join(kept_files(path.parent, saved.variants))
-        reasons.append(f"the variants have other texts or another order, it has --variant {words}")
+        words = " ".join(kept_files(run_dir, saved.variants))
+        reasons.append(f"the variants or their texts differ from --variant {words}")
     return reasons
 
 
@@ -494,56 +502,45 @@ def resume(run_dir, source, engines):
         for name, engine in engines.items():
             load(source / name, engine, scalars[name])
     if dist.get_rank() == 0:
-        rewind_folder(run_dir, step_of(source) if source else -1)
+        rewind_folder(run_dir, step_of(source) if source else None)
 
 
 def rewind_folder(run_dir, step):
-    """Removes the lines of the logs that are later than `step`. -1: a new run.
+    """Removes what is later than `step`, because the run makes these steps again. None: a new run.
 
-    The run makes the steps after `step` again. If there are later checkpoints, or results of an
-    earlier run, they go into a new folder RUN/dropped_TIME together with these lines. The user may
-    delete it.
+    If there are later checkpoints or, for a new run, files of an earlier run, all goes into a new
+    folder RUN/dropped_TIME. The user may delete it.
     """
-    later = [path.name for path in checkpoints(run_dir) if step_of(path) > step]
-    if step < 0:
-        later += [name for name in OUTPUT if (run_dir / name).exists()]
-    # A run that was stopped before its first evaluation leaves only what this run writes again.
-    if step < 0 and later:
-        later += [name for name in OUTPUT_OF_START if (run_dir / name).exists()]
+    if step is None:
+        later = [*checkpoints(run_dir), *(run_dir / name for name in OUTPUT)]
+        later = [path for path in later if path.exists()]
+    else:
+        later = [path for path in checkpoints(run_dir) if step_of(path) > step]
     # The time makes the name of the folder unique.
     dropped = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
     if later:
-        print0(f"the run starts at step {max(step, 0)}; moved to {dropped}: {', '.join(later)}")
+        names = ", ".join(path.name for path in later)
+        print0(f"the run starts at step {step or 0}, so these are moved to {dropped}: {names}")
         dropped.mkdir()
-    for name in later:
-        (run_dir / name).rename(dropped / name)
-    evaluations = set()  # (step, set) of the evaluations that stay
+    for path in later:
+        path.rename(dropped / path.name)
     for name in LOGS:
         if (run_dir / name).exists():
-            cut_log(run_dir / name, step, evaluations, dropped / name if later else None)
+            cut_log(run_dir / name, step, dropped)
 
 
-def cut_log(path, step, evaluations, copy):
-    """Cuts a log behind its last line of `step` or before. `copy` gets the rest, unless it is None.
-
-    The lines are in the order of their steps. An evaluation writes its line behind those of its
-    samples, so a kill may have left samples without this line.
-    """
+def cut_log(path, step, dropped):
+    """Cuts a log after its last line of `step`. The rest goes into `dropped`, if that exists."""
     size = 0
     with open(path, "rb+") as log:
-        for text in log:
+        for line in log:
             # A kill may have cut the last line.
-            line = json.loads(text) if text.endswith(b"\n") else {"step": math.inf}
-            evaluation = (line["step"], line.get("set"))
-            if path.name == "eval.jsonl":
-                evaluations.add(evaluation)
-            is_complete = path.name != "eval_samples.jsonl" or evaluation in evaluations
-            if line["step"] > step or not is_complete:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break
-            size += len(text)
+            size += len(line)
         log.seek(size)
-        if copy:
-            copy.write_bytes(log.read())
+        if dropped.exists():
+            (dropped / path.name).write_bytes(log.read())
         log.truncate(size)
 
 
@@ -622,12 +619,13 @@ def export_step(path: Path, out: Path):
     cfg = extend(ppo.Recipe, kept_files(run_dir, state.variants))()
     # A model without an engine is whole, and stays on the CPU.
     vars(cfg).update(state.config, zero_stage=0, compile_layers=False)
-    start_distributed()
+    # This needs no GPU, and takes no port.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     makers = {"policy": models.policy_module, "critic": models.critic_module}
     sources = {"policy": cfg.model, "critic": cfg.critic or cfg.model}
+    taken = [name for name in state.engines if (out / name).exists()]
+    require(not taken, f"{out} has {' and '.join(taken)} already; choose another OUT")
     for name in state.engines:
-        is_free = not (out / name).exists()
-        require(is_free, f"{out / name} is there already; choose another OUT")
         # This refuses a folder that has moved.
         families.load_config(sources[name])
         module = makers[name](cfg)

@@ -140,7 +140,7 @@ class Config(Learning):
 
     A resumed run may change these fields, with two limits. The files of model, critic, task,
     variants and data may move, but a resume refuses other prompts, labels or texts of variants.
-    The number of ranks may change, too.
+    Another number of ranks is allowed, too.
     """
 
     # ---- files
@@ -268,7 +268,7 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     if cfg.max_steps is not None:
         total_steps = min(total_steps, cfg.max_steps)
 
-    # ---- resume: from the newest complete checkpoint of run_dir, else from step 0
+    # ---- resume: from a checkpoint, or from step 0
     state = ckpt.RunState(
         config=flags_of(cfg),
         variants=cfg.variant_hashes,
@@ -372,7 +372,7 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
         rollout.grader.close()
         log.close()
 
-    # Also after a failed save, because the exported models are the result of the run.
+    # These are the result of the run, so they are written after a failed save, too.
     for learner in learners:
         weights = models.named_weights(learner)
         save_model = learner.module.save

@@ -272,9 +272,12 @@ class RunLog:
         return lines
 
     def has_evaluation(self, name, step):
-        """Does eval.jsonl have this evaluation of the set `name`?"""
+        """Does eval.jsonl have this evaluation of the set `name`? Only rank 0 looks."""
         path = self.run_dir / "eval.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        # Another machine could read a line that rank 0 has not finished.
+        if self.is_silent or not path.exists():
+            return False
+        lines = path.read_text().splitlines()
         return any((line["set"], line["step"]) == (name, step) for line in map(json.loads, lines))
 
     def evaluation(self, name, samples, step):

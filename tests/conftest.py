@@ -323,6 +323,8 @@ def equal_runs(a: Path, b: Path) -> None:
     ours, theirs = (jsonl(run / "metrics.jsonl") for run in (a, b))
     assert list(map(same_metrics, ours)) == list(map(same_metrics, theirs))
     last = max({p.name for p in a.glob("step_*")} & {p.name for p in b.glob("step_*")})
+    states = [json.loads((run / last / "state.json").read_text()) for run in (a, b)]
+    assert states[0]["engines"] == states[1]["engines"]
     # These files hold the masters and moments.
     files = sorted((a / last).rglob("*.safetensors"))
     assert files

@@ -1,6 +1,6 @@
 """On several ranks: layout_worker.py MODEL OUT [SOURCE]
 
-A layout has the name RANKS-STAGE-KIND. Without SOURCE a policy is trained in each layout of this
+A layout has the name RANKS-STAGE-KIND. Without SOURCE a learner is trained in each layout of this
 number of ranks, and steps 3 and 4 are saved in OUT/LAYOUT. With SOURCE step 3 of each of its
 layouts is loaded into each layout of this number of ranks, is saved before any update, and goes on
 to step 4, in OUT/LAYOUT_LAYOUT. If OUT is `sick`, rank 1's disk fails once during a save.
@@ -20,13 +20,12 @@ import ppo
 from nanoorz import models
 from nanoorz.ranks import start_distributed
 
-# {ranks: (ZeRO stage, kind)}
+# {ranks: {kind: its ZeRO stages}}. `critic` is a critic, whose head has a bias of one element.
 LAYOUTS = {
-    1: [(0, "fp32"), (1, "fp32"), (0, "frozen")],
-    2: [(1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "offload"), (3, "offload")],
-    3: [(3, "fp32"), (3, "bf16"), (3, "frozen")],
+    1: {"fp32": [0, 1], "frozen": [0], "critic": [0]},
+    2: {"fp32": [1, 2, 3], "offload": [2, 3], "bf16": [2, 3], "frozen": [2], "critic": [1, 3]},
+    3: {"fp32": [3], "bf16": [3], "frozen": [3], "critic": [3]},
 }
-LAYOUTS[2] += [(2, "bf16"), (3, "bf16"), (2, "frozen")]
 
 shipped_config = models.engine_config
 
@@ -38,22 +37,30 @@ def engine_config(*inputs) -> dict:
     return settings
 
 
-def make_policy(model, stage, kind):
+def make_learner(model, stage, kind):
     flags = {"bf16": kind == "bf16", "offload": "optimizer" if kind == "offload" else "none"}
     flags |= {"variant": ["frozen_embedding"]} if kind == "frozen" else {}
-    return models.make_policy(config(model=model, zero_stage=stage, **flags))
+    cfg = config(model=model, zero_stage=stage, **flags)
+    if kind != "critic":
+        return models.make_policy(cfg)
+    module = models.critic_module(cfg)
+    module.value_head = torch.nn.Linear(69, 1)
+    torch.nn.init.ones_(module.value_head.weight)
+    torch.nn.init.ones_(module.value_head.bias)
+    return models.Learner("critic", module, cfg, 1e-2)
 
 
-def take_step(policy, k):
+def take_step(learner, k):
     zero = torch.zeros(1)
     batch = ppo.Batch([[k, 1, 2]], [[3, 4, 5, k]], zero, zero, torch.device("cpu"), {}, [])
-    logprobs, _ = policy(ppo.build_rows(batch, [[0]]), 1.0)  # (4,)
-    policy.backward(-logprobs.sum(), is_last=True)
-    policy.apply_update(1e-2)
+    rows = ppo.build_rows(batch, [[0]])
+    numbers = learner(rows) if learner.name == "critic" else learner(rows, 1.0)[0]  # (4,)
+    learner.backward(-numbers.sum(), is_last=True)
+    learner.apply_update(1e-2)
 
 
-def save(folder: Path, policy, step):
-    error = ckpt.save(folder, ckpt.RunState(step), {"policy": policy.deepspeed}, keep_last=0)
+def save(folder: Path, learner, step):
+    error = ckpt.save(folder, ckpt.RunState(step), {"policy": learner.deepspeed}, keep_last=0)
     assert error is None, error
 
 
@@ -82,34 +89,33 @@ def main():
     # Small files, so that a rank writes several.
     ckpt.FILE_BYTES = 20_000
     if Path(out).name == "sick":
-        save_on_a_sick_disk(Path(out), make_policy(model, 3, "fp32"), rank)
+        save_on_a_sick_disk(Path(out), make_learner(model, 3, "fp32"), rank)
         return
-    for stage, kind in LAYOUTS[world]:
+    layouts = [(stage, kind) for kind in LAYOUTS[world] for stage in LAYOUTS[world][kind]]
+    for stage, kind in layouts:
         name = f"{world}-{stage}-{kind}"
         if not source:
             run = Path(out, name)
             run.mkdir(parents=True, exist_ok=True)
-            policy = make_policy(model, stage, kind)
+            learner = make_learner(model, stage, kind)
             for k in range(3):
-                take_step(policy, k)
-            save(run, policy, 3)
-            take_step(policy, 3)
-            save(run, policy, 4)
+                take_step(learner, k)
+            save(run, learner, 3)
+            take_step(learner, 3)
+            save(run, learner, 4)
             continue
         for origin in sorted(Path(source[0]).iterdir()):
             if family_of(origin.name.split("-")[2]) == family_of(kind):
                 run = Path(out, f"{origin.name}_{name}")
                 run.mkdir(parents=True, exist_ok=True)
-                policy = make_policy(model, stage, kind)
-                ckpt.resume(run, origin / "step_000003", {"policy": policy.deepspeed})
+                learner = make_learner(model, stage, kind)
+                ckpt.resume(run, origin / "step_000003", {"policy": learner.deepspeed})
+                weights = {n: x.clone() for n, x in models.named_weights(learner)}
                 if rank == 0:
-                    weights = {n: x.clone() for n, x in models.named_weights(policy)}
                     save_file(weights, run / "weights.safetensors")
-                else:
-                    list(models.named_weights(policy))
-                save(run, policy, 3)
-                take_step(policy, 3)
-                save(run, policy, 4)
+                save(run, learner, 3)
+                take_step(learner, 3)
+                save(run, learner, 4)
 
 
 if __name__ == "__main__":

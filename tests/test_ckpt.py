@@ -333,18 +333,21 @@ def test_flags_that_decide_what_is_learnt_must_stay_and_the_others_may_change(ca
         ({"config": {"seed": 7, "top_p": 0.5}}, "--seed was 42, is 7; --top_p was 1.0, is 0.5"),
         ({"problems_hash": 7}, "--data has other prompts or labels"),
         ({"problems_hash": 7, "config": {"template": "plain"}}, "--template was orz, is plain"),
-        ({"variants": []}, "the variants .* it has --variant .*run/variants/mine.py"),
+        (
+            {"variants": []},
+            "the variants or their texts differ from --variant .*run/variants/mine.py",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_refused_in_one_line(run, changes, told):
     newest = run / "step_000002"
-    told = f"^{newest} cannot go on: {told}; change this, or .* python ckpt.py {newest} NEW$"
+    told = f"^{newest} cannot go on: {told}; undo this, or .* python ckpt.py {newest} NEW$"
     with pytest.raises(UserError, match=told):
         find_start(run, **changes)
 
 
 def test_save_load_is_exact(group, tmp_path):
-    """A load before any update also has the moments."""
+    """A save directly after a load also has the moments."""
     step(group)
     assert save(tmp_path, 1, group) is None
     at_save = group.module.weight.detach().clone()
@@ -388,8 +391,7 @@ def test_a_resume_cuts_the_logs_and_moves_later_checkpoints(tmp_path):
         file.write('{"st')
     evaluations = [{"step": 0, "set": "a"}, {"step": 1, "set": "a"}, {"step": 2, "set": "a"}]
     write_lines(tmp_path / "eval.jsonl", *evaluations)
-    # A kill came before the line of set b.
-    samples = [*evaluations[:1] * 2, *evaluations[1:2] * 2, {"step": 1, "set": "b"}]
+    samples = [line for line in evaluations for _ in range(2)]
     write_lines(tmp_path / "eval_samples.jsonl", *samples)
     (tmp_path / "problems.jsonl").write_text("theirs")
     for count in (1, 2, 3):
@@ -411,11 +413,8 @@ def test_a_resume_cuts_the_logs_and_moves_later_checkpoints(tmp_path):
 
 
 def test_a_new_run_moves_all_of_an_earlier_run_away_and_says_so(tmp_path, capsys):
-    ckpt.rewind_folder(tmp_path, -1)
-    (tmp_path / "config.json").write_text("of a run that was stopped at once")
-    ckpt.rewind_folder(tmp_path, -1)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    assert not capsys.readouterr().out
+    ckpt.rewind_folder(tmp_path, None)
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
     logs = [*ckpt.LOGS, "config.json", "result.json"]
     folders = ["code", "variants", "policy", "critic", "tensorboard", "wandb"]
     folders += ["step_000000", "step_000002"]
@@ -424,11 +423,11 @@ def test_a_new_run_moves_all_of_an_earlier_run_away_and_says_so(tmp_path, capsys
     for name in [*logs, "mine.txt"]:
         (tmp_path / name).write_text(name)
     (tmp_path / "base").mkdir()
-    ckpt.rewind_folder(tmp_path, -1)
+    ckpt.rewind_folder(tmp_path, None)
     [aside] = tmp_path.glob("dropped_*")
     assert {path.name for path in aside.iterdir()} == {*logs, *folders}
     assert {path.name for path in tmp_path.iterdir()} == {"base", "mine.txt", aside.name}
     said = capsys.readouterr().out
-    assert said.startswith(f"the run starts at step 0; moved to {aside}: ")
+    assert said.startswith(f"the run starts at step 0, so these are moved to {aside}: ")
     assert said.count("\n") == 1
     assert all(name in said for name in [*logs, *folders])

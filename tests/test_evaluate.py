@@ -113,8 +113,8 @@ def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, alon
     told = f"error: --data {run}/held_out.json: no such file here; give its place as --data"
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"{told}\n")
     (run / "policy").rmdir()
-    told = f"{run} has no policy/, because it is not complete; go on with the run, or export a "
-    told += f"checkpoint: python ckpt.py {run}/step_000004 {run}"
+    told = f"{run} has no policy/, because it is not complete; go on with the run, or `python "
+    told += f"ckpt.py {run}/step_NNNNNN {run}`"
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"error: {told}\n")
 
 

@@ -1,7 +1,7 @@
 """Runs are killed at random instants: no checkpoint is lost, and the end is the same to the bit.
 
 A run of a random model saves after each step. SIGKILL ends all ranks or one, mostly inside a save,
-and the same command resumes. KILLS=25 in the environment asks for more kills.
+and the same command resumes. For more kills: `KILLS=25 pytest -m slow -o faulthandler_timeout=0`.
 """
 
 import os

@@ -398,6 +398,9 @@ def test_no_randomness_is_used_twice(monkeypatch, process_group, capsys):
     assert len(set.union(*seeds)) == 7 * 8 * 4
     told = [call.args for call in log.evaluation.call_args_list]
     assert told == [("aime", 3, 0), ("math", 4, 0), ("aime", 6, 1), ("math", 7, 1)]
+    log.has_evaluation.return_value = True
+    train.evaluate(rollout, {"aime": problems}, 1, log)
+    assert len(drawn) == 7, "an evaluation that is there is not repeated"
     lost = "without a verdict, and counted as wrong: 1 comparisons"
     assert capsys.readouterr().out == f"WARNING: aime: {lost}\nWARNING: math: {lost}\n"
 

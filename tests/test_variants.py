@@ -218,7 +218,7 @@ def test_a_resume_with_another_text_or_order_is_refused_and_offers_the_kept_file
     edits = ({"late": late + "# edited"}, {"base": base + "# edited"})
     for words, edit in ((paths[::-1], {}), (paths[:1], {}), ([], {}), *((paths, x) for x in edits)):
         write(**{"base": base, "late": late} | edit)
-        with pytest.raises(UserError, match=f"texts or another order, it has --variant {kept};"):
+        with pytest.raises(UserError, match=f"texts differ from --variant {kept};"):
             find_start(words)
 
 

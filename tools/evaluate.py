@@ -90,8 +90,7 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)
     if settings and not cfg.model and not (run / "policy").is_dir():
-        steps = [*map(str, ckpt.checkpoints(run)), f"{run}/step_NNNNNN"]
-        advice = f"go on with the run, or export a checkpoint: python ckpt.py {steps[0]} {run}"
+        advice = f"go on with the run, or `python ckpt.py {run}/step_NNNNNN {run}`"
         raise UserError(f"{run} has no policy/, because it is not complete; {advice}")
     taken = settings.keys() & flags_of(cfg).keys() - NOT_TAKEN - given
     for name, value in ({name: settings[name] for name in taken} | own).items():
