@@ -45,7 +45,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanoorz.flags import require
-from nanoorz.ranks import UserError, gather, here, one_line, print0
+from nanoorz.ranks import WITHOUT_LAUNCHER, UserError, gather, here, one_line, print0
 from nanoorz.variants import extend, kept_files
 
 # The logs of a run. Each line has `step`.
@@ -620,6 +620,7 @@ def export_step(path: Path, out: Path):
     # A model without an engine is whole, and stays on the CPU.
     vars(cfg).update(state.config, zero_stage=0, compile_layers=False)
     # This needs no GPU, and takes no port.
+    os.environ |= WITHOUT_LAUNCHER
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     makers = {"policy": models.policy_module, "critic": models.critic_module}
     sources = {"policy": cfg.model, "critic": cfg.critic or cfg.model}
