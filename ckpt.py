@@ -584,26 +584,16 @@ def write_export(out, save_model, weights, files, about):
     unfinished.rename(out)
 
 
-# The flags that decide what a prompt is, and where a response ends and has its answer.
-PROMPT_FLAGS = ("task", "template", "system", "chat_template_kwargs", "answer_form", "stop")
+# The flags that tell how to ask the model, and where its answer is.
+TOLD = ("model", "task", "template", "system", "chat_template_kwargs", "answer_form", "stop")
 
 
 def describe(state: RunState) -> str:
-    """The README.md of an export: how the model was trained to be asked."""
-    flags = [f"- `{name}`: `{json.dumps(state.config[name])}`" for name in PROMPT_FLAGS]
-    return "\n".join(
-        [
-            f"nanoORZ has trained this model for {state.step} steps. The base model is",
-            f"`{state.config['model']}`. In the training the prompts and answers had these flags:",
-            "",
-            *flags,
-            "",
-            "The first prompt of the training, with all its special tokens, as JSON:",
-            "",
-            f"    {json.dumps(state.first_prompt)}",
-            "",
-        ]
-    )
+    """The README.md of an export."""
+    told = {name: state.config[name] for name in TOLD}
+    told |= {"steps": state.step, "first_prompt": state.first_prompt}
+    text = "nanoORZ has trained this model. `first_prompt` has all special tokens of the prompt."
+    return f"{text}\n\n```json\n{json.dumps(told, indent=1)}\n```\n"
 
 
 def export_step(path: Path, out: Path):
