@@ -225,7 +225,7 @@ class RunLog:
             elif kept.read_bytes() != file.read_bytes():
                 edited.append(name)
         if edited:
-            told = f"{', '.join(edited)} were edited after the run began; {folder} has the old text"
+            told = f"edited after the run began: {', '.join(edited)}; {folder} has the old texts"
             print0(f"WARNING: {told}")
 
     def write(self, name, value):
