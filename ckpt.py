@@ -50,9 +50,10 @@ from nanoorz.variants import extend, kept_files
 
 # The logs of a run. Each line has `step`.
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")
+# What a run writes at its end.
+RESULTS = ("result.json", "policy", "critic")
 # All that a run writes, except its checkpoints.
-OUTPUT = (*LOGS, "config.json", "code", "variants", "result.json", "policy", "critic")
-OUTPUT += ("tensorboard", "wandb")
+OUTPUT = (*LOGS, *RESULTS, "config.json", "code", "variants", "tensorboard", "wandb")
 # The master weight of a parameter, and Adam's two moments.
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 # The most bytes of a file. A larger tensor has a file of its own.
@@ -242,7 +243,7 @@ def publish(temporary, final):
     """Flushes state.json, the logs and the folders, and renames the folder."""
     run_dir = final.parent
     # A resume also needs the lines of the logs.
-    logs = [run_dir / name for name in LOGS if (run_dir / name).exists()]
+    logs = find(run_dir, LOGS)
     folders = [path for path in temporary.iterdir() if path.is_dir()]
     for path in [temporary / "state.json", *folders, temporary, *logs]:
         flush(path)
@@ -511,37 +512,46 @@ def rewind_folder(run_dir, step):
     If there are later checkpoints or, for a new run, files of an earlier run, all goes into a new
     folder RUN/dropped_TIME. The user may delete it.
     """
+    later = [path for path in checkpoints(run_dir) if step is None or step_of(path) > step]
     if step is None:
-        later = [*checkpoints(run_dir), *(run_dir / name for name in OUTPUT)]
-        later = [path for path in later if path.exists()]
-    else:
-        later = [path for path in checkpoints(run_dir) if step_of(path) > step]
-    # The time makes the name of the folder unique.
-    dropped = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
+        later += find(run_dir, OUTPUT)
+    elif later:
+        # The exported models are those of a later step.
+        later += find(run_dir, RESULTS)
+    # A new run has no logs any more.
+    logs = find(run_dir, LOGS) if step is not None else []
+    sizes = {log: kept_size(log, step) for log in logs}
     if later:
+        # The time makes the name of the folder unique.
+        dropped = run_dir / f"dropped_{datetime.datetime.now():%Y-%m-%d_%H-%M-%S_%f}"
         names = ", ".join(path.name for path in later)
         print0(f"the run starts at step {step or 0}, so these are moved to {dropped}: {names}")
         dropped.mkdir()
-    for path in later:
-        path.rename(dropped / path.name)
-    for name in LOGS:
-        if (run_dir / name).exists():
-            cut_log(run_dir / name, step, dropped)
+        # A kill may come at any instant, so the ends of the logs are copied first and cut last.
+        for log, size in sizes.items():
+            with open(log, "rb") as source, open(dropped / log.name, "wb") as target:
+                source.seek(size)
+                shutil.copyfileobj(source, target)
+        for path in later:
+            path.rename(dropped / path.name)
+    for log, size in sizes.items():
+        os.truncate(log, size)
 
 
-def cut_log(path, step, dropped):
-    """Cuts a log after its last line of `step`. The rest goes into `dropped`, if that exists."""
+def find(run_dir, names) -> list:
+    return [run_dir / name for name in names if (run_dir / name).exists()]
+
+
+def kept_size(log, step) -> int:
+    """The bytes of a log up to its last line of `step`."""
     size = 0
-    with open(path, "rb+") as log:
-        for line in log:
+    with open(log, "rb") as file:
+        for line in file:
             # A kill may have cut the last line.
             if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break
             size += len(line)
-        log.seek(size)
-        if dropped.exists():
-            (dropped / path.name).write_bytes(log.read())
-        log.truncate(size)
+    return size
 
 
 # ---- export ----------------------------------------------------------------------------------
@@ -609,6 +619,7 @@ def export_step(path: Path, out: Path):
     cfg = extend(ppo.Recipe, kept_files(run_dir, state.variants))()
     # A model without an engine is whole, and stays on the CPU.
     vars(cfg).update(state.config, zero_stage=0, compile_layers=False)
+    cfg.memory.update(state.memory)
     # This needs no GPU, and takes no port.
     os.environ |= WITHOUT_LAUNCHER
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

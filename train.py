@@ -281,7 +281,8 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     told = f"--resume {cfg.resume}: step {first_step} is past the {total_steps} steps of this run"
     require(first_step <= total_steps, f"{told}; raise --max_steps or --num_episodes")
     # The end of a run writes result.json.
-    if state.step == total_steps and (run_dir / "result.json").exists():
+    result = run_dir / "result.json"
+    if result.exists() and json.loads(result.read_text())["steps"] == first_step == total_steps:
         advice = "raise --max_steps or --num_episodes, or start over with --resume none"
         print0(f"{run_dir} is complete; {advice}")
         return 0
@@ -653,8 +654,12 @@ def evaluate(rollout, eval_sets, step, log):
 
 def evaluate_only(task, cfg, eval_sets, log, store) -> int:
     """Draws and logs the evaluation of step 0 with the sampler alone. Returns the exit code."""
+    import ckpt
+
     has_results = any((log.run_dir / f"{name}.jsonl").exists() for name in ("metrics", "eval"))
     require(not has_results, f"--run_dir {cfg.run_dir} has results; choose another --run_dir")
+    # An evaluation that was killed may have left samples.
+    ckpt.resume(log.run_dir, None, engines={})
     log.start(0, Path(task.__file__))
     signals = environment.Signals(store)
     rollout = Rollout(task, signals, cfg)

@@ -394,6 +394,7 @@ def test_a_resume_cuts_the_logs_and_moves_later_checkpoints(tmp_path):
     samples = [line for line in evaluations for _ in range(2)]
     write_lines(tmp_path / "eval_samples.jsonl", *samples)
     (tmp_path / "problems.jsonl").write_text("theirs")
+    (tmp_path / "policy").mkdir()
     for count in (1, 2, 3):
         for number in (1, 2):
             (tmp_path / f"step_{number:06d}").mkdir(exist_ok=True)
@@ -403,6 +404,7 @@ def test_a_resume_cuts_the_logs_and_moves_later_checkpoints(tmp_path):
     dropped = sorted(tmp_path.glob("dropped_*"))
     names = [next((path / "step_000002").iterdir()).name for path in dropped]
     assert names == ["1", "2", "3"], "no name twice"
+    assert (dropped[0] / "policy").exists() and not (tmp_path / "policy").exists()
     assert (dropped[0] / "metrics.jsonl").read_text() == '{"step": 2}\n{"st'
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     lines = (tmp_path / "eval.jsonl").read_text().splitlines()

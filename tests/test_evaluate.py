@@ -106,15 +106,15 @@ def test_a_run_gives_flags_variants_problems_and_step(run, name, alone, capsys):
     assert (cfg.data, cfg.model, step) == (["hub/x"], "other", 7) and not hasattr(cfg, "bonus")
 
 
-def test_a_run_without_a_policy_or_its_problems_is_refused_in_one_line(run, alone, capsys):
+def test_a_run_without_an_end_or_its_problems_is_refused_in_one_line(run, alone, capsys):
     (run / "held_out.json").unlink()
     (run / "policy" / "config.json").unlink()
     (run / "step_000004").mkdir()
     told = f"error: --data {run}/held_out.json: no such file here; give its place as --data"
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"{told}\n")
-    (run / "policy").rmdir()
-    told = f"{run} has no policy/, because it is not complete; go on with the run, or `python "
-    told += f"ckpt.py {run}/step_NNNNNN {run}`"
+    (run / "result.json").unlink()
+    told = f"{run} is not complete; go on with it, or export a step: `python ckpt.py {run}/step_"
+    told += "NNNNNN NEW`, and add --model=NEW/policy"
     assert (evaluate.run([str(run)]), capsys.readouterr().err) == (2, f"error: {told}\n")
 
 

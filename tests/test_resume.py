@@ -3,6 +3,7 @@
 With the same ranks the results are the same to the bit, with others they are nearly the same.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -113,18 +114,50 @@ def test_a_wrong_export_is_refused_in_one_line(tmp_path, capsys, words, told):
     assert capsys.readouterr().err == f"error: {told.replace('HERE', str(tmp_path))}\n"
 
 
+# A variant whose export depends on what it remembers.
+SCALED = """
+import ppo
+
+
+class Scaled(ppo.Recipe):
+    def allowed_gap(self, of_mean, of_worst):
+        return 9.0, 9.0
+
+    def policy_rate(self, past_updates, total_updates):
+        self.memory["Scaled"] = {"factor": 1.0 + past_updates}
+        return super().policy_rate(past_updates, total_updates)
+
+    def named_weights(self, learner, named):
+        factor = self.memory.get("Scaled", {"factor": 1.0})["factor"]
+        for name, tensor in super().named_weights(learner, named):
+            yield name, tensor * factor
+"""
+
+
 @pytest.mark.slow
-def test_a_complete_run_that_goes_on_keeps_its_last_evaluation(tiny, tmp_path):
-    """The evaluation of step 1 is made once, also where it is due again."""
-    for name, steps in (("whole", [3]), ("run", [1, 3])):
-        for last in steps:
-            flags = tiny | {"max_steps": last, "eval_interval": 2, "save_interval": 1}
-            launch(tmp_path / name, **flags)
+def test_a_complete_run_goes_on_and_goes_back(tiny, tmp_path):
+    """The evaluation of step 1 is made once, also where it is due again. A run that goes back to
+    step 1 and ends there exports step 1. An export of a step knows what a variant remembers."""
+    path = tmp_path / "scaled.py"
+    path.write_text(SCALED)
+    same = tiny | {"eval_interval": 2, "save_interval": 1, "keep_last": 0, "variant": path}
+    for name, last in (("whole", 3), ("run", 1), ("run", 3)):
+        launch(tmp_path / name, max_steps=last, **same)
+    run = tmp_path / "run"
+    run_python(ROOT / "ckpt.py", run / "step_000003", tmp_path / "old")
+    weights = [x / "policy" / "model.safetensors" for x in (run, tmp_path / "old")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     for file in ("eval.jsonl", "eval_samples.jsonl"):
-        whole, run = (jsonl(tmp_path / name / file) for name in ("whole", "run"))
-        assert [line for line in run if line["step"] != 1] == whole
-        count = len([line for line in whole if line["step"] == 0])
-        assert len([line for line in run if line["step"] == 1]) == count
+        expected, lines = (jsonl(tmp_path / name / file) for name in ("whole", "run"))
+        assert [line for line in lines if line["step"] != 1] == expected
+        count = len([line for line in expected if line["step"] == 0])
+        assert len([line for line in lines if line["step"] == 1]) == count
+    run = tmp_path / "run"
+    run_python(ROOT / "ckpt.py", run / "step_000001", tmp_path / "older")
+    launch(run, max_steps=1, resume=run / "step_000001", **same)
+    weights = [x / "policy" / "model.safetensors" for x in (run, tmp_path / "older")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert json.loads((run / "result.json").read_text())["steps"] == 1
 
 
 # ---- other numbers of ranks, other ZeRO stages ---------------------------------------------------

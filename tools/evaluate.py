@@ -89,9 +89,10 @@ def read_flags(argv: list[str]) -> tuple[train.Config, int]:
     words += ["--variant", *files] if files else []
     cfg = train.parse_flags(words)
     own["model"] = cfg.model or str(run / "policy" if settings else run)
-    if settings and not cfg.model and not (run / "policy").is_dir():
-        advice = f"go on with the run, or `python ckpt.py {run}/step_NNNNNN {run}`"
-        raise UserError(f"{run} has no policy/, because it is not complete; {advice}")
+    # Without result.json a policy/ would be that of an earlier end.
+    if settings and not cfg.model and not (run / "result.json").exists():
+        told = f"{run} is not complete; go on with it, or export a step: `python ckpt.py"
+        raise UserError(f"{told} {run}/step_NNNNNN NEW`, and add --model=NEW/policy")
     taken = settings.keys() & flags_of(cfg).keys() - NOT_TAKEN - given
     for name, value in ({name: settings[name] for name in taken} | own).items():
         setattr(cfg, name, value)
