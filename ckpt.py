@@ -243,7 +243,7 @@ def publish(temporary, final):
     """Flushes state.json, the logs and the folders, and renames the folder."""
     run_dir = final.parent
     # A resume also needs the lines of the logs.
-    logs = find(run_dir, LOGS)
+    logs = existing(run_dir, LOGS)
     folders = [path for path in temporary.iterdir() if path.is_dir()]
     for path in [temporary / "state.json", *folders, temporary, *logs]:
         flush(path)
@@ -514,12 +514,12 @@ def rewind_folder(run_dir, step):
     """
     later = [path for path in checkpoints(run_dir) if step is None or step_of(path) > step]
     if step is None:
-        later += find(run_dir, OUTPUT)
+        later += existing(run_dir, OUTPUT)
     elif later:
         # The exported models are those of a later step.
-        later += find(run_dir, RESULTS)
+        later += existing(run_dir, RESULTS)
     # A new run has no logs any more.
-    logs = find(run_dir, LOGS) if step is not None else []
+    logs = existing(run_dir, LOGS) if step is not None else []
     sizes = {log: kept_size(log, step) for log in logs}
     if later:
         # The time makes the name of the folder unique.
@@ -538,7 +538,7 @@ def rewind_folder(run_dir, step):
         os.truncate(log, size)
 
 
-def find(run_dir, names) -> list:
+def existing(run_dir, names) -> list:
     return [run_dir / name for name in names if (run_dir / name).exists()]
 
 
