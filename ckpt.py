@@ -355,11 +355,11 @@ def whole_tensors(engine):
         turns = [(k + r) % world for r in range(world)]
         writer = max(turns, key=lengths.__getitem__)
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        parts = [pieces[k].cpu()]
+        parts = [pieces[k]]
         if lengths[writer] < shape.numel():
             parts = collect_pieces(pieces[k], lengths, writer, engine.device)
         if rank == writer:
-            yield key, torch.cat(parts).view(shape)
+            yield key, torch.cat([part.cpu() for part in parts]).view(shape)
 
 
 def collect_pieces(mine, lengths, writer, device) -> list:
@@ -373,6 +373,7 @@ def collect_pieces(mine, lengths, writer, device) -> list:
         if source != writer and length > 0:
             dist.broadcast(piece, src=source)
         if rank == writer:
+            # Here and not later, so that the GPU holds one piece at a time.
             parts.append(piece.cpu())
     return parts
 
