@@ -1,4 +1,4 @@
-"""The run folder: locks it, saves, resumes and exports a run. It never sees the batch.
+"""This file locks the run folder, and saves, resumes and exports a run. It never sees the batch.
 
 `python ckpt.py RUN/step_NNNNNN OUT` exports a checkpoint as OUT/policy and, if it has a critic,
 OUT/critic.
@@ -384,9 +384,10 @@ def load(folder, engine, scalars):
     Raises UserError if a file is cut or missing. A collective.
     """
     flats, states = optimizer_tensors(engine)
-    for flat in flats if scalars["updates"] > 0 else ():
-        states[flat] = {kind: torch.zeros_like(flat) for kind in KINDS[1:]}
-        states[flat]["step"] = torch.tensor(scalars["updates"], device=flat.device)
+    if scalars["updates"] > 0:
+        for flat in flats:
+            states[flat] = {kind: torch.zeros_like(flat) for kind in KINDS[1:]}
+            states[flat]["step"] = torch.tensor(scalars["updates"], device=flat.device)
     if engine.fp16_enabled():
         for name in LOSS_SCALE:
             setattr(engine.optimizer.loss_scaler, name, scalars[name])
@@ -519,7 +520,7 @@ def rewind_folder(run_dir, step):
     elif later:
         # The exported models are those of a later step.
         later += existing(run_dir, RESULTS)
-    # A new run has no logs any more.
+    # For a new run the logs are in `later`.
     logs = existing(run_dir, LOGS) if step is not None else []
     sizes = {log: kept_size(log, step) for log in logs}
     if later:

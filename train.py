@@ -138,9 +138,9 @@ class Config(Learning):
     """All flags. The fields below say where the files are, how long a run is, what it logs, and on
     which hardware it runs.
 
-    A resumed run may change these fields, with two limits. The files of model, critic, task,
-    variants and data may move, but a resume refuses other prompts, labels or texts of variants.
-    Another number of ranks is allowed, too.
+    A resumed run may change these fields, and the number of ranks. The files of model, critic,
+    task, variants and data may move, but a resume refuses other prompts, labels or texts of
+    variants.
     """
 
     # ---- files
