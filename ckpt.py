@@ -559,23 +559,23 @@ def kept_size(log, step) -> int:
 # ---- export ----------------------------------------------------------------------------------
 
 
-def export(out, save_model, weights, files, about):
+def export(out, save_model, weights, about):
     """Writes a folder that transformers and vLLM load. A collective. Raises UserError.
 
-    save_model(folder, weights): writes the model. weights: an iterator of (name, full tensor). The
-    critic's value head goes to the file value_head.safetensors of the folder. files: writes the
-    other files by its method save_pretrained. about: the text of README.md.
+    save_model(folder, weights): writes a model with these weights and its tokenizer. weights: an
+    iterator of (name, full tensor). The critic's value head goes to the file
+    value_head.safetensors of the folder. about: the text of README.md.
     """
     # All ranks must take all tensors, because ZeRO 3 gathers each tensor from all ranks.
     kept = {}
     for name, tensor in weights:
         if dist.get_rank() == 0:
             kept[name] = tensor.detach().to("cpu", copy=True)
-    error = on_rank0(write_export, out, save_model, kept, files, about)
+    error = on_rank0(write_export, out, save_model, kept, about)
     require(not error, f"{out} is NOT written: {error}")
 
 
-def write_export(out, save_model, weights, files, about):
+def write_export(out, save_model, weights, about):
     """Writes the folder. weights: {name: tensor}. After a kill `out` is old, new or absent, and
     never half written."""
     unfinished = out.with_name(f".{out.name}")
@@ -585,7 +585,6 @@ def write_export(out, save_model, weights, files, about):
         if name.startswith("value_head."):
             head[name] = weights.pop(name)
     save_model(unfinished, weights)
-    files.save_pretrained(unfinished)
     (unfinished / "README.md").write_text(about)
     if head:
         save_file(head, unfinished / "value_head.safetensors")
@@ -638,8 +637,7 @@ def export_step(path: Path, out: Path):
             missing.pop(key.removeprefix("fp32/")).data.copy_(tensor)
         require(not missing, f"{path} is damaged: it lacks {list(missing)[:1]}")
         learner = SimpleNamespace(name=name, cfg=cfg, module=module, stage=0)
-        weights = models.named_weights(learner)
-        export(out / name, module.save, weights, families.BaseFiles(sources[name]), describe(state))
+        export(out / name, module.save, models.named_weights(learner), describe(state))
         print(f"wrote {out / name}")
 
 

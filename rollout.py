@@ -154,10 +154,9 @@ class Sampler:
         # A model that reads images, too, has a config of its text part.
         has_other_parts = config.get_text_config() is not config
         if has_other_parts:
-            # Here and not at the top, because a copy of this file may not have families.py.
-            from nanoorz import families
+            from nanoorz import text_part
 
-            settings |= families.text_part_settings(cfg.model)
+            settings |= text_part.sampler_settings(cfg.model)
         try:
             self.llm = LLM(**settings)
         # vLLM has no error class of its own.
@@ -170,7 +169,7 @@ class Sampler:
         torch.set_num_threads(threads)
         if has_other_parts:
             # With these settings vLLM has read no weights.
-            families.fill_sampler(self.llm, cfg.model)
+            text_part.fill_sampler(self.llm, cfg.model)
         self.tokenizer = self.llm.get_tokenizer()
         # With True no text of a reply becomes a special token.
         self.plain_replies = False

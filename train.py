@@ -299,8 +299,6 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     critic = models.make_critic(cfg) if has_critic else None
     learners = [learner for learner in (policy, critic) if learner]
     engines = {learner.name: learner.deepspeed for learner in learners}
-    sources = {"policy": cfg.model, "critic": cfg.critic or cfg.model}
-    base_files = {learner.name: families.BaseFiles(sources[learner.name]) for learner in learners}
     # For a new run this moves the results of an earlier run away.
     ckpt.resume(run_dir, source, engines)
     # This also wakes the sampler.
@@ -376,9 +374,7 @@ def main(cfg, world, device, store):  # noqa: C901, PLR0912, PLR0915
     # These are the result of the run, so they are written after a failed save, too.
     for learner in learners:
         weights = models.named_weights(learner)
-        save_model = learner.module.save
-        files = base_files[learner.name]
-        ckpt.export(run_dir / learner.name, save_model, weights, files, ckpt.describe(state))
+        ckpt.export(run_dir / learner.name, learner.module.save, weights, ckpt.describe(state))
     if save_error:
         print0(f"step {total_steps} is NOT saved; the exported models are in {run_dir}")
         return 1
@@ -435,7 +431,8 @@ def load_tokenizer(cfg):
     is_critic = Path(cfg.model, "value_head.safetensors").exists()
     require(not is_critic, f"--model {cfg.model} is a critic; name the folder policy/ beside it")
     tokenizers = {}
-    for name, source in families.models_of(cfg).items():
+    for name in ("model", "critic") if cfg.critic else ("model",):
+        source = getattr(cfg, name)
         config = families.load_config(source, f"--{name}")
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)

@@ -1,38 +1,35 @@
 """Policy and critic: bodies of transformers, our two heads, and a DeepSpeed engine around each.
 
 A learner is a model with its engine: the policy, the critic, or a frozen model of a variant, which
-never learns. families.py has what is special in some families of models.
+never learns. families.py has what differs between families of models.
 
 Shapes: R packed rows, L row length, M response tokens of a micro-batch, V vocabulary, H hidden.
 """
 
-import contextlib
 import dataclasses
-import fcntl
-import functools
 import glob
-import inspect
-import io
 import math
-import os
-from pathlib import Path
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.comm.torch import build_shm_op
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_module
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # The import of environment.py sets variables that DeepSpeed reads.
-from nanoorz import environment  # noqa: F401
-from nanoorz.families import find_family
+from nanoorz import environment, families  # noqa: F401
+from nanoorz.flags import require
 from nanoorz.ranks import UserError, one_line
+
+# DeepSpeed would compile an op at its first start on a CPU. The op is for inference. A killed
+# compilation would leave a lock, and all later starts would wait for it.
+deepspeed.ops.__compatible_ops__ = {}
 
 BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
 
@@ -43,24 +40,21 @@ BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
 class Policy(nn.Module):
     """A causal LM of transformers, whose head computes log-probs in chunks."""
 
-    def __init__(self, model, family):
-        """family: a Plain or Special of families.py."""
+    def __init__(self, model, source):
+        """source: the folder of the model, or its name on the hub."""
         super().__init__()
         self.model = model
-        self.family = family
-        head = model.get_output_embeddings()
-        names = [name for name, module in model.named_modules() if module is head]
+        self.source = source
         # The new head has the parameter of the old one. If the embedding has this parameter, too,
         # the head stays tied to it.
-        model.set_submodule(names[0], family.make_head(model))
+        model.set_output_embeddings(families.make_head(model))
 
     def forward(self, micro, temperature):
         """Log-probs and entropies of the response tokens, (M,) and (M,).
 
-        temperature: of all tokens, or of each token, (M,). Under torch.no_grad() the entropies are
-        None.
+        temperature: a number. Under torch.no_grad() the entropies are None.
         """
-        hidden = last_hidden_state(self.family.body(self.model), micro)  # (M, H)
+        hidden = last_hidden_state(self.model.base_model, micro)  # (M, H)
         return self.model.get_output_embeddings()(hidden, micro.token_ids, temperature)
 
     def save(self, folder, weights: dict):
@@ -68,7 +62,12 @@ class Policy(nn.Module):
         # transformers stores a tied output head once, under the name of the embedding.
         if self.model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
-        self.family.save(self.model, folder, weights)
+        if families.has_other_parts(AutoConfig.from_pretrained(self.source)):
+            from nanoorz import text_part
+
+            text_part.save(self.source, folder, weights)
+        else:
+            families.save(self.model, self.source, folder, weights)
 
 
 class Frozen(Policy):
@@ -79,9 +78,9 @@ class Frozen(Policy):
     that this model lacks, the last id of this model takes its place.
     """
 
-    def __init__(self, model, family, policy_ids):
+    def __init__(self, model, source, policy_ids):
         """policy_ids: the number of the policy's ids."""
-        super().__init__(model, family)
+        super().__init__(model, source)
         shared = min(policy_ids, model.get_input_embeddings().num_embeddings)
         self.last_id = shared - 1
         model.get_output_embeddings().id_limit = shared
@@ -99,10 +98,11 @@ class Critic(nn.Module):
     ORZ's paper says another distribution.
     """
 
-    def __init__(self, model, family, seed):
+    def __init__(self, model, source, seed):
+        """source: the folder of the body, or its name on the hub."""
         super().__init__()
         self.model = model
-        self.family = family
+        self.source = source
         hidden_size = model.config.hidden_size
         self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=model.dtype)
         generator = torch.Generator().manual_seed(seed)
@@ -116,7 +116,7 @@ class Critic(nn.Module):
 
     def save(self, folder, weights: dict):
         """Writes these weights of the body as a folder that transformers loads."""
-        self.model.save_pretrained(folder, state_dict=weights)
+        families.save(self.model, self.source, folder, weights)
 
 
 def last_hidden_state(body, micro) -> Tensor:
@@ -136,18 +136,17 @@ def make_critic(cfg):
 
 
 def policy_module(cfg) -> Policy:
-    family = find_family(cfg.model)
-    model = cfg.policy_model(load_model(cfg, family, AutoModelForCausalLM))
-    return Policy(model, family)
+    model = load_model(cfg, cfg.model, AutoModelForCausalLM)
+    return Policy(cfg.policy_model(model), cfg.model)
 
 
 def critic_module(cfg) -> Critic:
     """The model of --critic or, without this flag, the base model with a new value head. Raises
     UserError."""
-    family = find_family(cfg.critic or cfg.model)
-    critic = Critic(load_model(cfg, family, AutoModel), family, cfg.seed)
-    if cfg.critic:
-        load_value_head(critic, cfg.critic)
+    if not cfg.critic:
+        return Critic(load_model(cfg, cfg.model, AutoModel), cfg.model, cfg.seed)
+    critic = Critic(load_model(cfg, cfg.critic, AutoModel, "--critic"), cfg.critic, cfg.seed)
+    load_value_head(critic, cfg.critic)
     return critic
 
 
@@ -156,15 +155,16 @@ def make_frozen(cfg, name, source):
 
     source: a folder, or a name on the hub.
     """
-    family = find_family(source)
-    model = load_model(cfg, family, AutoModelForCausalLM)
+    model = load_model(cfg, source, AutoModelForCausalLM, f"--{name}")
     policy_ids = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
-    return Learner(name, Frozen(model, family, policy_ids), cfg, lr=None)
+    return Learner(name, Frozen(model, source, policy_ids), cfg, lr=None)
 
 
-def load_model(cfg, family, auto_class):
-    """A model's text part, in the training dtype and without dropout. Raises UserError."""
-    join_deepspeed()
+def load_model(cfg, source, auto_class, flag="--model"):
+    """A model's text part, in the training dtype and without dropout. Raises UserError.
+
+    source: a folder, or a name on the hub. flag: the one that names it.
+    """
     if cfg.zero_stage == 3:
         # A side effect: as long as this object exists, from_pretrained shards the model while it
         # loads.
@@ -173,16 +173,15 @@ def load_model(cfg, family, auto_class):
         # transformers makes attention masks only for its own kinds of attention. varlen needs none.
         AttentionInterface.register("varlen", packed_attention)
     dtype = cfg.training_dtype(torch.bfloat16 if cfg.bf16 else torch.float32)
-    model, report = family.load(auto_class, dtype=dtype, attn_implementation=cfg.attention)
+    settings = {"dtype": dtype, "attn_implementation": cfg.attention}
+    try:
+        model, report = families.load(source, auto_class, **settings)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{flag} {source}: {one_line(error)}") from error
+    # transformers draws weights that it does not find.
     missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{family.source} lacks {len(missing)} of its weights, such as {missing[0]}"
-        )
-    if cfg.attention == "varlen" and not model._supports_attention_backend:
-        raise UserError(
-            f"--model {family.source} has attention code of its own: add --attention sdpa"
-        )
+    told = f"{flag} {source} lacks {len(missing)} of its weights, such as {missing[:1]}"
+    require(not missing, told)
     # With dropout trainer and sampler would differ. In an attention layer it is only a number.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -198,11 +197,13 @@ def load_model(cfg, family, auto_class):
         # there. With a frozen embedding (LoRA) the first layer would have none.
         model.enable_input_require_grads()
     if cfg.compile_layers:
-        # Here and not at the top, because this import starts torch's compiler: half a second.
-        from nanoorz.compiled import compile_layers
-
-        compile_layers(layers_of(model), cfg.gradient_checkpointing)
-    elif cfg.gradient_checkpointing:
+        # By default torch leaves the layers uncompiled after eight graphs, and does not call hooks
+        # that are set after the first pass. Both without a word.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        for layer in layers_of(model):
+            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+    if cfg.gradient_checkpointing:
         # A layer is computed again in the backward pass. Without dropout it draws nothing, so no
         # state of the random generators has to be kept for it.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -251,9 +252,6 @@ def packed_attention(module, query, key, value, mask, **options):
     transformers calls this function in each layer. query: (R, heads, L, D). key and value may have
     fewer heads. `mask` is not used. Returns (R, L, heads, D) and None.
     """
-    # Versions of PyTorch before 2.11 do not have varlen_attn.
-    from torch.nn.attention.varlen import varlen_attn
-
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (R * L, heads, D)
     borders = options["cu_seq_lens_q"]  # (parts + 1,)
     longest = options["max_length_q"]  # tokens
@@ -262,66 +260,12 @@ def packed_attention(module, query, key, value, mask, **options):
     window = options.get("sliding_window")
     before = window - 1 if window else -1
     after = 0
-    settings = {"window_size": (before, after), "scale": options["scaling"]}
-    if knows_enable_gqa():
-        settings["enable_gqa"] = True
+    settings = {"window_size": (before, after), "scale": options["scaling"], "enable_gqa": True}
     out = varlen_attn(*flat, borders, borders, longest, longest, **settings)  # (R * L, heads, D)
     return out.unflatten(0, (len(query), -1)), None
 
 
-@torch.compiler.assume_constant_result
-def knows_enable_gqa() -> bool:
-    """The query may have more heads than the key. Versions after PyTorch 2.11 need an argument for
-    that, and 2.11 does not know this argument (seen on an H200)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in arguments_of(varlen_attn)
-
-
-@functools.cache
-def arguments_of(function):
-    return set(inspect.signature(function).parameters)
-
-
 # ---- engines -------------------------------------------------------------------------------------
-
-
-def is_open(path) -> bool:
-    """Has a process of this machine the file open?"""
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        # The process may end meanwhile, or belong to another user.
-        with contextlib.suppress(OSError):
-            if os.path.samefile(link, path):
-                return True
-    return False
-
-
-@functools.cache
-def compile_ops():
-    """Compiles DeepSpeed's op for CPUs at the first start on a machine.
-
-    torch marks a folder in which it compiles by a file `lock`, and other processes wait until the
-    file is gone. After a kill it stays, and each later start would wait for ever without a word. So
-    a process holds a lock of the kernel here, which ends with the process. If nobody has the file
-    `lock` open then, the process that made this file has ended.
-    """
-    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".compiling", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        lock = folder / "deepspeed_shm_comm" / "lock"
-        # A program without this function may be compiling there. It has the file open.
-        if lock.exists() and not is_open(lock):
-            lock.unlink(missing_ok=True)
-        build_shm_op()
-
-
-def join_deepspeed():
-    """Lets DeepSpeed join the process group. What it prints about its op is dropped."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        if not torch.cuda.is_available():
-            compile_ops()
-        deepspeed.init_distributed()
 
 
 class Learner:
@@ -470,17 +414,12 @@ def gather_weights(learner):
         # After a pass without gradients DeepSpeed has weights in flight, for a backward pass.
         learner.deepspeed.optimizer.empty_partition_cache()
     module = learner.module
-    model = module.model
-    is_policy = isinstance(module, Policy)
-    named = list(module.named_parameters())
-    named += [(f"model.{name}", tensor) for name, tensor in module.family.saved_buffers(model)]
-    if is_policy and model.config.tie_word_embeddings:
-        named.append(("lm_head.weight", model.get_input_embeddings().weight))
-    for name, parameter in named:
+    # This names a tied head, too, and the buffers that the files have.
+    for name, tensor in module.state_dict(keep_vars=True).items():
         # A parameter that ZeRO-3 shards has a ds_id.
-        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        with GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             # The module holds the model under the name `model`. The files do not have that name.
-            weights = {name.removeprefix("model."): parameter.data}
-            if is_policy:
-                weights = module.family.to_files(model, weights)
+            weights = {name.removeprefix("model."): tensor.data}
+            if isinstance(module, Policy):
+                weights = families.to_files(module.model, weights)
             yield from weights.items()

@@ -53,9 +53,9 @@ import ppo
 import reward
 import rollout
 import train
-from nanoorz import families, memory, models
+from nanoorz import families, models
 from nanoorz.ranks import start_distributed
-from tools import base_model
+from tools import base_model, plan
 from tools.runs import read_lines
 from tools.shapes import FIELDS, SHAPES, model_config
 
@@ -160,7 +160,7 @@ def held_gib() -> float:
     if not ON_GPU:
         return 0.0
     free, total = torch.cuda.mem_get_info()
-    return (total - free) / memory.GIB
+    return (total - free) / plan.GIB
 
 
 def gpu_seconds(function) -> float:
@@ -195,7 +195,6 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: lis
         batch = make_batch(shortest, longest, policy.device)
         if cfg.compile_layers:
             figures["seconds of the first compiled update"] = seconds_of(update)
-            check_compiler(cfg)
         for cfg.packing_max_len in rows:
             case = f"rows of {cfg.packing_max_len}{', compiled' * cfg.compile_layers}"
             if ON_GPU:
@@ -206,7 +205,7 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: lis
             if ON_GPU:
                 peak = torch.cuda.max_memory_allocated()
                 figures[f"{case}: busy share of the GPU"] = gpu_seconds(update) / seconds
-                figures[f"{case}: GiB at the peak"] = peak / memory.GIB
+                figures[f"{case}: GiB at the peak"] = peak / plan.GIB
     best, *others = attentions()
     for name in others:
         policy.module.model.set_attn_implementation(name)
@@ -219,15 +218,6 @@ def bench_update(folder: str, shape: str, shortest: int, longest: int, rows: lis
         ratio = compare(update, fastest)
         figures["seconds of bare transformers / of our update (>= 0.9)"] = ratio
     return figures
-
-
-def check_compiler(cfg) -> None:
-    """Ends the part if its layers should be compiled and are not."""
-    if cfg.compile_layers:
-        from nanoorz.compiled import run_if_possible
-
-        if run_if_possible.has_failed:
-            sys.exit("torch cannot compile the layers; the line above says why")
 
 
 def attentions() -> list[str]:
@@ -363,11 +353,11 @@ def phases(lines: list[dict], held: float, plan: dict[str, float]) -> dict[str, 
 def planned(words: list[str]) -> dict[str, float]:
     """Returns {phase: planned GiB} for this GPU. Without a GPU: for a card of 80 GB."""
     cfg = train.parse_flags(words)
-    card = 80 * memory.VISIBLE
+    card = 80 * plan.VISIBLE
     if ON_GPU:
-        card = torch.cuda.mem_get_info()[1] / memory.GIB
-    plan = memory.estimate(cfg, model_config(cfg.model), 1, card)
-    return {phase: plan.peak(phase) for phase in plan.phases}
+        card = torch.cuda.mem_get_info()[1] / plan.GIB
+    estimate = plan.estimate(cfg, model_config(cfg.model), 1, card)
+    return {phase: estimate.peak(phase) for phase in estimate.phases}
 
 
 def bench_lab(folder: str) -> dict:

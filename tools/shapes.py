@@ -2,8 +2,6 @@
 
 from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
 
-from nanoorz import families
-
 FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 FIELDS += ("intermediate_size", "vocab_size", "tie_word_embeddings")
 SHAPES = {
@@ -44,6 +42,6 @@ def model_config(name: str):
     if name == "Qwen/Qwen3.5-0.8B":
         return Qwen3_5TextConfig(**QWEN_3_5)
     if name not in SHAPES:
-        return families.text_part(AutoConfig.from_pretrained(name))
+        return AutoConfig.from_pretrained(name).get_text_config()
     shape = dict(zip(FIELDS, SHAPES[name])) | {"max_position_embeddings": 131072}
     return Qwen2Config(**shape)

@@ -10,7 +10,6 @@ Source: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillatio
 What the laboratory measured: docs/teacher.md.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,12 +50,10 @@ class Distill(ppo.Recipe):
         told = f"--teacher {self.teacher}: its tokenizer is not that of {self.model}"
         require(own.get_vocab() == other.get_vocab(), told)
         # Policy and teacher share their rows. So the run must have what the teacher needs.
-        flags = {"model": self.teacher, "critic": None, "packing": "auto", "attention": "auto"}
-        of_teacher = dataclasses.replace(self, **flags)
-        families.replace_auto(of_teacher)
-        for name, special in (("packing", "alone"), ("attention", "eager")):
-            is_met = getattr(of_teacher, name) != special or getattr(self, name) == special
-            require(is_met, f"--teacher {self.teacher} needs --{name} {special}")
+        fits = self.packing == "alone" or families.may_be_packed(config)
+        require(fits, f"--teacher {self.teacher} needs --packing alone")
+        fits = self.attention == "eager" or not families.needs_eager(config)
+        require(fits, f"--teacher {self.teacher} needs --attention eager")
 
     def token_passes(self, policy, critic, batch, step):
         super().token_passes(policy, critic, batch, step)
