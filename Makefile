@@ -94,12 +94,6 @@ define INSTALL_CPU
 @grep -v '^torch==' $< | $(PIP) install --quiet --no-deps -r /dev/stdin || $(FAILED)
 endef
 FAILED = { echo "error: the installation failed; the lines above say why; run the same command to try again"; exit 2; }
-# A compilation that was killed leaves a lock, and later compilations wait for this lock without end. So the folder
-# torch_extensions is removed first. COMPILE compiles DeepSpeed's op, which only the CPU stack needs. So the CUDA stack can be
-# installed on a machine without a GPU. COMPILE ends by os._exit, because gloo's threads can abort an interpreter that exits
-# normally.
-COMPILE = $(@D)/bin/python -c "import os; from nanoorz import models, ranks; ranks.start_distributed(); \
-	models.deepspeed.init_distributed(); os._exit(0)" >/dev/null
 # On a GPU Triton compiles C files. These files include Python.h.
 CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} not found; Triton compiles with it (Debian: \
 	apt install gcc)"; exit 2; }; "$(PYTHON)" -c "import os, sysconfig as s; os.stat(s.get_path('include') + '/Python.h')" \
@@ -109,13 +103,10 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 .venv/.installed .venv-cpu/.installed .venv/.installed-cuda:
 	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))" 2>/dev/null || { \
 	echo "error: no Python 3.11, 3.12 or 3.13 runs here; install one, or name it: make PYTHON=/path/to/python3.11"; exit 2; }
-	@command -v g++ >/dev/null || { echo "error: g++ not found; DeepSpeed compiles one small op with it (Debian: apt install g++)"; exit 2; }
 	$(if $(findstring cpu,$<),,$(CAN_COMPILE))
 	"$(PYTHON)" -m venv $(if $(filter-out $@,$(wildcard $(@D)/.installed*)),--clear) $(@D)
 	@$(PIP) install --quiet --upgrade pip || $(FAILED)
 	$(if $(findstring cpu,$<),$(INSTALL_CPU),$(PIP) install --quiet -r $< || $(FAILED))
-	rm -rf $(@D)/torch_extensions
-	$(if $(findstring cpu,$<),$(COMPILE))
 	touch $@
 
 .PHONY: help demo lab chain check test test-slow test-gpu find-gpu card bench lint install

@@ -154,9 +154,10 @@ class Sampler:
         # A model that reads images, too, has a config of its text part.
         has_other_parts = config.get_text_config() is not config
         if has_other_parts:
-            from nanoorz import text_part
+            from nanoorz import families, text_part
 
-            settings |= text_part.sampler_settings(cfg.model)
+            config = families.read_config(cfg.model)
+            settings |= text_part.sampler_settings(config)
         try:
             self.llm = LLM(**settings)
         # vLLM has no error class of its own.
@@ -169,7 +170,7 @@ class Sampler:
         torch.set_num_threads(threads)
         if has_other_parts:
             # With these settings vLLM has read no weights.
-            text_part.fill_sampler(self.llm, cfg.model)
+            text_part.fill_sampler(self.llm, config, families.folder_of(cfg.model))
         self.tokenizer = self.llm.get_tokenizer()
         # With True no text of a reply becomes a special token.
         self.plain_replies = False

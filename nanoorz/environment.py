@@ -38,9 +38,6 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     # torch: log errors of its C++ parts only.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # DeepSpeed compiles its CPU op at the first start and keeps the result in this folder. Each
-    # virtual environment has a folder of its own, because another environment compiles it again.
-    "TORCH_EXTENSIONS_DIR": os.path.join(sys.prefix, "torch_extensions"),
     # vLLM: run in this process, and use as many threads as the trainer.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -64,7 +61,7 @@ for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 # vLLM and DeepSpeed use deprecated names of torch.
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
-# DeepSpeed compiles with the ninja of this virtual environment.
+# vLLM's libraries compile kernels with the ninja of this virtual environment.
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
 # ---- the launcher --------------------------------------------------------------------------------

@@ -12,7 +12,13 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from nanoorz.flags import require
@@ -51,20 +57,27 @@ def load_config(source, flag="--model"):
 
     source: a folder, or a name on the hub. flag: the one that names it.
     """
-    try:
-        # This reads the headers of the files. A copy that was interrupted raises an error.
-        for path in Path(source).glob("*.safetensors"):
+    for path in Path(source).glob("*.safetensors"):
+        # A copy that was interrupted. This reads the header of the file.
+        try:
             with safe_open(path, "pt"):
                 pass
+        except SafetensorError as error:
+            raise UserError(f"{flag} {path}: {one_line(error)}") from error
+    try:
         config = read_config(source)
-        head = skeleton(config).get_output_embeddings()
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{flag} {source}: {one_line(error)}") from error
+    except (OSError, ValueError) as error:
+        why = one_line(error)
+        if not Path(source).is_dir():
+            why = f"there is no such folder, and the hub lacks it: {why}"
+        raise UserError(f"{flag} {source}: {why}") from error
     is_quantized = getattr(config, "quantization_config", None)
     require(not is_quantized, f"{flag} {source}: its weights are quantized")
-    is_linear = isinstance(head, nn.Linear) and head.bias is None
-    is_known = is_linear and config.model_type not in REFUSED.split()
-    told = f"{flag} {source}: models of the family {config.model_type} are not trained correctly"
+    is_known = False
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in REFUSED.split():
+        head = skeleton(config).get_output_embeddings()
+        is_known = isinstance(head, nn.Linear) and head.bias is None
+    told = f"{flag} {source}: models of the family {config.model_type} cannot be trained"
     require(is_known, f"{told} (docs/models.md)")
     return config
 
@@ -75,7 +88,7 @@ def read_config(source):
     if has_other_parts(config):
         from nanoorz import text_part
 
-        return text_part.config_of(config)
+        return text_part.config_of(config, folder_of(source))
     return config
 
 

@@ -65,7 +65,7 @@ class Policy(nn.Module):
         if families.has_other_parts(AutoConfig.from_pretrained(self.source)):
             from nanoorz import text_part
 
-            text_part.save(self.source, folder, weights)
+            text_part.save(families.folder_of(self.source), folder, weights)
         else:
             families.save(self.model, self.source, folder, weights)
 

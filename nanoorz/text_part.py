@@ -15,8 +15,6 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from nanoorz import families
-
 # {pattern of the beginning of a name in the files: the same beginning in the text part}
 NAMES = {
     r"^language_model\.lm_head": "lm_head",
@@ -26,25 +24,25 @@ NAMES = {
 COPIED = {".json", ".jinja", ".txt", ".model"}
 
 
-def config_of(whole):
-    """The config of the text part. whole: the config of the model."""
+def config_of(whole, base: Path):
+    """The config of the text part. whole: the config of the model. base: the model's folder."""
     text = whole.get_text_config()
     # Is the head tied to the embedding? Both configs say so. If they differ, one of them has only a
     # default. Then the files decide: only a head that is not tied has a weight there.
     is_tied = getattr(whole, "tie_word_embeddings", False)
     if is_tied != getattr(text, "tie_word_embeddings", False):
-        is_tied = all(name != "lm_head.weight" for name, _, _ in weights_of(whole.name_or_path))
+        is_tied = all(name != "lm_head.weight" for name, _, _ in weights_of(base))
     text.tie_word_embeddings = is_tied
     return text
 
 
-def weights_of(source):
+def weights_of(base: Path):
     """Yields (name in the text part, name in the file, file) of all weights of all parts.
 
     A weight of another part has the same name twice. The file is open until the next iteration.
     """
     # Some folders also have consolidated.safetensors, which has the same weights once more.
-    for path in sorted(families.folder_of(source).glob("model*.safetensors")):
+    for path in sorted(base.glob("model*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 name = key
@@ -53,23 +51,24 @@ def weights_of(source):
                 yield name, key, file
 
 
-def sampler_settings(source) -> dict:
-    """Arguments of vLLM's LLM, which make it build the text part and read no weights."""
-    text = families.read_config(source)
-    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+def sampler_settings(config) -> dict:
+    """Arguments of vLLM's LLM, which make it build the text part and read no weights.
 
-    def replace_config(config):
-        return text
+    config: of the text part.
+    """
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+
+    def replace_config(whole):
+        return config
 
     return {"hf_overrides": replace_config, "load_format": "dummy"}
 
 
-def fill_sampler(llm, source):
+def fill_sampler(llm, config, base: Path):
     """Gives vLLM the weights of the text part."""
-    config = families.read_config(source)
 
     def text_weights():
-        for name, key, file in weights_of(source):
+        for name, key, file in weights_of(base):
             # NAMES changes the names of the text part. Only the head may have no prefix.
             if name != key or name == "lm_head.weight":
                 tensor = file.get_tensor(key)
@@ -81,10 +80,10 @@ def fill_sampler(llm, source):
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": text_weights()})
 
 
-def save(source, out: Path, trained: dict):
+def save(base: Path, out: Path, trained: dict):
     """Writes an export with all parts. trained: {name in the text part: tensor}."""
     out.mkdir(parents=True)
-    for path in families.folder_of(source).iterdir():
+    for path in base.iterdir():
         if path.suffix in COPIED and not path.name.endswith(".index.json"):
             shutil.copy(path, out)
     dtype = str(next(iter(trained.values())).dtype).removeprefix("torch.")
@@ -92,10 +91,10 @@ def save(source, out: Path, trained: dict):
     config["dtype"] = config["text_config"]["dtype"] = dtype
     (out / "config.json").write_text(json.dumps(config, indent=2))
     tensors = {}
-    for name, key, file in weights_of(source):
+    for name, key, file in weights_of(base):
         # The weights of other parts were not trained.
         tensor = trained.pop(name, None)
         # A trained tensor may be a view of a larger one, which cannot be saved. A clone can.
         tensors[key] = file.get_tensor(key) if tensor is None else tensor.clone()
-    assert not trained, f"{source} has no {list(trained)}"
+    assert not trained, f"{base} has no {list(trained)}"
     save_torch_state_dict(tensors, out)

@@ -34,8 +34,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Two processes run the tests on two cores.
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# nanoorz/environment.py sets the same folder.
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 # The flags of a whole run that takes seconds.
 SMALL = {"template": "demo", "rollout_batch_size": 4, "n_samples_per_prompt": 4}
@@ -342,19 +340,6 @@ def process_group():
     if not dist.is_initialized():
         start_distributed()
         torch.set_num_threads(1)
-
-
-@pytest.fixture
-def compiling(process_group, monkeypatch):
-    """torch's compiler is on, and has compiled nothing. A sampler on a CPU turns the compiler off
-    in its process, which may be the process of this test."""
-    from nanoorz import compiled
-
-    # After the test it has its own value again.
-    monkeypatch.setattr(compiled.run_if_possible, "has_failed", False)
-    torch._dynamo.reset()
-    with torch.compiler.set_stance("default"):
-        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Real vLLM and DeepSpeed on one device, for test_gpu_kernels.py and test_gpu_sampler.py.
+"""Real vLLM and DeepSpeed on one device, for test_gpu.py.
 
     gpu_worker.py sampler OUT FLAGS of train.py    sampling, sleep and sync
     gpu_worker.py step OUT MODEL ROW_LEN           an optimizer step in bf16, at ZeRO 2 and 3
@@ -180,7 +180,7 @@ def find_of_step(model: str, row_len: str) -> dict:
     ppo.compute_advantages(batch, cfg)
     found = {"device": device.type}
     plain = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.bfloat16)
-    policy = models.Policy(plain.to(device).train(), families.Plain(None))
+    policy = models.Policy(plain.to(device).train(), cfg.model)
     gradient = gradient_by_hand(policy, batch, cfg)
     start = torch.cat([p.detach().float().flatten() for p in policy.parameters()])
     # With a small eps Adam's first update is the gradient's sign, which rounding can turn.

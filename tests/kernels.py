@@ -66,9 +66,3 @@ def backward(upstream, query, key, value, out, lse, borders, *options):
             # The gradient of a key is the sum over its query heads.
             gradient[part] = x.unflatten(0, (gradient.shape[1], -1)).sum(1).transpose(0, 1)
     return gradients
-
-
-def varlen_2_11(*inputs, scale=None, window_size=(-1, -1)):
-    """The varlen_attn of PyTorch 2.11. It has no argument enable_gqa."""
-    options = (window_size == (-1, 0), scale, list(window_size))
-    return torch.ops.torch_attn._varlen_attn(*inputs, *options)[0]

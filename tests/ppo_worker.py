@@ -23,13 +23,11 @@ import tiny
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, z3_leaf_module
-from torch._dynamo.utils import counters
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ppo
 from nanoorz import families, models, ranks
-from nanoorz.families import Plain
 from nanoorz.ranks import gather
 
 LR = 2.0  # large: rounding of the weights must not blur the gradient read off their change
@@ -277,7 +275,7 @@ def cell_memory(cfg, spec) -> dict:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 20_000_000)  # freed memory goes back at once
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     shape |= {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 151_936}
-    policy = models.Policy(Qwen2ForCausalLM(Qwen2Config(**shape)), Plain(None))
+    policy = models.Policy(Qwen2ForCausalLM(Qwen2Config(**shape)), None)
     peaks = []
     gradients = []
     # The first count pays for what does not depend on the number of tokens.
@@ -362,24 +360,6 @@ def gradient_of_update(learner, batch, cfg) -> torch.Tensor:
     losses_of = getattr(ppo, f"{learner.name}_losses")
     ppo.update(learner, losses_of, batch, batch.all_indices(), 0.0, cfg)
     return found[0]
-
-
-def cell_compiled(cfg, spec) -> dict:
-    """{name of a learner: its gradients, of eager and of compiled layers}, and the number of graphs
-    of the two."""
-    torch._dynamo.reset()
-    result = {}
-    for name in ("policy", "critic"):
-        result[name] = []
-        for cfg.compile_layers in (False, True):
-            batch = make_batch()
-            ppo.compute_advantages(batch, cfg)
-            learner = getattr(models, f"make_{name}")(cfg)
-            before = counters["stats"]["unique_graphs"]
-            gradient = gradient_of_update(learner, batch, cfg)
-            result[name].append(gradient)
-            result["graphs"] = result.get("graphs", 0) + counters["stats"]["unique_graphs"] - before
-    return result
 
 
 # ---- all of them ---------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import ckpt
 import train
 from ckpt import RunState
-from nanoorz import families, models
-from nanoorz.families import Plain
+from nanoorz import families
 from nanoorz.flags import flags_of
 from nanoorz.ranks import UserError
 
@@ -32,8 +31,6 @@ def group(process_group):
     """A process group of one, and a DeepSpeed engine (ZeRO 1) that is cheap to step."""
     import deepspeed
 
-    # DeepSpeed itself would compile without the lock that other tests wait for.
-    models.compile_ops()
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -220,9 +217,8 @@ def test_an_export_to_a_full_disk_is_a_user_error(group, tiny, small_disk):
     model = AutoModelForCausalLM.from_pretrained(tiny["model"])
     fill(small_disk, room=0)
     with pytest.raises(UserError, match="policy is NOT written: .*No space left"):
-        save_model = functools.partial(Plain(None).save, model)
-        weights = model.named_parameters()
-        ckpt.export(small_disk / "policy", save_model, weights, maker.char_tokenizer(), "")
+        save_model = functools.partial(families.save, model, tiny["model"])
+        ckpt.export(small_disk / "policy", save_model, model.named_parameters(), "")
 
 
 def test_an_export_has_the_small_files_of_the_base_model(group, tmp_path):
@@ -239,15 +235,14 @@ def test_an_export_has_the_small_files_of_the_base_model(group, tmp_path):
     (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (base / "merges.txt").write_text("#version: 0.2\n")
     (base / "train.json").write_text("no file of a model")
-    files = families.BaseFiles(str(base))
     for auto_class, architecture in (
         (AutoModelForCausalLM, "Qwen2ForCausalLM"),
         (AutoModel, "Qwen2Model"),
     ):
         model = auto_class.from_pretrained(base, dtype=torch.float32)
         out = tmp_path / architecture
-        save_model = functools.partial(Plain(None).save, model)
-        ckpt.export(out, save_model, model.state_dict().items(), files, "Say hello.")
+        save_model = functools.partial(families.save, model, base)
+        ckpt.export(out, save_model, model.state_dict().items(), "Say hello.")
         assert (out / "README.md").read_text() == "Say hello."
         for name in ("generation_config.json", "tokenizer_config.json", "merges.txt"):
             assert (out / name).read_bytes() == (base / name).read_bytes()
@@ -261,7 +256,7 @@ def test_an_export_has_the_small_files_of_the_base_model(group, tmp_path):
         assert again.dtype == torch.float32 and again.config.rope_parameters["rope_theta"] == 1e6
     # A variant may train another model. Then the config is that of this model.
     model.config.rope_parameters["rope_theta"] = 5.0
-    ckpt.export(tmp_path / "other", save_model, model.state_dict().items(), files, "")
+    ckpt.export(tmp_path / "other", save_model, model.state_dict().items(), "")
     assert AutoModel.from_pretrained(tmp_path / "other").config.rope_parameters["rope_theta"] == 5.0
 
 

@@ -5,13 +5,11 @@ their functions. test_ppo.py has what needs ranks or ZeRO's stages.
 import functools
 
 import families
-import kernels
 import naive
 import pytest
 import tiny as maker
 import torch
-from conftest import run_python
-from ppo_worker import CPU, config, make_batch, make_models
+from ppo_worker import CPU, config, gradient_of_update, make_batch, make_models
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -20,23 +18,12 @@ from transformers import (
     GPT2LMHeadModel,
     Qwen2ForCausalLM,
     Qwen2ForTokenClassification,
-    StableLmConfig,
-    StableLmForCausalLM,
 )
 
 import ckpt
 import ppo
-from nanoorz.families import Plain, Special, find_family
 from nanoorz.head import ChunkedHead, ChunkedLogprob
-from nanoorz.models import (
-    Critic,
-    Policy,
-    is_open,
-    load_model,
-    make_critic,
-    make_policy,
-    named_weights,
-)
+from nanoorz.models import Critic, Policy, load_model, make_critic, make_policy, named_weights
 from nanoorz.ranks import UserError
 
 
@@ -48,47 +35,78 @@ def models(tmp_path_factory) -> dict:
 # ---- the chunked head ----------------------------------------------------------------------------
 
 
-def full_logprobs(hidden, weight, token_ids, temperature):
-    """Log-probs and entropies, (T,) each, from full logits. temperature: (T, 1)."""
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)  # (T, V)
-    return log_p[range(len(token_ids)), token_ids], -(log_p.exp() * log_p).sum(-1)
+def full(hidden, weight, ids, temperature, scale=1.0, cap=None):
+    """Log-probs and entropies, (T,) each, from full logits."""
+    logits = scale * hidden @ weight.T  # (T, V)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p[range(len(ids)), ids], -(log_p.exp() * log_p).sum(-1)
 
 
-def differentiate(function, hidden, weight, *inputs, upstream) -> list:
-    """Both outputs of function(hidden, weight, *inputs), and the gradients of their product with
-    `upstream`, {number of an output: (T,)}."""
+def differentiate(function, hidden, weight, through) -> list:
+    """Both outputs of function(hidden, weight), and the gradients of their weighted sum.
+
+    through: the numbers of the outputs in this sum.
+    """
     hidden = hidden.clone().requires_grad_()
-    weight = weight.clone().requires_grad_()
-    outputs = function(hidden, weight, *inputs)
-    sum((outputs[k] * gradient).sum() for k, gradient in upstream.items()).backward()
+    weight = torch.nn.Parameter(weight.clone())
+    outputs = function(hidden, weight)
+    rng = torch.Generator().manual_seed(3)
+    sum((outputs[k] * torch.randn(len(hidden), generator=rng)).sum() for k in through).backward()
     return [*outputs, hidden.grad, weight.grad]
 
 
 def draw(tokens, hidden, vocabulary):
     """Hidden states (T, H), the weights of a head (V, H), and token ids (T,)."""
     rng = torch.Generator().manual_seed(2)
-    states = torch.randn((tokens, hidden), generator=rng)
-    weight = torch.randn((vocabulary, hidden), generator=rng)
-    return states, weight, torch.randint(vocabulary, (tokens,), generator=rng)
+    states = torch.randn((tokens, hidden), generator=rng) / hidden**0.25
+    weight = torch.randn((vocabulary, hidden), generator=rng) / hidden**0.25
+    return states, weight, torch.randint(vocabulary - 10, (tokens,), generator=rng)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, torch.linspace(0.5, 1.5, 50)])
+def check_against_full(function, slow, through):
+    """In fp32 outputs and gradients are those of full logits in float64."""
+    hidden, weight, _ = draw(50, 24, 97)
+    got = differentiate(function, hidden, weight, through)
+    want = differentiate(slow, hidden.double(), weight.double(), through)
+    for x, y in zip(got, want, strict=True):
+        assert (x.double() - y).norm() < 1e-6 * y.norm()
+
+
+@pytest.mark.parametrize("temperature, cap", [(1, None), (0.6, None), (0.6, 3)])
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 @pytest.mark.parametrize("through", [(0,), (1,), (0, 1)])  # the log-probs, the entropy, both
-def test_chunked_logprobs_equal_full_ones(temperature, chunk, through):
-    """Outputs and gradients of hidden states and head, for chunks that do and do not divide T. Each
-    token may have a temperature of its own."""
-    hidden, weight, ids = draw(50, 24, 97)
-    hidden, weight = hidden / 24**0.25, weight / 24**0.25
-    rng = torch.Generator().manual_seed(3)
-    upstream = {number: torch.randn(50, generator=rng) for number in through}
-    inputs = (hidden, weight, ids, temperature, chunk)
-    got = differentiate(ChunkedLogprob.apply, *inputs, upstream=upstream)
-    of_tokens = torch.as_tensor(temperature).double().reshape(-1, 1)  # (1, 1) or (T, 1)
-    inputs = (hidden.double(), weight.double(), ids, of_tokens)
-    want = differentiate(full_logprobs, *inputs, upstream=upstream)
-    for x, y in zip(got, want, strict=True):
-        assert (x.double() - y).norm() < 1e-5 * y.norm()
+@pytest.mark.parametrize("kept", [0, 2**26])
+def test_chunked_logprobs_equal_full_ones(temperature, cap, chunk, through, kept, monkeypatch):
+    """For chunks that do and do not divide T. Log p is kept for backward, or computed again."""
+    monkeypatch.setattr("nanoorz.head.KEPT", kept)
+    _, _, ids = draw(50, 24, 97)
+
+    def chunked(hidden, weight):
+        return ChunkedLogprob.apply(hidden, weight, ids, temperature, chunk, cap)
+
+    def slow(hidden, weight):
+        return full(hidden, weight, ids, temperature, cap=cap)
+
+    check_against_full(chunked, slow, through)
+
+
+@pytest.mark.parametrize("cap", [None, 3])
+@pytest.mark.parametrize("limit", [None, 87])
+def test_a_head_has_a_scale_a_cap_and_a_limit_of_ids(cap, limit):
+    """Cohere and Granite have the scale, Gemma has the cap, and a smaller teacher has the limit."""
+    _, _, ids = draw(50, 24, 97)
+
+    def chunked(hidden, weight):
+        head = ChunkedHead(weight, 0.25, cap)
+        head.id_limit = limit
+        return head(hidden, ids, 0.6)
+
+    def slow(hidden, weight):
+        return full(hidden, weight[:limit], ids, 0.6, 0.25, cap)
+
+    check_against_full(chunked, slow, (0, 1))
 
 
 def test_a_pass_without_gradients_computes_no_entropy():
@@ -121,7 +139,7 @@ def test_chunked_head_sums_bf16_gradients_in_fp32():
 def unpacked(folder) -> tuple[torch.Tensor, torch.Tensor]:
     """Naive log-probs and values, (T,) each."""
     batch = make_batch()
-    head = Critic(naive.load(folder, AutoModel), Plain(folder), seed=5).value_head.weight.detach()
+    head = Critic(naive.load(folder, AutoModel), folder, seed=5).value_head.weight.detach()
     with torch.no_grad():
         logprobs, _ = naive.logprobs(naive.load(folder), batch, config().temperature)
         return logprobs, naive.values(naive.load(folder, AutoModel), head, batch)
@@ -129,7 +147,7 @@ def unpacked(folder) -> tuple[torch.Tensor, torch.Tensor]:
 
 def load(folder, auto_class, attention: str, **settings):
     cfg = config(folder, attention=attention, **settings)
-    return load_model(cfg, find_family(folder), auto_class)
+    return load_model(cfg, folder, auto_class)
 
 
 # varlen comes first: nobody has registered it before load_model does.
@@ -140,9 +158,8 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
     and without borders under varlen. A value is read before its token,
     because a baseline that knew the token would teach nothing."""
     cfg = config(packing_max_len=row_len, micro_train_batch_size=rows)
-    family = find_family(models[False])
-    policy = Policy(load(models[False], AutoModelForCausalLM, attention), family)
-    critic = Critic(load(models[False], AutoModel, attention), family, seed=5)
+    policy = Policy(load(models[False], AutoModelForCausalLM, attention), models[False])
+    critic = Critic(load(models[False], AutoModel, attention), models[False], seed=5)
     logprobs, values = unpacked(models[False])
     got = ppo.compute_logprobs(policy, make_batch(), cfg)
     torch.testing.assert_close(got.double(), logprobs, rtol=0, atol=2e-5)
@@ -150,14 +167,11 @@ def test_packed_equals_unpacked(attention, row_len, rows, models, process_group)
     torch.testing.assert_close(got.double(), values, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("version, checkpointing", [("2.11", True), ("new", False), ("new", True)])
-def test_varlen_equals_sdpa(version, checkpointing, tmp_path, process_group, monkeypatch):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_varlen_equals_sdpa(checkpointing, tmp_path, process_group, monkeypatch):
     """The log-probs and the gradients are equal. Rows have padding, and the last micro-batch is a
     filler. There are four query heads to two keys. The first of two layers has a sliding window.
-    Gradient checkpointing calls the attention again in backward. The varlen_attn of PyTorch 2.11
-    has no argument enable_gqa, so it must not get one."""
-    if version == "2.11":
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernels.varlen_2_11)
+    Gradient checkpointing calls the attention again in backward."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setattr(families, "SIZES", families.SIZES | heads)
     folder = families.make_model("OLMo 3", tmp_path)
@@ -168,7 +182,7 @@ def test_varlen_equals_sdpa(version, checkpointing, tmp_path, process_group, mon
     results = []
     for attention in ("sdpa", "varlen"):
         model = load(folder, AutoModelForCausalLM, attention, gradient_checkpointing=checkpointing)
-        policy = Policy(model, Special(folder))
+        policy = Policy(model, folder)
         for layer in model.base_model.layers:
             # Not the usual one over the root of D: some models have their own.
             layer.self_attn.scaling = 0.3
@@ -178,17 +192,6 @@ def test_varlen_equals_sdpa(version, checkpointing, tmp_path, process_group, mon
     (expected, expected_gradient), (found, gradient) = results
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
-
-
-def test_a_model_with_its_own_attention_is_refused_in_one_line(tmp_path):
-    """It would never call packed_attention, and would get no mask."""
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    StableLmForCausalLM(StableLmConfig(**shape, **heads)).save_pretrained(tmp_path)
-    family = Special(tmp_path)
-    load_model(config(tmp_path), family, AutoModelForCausalLM)
-    with pytest.raises(UserError, match="has attention code of its own: add --attention sdpa"):
-        load_model(config(tmp_path, attention="varlen"), family, AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize("form", ["ours", "orz", "classifier"])
@@ -206,8 +209,8 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     folder.mkdir()
     if form == "ours":
         weights["value_head.weight"] = head
-        save_model = functools.partial(Plain(None).save, model)
-        ckpt.write_export(folder, save_model, weights, maker.char_tokenizer(), "")
+        base = Critic(model, tmp_path / "lm", seed=5)
+        ckpt.write_export(folder, base.save, weights, "")
     elif form == "orz":
         model.save_pretrained(folder)
         weights = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -229,7 +232,7 @@ def test_a_critic_starts_from_a_folder(form, models, tmp_path, process_group):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
 
     out = tmp_path / "exported"
-    ckpt.export(out, engine.module.save, named_weights(engine), maker.char_tokenizer(), "")
+    ckpt.export(out, engine.module.save, named_weights(engine), "")
     names = {"value_head.weight", "value_head.bias"} if bias else {"value_head.weight"}
     assert load_file(out / "value_head.safetensors").keys() == names
     assert not names & load_file(out / "model.safetensors").keys()
@@ -266,7 +269,8 @@ def test_a_folder_whose_weights_have_other_names_is_refused(stage, models, tmp_p
     renamed["value_head.weight"] = torch.ones(1, model.config.hidden_size)
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     cfg = config(models[True], critic=str(tmp_path), zero_stage=stage)
-    with pytest.raises(UserError, match=f"^{tmp_path} lacks [0-9]+ of its weights, such as .*$"):
+    told = f"^--critic {tmp_path} lacks [0-9]+ of its weights, such as .*$"
+    with pytest.raises(UserError, match=told):
         make_critic(cfg)
 
 
@@ -289,21 +293,32 @@ def test_dropout_is_off(tmp_path):
     ids = torch.arange(1, 21)[None]
     dropping = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").train()
     assert not torch.equal(dropping(ids).logits, dropping(ids).logits), "there is none to turn off"
-    model = load_model(config(tmp_path), Special(tmp_path), AutoModelForCausalLM)
+    model = load_model(config(tmp_path), tmp_path, AutoModelForCausalLM)
     first, second = (model.base_model(ids).last_hidden_state for _ in range(2))
     assert model.training and torch.equal(first, second)
 
 
-@pytest.mark.engine
-def test_a_build_lock_whose_owner_was_killed_does_not_stop_the_next_start(tmp_path):
-    """torch waits for ever until the file is gone, without a word."""
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    code = "import os; from nanoorz import models; models.compile_ops()"
-    env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    with lock.open():
-        assert is_open(lock)
-    assert not is_open(lock)
-    run_python("-c", code, env=env)
-    assert not lock.exists() and list(lock.parent.glob("*.so"))
+# ---- --compile_layers ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_eager_ones(models, process_group):
+    """Gradients of both. A user's hook on a part of a layer that is compiled already is called."""
+    batch = make_batch()
+    ppo.compute_advantages(batch, config(models[True]))
+    gradients = []
+    for is_compiled in (False, True):
+        flags = {"compile_layers": is_compiled, "gradient_checkpointing": True}
+        cfg = config(models[True], packing_max_len=64, **flags)
+        # A sampler on a CPU turns the compiler off in its process.
+        with torch.compiler.set_stance("default"):
+            policy = make_policy(cfg)
+            gradients.append(gradient_of_update(policy, batch, cfg))
+            ppo.compute_logprobs(policy, batch, cfg)
+            layer = policy.module.model.base_model.layers[1]
+            layer.mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
+            gradients.append(gradient_of_update(policy, batch, cfg))
+    eager, eager_hook, ours, ours_hook = gradients
+    assert 0 < (ours - eager).norm() < 1e-6 * eager.norm()
+    assert (ours_hook - eager_hook).norm() < 1e-6 * eager_hook.norm()
+    assert (eager_hook - eager).norm() > 0.01 * eager.norm()

@@ -14,7 +14,8 @@ from conftest import ROOT, clean_environment, config, run_tool, stand_in
 from ppo_worker import make_batch
 
 import ppo
-from nanoorz import memory, models
+from nanoorz import models
+from tools import plan
 from tools.shapes import model_config
 
 RECIPES = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "launch.sh")
@@ -48,8 +49,8 @@ def test_what_stays_is_what_real_engines_hold(stage, process_group, tmp_path):
     # The moments are made by the first update.
     for engine, losses_of in zip(engines, (ppo.policy_losses, ppo.critic_losses)):
         ppo.update(engine, losses_of, batch, batch.all_indices(), 1e-3, cfg)
-    plan = memory.Rank(cfg, model_config(cfg.model), world=1).always()
-    expected = memory.total(plan) - memory.CONTEXT
+    always = plan.Rank(cfg, model_config(cfg.model), world=1).always()
+    expected = plan.total(always) - plan.CONTEXT
     assert held_bytes() - before == pytest.approx(expected, rel=0.02)
 
 
@@ -65,7 +66,7 @@ SHARES = {0: (4, 8, 4), 2: (2, 12 / 8, 4 / 8), 3: (2 / 8, 12 / 8, 4 / 8)}
 def test_zero_divides_what_it_shards_by_the_ranks(name, policy, critic, stage):
     """Policy and critic learn. ZeRO-3 keeps the gradient sums, and one bucket for each model."""
     cfg = config(estimator="gae", bf16=stage > 0, zero_stage=stage)
-    rank = memory.Rank(cfg, model_config(f"Qwen/Qwen2.5-{name}"), world=8)
+    rank = plan.Rank(cfg, model_config(f"Qwen/Qwen2.5-{name}"), world=8)
     weights, states, sums = SHARES[stage]
     expected = {"weights": weights, "masters and moments": states}
     always = rank.always()

@@ -21,10 +21,15 @@ BELOW = {
 } | dict.fromkeys(STAGES[1:], {"nanoorz"})
 # The export of a checkpoint asks the recipe for the model.
 BELOW["ckpt"] = {"nanoorz", "ppo"}
-# A file is copied together with these. Without families.py a copy of rollout.py draws
-# from models of text alone.
+# A file is copied together with these. Without families.py and text_part.py a copy of rollout.py
+# draws from models of text alone.
 COPIED_WITH = {
-    "rollout.py": {"nanoorz.families", "nanoorz.environment", "nanoorz.ranks"},
+    "rollout.py": {
+        "nanoorz.families",
+        "nanoorz.text_part",
+        "nanoorz.environment",
+        "nanoorz.ranks",
+    },
     "reward.py": {"nanoorz.ranks", "nanoorz.equal", "nanoorz.records"},
     "ppo.py": {"nanoorz.ranks", "nanoorz.flags"},
     "ckpt.py": {f"nanoorz.{name}" for name in ("environment", "ranks", "variants", "flags")}

@@ -39,21 +39,24 @@ LOGS = ROOT / "out" / "card"
 MARKS = ("<!-- cards: made by tools/card.py -->\n", "<!-- end of cards -->\n")
 # {part: (a file of tests/ with options of pytest, or "" for a part of bench.py; what it shows)}
 PARTS = {
-    "cycle": ("test_gpu_sampler.py -k eager", "the sampler without CUDA graphs: seeds, sync"),
+    "cycle": (
+        "test_gpu.py -k 'sampler_sleeps and eager'",
+        "the sampler without CUDA graphs: seeds, sync",
+    ),
     "kernels": (
-        "test_gpu_kernels.py tests/test_waits.py -k 'not compiled'",
-        "attention, head, advantages, update against references; waits for the GPU",
+        "test_gpu.py -k 'varlen or packed or head or bf16 or waits'",
+        "attention, head, update against references; waits for the GPU",
     ),
-    "sampler": ("test_gpu_sampler.py -k 'not eager'", "the sampler with CUDA graphs, ZeRO 3, fp8"),
-    "compiled": (
-        "test_gpu_kernels.py tests/test_gpu_runs.py -k compiled",
-        "compiled layers against eager ones, and a run with them; flags that the plan chooses",
+    "sampler": (
+        "test_gpu.py -k 'sampler_sleeps and not eager'",
+        "the sampler with CUDA graphs, ZeRO 3, fp8",
     ),
+    "compiled": ("test_gpu.py -k run_in_fp16", "a run with compiled layers, and one in fp16"),
     "runs": (
-        "test_gpu_runs.py -k 'not two_cards and not compiled'",
+        "test_gpu.py -k 'resumes or signal or demo'",
         "whole runs: ZeRO 2 and 3, resume, signal",
     ),
-    "two_cards": ("test_gpu_runs.py -k two_cards", "two GPUs against one: NCCL, a shared sampler"),
+    "two_cards": ("test_gpu.py -k two_cards", "two GPUs against one: NCCL, a shared sampler"),
     "zero2": ("", "two steps of 0.5B with a critic at ZeRO 2"),
     "zero3": ("", "two steps of 0.5B with a critic at ZeRO 3"),
     "step": ("", "four GRPO steps of 0.5B; verl's published step takes 6.39 s on one H100"),
