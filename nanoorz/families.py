@@ -143,9 +143,9 @@ def replace_auto(cfg):
 def load(source, auto_class, **settings):
     """auto_class.from_pretrained of a model's text part. Returns the model, and a report of the
     missing weights."""
-    whole = AutoConfig.from_pretrained(source)
     config = read_config(source)
-    if has_other_parts(whole):
+    is_part = has_other_parts(AutoConfig.from_pretrained(source))
+    if is_part:
         from nanoorz import text_part
 
         settings["key_mapping"] = text_part.NAMES
@@ -153,7 +153,7 @@ def load(source, auto_class, **settings):
     model, report = auto_class.from_pretrained(
         source, config=config, output_loading_info=True, **settings
     )
-    if has_other_parts(whole):
+    if is_part:
         # transformers notes here how it has renamed the weights of the files. Here the names of the
         # text part stay.
         model._weight_conversions = []
