@@ -97,7 +97,7 @@ def test_a_number_without_limits_is_accepted(monkeypatch):
 
 
 def test_varlen_without_a_gpu_is_refused(tiny):
-    with pytest.raises(UserError, match="^--attention varlen needs a GPU"):
+    with pytest.raises(UserError, match="^--attention varlen: needs a GPU"):
         families.replace_auto(config(**tiny, attention="varlen"))
 
 

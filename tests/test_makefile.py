@@ -61,7 +61,6 @@ def test_make_installs_the_stack_of_the_machine(words, card, there, installed, e
     found = re.findall(r"^(\S+)/bin/\S+ -m pip .*?(requirements(?:-cpu)?\.txt)", said, re.MULTILINE)
     assert found == ([installed] if installed else [])
     assert lines[-1].endswith(end)
-    assert ("start_distributed" in said) == (installed in (CPU, CPU_BESIDE_CUDA))
     assert ("--clear" in said) == bool(there and installed)
 
 
