@@ -26,13 +26,15 @@ from nanoorz.head import ChunkedHead
 from nanoorz.ranks import UserError, one_line
 
 # The samples of a packed row do not see each other in these families. tests/test_families.py proves
-# it for each of them. In the first five nothing is special. In all other families each sample has a
-# row of its own. There samples might see each other, and no error would tell. The reasons:
+# it for each name of the list. Most users train one of the first five: they have no special layers
+# and no special logits. In all other families each sample has a row of its own. There samples might
+# see each other, and no error would tell. The reasons:
 # - Recurrent and convolution layers carry a state from one sample to the next.
-# - Learned positions and ALiBi count the tokens of the row.
+# - Some learned positions, and ALiBi, count the tokens of the row.
 # - A few families do not use the positions for their attention mask.
 # - A few have attention code of their own, which --attention varlen would not reach.
-# A config alone does not show whether a family has such a reason. So test it before you add it.
+# A config alone does not show whether a family has such a reason. So add the name and run the test:
+# pytest -m slow tests/test_families.py -k apart
 PACKED = """
 llama mistral phi3 qwen2 qwen3
 
@@ -42,10 +44,11 @@ granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe laguna mini
 ministral3 mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon qwen3_moe seed_oss smollm3
 solar_open starcoder2 vaultgemma
 """
-# These families are refused, because they would train wrongly without an error: head.py does not
-# compute the logits of the first, and the last one draws experts at random while it is trained.
+# These families are refused, because they would train wrongly without an error. phimoe draws
+# experts at random while it is trained. The logits of all others are more than a linear head, a
+# scale and a cap, which is what head.py computes.
 REFUSED = """
-chameleon falcon_h1 hyperclovax inkling_text muse_glimmer recurrent_gemma xlstm phimoe
+chameleon falcon_h1 hyperclovax inkling_text muse_glimmer phimoe recurrent_gemma xlstm
 """
 
 
@@ -58,7 +61,7 @@ def load_config(source, flag="--model"):
     source: a folder, or a name on the hub. flag: the one that names it.
     """
     for path in Path(source).glob("*.safetensors"):
-        # A copy that was interrupted. This reads the header of the file.
+        # This reads the header of the file. It fails if a copy was interrupted.
         try:
             with safe_open(path, "pt"):
                 pass
@@ -73,12 +76,12 @@ def load_config(source, flag="--model"):
         raise UserError(f"{flag} {source}: {why}") from error
     is_quantized = getattr(config, "quantization_config", None)
     require(not is_quantized, f"{flag} {source}: its weights are quantized")
-    is_known = False
+    can_train = False
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in REFUSED.split():
         head = skeleton(config).get_output_embeddings()
-        is_known = isinstance(head, nn.Linear) and head.bias is None
+        can_train = isinstance(head, nn.Linear) and head.bias is None
     told = f"{flag} {source}: models of the family {config.model_type} cannot be trained"
-    require(is_known, f"{told} (docs/models.md)")
+    require(can_train, f"{told} (docs/models.md)")
     return config
 
 
@@ -154,9 +157,11 @@ def load(source, auto_class, **settings):
         source, config=config, output_loading_info=True, **settings
     )
     if is_part:
-        # transformers notes here how it has renamed the weights of the files. Here the names of the
-        # text part stay.
+        # transformers notes here how it has renamed the weights of the files. A sync and an export
+        # have the names of the text part.
         model._weight_conversions = []
+        if auto_class is AutoModelForCausalLM:
+            text_part.check_names(model, folder_of(source))
     return model, report
 
 
@@ -193,12 +198,19 @@ def to_files(model, weights: dict) -> dict:
 
     Gets {name: tensor}, and returns {name: tensor}.
     """
-    # The classes of these families in vLLM use the embedding as the head, and refuse a weight with
-    # the name of the head.
+    # The other classes of vLLM need the weight of a tied head. The classes of these families use
+    # the embedding as the head, and refuse a weight with the name of the head.
     if model.config.model_type in ("gemma", "gemma2") and model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     # In memory all experts of a layer share one weight. In the files each expert has its own.
     return revert_weight_conversion(model, weights) if model._weight_conversions else weights
+
+
+# The files of a tokenizer, and the generation config.
+TEXT_FILES = """
+tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
+chat_template* generation_config.json
+"""
 
 
 def save(model, source, folder, weights: dict):
@@ -207,8 +219,9 @@ def save(model, source, folder, weights: dict):
 
     source: the base model. weights: {name in the files: tensor}.
     """
-    # transformers reads generation configs that it refuses to write, such as one with a temperature
-    # and without do_sample. The base model's file replaces this one.
+    # transformers refuses to write some generation configs that it reads, such as one with a
+    # temperature and without do_sample. So it writes this one, and the base model's file replaces
+    # it.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(folder, state_dict=weights)
     base = folder_of(source)
@@ -227,13 +240,6 @@ def save(model, source, folder, weights: dict):
     # The critic has a body alone.
     config["architectures"] = new["architectures"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-# The files of a tokenizer, and the generation config.
-TEXT_FILES = """
-tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
-chat_template* generation_config.json
-"""
 
 
 def folder_of(source) -> Path:

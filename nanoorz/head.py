@@ -1,7 +1,7 @@
 """The LM head computes log-probs and entropies in chunks, with a backward pass of its own.
 
-The logits of a chunk of tokens take at most 512 MB on a GPU, and 32 MB on a CPU. ORZ held four
-copies of all logits. This file needs torch alone.
+The logits of a chunk of tokens take at most 512 MB on a GPU, and 32 MB on a CPU. A few copies of
+them exist at the same time. ORZ held four copies of all logits. This file needs torch alone.
 
 Shapes: M response tokens, V vocabulary, H hidden; chunk: the tokens of a chunk.
 """
@@ -17,7 +17,8 @@ class ChunkedLogprob(torch.autograd.Function):
 
     The backward pass needs log p of all V tokens. If these numbers take at most 256 MB, they are
     kept. If not, the backward pass computes them again: of 8k tokens and a vocabulary of 152k they
-    would take 5 GB. With a cap of the logits, as in Gemma 2, it needs their tanh, too.
+    would take 5 GB. With a cap of the logits, as in Gemma 2, the backward pass needs the tanh of
+    the logits, too. It has the same size.
     """
 
     @staticmethod
@@ -74,7 +75,7 @@ class ChunkedLogprob(torch.autograd.Function):
             else:
                 log_p, tanh = chunk_log_softmax(hidden[part], weight, temperature, ctx.cap)
             on_token = grad_logprobs[part, None] / temperature  # (chunk, 1)
-            on_all = on_token
+            on_all = on_token  # (chunk, 1)
             if grad_entropy is not None:
                 on_entropy = grad_entropy[part, None] / temperature  # (chunk, 1)
                 on_all = on_token + on_entropy * (log_p + entropy[part, None])  # (chunk, V)
@@ -109,9 +110,10 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor):
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
+        # The product of two bf16 matrices is added in fp32.
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # This makes a second tensor (V, H) for the product.
+        # On a CPU the product is a second tensor (V, H), in bf16.
         total.add_(a @ b)
 
 
@@ -131,7 +133,8 @@ class ChunkedHead(nn.Module):
         self.weight = weight
         self.scale = scale
         self.cap = cap
-        self.id_limit = None  # Log-probs are those of the ids below this number. None: all ids.
+        # Log-probs are those of the ids below this number (models.Frozen). None: all ids.
+        self.id_limit = None
 
     def forward(self, hidden: Tensor, token_ids: Tensor | None = None, temperature=1.0):
         """Log-probs and entropies of M tokens, (M,) each.
@@ -144,8 +147,8 @@ class ChunkedHead(nn.Module):
             return nn.functional.linear(hidden, self.weight)
         floats = 2**27 if hidden.is_cuda else 2**23  # 512 MB, or 32 MB
         chunk = max(16, floats // len(self.weight))
-        # scale * cap / scale * tanh(logits / (cap / scale)) are the logits with scale and cap. And
-        # to multiply them by the scale is to divide them by 1 / scale.
+        # With x = hidden @ weight.T, c = cap / scale and t = temperature / scale:
+        # cap * tanh(scale * x / cap) / temperature = c * tanh(x / c) / t.
         cap = self.cap / self.scale if self.cap else None
         temperature = temperature / self.scale
         weight = self.weight if self.id_limit is None else self.weight[: self.id_limit]

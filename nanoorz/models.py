@@ -1,7 +1,9 @@
 """Policy and critic: bodies of transformers, our two heads, and a DeepSpeed engine around each.
 
 A learner is a model with its engine: the policy, the critic, or a frozen model of a variant, which
-never learns. families.py has what differs between families of models.
+never learns. families.py has what differs between families of models. `cfg` is the recipe of ppo.py
+with the flags of a run. A variant may override its methods that are called here: policy_model,
+training_dtype, engine_settings and named_weights. `micro` is a MicroBatch of ppo.py.
 
 Shapes: R packed rows, L row length, M response tokens of a micro-batch, V vocabulary, H hidden.
 """
@@ -22,13 +24,14 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# The import of environment.py sets variables that DeepSpeed reads.
+# The import of environment.py sets variables that DeepSpeed reads when it starts.
 from nanoorz import environment, families  # noqa: F401
 from nanoorz.flags import require
 from nanoorz.ranks import UserError, one_line
 
-# DeepSpeed would compile an op at its first start on a CPU. The op is for inference. A killed
-# compilation would leave a lock, and all later starts would wait for it.
+# At its first start on a CPU DeepSpeed would compile deepspeed_shm_comm, which is for inference. If
+# the compilation was killed, all later starts would wait for its lock. This dict has the ops that
+# DeepSpeed may compile.
 deepspeed.ops.__compatible_ops__ = {}
 
 BUCKET = 10**8  # elements of the bucket in which DeepSpeed collects gradients
@@ -45,8 +48,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.source = source
-        # The new head has the parameter of the old one. If the embedding has this parameter, too,
-        # the head stays tied to it.
+        # The new head has the same nn.Parameter as the old one. If the embedding has it, too, the
+        # head stays tied to the embedding.
         model.set_output_embeddings(families.make_head(model))
 
     def forward(self, micro, temperature):
@@ -59,15 +62,15 @@ class Policy(nn.Module):
 
     def save(self, folder, weights: dict):
         """Writes these weights as a folder that transformers and vLLM load."""
-        # transformers stores a tied output head once, under the name of the embedding.
-        if self.model.config.tie_word_embeddings:
-            weights.pop("lm_head.weight", None)
         if families.has_other_parts(AutoConfig.from_pretrained(self.source)):
             from nanoorz import text_part
 
             text_part.save(families.folder_of(self.source), folder, weights)
-        else:
-            families.save(self.model, self.source, folder, weights)
+            return
+        # transformers stores a tied output head once, under the name of the embedding.
+        if self.model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        families.save(self.model, self.source, folder, weights)
 
 
 class Frozen(Policy):
@@ -95,7 +98,6 @@ class Critic(nn.Module):
     """A body of its own and a linear head H -> 1.
 
     A new head has no bias. Its weights are drawn from N(0, std 1 / (H + 1)), as in ORZ's code.
-    ORZ's paper says another distribution.
     """
 
     def __init__(self, model, source, seed):
@@ -153,7 +155,8 @@ def critic_module(cfg) -> Critic:
 def make_frozen(cfg, name, source):
     """A model with an engine and without an optimizer. Variants compare the policy with it.
 
-    source: a folder, or a name on the hub.
+    name: of the engine, and of the flag that names the model. source: a folder, or a name on the
+    hub. The model must allow the --packing and the --attention of the run, which is not checked.
     """
     model = load_model(cfg, source, AutoModelForCausalLM, f"--{name}")
     policy_ids = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
@@ -167,7 +170,7 @@ def load_model(cfg, source, auto_class, flag="--model"):
     """
     if cfg.zero_stage == 3:
         # A side effect: as long as this object exists, from_pretrained shards the model while it
-        # loads.
+        # loads. Only the settings of the sharding matter here.
         sharding = HfDeepSpeedConfig(engine_config(cfg, 3))  # noqa: F841
     if cfg.attention == "varlen":
         # transformers makes attention masks only for its own kinds of attention. varlen needs none.
@@ -182,7 +185,7 @@ def load_model(cfg, source, auto_class, flag="--model"):
     missing = sorted(report["missing_keys"])
     told = f"{flag} {source} lacks {len(missing)} of its weights, such as {missing[:1]}"
     require(not missing, told)
-    # With dropout trainer and sampler would differ. In an attention layer it is only a number.
+    # With dropout trainer and sampler would differ. Attention layers have it as a number.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -193,12 +196,14 @@ def load_model(cfg, source, auto_class, flag="--model"):
         # the layer has hooks of its own, and they take half of the CPU's time.
         for layer in layers_of(model):
             set_z3_leaf_module(layer, True)
-        # DeepSpeed takes a layer's gradients when the gradient of the layer's first argument is
-        # there. With a frozen embedding (LoRA) the first layer would have none.
+        # DeepSpeed takes a layer's gradients when the gradient of the layer's input is there. If
+        # the embedding is frozen (LoRA), the input of the first layer would have no gradient.
         model.enable_input_require_grads()
     if cfg.compile_layers:
-        # By default torch leaves the layers uncompiled after eight graphs, and does not call hooks
-        # that are set after the first pass. Both without a word.
+        # With fullgraph torch raises an error in the first pass if it cannot compile a layer, and
+        # later if there are too many graphs. Without it the layers would run uncompiled, and
+        # nobody would be told. The limit is 8 graphs by default. With the second setting torch
+        # also calls hooks that are set after the first pass.
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         for layer in layers_of(model):
@@ -230,7 +235,8 @@ def load_value_head(critic, folder):
     for path in glob.glob(f"{folder}/*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in VALUE_HEADS.intersection(file.keys()):
-                head[name.rpartition(".")[2]] = file.get_tensor(name)
+                kind = name.split(".")[1]  # weight or bias
+                head[kind] = file.get_tensor(name)
     if "bias" in head:
         critic.value_head = nn.Linear(critic.value_head.in_features, 1, dtype=critic.model.dtype)
     try:
@@ -311,9 +317,10 @@ class Learner:
             self.deepspeed.step()
 
     def apply_update(self, lr):
-        """Changes the weights. Returns the gradient's norm before clipping, or 0 if fp16 overflows.
+        """Changes the weights. Returns the gradient's norm before clipping.
 
-        If the norm is not finite, no weight is changed, and all ranks raise FloatingPointError.
+        If the norm is not finite, no weight is changed, and all ranks raise FloatingPointError. In
+        fp16 (a variant) the norm may be too large for fp16, and then this returns 0.
         """
         engine = self.deepspeed
         engine.optimizer.param_groups[0]["lr"] = lr
@@ -354,9 +361,9 @@ def engine_config(cfg, stage, largest=0, layer=0):
     hidden_size = AutoConfig.from_pretrained(cfg.model).get_text_config().hidden_size
     zero = {
         "stage": stage,
-        # ZeRO-3 always holds a bucket of fp32 for each engine. The default size is 1.9 GiB. ZeRO-2
-        # needs a bucket that holds each parameter. A larger gradient is not copied into a bucket,
-        # and DeepSpeed may free it while another stream still reads it.
+        # ZeRO-3 always holds a bucket of fp32 for each engine. Its default size is 1.9 GiB. In
+        # ZeRO-2 the largest parameter must fit into the bucket. Otherwise its gradient is not
+        # copied, and DeepSpeed may free it while another stream still reads it.
         "reduce_bucket_size": max(BUCKET, largest) if stage == 2 else BUCKET,
         # Reduce gradients during backward. A rank alone has nobody to wait for, and the overlap
         # takes a second bucket.
@@ -384,8 +391,8 @@ def engine_config(cfg, stage, largest=0, layer=0):
         # --bf16 true needs stage 2 or 3 (train.py). So at stage 0 or 1 the run is in fp32, or the
         # model is a frozen one, whose weights are in bf16 already.
         "bf16": {"enabled": cfg.bf16 and stage > 1},
-        # In bf16 the sum of 65 micro-batches lost a ninth of its norm. The setting
-        # coalesce_grad_reduction would sum in bf16 again.
+        # Sum the gradients of micro-batches and ranks in fp32. In bf16 a sum of 65 micro-batches
+        # lost a ninth of its norm. The setting coalesce_grad_reduction would sum in bf16 again.
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         # This timer waits for the GPU twice a micro-batch.
@@ -403,15 +410,15 @@ def engine_config(cfg, stage, largest=0, layer=0):
 def named_weights(learner):
     """(name in the files, full tensor) pairs, on every rank. One parameter is gathered at a time.
 
-    Copy a tensor to keep it. A tied head is yielded too: without it vLLM on a CPU keeps the old
-    head.
+    Each rank must take all pairs. Copy a tensor to keep it. Its dtype is that of the passes. A tied
+    head is yielded too: without it vLLM on a CPU keeps the old head.
     """
     return learner.cfg.named_weights(learner, gather_weights(learner))
 
 
 def gather_weights(learner):
     if learner.stage == 3:
-        # After a pass without gradients DeepSpeed has weights in flight, for a backward pass.
+        # After a pass without gradients DeepSpeed is still gathering weights for a backward pass.
         learner.deepspeed.optimizer.empty_partition_cache()
     module = learner.module
     # This names a tied head, too, and the buffers that the files have.

@@ -15,6 +15,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from nanoorz.flags import require
+
 # {pattern of the beginning of a name in the files: the same beginning in the text part}
 NAMES = {
     r"^language_model\.lm_head": "lm_head",
@@ -39,7 +41,7 @@ def config_of(whole, base: Path):
 def weights_of(base: Path):
     """Yields (name in the text part, name in the file, file) of all weights of all parts.
 
-    A weight of another part has the same name twice. The file is open until the next iteration.
+    The two names of a weight of another part are equal. The file is open until the next iteration.
     """
     # Some folders also have consolidated.safetensors, which has the same weights once more.
     for path in sorted(base.glob("model*.safetensors")):
@@ -49,6 +51,15 @@ def weights_of(base: Path):
                 for pattern, text in NAMES.items():
                     name = re.sub(pattern, text, name)
                 yield name, key, file
+
+
+def check_names(model, base: Path):
+    """Raises UserError if an export could not write a weight of the trainer under its name in the
+    files. Some families have experts in another form there."""
+    names = {name for name, _, _ in weights_of(base)}
+    missing = [name for name, _ in model.named_parameters() if name not in names]
+    told = f"{base} has {missing[:1]} in another form; use a checkpoint of the text part alone"
+    require(not missing, told)
 
 
 def sampler_settings(config) -> dict:
@@ -69,7 +80,7 @@ def fill_sampler(llm, config, base: Path):
 
     def text_weights():
         for name, key, file in weights_of(base):
-            # NAMES changes the names of the text part. Only the head may have no prefix.
+            # The two names of a weight of the text part differ, except perhaps for the head.
             if name != key or name == "lm_head.weight":
                 tensor = file.get_tensor(key)
                 yield name, tensor
@@ -96,5 +107,7 @@ def save(base: Path, out: Path, trained: dict):
         tensor = trained.pop(name, None)
         # A trained tensor may be a view of a larger one, which cannot be saved. A clone can.
         tensors[key] = file.get_tensor(key) if tensor is None else tensor.clone()
+    # Few files have a tied head.
+    trained.pop("lm_head.weight", None)
     assert not trained, f"{base} has no {list(trained)}"
     save_torch_state_dict(tensors, out)
