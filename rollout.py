@@ -154,6 +154,7 @@ class Sampler:
         # A model that reads images, too, has a config of its text part.
         has_other_parts = config.get_text_config() is not config
         if has_other_parts:
+            # Here and not at the top, because a copy of this file may not have these files.
             from nanoorz import families, text_part
 
             config = families.read_config(cfg.model)

@@ -61,7 +61,7 @@ for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 # vLLM and DeepSpeed use deprecated names of torch.
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
-# vLLM's libraries compile kernels with the ninja of this virtual environment.
+# On some GPUs vLLM uses flashinfer, which calls the ninja of this virtual environment.
 os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
 
 # ---- the launcher --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -32,7 +33,7 @@ from nanoorz.ranks import UserError, one_line
 # - Recurrent and convolution layers carry a state from one sample to the next.
 # - Some learned positions, and ALiBi, count the tokens of the row.
 # - A few families do not use the positions for their attention mask.
-# - A few have attention code of their own, which --attention varlen would not reach.
+# - --attention varlen does not reach the attention of a few families.
 # A config alone does not show whether a family has such a reason. So add the name and run the test:
 # pytest -m slow tests/test_families.py -k apart
 PACKED = """
@@ -41,15 +42,17 @@ llama mistral phi3 qwen2 qwen3
 apertus arcee bitnet cohere cohere2 cwm diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe
 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe
 granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe laguna minimax_m2 ministral
-ministral3 mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon qwen3_moe seed_oss smollm3
+ministral3 mixtral nanochat olmo olmo2 olmo3 olmoe persimmon qwen3_moe seed_oss smollm3
 solar_open starcoder2 vaultgemma
 """
-# These families are refused, because they would train wrongly without an error. phimoe draws
-# experts at random while it is trained. The logits of all others are more than a linear head, a
-# scale and a cap, which is what head.py computes.
-REFUSED = """
-chameleon falcon_h1 hyperclovax inkling_text muse_glimmer phimoe recurrent_gemma xlstm
+# The logits of these families are more than a linear head, a scale and a cap, which is what head.py
+# computes. No error would tell.
+OTHER_LOGITS = """
+chameleon falcon_h1 hyperclovax inkling_text muse_glimmer recurrent_gemma xlstm
 """
+# transformers does not find the body of llama4_text. phimoe draws experts at random while it is
+# trained.
+REFUSED = OTHER_LOGITS + "llama4_text phimoe"
 
 
 # ---- before any weight is loaded -----------------------------------------------------------------
@@ -68,20 +71,23 @@ def load_config(source, flag="--model"):
         except SafetensorError as error:
             raise UserError(f"{flag} {path}: {one_line(error)}") from error
     try:
+        whole = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config = read_config(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         why = one_line(error)
         if not Path(source).is_dir():
             why = f"there is no such folder, and the hub lacks it: {why}"
         raise UserError(f"{flag} {source}: {why}") from error
-    is_quantized = getattr(config, "quantization_config", None)
-    require(not is_quantized, f"{flag} {source}: its weights are quantized")
-    can_train = False
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in REFUSED.split():
-        head = skeleton(config).get_output_embeddings()
-        can_train = isinstance(head, nn.Linear) and head.bias is None
+    for one in (whole, config):
+        is_quantized = getattr(one, "quantization_config", None)
+        require(not is_quantized, f"{flag} {source}: its weights are quantized")
+    can_train = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    can_train = can_train and config.model_type not in REFUSED.split()
+    head = skeleton(config).get_output_embeddings() if can_train else None
     told = f"{flag} {source}: models of the family {config.model_type} cannot be trained"
-    require(can_train, f"{told} (docs/models.md)")
+    # The head in chunks is linear and has no bias.
+    is_linear = isinstance(head, nn.Linear) and head.bias is None
+    require(is_linear, f"{told} (docs/models.md)")
     return config
 
 
@@ -91,12 +97,12 @@ def read_config(source):
     if has_other_parts(config):
         from nanoorz import text_part
 
-        return text_part.config_of(config, folder_of(source))
+        return text_part.config_of(config, folder_of)
     return config
 
 
 def has_other_parts(config) -> bool:
-    """Has the model a part for images, say?"""
+    """Does the model have a part for images or sound?"""
     return config.get_text_config() is not config
 
 
@@ -115,8 +121,10 @@ def may_be_packed(config) -> bool:
 
 
 def needs_eager(config) -> bool:
-    """Some families cap the scores of attention. Only the plain code of transformers does that."""
-    return bool(getattr(config, "attn_logit_softcapping", None))
+    """Some families have only the plain code of attention. Others cap the scores of attention, and
+    only this code does that."""
+    has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    return not has_sdpa or bool(getattr(config, "attn_logit_softcapping", None))
 
 
 def replace_auto(cfg):
@@ -134,7 +142,7 @@ def replace_auto(cfg):
         cfg.attention = "varlen" if has_varlen else "sdpa"
         if eager:
             cfg.attention = "eager"
-    told = f"--attention {cfg.attention}: the model has a cap of attention's scores; use eager"
+    told = f"--attention {cfg.attention}: this model needs the plain code of attention; use eager"
     require(not eager or cfg.attention == "eager", told)
     told = "--attention varlen: needs a GPU, --bf16 true and packed rows; use sdpa"
     require(has_varlen or cfg.attention != "varlen", told)
@@ -227,7 +235,8 @@ def save(model, source, folder, weights: dict):
     base = folder_of(source)
     for pattern in TEXT_FILES.split():
         for path in base.glob(pattern):
-            (folder / path.name).write_bytes(path.read_bytes())
+            if path.is_file():
+                (folder / path.name).write_bytes(path.read_bytes())
     # transformers 5 has written a config that older versions misread: they do not find rope_theta
     # in it, and take its default. So the base model's replaces it, if both mean the same.
     if meaning_of(base) != meaning_of(folder):

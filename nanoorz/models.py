@@ -155,10 +155,11 @@ def critic_module(cfg) -> Critic:
 def make_frozen(cfg, name, source):
     """A model with an engine and without an optimizer. Variants compare the policy with it.
 
-    name: of the engine, and of the flag that names the model. source: a folder, or a name on the
-    hub. The model must allow the --packing and the --attention of the run, which is not checked.
+    name: of the engine. source: a folder, or a name on the hub. The model must allow the --packing
+    and the --attention of the run, which is not checked here.
     """
-    model = load_model(cfg, source, AutoModelForCausalLM, f"--{name}")
+    flag = "--model" if source == cfg.model else f"--{name}"
+    model = load_model(cfg, source, AutoModelForCausalLM, flag)
     policy_ids = AutoConfig.from_pretrained(cfg.model).get_text_config().vocab_size
     return Learner(name, Frozen(model, source, policy_ids), cfg, lr=None)
 

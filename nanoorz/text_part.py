@@ -26,13 +26,17 @@ NAMES = {
 COPIED = {".json", ".jinja", ".txt", ".model"}
 
 
-def config_of(whole, base: Path):
-    """The config of the text part. whole: the config of the model. base: the model's folder."""
+def config_of(whole, folder_of):
+    """The config of the text part.
+
+    whole: the config of the model. folder_of: of families.py. It may download the model.
+    """
     text = whole.get_text_config()
     # Is the head tied to the embedding? Both configs say so. If they differ, one of them has only a
     # default. Then the files decide: only a head that is not tied has a weight there.
     is_tied = getattr(whole, "tie_word_embeddings", False)
     if is_tied != getattr(text, "tie_word_embeddings", False):
+        base = folder_of(whole.name_or_path)
         is_tied = all(name != "lm_head.weight" for name, _, _ in weights_of(base))
     text.tie_word_embeddings = is_tied
     return text

@@ -96,14 +96,10 @@ def test_a_number_without_limits_is_accepted(monkeypatch):
     assert cfg.offset == -1
 
 
-def test_varlen_without_a_gpu_is_refused(tiny):
-    with pytest.raises(UserError, match="^--attention varlen: needs a GPU"):
-        families.replace_auto(config(**tiny, attention="varlen"))
-
-
 # ---- models --------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+WHISPER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
 FALCON = SIZES | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 
@@ -111,12 +107,14 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
 @pytest.mark.parametrize(
     "model, words",
     [
-        # A head with a bias, no causal language model, other logits, and random experts.
+        # A head with a bias, no causal language model, an encoder, other logits, random experts.
         (transformers.PhiConfig(**SIZES), "models of the family phi cannot be trained"),
         (transformers.ViTConfig(**SIZES), "models of the family vit cannot be trained"),
+        (transformers.WhisperConfig(**WHISPER), "models of the family whisper cannot be trained"),
         (transformers.FalconH1Config(**FALCON), "models of the family falcon_h1 cannot be"),
         (transformers.PhimoeConfig(**SIZES), "models of the family phimoe cannot be trained"),
         (transformers.LlamaConfig(**SIZES, **FP8), "its weights are quantized"),
+        (transformers.Gemma3Config(text_config=SIZES, **FP8), "its weights are quantized"),
     ],
     ids=lambda x: getattr(x, "model_type", ""),
 )

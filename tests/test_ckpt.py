@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import ckpt
 import train
 from ckpt import RunState
-from nanoorz import families
+from nanoorz import families, models  # noqa: F401 (models turns a compilation of DeepSpeed off)
 from nanoorz.flags import flags_of
 from nanoorz.ranks import UserError
 

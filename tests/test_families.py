@@ -1,4 +1,4 @@
-"""Eight families: a tiny random model is trained as its full logits say, and its samples are apart.
+"""Tiny random models of eight families are trained. In packed rows samples do not see each other.
 
 Most of these tests are slow. docs/models.md has the families that were tried by hand.
 """
@@ -7,6 +7,7 @@ import json
 import re
 
 import families
+import kernels  # noqa: F401 (varlen_attn's kernel on a CPU)
 import naive
 import pytest
 import tiny as maker
@@ -14,13 +15,13 @@ import torch
 from conftest import ROOT, jsonl, launch, run_python, run_ranks
 from ppo_worker import cell, config, make_batch, reader
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckpt
 import ppo
 from nanoorz import families as library
-from nanoorz.models import Policy, load_model, make_policy, named_weights
+from nanoorz.models import Policy, load_model, make_policy, named_weights, packed_attention
 from nanoorz.ranks import UserError
 
 FILE = "model.safetensors"
@@ -79,6 +80,23 @@ def test_rows_equal_single_samples(name, folders, process_group):
         assert distance < 1e-5 * size, cfg.packing
 
 
+@pytest.mark.parametrize(
+    "class_name, field", [("CohereConfig", "logit_scale"), ("GraniteConfig", "logits_scaling")]
+)
+def test_the_head_has_the_scale_of_its_family(
+    class_name, field, tmp_path, process_group, monkeypatch
+):
+    monkeypatch.setitem(families.FAMILIES, "scaled", (class_name, {field: 0.25}))
+    folder = families.make_model("scaled", tmp_path)
+    batch = make_batch()
+    cfg = filled_in(folder)
+    policy = Policy(load_model(cfg, folder, AutoModelForCausalLM), folder)
+    with torch.no_grad():
+        expected, _ = naive.logprobs(naive.load(folder), batch, cfg.temperature)
+    found = ppo.compute_logprobs(policy, batch, cfg).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
 # Without gradient checkpointing nobody but load_model asks for gradients of the embedding's output.
 FROZEN = "a frozen embedding"
 
@@ -122,25 +140,27 @@ SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
 @pytest.mark.slow
 @pytest.mark.parametrize("family", library.PACKED.split())
 def test_families_of_the_list_keep_packed_samples_apart(family):
-    """The states of a sample do not depend on the sample before it in the row. And --attention
-    varlen reaches each layer."""
+    """The states of a sample do not depend on the sample before it in the row, with each kind of
+    attention that a run may have."""
     config_class = CONFIG_MAPPING[family]
     known = config_class().to_dict().keys()
     shape = config_class(**{key: value for key, value in SMALL.items() if key in known})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape).eval()
+        body = AutoModelForCausalLM.from_config(shape).base_model.eval()
+    AttentionInterface.register("varlen", packed_attention)
     ids = torch.randint(3, 60, (50,), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(20), torch.arange(30)])
-    body = model.base_model
+    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 20, 50], dtype=torch.int32), "max_length_q": 30}
     with torch.no_grad():
-        row = body(ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
         alone = body(ids[None, 20:], use_cache=False).last_hidden_state
-    assert (row[:, 20:] - alone).norm() < 1e-5 * alone.norm()
-    assert model._supports_attention_backend
+        for attention in ["eager"] if library.needs_eager(shape) else ["sdpa", "varlen"]:
+            body.set_attn_implementation(attention)
+            row = body(**inputs, **lengths).last_hidden_state
+            assert (row[:, 20:] - alone).norm() < 1e-5 * alone.norm(), attention
 
 
-@pytest.mark.slow
 def test_auto_is_what_the_models_need(folders, tiny, monkeypatch):
     def auto(model, **flags):
         cfg = filled_in(model, **{"bf16": True, "zero_stage": 2} | flags)
@@ -158,7 +178,11 @@ def test_auto_is_what_the_models_need(folders, tiny, monkeypatch):
         assert auto(tiny["model"], bf16=False) == ("packed", "sdpa")
     for model, flags, words in [
         (alone, {"packing": "packed"}, "--packing packed: .* might see each other .*; use alone"),
-        (folders["Gemma 2"], {"attention": "sdpa"}, "--attention sdpa: .* has a cap .*; use eager"),
+        (
+            folders["Gemma 2"],
+            {"attention": "sdpa"},
+            "--attention sdpa: .* plain code .* use eager",
+        ),
         (alone, {"attention": "varlen"}, "--attention varlen: needs a GPU, .* packed rows; use sd"),
     ]:
         with pytest.raises(UserError, match=f"^{words}"):

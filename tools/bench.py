@@ -338,10 +338,10 @@ def bench_step(folder: str, flags: str) -> dict:
     return figures
 
 
-def phases(lines: list[dict], held: float, plan: dict[str, float]) -> dict[str, dict]:
+def phases(lines: list[dict], held: float, peaks: dict[str, float]) -> dict[str, dict]:
     """{phase: {seconds, gib, planned_gib}}, without step 1. held: GiB on the GPU before the run."""
     found = {}
-    for phase, planned_gib in plan.items():
+    for phase, planned_gib in peaks.items():
         # The plan's critic computes the values too.
         names = ["values", "critic"] if phase == "critic" else [phase]
         seconds = sum(median_of(lines, f"seconds_{name}") for name in names)

@@ -1,6 +1,8 @@
 """A library of plan.py and bench.py: the configs of the recipes' models, which need no network."""
 
-from transformers import AutoConfig, Qwen2Config, Qwen3_5TextConfig
+from transformers import Qwen2Config, Qwen3_5TextConfig
+
+from nanoorz import families
 
 FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 FIELDS += ("intermediate_size", "vocab_size", "tie_word_embeddings")
@@ -42,6 +44,6 @@ def model_config(name: str):
     if name == "Qwen/Qwen3.5-0.8B":
         return Qwen3_5TextConfig(**QWEN_3_5)
     if name not in SHAPES:
-        return AutoConfig.from_pretrained(name).get_text_config()
+        return families.read_config(name)
     shape = dict(zip(FIELDS, SHAPES[name])) | {"max_position_embeddings": 131072}
     return Qwen2Config(**shape)
