@@ -441,7 +441,7 @@ def load_tokenizer(cfg):
         # If a folder has no tokenizer, transformers makes one, with 1 to 3 special tokens.
         told = f"--{name} {source} has no tokenizer; put its tokenizer.json there"
         require(len(tokenizer) > 3, told)
-        positions = getattr(config, "max_position_embeddings", None) or cfg.max_len
+        positions = families.max_positions(config) or cfg.max_len
         told = f"--max_len {cfg.max_len}: --{name} {source} has {positions} positions"
         require(cfg.max_len <= positions, f"{told}; lower --max_len, and the other limits with it")
         tokenizers[name] = tokenizer

@@ -116,6 +116,15 @@ def count_parameters(config):
     return sum(p.numel() for p in skeleton(config).parameters())
 
 
+def max_positions(config):
+    """The most tokens of a sample, or None."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # If one sample is longer than this, transformers changes all samples of the micro-batch.
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None)
+
+
 def may_be_packed(config) -> bool:
     return config.model_type in PACKED.split()
 
@@ -152,9 +161,10 @@ def replace_auto(cfg):
 
 
 def load(source, auto_class, **settings):
-    """auto_class.from_pretrained of a model's text part. Returns the model, and a report of the
-    missing weights."""
+    """auto_class.from_pretrained of a model's text part, without dropout. Returns the model, and a
+    report of the missing weights."""
     config = read_config(source)
+    turn_noise_off(config)
     is_part = has_other_parts(AutoConfig.from_pretrained(source))
     if is_part:
         from nanoorz import text_part
@@ -171,6 +181,19 @@ def load(source, auto_class, **settings):
         if auto_class is AutoModelForCausalLM:
             text_part.check_names(model, folder_of(source))
     return model, report
+
+
+def turn_noise_off(config):
+    """With dropout, or noise in the choice of experts, trainer and sampler would differ. And a layer
+    that is computed again in the backward pass would draw other noise."""
+    for name, value in config.to_dict().items():
+        if is_noise(name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def is_noise(name) -> bool:
+    """Is this the name of a field like attention_dropout, resid_pdrop or router_jitter_noise?"""
+    return "drop" in name or "jitter" in name
 
 
 def unwrap_class(config):
@@ -217,7 +240,7 @@ def to_files(model, weights: dict) -> dict:
 # The files of a tokenizer, and the generation config.
 TEXT_FILES = """
 tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
-chat_template* generation_config.json
+tekken* chat_template* additional_chat_templates/* generation_config.json
 """
 
 
@@ -234,9 +257,10 @@ def save(model, source, folder, weights: dict):
     model.save_pretrained(folder, state_dict=weights)
     base = folder_of(source)
     for pattern in TEXT_FILES.split():
-        for path in base.glob(pattern):
-            if path.is_file():
-                (folder / path.name).write_bytes(path.read_bytes())
+        for path in filter(Path.is_file, base.glob(pattern)):
+            copy = folder / path.relative_to(base)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(path.read_bytes())
     # transformers 5 has written a config that older versions misread: they do not find rope_theta
     # in it, and take its default. So the base model's replaces it, if both mean the same.
     if meaning_of(base) != meaning_of(folder):
@@ -262,6 +286,5 @@ def folder_of(source) -> Path:
 def meaning_of(folder) -> dict:
     """What transformers reads in a folder's config, without what an export changes."""
     config = AutoConfig.from_pretrained(folder).to_dict()
-    for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
-        config.pop(name, None)
-    return config
+    changed = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+    return {name: x for name, x in config.items() if name not in changed and not is_noise(name)}

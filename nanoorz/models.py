@@ -186,12 +186,11 @@ def load_model(cfg, source, auto_class, flag="--model"):
     missing = sorted(report["missing_keys"])
     told = f"{flag} {source} lacks {len(missing)} of its weights, such as {missing[:1]}"
     require(not missing, told)
-    # With dropout trainer and sampler would differ. Attention layers have it as a number.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if "attention_dropout" in vars(module):
-            module.attention_dropout = 0.0
+    if auto_class is AutoModelForCausalLM:
+        # transformers unties a head that has other numbers than the embedding. vLLM does not.
+        has_one = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        told = f"{flag} {source}: config.json says that the head is tied, and its weights differ"
+        require(has_one or not model.config.tie_word_embeddings, told)
     if cfg.zero_stage == 3:
         # DeepSpeed gathers and reduces the weights of a layer together. By default each module in
         # the layer has hooks of its own, and they take half of the CPU's time.

@@ -40,27 +40,13 @@ def worker(kind: str, out: Path, *words) -> dict:
 
 
 def sampled(sampler, requests) -> list[list[int]]:
-    """Returns the token ids of each request's response."""
-    found = [[]] * len(requests)
-    for position, sample in sampler.generate(requests):
-        found[position] = sample.response_ids
-    return found
-
-
-def seeds(sampler, requests) -> dict:
-    """Counts the samples that are the same in another call, in another order, with other seeds."""
-    others = [dataclasses.replace(request, seed=request.seed + 1) for request in requests]
-    first = sampled(sampler, requests)
-    return {
-        "again": sampled(sampler, requests) == first,
-        "reversed": sum(a == b for a, b in zip(sampled(sampler, requests[::-1])[::-1], first)),
-        "other seeds": sum(a == b for a, b in zip(sampled(sampler, others), first)),
-        "count": len(first),
-    }
+    """The token ids of each request's response."""
+    found = dict(sampler.generate(requests))
+    return [found[position].response_ids for position in range(len(requests))]
 
 
 def gap(sampler, policy, requests, cfg) -> dict:
-    """Returns the mean difference of log-probs over tokens, and the mean of the worst response."""
+    """The mean difference of log-probs over tokens, and the mean of the worst response."""
     samples = [sample for _, sample in sampler.generate(requests, with_logprobs=True)]
     batch = ppo.make_batch(samples, policy.device, cfg)
     apart = (ppo.compute_logprobs(policy, batch, cfg) - batch.per_token["logprobs"]).abs()  # (T,)
@@ -68,12 +54,12 @@ def gap(sampler, policy, requests, cfg) -> dict:
     return {"mean": apart.mean().item(), "worst": worst}
 
 
-def gathered(policy):
-    """Yields each parameter's tensor. A change of the tensor stays, under ZeRO 3 too."""
+def change(policy, function):
+    """Changes each parameter by function(tensor), under ZeRO 3 too."""
     for parameter in policy.module.parameters():
         is_sharded = hasattr(parameter, "ds_id")
         with GatheredParameters([parameter], modifier_rank=0, enabled=is_sharded):
-            yield parameter.data
+            function(parameter.data)
 
 
 def sync(sampler, policy) -> float:
@@ -86,7 +72,7 @@ def sync(sampler, policy) -> float:
 
 
 def scales(model) -> float:
-    """Returns the sum of the scales of quantized weights."""
+    """The sum of the scales of quantized weights."""
     return sum(p.double().sum().item() for name, p in model.named_parameters() if "scale" in name)
 
 
@@ -96,14 +82,19 @@ def find_of_sampler(*argv: str) -> dict:
     start = held_gib()
     start_distributed()
     sampler = Sampler(cfg)
-    found = {"device": "cuda" if sampler.gpu else "cpu"}
     problems = []
     for k in range(8):
         ids = sampler.tokenizer.encode(f"{10 + k}+{20 + k}<think>")
         problems.append(reward.Problem(k, "", str(30 + 2 * k), "", ids))
     requests = make_requests(problems, problem_seeds(0, 0, "train", 8), 4, 32, 1.0, 1.0)
-    found["seeds"] = seeds(sampler, requests)
-    found["scales"] = sampler.llm.apply_model(scales)
+    others = [dataclasses.replace(request, seed=request.seed + 1) for request in requests]
+    first = sampled(sampler, requests)
+    found = {"device": "cuda" if sampler.gpu else "cpu", "count": len(first)}
+    # How many samples are the same in another call, in another order, with other seeds.
+    found["again"] = sampled(sampler, requests) == first
+    found["reversed"] = sum(map(list.__eq__, sampled(sampler, requests[::-1])[::-1], first))
+    found["other seeds"] = sum(map(list.__eq__, sampled(sampler, others), first))
+    found["scales"] = [sampler.llm.apply_model(scales)]
     sampler.sleep()
     found["kept"] = held_gib() - start
 
@@ -111,20 +102,20 @@ def find_of_sampler(*argv: str) -> dict:
     sync(sampler, policy)
     found["before"] = gap(sampler, policy, requests, cfg)
     generator = torch.Generator(policy.device).manual_seed(0)
-    for tensor in gathered(policy):
+
+    def add_noise(tensor):
         noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
         # Biases and norms are constant in a random model. They must change too.
         std = tensor.float().std().item() or 0.5
         tensor.add_((0.1 * std * noise).to(tensor.dtype))
+
+    change(policy, add_noise)
     found["stale"] = gap(sampler, policy, requests, cfg)
-    sync(sampler, policy)
-    found["synced"] = gap(sampler, policy, requests, cfg)
     found["asleep"] = [sync(sampler, policy) for _ in range(6)]
-    found["synced again"] = gap(sampler, policy, requests, cfg)
-    for tensor in gathered(policy):
-        tensor.mul_(1.5)
+    found["synced"] = gap(sampler, policy, requests, cfg)
+    change(policy, lambda tensor: tensor.mul_(1.5))
     sync(sampler, policy)
-    found["scales"] += sampler.llm.apply_model(scales)
+    found["scales"].append(sampler.llm.apply_model(scales))
     return found
 
 
@@ -132,13 +123,13 @@ def find_of_sampler(*argv: str) -> dict:
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the norm of the difference / the norm of what is expected."""
+    """The norm of the difference / the norm of what is expected."""
     difference = found.double() - expected.double()
     return (difference.norm() / expected.double().norm()).item()
 
 
 def make_batch(device, count: int, longest: int, vocab: int) -> ppo.Batch:
-    """Makes random samples of 8 to `longest` tokens. A prompt has four tokens."""
+    """Random samples of 8 to `longest` tokens. A prompt has four tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(8, longest, count).int().tolist()
     ids = [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
@@ -150,7 +141,7 @@ def make_batch(device, count: int, longest: int, vocab: int) -> ppo.Batch:
 
 
 def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
-    """Returns the fp32 sum of the bf16 gradients of the micro-batches, as one vector."""
+    """The fp32 sum of the bf16 gradients of the micro-batches, as one vector."""
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in policy.parameters()]
     tokens = int(batch.response_lengths.sum())
     for micro, _ in ppo.micro_batches(batch, batch.all_indices(), cfg):
@@ -162,32 +153,25 @@ def gradient_by_hand(policy, batch, cfg) -> torch.Tensor:
     return torch.cat([total.flatten() for total in sums])
 
 
-def adam_by_hand(start, gradient, cfg, eps: float) -> torch.Tensor:
-    """Returns the weights after the first update of AdamW, which clips at cfg.max_norm."""
-    gradient = gradient * min(1.0, cfg.max_norm / gradient.norm().item())
-    first = 0.1 * gradient / (1 - 0.9)
-    second = 0.05 * gradient**2 / (1 - 0.95)
-    return start - cfg.actor_learning_rate * first / (second.sqrt() + eps)
-
-
 def find_of_step(model: str, row_len: str) -> dict:
-    """Compares updates at each ZeRO stage: by hand, of the learner, and with a NaN gradient."""
+    """Updates at ZeRO 2 and 3 against AdamW by hand, and with a NaN gradient."""
     device = start_distributed()[2]
     changes = {"bf16": True, "attention": "sdpa", "estimator": "grpo", "warmup_updates": 1}
     changes |= {"max_norm": 0.5, "micro_train_batch_size": 1, "packing_max_len": row_len}
     cfg = config(model=model, **changes)
     batch = make_batch(device, 8, cfg.packing_max_len, 60)
     ppo.compute_advantages(batch, cfg)
-    found = {"device": device.type}
     plain = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.bfloat16)
     policy = models.Policy(plain.to(device).train(), cfg.model)
     gradient = gradient_by_hand(policy, batch, cfg)
     start = torch.cat([p.detach().float().flatten() for p in policy.parameters()])
-    # With a small eps Adam's first update is the gradient's sign, which rounding can turn.
-    eps = gradient.abs().mean().item()
-    expected = adam_by_hand(start, gradient, cfg, eps)
-    found["norm by hand"] = gradient.norm().item()
     del policy, plain
+    # With a small eps Adam's first update is the gradient's sign, which rounding can turn. In the
+    # first update the corrected moments are the gradient and its square.
+    eps = gradient.abs().mean().item()
+    clipped = gradient * min(1.0, cfg.max_norm / gradient.norm().item())
+    expected = -cfg.actor_learning_rate * clipped / (clipped.abs() + eps)
+    found = {"device": device.type, "norm by hand": gradient.norm().item()}
     for stage in (2, 3):
         learner = models.make_policy(config(model=model, zero_stage=stage, **changes))
         learner.deepspeed.optimizer.param_groups[0]["eps"] = eps
@@ -201,7 +185,7 @@ def find_of_step(model: str, row_len: str) -> dict:
 def steps_of(learner, batch, cfg, start, expected) -> dict:
     found = cfg.train_policy(learner, batch, step=0, total_steps=1)
     after = masters(learner)
-    found["distance"] = distance(after - start, expected - start)
+    found["distance"] = distance(after - start, expected)
     found["sums"] = str(learner.deepspeed.optimizer.gradient_accumulation_dtype)
     batch = copy.deepcopy(batch)
     batch.per_token["advantages"][3] = float("nan")
@@ -212,11 +196,8 @@ def steps_of(learner, batch, cfg, start, expected) -> dict:
     return found
 
 
-def main(kind: str, out: str, *words: str) -> None:
+if __name__ == "__main__":
+    kind, out, *words = sys.argv[1:]
     find = {"sampler": find_of_sampler, "step": find_of_step}[kind]
     Path(out).write_text(json.dumps(find(*words)))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -140,6 +140,16 @@ def test_a_wrong_folder_is_told_in_one_line_with_its_flag(tmp_path):
         assert "\n" not in str(error.value)
 
 
+def test_longrope_is_trained_up_to_its_short_positions():
+    """Beyond them a long sample would change the log-probs of the samples of its micro-batch."""
+    factors = [1.0] * 8
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 40}
+    config = transformers.Phi3Config(**SIZES, pad_token_id=0, rope_parameters=rope)
+    assert families.max_positions(config) == 40
+    assert families.max_positions(transformers.Phi3Config(**SIZES, pad_token_id=0)) == 4096
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_counted_without_memory(tmp_path, tied):
     model = transformers.AutoModelForCausalLM.from_pretrained(maker.make_model(tmp_path, tied=tied))

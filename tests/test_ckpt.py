@@ -234,6 +234,8 @@ def test_an_export_has_the_small_files_of_the_base_model(group, tmp_path):
     (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (base / "merges.txt").write_text("#version: 0.2\n")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
     (base / "train.json").write_text("no file of a model")
     for auto_class, architecture in (
         (AutoModelForCausalLM, "Qwen2ForCausalLM"),
@@ -244,12 +246,12 @@ def test_an_export_has_the_small_files_of_the_base_model(group, tmp_path):
         save_model = functools.partial(families.save, model, base)
         ckpt.export(out, save_model, model.state_dict().items(), "Say hello.")
         assert (out / "README.md").read_text() == "Say hello."
-        for name in ("generation_config.json", "tokenizer_config.json", "merges.txt"):
+        names = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"]
+        for name in [*names, "additional_chat_templates/tool_use.jinja"]:
             assert (out / name).read_bytes() == (base / name).read_bytes()
-        assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
         assert not (out / "train.json").exists()
         # Who may read the config may read the weights.
-        assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+        assert len({path.stat().st_mode for path in out.iterdir() if path.is_file()}) == 1
         expected = config | {"torch_dtype": "float32", "architectures": [architecture]}
         assert json.loads((out / "config.json").read_text()) == expected
         again = auto_class.from_pretrained(out, dtype="auto")

@@ -171,7 +171,7 @@ def test_a_sampler_sleeps_and_follows_the_policy(setting, place, folder_of, tmp_
     found = worker("sampler", tmp_path / "found.json", *arguments(flags))
     assert found["device"] == place
     if setting == "fp8":
-        assert found["synced again"]["mean"] < 0.2
+        assert found["synced"]["mean"] < 0.2
         before, after = found["scales"]
         assert before > 0
         assert after == pytest.approx(1.5 * before, rel=0.1)
@@ -182,12 +182,10 @@ def test_a_sampler_sleeps_and_follows_the_policy(setting, place, folder_of, tmp_
     assert found["before"]["mean"] < 0.03 and found["before"]["worst"] < 0.15
     assert found["stale"]["mean"] > 0.1
     assert found["synced"]["mean"] < 0.1 * found["stale"]["mean"]
-    assert found["synced again"]["mean"] < 0.1 * found["stale"]["mean"]
     # Another batch may use another kernel, whose rounding can change a token.
-    seeds = found["seeds"]
-    assert seeds["again"]
-    assert seeds["reversed"] >= 0.9 * seeds["count"]
-    assert seeds["other seeds"] <= 0.1 * seeds["count"]
+    assert found["again"]
+    assert found["reversed"] >= 0.9 * found["count"]
+    assert found["other seeds"] <= 0.1 * found["count"]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -274,6 +274,16 @@ def test_a_folder_whose_weights_have_other_names_is_refused(stage, models, tmp_p
         make_critic(cfg)
 
 
+def test_a_tied_head_with_other_weights_is_refused(models, tmp_path, process_group):
+    """The export would have no head, and the run would have trained one."""
+    model = Qwen2ForCausalLM.from_pretrained(models[False])
+    model.save_pretrained(tmp_path)
+    model.config.tie_word_embeddings = True
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"^--model {tmp_path}: .* head is tied, and its weights"):
+        make_policy(config(tmp_path))
+
+
 def test_the_bucket_of_zero_2_holds_each_gradient(models, process_group, monkeypatch):
     """DeepSpeed reduced a larger gradient where it lay, and could free it too early on a GPU."""
     monkeypatch.setattr("nanoorz.models.BUCKET", 100)

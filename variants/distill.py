@@ -43,7 +43,7 @@ class Distill(ppo.Recipe):
         is_critic = Path(self.teacher, "value_head.safetensors").exists()
         require(not is_critic, f"--teacher {self.teacher} is a critic; name the policy/ beside it")
         config = families.load_config(self.teacher, "--teacher")
-        positions = getattr(config, "max_position_embeddings", None) or self.max_len
+        positions = families.max_positions(config) or self.max_len
         told = f"--teacher {self.teacher} has {positions} positions, less than --max_len"
         require(self.max_len <= positions, told)
         own, other = (AutoTokenizer.from_pretrained(x) for x in (self.model, self.teacher))
