@@ -184,8 +184,8 @@ def load(source, auto_class, **settings):
 
 
 def turn_noise_off(config):
-    """With dropout, or noise in the choice of experts, trainer and sampler would differ. And a layer
-    that is computed again in the backward pass would draw other noise."""
+    """With dropout, or noise in the choice of experts, trainer and sampler would differ. A layer
+    that is computed again in the backward pass would also draw other noise."""
     for name, value in config.to_dict().items():
         if is_noise(name) and isinstance(value, float):
             setattr(config, name, 0.0)

@@ -142,12 +142,12 @@ def test_a_wrong_folder_is_told_in_one_line_with_its_flag(tmp_path):
 
 def test_longrope_is_trained_up_to_its_short_positions():
     """Beyond them a long sample would change the log-probs of the samples of its micro-batch."""
-    factors = [1.0] * 8
-    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-    rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 40}
-    config = transformers.Phi3Config(**SIZES, pad_token_id=0, rope_parameters=rope)
-    assert families.max_positions(config) == 40
-    assert families.max_positions(transformers.Phi3Config(**SIZES, pad_token_id=0)) == 4096
+    plain = transformers.Phi3Config(**SIZES, pad_token_id=0, max_position_embeddings=80)
+    assert families.max_positions(plain) == 80
+    # As published.
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    fields = plain.to_dict() | {"rope_scaling": rope, "original_max_position_embeddings": 40}
+    assert families.max_positions(transformers.Phi3Config(**fields)) == 40
 
 
 @pytest.mark.parametrize("tied", [True, False])
