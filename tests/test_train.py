@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -132,19 +131,16 @@ def test_models_that_cannot_be_used_are_refused(tiny, other_critic, tmp_path, pr
     no_tokenizer = maker.make_model(tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("*token*"):
         file.unlink()
-    cut_short = maker.make_model(tmp_path / "cut_short")
-    os.truncate(cut_short / "model.safetensors", 5000)
     nowhere = tmp_path / "nowhere"
     for changes, told in [
-        ({"model": nowhere}, "--model .*nowhere: there is no such folder$"),
+        ({"model": nowhere}, "--model .*nowhere: there is no such folder, and"),
         ({"model": no_tokenizer}, f"--model {no_tokenizer} has no tokenizer; put its tokenizer"),
-        ({"model": cut_short}, "--model .*: model.safetensors is damaged .*; copy the file again"),
         ({"model": no_eos}, "--model .*: its tokenizer has no eos token"),
         ({"model": a_critic}, "--model .* is a critic; name the folder policy/ beside it"),
         ({"max_len": 257}, "--max_len 257: --model .* has 256 positions; lower --max_len"),
         ({"critic": short}, f"--max_len 64: --critic {short} has 32 positions"),
         ({"critic": other}, f"--critic {other}: its tokenizer is not that of"),
-        ({"critic": nowhere}, "--critic .*nowhere: there is no such folder$"),
+        ({"critic": nowhere}, "--critic .*nowhere: there is no such folder, and"),
     ]:
         with pytest.raises(UserError, match=f"^{told}"):
             train.load_tokenizer(config(**tiny | changes))
