@@ -147,10 +147,10 @@ def replace_auto(cfg):
     require(can_pack or cfg.packing == "alone", told)
     # PyTorch's kernel needs a GPU, bf16 and packed rows.
     has_varlen = cfg.bf16 and torch.cuda.is_available() and cfg.packing == "packed"
-    if cfg.attention == "auto":
+    if cfg.attention == "auto" and eager:
+        cfg.attention = "eager"
+    elif cfg.attention == "auto":
         cfg.attention = "varlen" if has_varlen else "sdpa"
-        if eager:
-            cfg.attention = "eager"
     told = f"--attention {cfg.attention}: this model needs the plain code of attention; use eager"
     require(not eager or cfg.attention == "eager", told)
     told = "--attention varlen: needs a GPU, --bf16 true and packed rows; use sdpa"

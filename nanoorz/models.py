@@ -188,9 +188,9 @@ def load_model(cfg, source, auto_class, flag="--model"):
     require(not missing, told)
     if auto_class is AutoModelForCausalLM:
         # transformers unties a head that has other numbers than the embedding. vLLM does not.
-        has_one = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         told = f"{flag} {source}: config.json says that the head is tied, and its weights differ"
-        require(has_one or not model.config.tie_word_embeddings, told)
+        require(is_tied or not model.config.tie_word_embeddings, told)
     if cfg.zero_stage == 3:
         # DeepSpeed gathers and reduces the weights of a layer together. By default each module in
         # the layer has hooks of its own, and they take half of the CPU's time.

@@ -15,8 +15,6 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from nanoorz.flags import require
-
 # {pattern of the beginning of a name in the files: the same beginning in the text part}
 NAMES = {
     r"^language_model\.lm_head": "lm_head",
@@ -58,12 +56,12 @@ def weights_of(base: Path):
 
 
 def check_names(model, base: Path):
-    """Raises UserError if an export could not write a weight of the trainer under its name in the
+    """Raises ValueError if an export could not write a weight of the trainer under its name in the
     files. Some families have experts in another form there."""
     names = {name for name, _, _ in weights_of(base)}
     missing = [name for name, _ in model.named_parameters() if name not in names]
-    told = f"{base} has {missing[:1]} in another form; use a checkpoint of the text part alone"
-    require(not missing, told)
+    if missing:
+        raise ValueError(f"its files have {missing[0]} in another form, which no export can write")
 
 
 def sampler_settings(config) -> dict:

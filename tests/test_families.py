@@ -268,6 +268,18 @@ def test_an_export_of_an_image_model_whose_files_have_the_tied_head(tmp_path, pr
     assert not torch.equal(after[embedding], weights[embedding])
 
 
+def test_an_image_model_whose_experts_cannot_be_exported_is_refused(
+    tmp_path, process_group, monkeypatch
+):
+    """Otherwise the export would fail after the last step."""
+    fields = families.DELTA_NET | families.EXPERTS | families.UNTIED
+    monkeypatch.setitem(families.FAMILIES, "MoE", ("Qwen3_5MoeConfig", fields))
+    monkeypatch.setitem(families.PARTS, "MoE", families.PARTS["Qwen3.5"])
+    folder = families.make_model("MoE", tmp_path)
+    with pytest.raises(UserError, match=f"^--model {folder}: its files have .*experts.* another"):
+        make_policy(filled_in(folder))
+
+
 def check_export(name, base, out):
     """All parts are there. Those that are not trained are unchanged."""
     _, report = families.auto_class_of(name).from_pretrained(out, output_loading_info=True)
