@@ -1,8 +1,8 @@
-"""Reads the records of a data set: where a record has its question and its label.
+r"""Reads files of problems: where a record has its question and its label, the right answer.
 
 Public sets lay out their records in many ways. QUESTIONS and LABELS list the known paths, and
-docs/rewards.md names the sets. A record without a question or a label is left out and counted.
-reward.py says what a label is. Other tasks have records of other forms.
+docs/rewards.md names the sets. A record that cannot be used is left out, and a line on stderr says
+how many and why. Other tasks have records of other forms, and give `read_file` their own function.
 """
 
 import ast
@@ -13,8 +13,9 @@ import io
 import json
 import os
 import re
+import sys
 import urllib.parse
-from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 
 from nanoorz.ranks import UserError, one_line
@@ -48,49 +49,19 @@ class Unusable(Exception):
     """A record cannot be used. The text is the reason. It stands behind "3 with"."""
 
 
-@dataclass
-class Reading:
-    """What a file holds. A number is that of a line or an item, counted from 1."""
+class Number(float):
+    """A number of a JSON file. Its text is as it is written: 1.10, 1e3, or thirty digits."""
 
-    unit: str  # "line" of JSON, or "item": an object, a row of a table or ORZ's list
-    # {number: what parse_record returned}
-    records: dict[int, dict] = field(default_factory=dict)
-    left_out: dict[str, list[int]] = field(default_factory=dict)  # {reason: numbers}
-    first_rows: dict[str, str] = field(default_factory=dict)  # {reason: its first row}
+    def __new__(cls, text):
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
 
-    def count_left_out(self):
-        return sum(map(len, self.left_out.values()))
+    def __str__(self):
+        return self.text
 
-    def is_refused(self):
-        return not self.records or self.count_left_out() > len(self.records)
 
-    def common_reasons(self) -> list[str]:
-        return sorted(self.left_out, key=lambda reason: -len(self.left_out[reason]))[:5]
-
-    def describe(self) -> list[str]:
-        """Messages about what is left out, and about conversations of several turns."""
-        messages = []
-        count = self.count_left_out()
-        if count:
-            parts = []
-            others = count
-            for reason in self.common_reasons():
-                numbers = self.left_out[reason]
-                parts.append(f"{len(numbers)} with {reason} ({self.place_of_first(numbers)})")
-                others -= len(numbers)
-            if others:
-                parts.append(f"{others} for other reasons")
-            of_all = f"{count} of {count + len(self.records)} {self.unit}s"
-            messages.append(f"{of_all} are left out: {'; '.join(parts)}")
-        several = [number for number, x in self.records.items() if x.get("has_several_turns")]
-        if several:
-            what = f"{len(several)} {self.unit}s have several turns of a user"
-            place = self.place_of_first(several)
-            messages.append(f"{what}, and the last one is the question ({place})")
-        return messages
-
-    def place_of_first(self, numbers):
-        return f"first: {self.unit} {numbers[0]}"
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def split_path(path) -> tuple[str, dict]:
@@ -99,8 +70,6 @@ def split_path(path) -> tuple[str, dict]:
     Raises UserError.
     """
     file, _, query = path.partition("?")
-    if Path(path).is_file():
-        return path, {}  # The file has a ? in its name.
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     # A file has no splits. A data set that was saved without splits has a state.json.
     has_none = Path(file).is_file() or Path(file, "state.json").is_file()
@@ -110,70 +79,85 @@ def split_path(path) -> tuple[str, dict]:
         raise UserError(f"{path}: it has no {unknown}; choose {' or '.join(sorted(known))}")
     if "columns" in options:
         options["columns"] = tuple(options["columns"].split(","))
-        # A task may read more than two columns.
-        if len(options["columns"]) < 2:
+        if len(options["columns"]) != 2:
             raise UserError(f"{path}: name two columns, as in FILE?columns=prompt,solution")
     return file, options
 
 
-def read_file(path, parse_record, split="train"):
-    """A Reading of a JSON, JSONL or CSV file (also .gz), of a Parquet file, or of a dataset.
+def read_file(path, parse_record, split="train") -> list[dict]:
+    """What parse_record returns for each record of a file or a data set.
 
-    A path that is no file is a dataset's folder or "name:config". parse_record(record) returns a
-    dict with "question" and "label", and perhaps "system", or raises Unusable. Raises UserError.
+    path: a JSON, JSONL, CSV or TSV file (also .gz), a Parquet file, a data set's folder, or its
+    "name:config" on the hub. parse_record(record) returns a dict with "question" and "label", and
+    perhaps "system", or raises Unusable. Raises UserError, also if more records are left out than
+    read.
     """
     try:
-        unit, rows = load_rows(path, split)
-        reading = Reading(unit)
-        for number, row in enumerate(rows, start=1):
-            if unit == "line" and not row.strip():
-                continue
-            if isinstance(row, dict) and all(cell in (None, "") for cell in row.values()):
-                continue  # The last rows of a sheet may be empty.
-            try:
-                record = parse_line(row) if unit == "line" else row
-                reading.records[number] = parse_record(record)
-            except Unusable as error:
-                reason = str(error)
-                reading.left_out.setdefault(reason, []).append(number)
-                reading.first_rows.setdefault(reason, str(row))
+        rows = load_rows(path, split)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except Exception as error:
         # The datasets library alone has a dozen classes of errors for "not found". The cause of its
         # DatasetGenerationError says what is wrong.
         cause = error.__cause__ or error
-        raise UserError(
-            f"{path} cannot be read: {type(cause).__name__}: {one_line(cause)}; give a list in a "
-            ".json file, an object on each line of a .jsonl file, a .csv or .parquet file, or a "
-            f"dataset with split {split!r}"
-        ) from None
-    return reading
+        told = f"{type(cause).__name__}: {one_line(cause)}"
+        raise UserError(f"{path} cannot be read: {told}") from error
+    records = []
+    left_out = {}  # {reason: numbers of records, counted from 1}
+    for number, row in enumerate(rows, start=1):
+        try:
+            records.append(parse_record(parse_row(row)))
+        except Unusable as reason:
+            left_out.setdefault(str(reason), []).append(number)
+    if not rows:
+        raise UserError(f"{path} holds no problems")
+    if left_out:
+        reasons = []
+        for reason in sorted(left_out, key=lambda reason: -len(left_out[reason]))[:5]:
+            numbers = left_out[reason]
+            reasons.append(f"{len(numbers)} with {reason} (first: record {numbers[0]})")
+        count = len(rows) - len(records)
+        told = f"{path}: {count} of {len(rows)} records are left out: {'; '.join(reasons)}"
+        if count > len(records):
+            raise UserError(f"{told}; FILE?columns=QUESTION,LABEL names two columns")
+        warn(told)
+    return records
 
 
-def load_rows(path, split):
-    """("line", lines of JSON), or ("item", the items of a list, a table or a dataset)."""
-    plain = path.lower().removesuffix(".gz")
-    is_table = plain.endswith((".csv", ".tsv"))
-    has_suffix = is_table or plain.endswith((".json", ".jsonl", ".parquet"))
-    if has_suffix and not os.path.exists(path):
-        raise UserError("no such file")
-    if plain.endswith(".parquet") and os.path.isfile(path):
+def warn(text):
+    """Prints a line on stderr, on rank 0 alone. A file may also be read without a launcher."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"WARNING: {text}", file=sys.stderr)
+
+
+def load_rows(path, split) -> list:
+    """The rows of a table or a data set, the items of a JSON list, or lines of JSON as texts."""
+    suffix = Path(path.lower().removesuffix(".gz")).suffix
+    if not os.path.isfile(path):
+        if suffix in (".json", ".jsonl", ".csv", ".tsv", ".parquet") and not os.path.isdir(path):
+            raise UserError("no such file")
+        return load_dataset(path, split)
+    if suffix == ".parquet":
         import pyarrow.parquet  # slow, and seldom needed
 
-        return "item", pyarrow.parquet.ParquetFile(path).read().to_pylist()
-    if has_suffix or os.path.isfile(path):
+        return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    open_file = gzip.open if path.lower().endswith(".gz") else open
+    with open_file(path, "rb") as file:
+        content = file.read()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{error}; save it in UTF-8 (Windows writes cp1252 or UTF-16)") from None
+    if suffix in (".csv", ".tsv"):
+        return read_table(text)
+    # Some files called .json have an object on each line. Others have one list, in [].
+    if suffix == ".jsonl" or text.lstrip().startswith("{"):
         # Only \n ends a line, because a question may hold other ends of line.
-        open_file = gzip.open if path.lower().endswith(".gz") else open
-        options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "\n"}
-        with open_file(path, "rt", **options) as file:
-            text = file.read()
-        if is_table:
-            return "item", read_table(text)
-        # Some files called .json have an object on each line. Others have one list, in [].
-        if plain.endswith(".jsonl") or text.lstrip().startswith("{"):
-            return "line", text.split("\n")
-        return "item", list(json.loads(text))
+        return [line for line in text.split("\n") if line.strip()]
+    return list(json.loads(text, parse_float=Number))
+
+
+def load_dataset(path, split) -> list[dict]:
     import datasets  # slow, and seldom needed
 
     try:
@@ -185,71 +169,80 @@ def load_rows(path, split):
         if split not in dataset:
             raise UserError(f"it has no split {split!r}, but {', '.join(dataset)}")
         dataset = dataset[split]
-    return "item", dataset
+    return list(dataset)
 
 
-def read_table(text):
-    # Some programs separate the columns by another character than a comma. Take the one that stands
-    # most often in the first line.
-    separator = max(",;\t|", key=text.partition("\n")[0].count)
+def read_table(text) -> list[dict]:
+    """The rows of a CSV or TSV file. Each cell is a text, so 007 and NA stay as written."""
+    # Where a comma is the decimal sign, programs separate the columns by semicolons.
+    separator = max(",;\t", key=text.partition("\n")[0].count)
     csv.field_size_limit(len(text) + 1)  # By default a cell of 128 KiB is an error.
     # strict: a quote that does not close would swallow the rows behind it.
     reader = csv.DictReader(io.StringIO(text), delimiter=separator, strict=True)
     try:
-        names = [name.strip() for name in reader.fieldnames or ()]
-        named = [name for name in names if name]
-        if len(set(named)) < len(named):
-            raise UserError(f"two columns have one name: {', '.join(named)}")
-        reader.fieldnames = names
-        return list(reader)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        names = [name for name in reader.fieldnames if name]
+        if len(set(names)) < len(names):
+            raise UserError(f"two columns have one name: {', '.join(names)}")
+        # The last rows of a sheet may be empty.
+        return [row for row in reader if any(row.values())]
     except csv.Error as error:
         where = f"line {reader.reader.line_num}: {error}"
-        raise UserError(f"{where}; a quote inside of quotes is written twice") from error
+        raise UserError(f"{where}; a quote inside of quotes is written twice") from None
 
 
-def parse_line(text):
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Unusable("no JSON") from error
-
-
-# If one of these columns has a value (choices A to D, a text, a picture), the question has a part
-# there.
-PARTS_OF_QUESTIONS = re.compile(
-    "choices?|options?.*|op[a-d]|a|distractors?.*|context|passage|body|story|article|table|images?.*"
-    "|picture|figure"
-)
-
-
-def find_parts(record, columns):
-    """(path, path) and (value, value) of question and label. A value is neither None nor ""."""
-    if not isinstance(record, list | dict):
-        raise Unusable("no object with columns")
-    if isinstance(record, list) and len(record) != 2:
-        raise Unusable("a list that is not a question and a label")
+def parse_row(row):
+    """The record of a row. Raises Unusable."""
+    if isinstance(row, str):
+        try:
+            return json.loads(row, parse_float=Number)
+        except (ValueError, RecursionError):
+            raise Unusable("no JSON") from None
     # csv puts surplus cells under None.
-    if isinstance(record, dict) and any(record.get(None) or ()):
+    if isinstance(row, dict) and any(row.pop(None, ())):
         raise Unusable("more cells than columns: a comma without quotes?")
-    names = list(map(str, record)) if isinstance(record, dict) else ["of a list"]
-    if not columns and isinstance(record, dict):
-        record = {name.lower(): value for name, value in zip(names, record.values())}
-    parts = {}
-    for part, known in (("question", QUESTIONS), ("label", LABELS)):
-        candidates = [columns[len(parts)]] if columns else known
-        for path in candidates:
-            value = find(record, path)
-            if value not in (None, ""):
-                parts[part] = (path, value)
-                break
-        else:
-            wanted = candidates[0] if columns else part
-            raise Unusable(f"nothing as {wanted}; the columns are {', '.join(names):.300}")
-    if not columns and isinstance(record, dict):
-        for name, value in record.items():
-            if value and PARTS_OF_QUESTIONS.fullmatch(name):
-                raise Unusable(f"a column {name}; write it into the question, and name the columns")
-    return zip(*parts.values())
+    return row
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def parse_problem(record, columns=None) -> dict:
+    """The question, the label and the system turn (a text or "") of a record.
+
+    columns: the paths of question and label, or None. Raises Unusable.
+    """
+    is_orz = isinstance(record, list) and len(record) == 2
+    if not isinstance(record, dict) and not is_orz:
+        raise Unusable("no object with columns")
+    names = "of a list" if is_orz else ", ".join(record)
+    if columns:
+        question_paths, label_paths = [columns[0]], [columns[1]]
+    else:
+        question_paths, label_paths = QUESTIONS, LABELS
+        if not is_orz:
+            record = {name.lower(): value for name, value in record.items()}
+    question_path, question = find_first(record, question_paths)
+    label_path, label = find_first(record, label_paths)
+    for part, value in (("question", question), ("label", label)):
+        if value is None:
+            raise Unusable(f"no {part}; the columns are {names:.300}")
+    if not columns and not is_orz:
+        refuse_parts(record)
+    question, system = parse_question(question)
+    # In a column that the user names, a text without a mark is the label.
+    label = parse_label(label, is_solution=not columns and label_path in SOLUTIONS)
+    paths = (question_path, label_path)
+    return {"question": question, "label": label, "system": system, "paths": paths}
+
+
+def find_first(record, paths):
+    """(path, value) of the first path that leads to a value, or (None, None)."""
+    for path in paths:
+        value = find(record, path)
+        if value not in (None, ""):
+            return path, value
+    return None, None
 
 
 def find(record, path):
@@ -269,12 +262,29 @@ def find(record, path):
     return record
 
 
+# Columns that hold a part of the question: choices, a text, a picture.
+PARTS_OF_QUESTIONS = re.compile(
+    "choices?|options?.*|op[a-d]|a|distractors?.*|context|passage|body|story|article|table|images?.*"
+    "|picture|figure"
+)
+
+
+def refuse_parts(record):
+    for name, value in record.items():
+        if value and PARTS_OF_QUESTIONS.fullmatch(name):
+            raise Unusable(f"a column {name}; write it into the question, and name the columns")
+
+
+# A list of texts, a list of objects, an object. Not [1,2] and {1,2}: an interval and a set.
+OBJECTS = re.compile(r"""\s*(\[\s*\{|\[|\{)\s*["']""")
+
+
 def parse_text(value):
     """The list or the object that a text holds, as JSON or as Python writes it. Else the value."""
     if not isinstance(value, str) or not OBJECTS.match(value):
         return value
     with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(value)
+        return json.loads(value, parse_float=Number)
     # numpy writes two texts as ['1' '2']. literal_eval would read ['12'].
     if not re.match(r"""\s*\[\s*['"].*['"]\s+['"]""", value, re.DOTALL):
         with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -283,24 +293,27 @@ def parse_text(value):
     return value
 
 
-# A list of texts, a list of objects, an object. Not [1,2] and {1,2}: an interval and a set.
-OBJECTS = re.compile(r"""\s*(\[\s*\{|\[|\{)\s*["']""")
+NO_TEXT = re.compile(
+    # JSON reads "\frac" with one backslash as a form feed and "rac", "\times" as a tab and "imes".
+    "[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=imes|heta|ext{)|\r(?=ho|ight)|\n(?=(?:eq|mid)\\b|abla)"
+    # Half of a surrogate pair: tokenizers fail.
+    "|[\ud800-\udfff]"
+)
 
 
-def parse_question(value) -> tuple[str, str, bool]:
-    """(question, text of a system turn or "", is it the last of several turns of a user?)."""
+def parse_question(value) -> tuple[str, str]:
+    """(question, text of the system turn or ""). Raises Unusable."""
     # In a table a conversation is a text.
     if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["']""", value):
         value = parse_text(value)
         if isinstance(value, str):
             raise Unusable("a conversation that cannot be read")
-    system = ""
-    questions = [value]
-    if isinstance(value, list):
-        turns = list_turns(value)
-        system = "\n".join(text for role, text in turns if role in ("system", "developer"))
-        questions = [text for role, text in turns if role in ("user", "human")]
-    question = questions[-1] if questions else None
+    turns = list_turns(value) if isinstance(value, list) else [("user", value)]
+    system = "\n".join(text for role, text in turns if role in ("system", "developer"))
+    questions = [text for role, text in turns if role in ("user", "human")]
+    if len(questions) > 1:
+        raise Unusable("several turns of a user")
+    question = questions[0] if questions else None
     # A number alone is the number of a question.
     if not isinstance(question, str) or not question.strip() or question.strip().isdecimal():
         raise Unusable("no text as question")
@@ -308,15 +321,7 @@ def parse_question(value) -> tuple[str, str, bool]:
         raise Unusable("a character in the question that is no text")
     if re.search(r"!\[[^\]]*\]\(|<image|<img|\\includegraphics", question):
         raise Unusable("a picture in the question")
-    return question, system, len(questions) > 1
-
-
-NO_TEXT = re.compile(
-    # JSON reads "\frac" with one backslash as a form feed and "rac", "\times" as a tab and "imes".
-    "[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=imes|heta|ext{)|\r(?=ho|ight)|\n(?=eq\\b|abla)"
-    # Half of a surrogate pair: tokenizers fail. `open` makes it of a byte that is no UTF-8.
-    "|[\ud800-\udfff]"
-)
+    return question, system
 
 
 def list_turns(value) -> list[tuple[str, str]]:
@@ -326,16 +331,112 @@ def list_turns(value) -> list[tuple[str, str]]:
         if not isinstance(turn, dict):
             raise Unusable("a list that is no conversation")
         role = turn.get("role") or turn.get("from")
-        text = turn.get("content") or turn.get("value")
+        parts = turn.get("content") or turn.get("value")
         # A turn may have several parts, such as a text and an image.
-        parts = text if isinstance(text, list) else [{"text": text}]
-        texts = [as_text(part) for part in parts]
-        turns.append((str(role).lower(), "".join(texts)))
+        text = ""
+        for part in parts if isinstance(parts, list) else [{"type": "text", "text": parts}]:
+            match part:
+                case {"type": "text", "text": str(more)}:
+                    text += more
+                case _:
+                    raise Unusable("a turn that is not text alone")
+        turns.append((str(role).lower(), text))
     return turns
 
 
-def as_text(part):
-    is_text = isinstance(part, dict) and part.get("type", "text") == "text"
-    if not is_text or not isinstance(part.get("text"), str):
-        raise Unusable("a turn that is not text alone")
-    return part["text"]
+# What files have where they have no answer. The last one is an error of a spreadsheet.
+NO_ANSWER = re.compile(
+    r"proof|not ?found|no answer|not available|see figure|nan|none|null|n/a|<na>|-?inf(inity)?|tbd"
+    r"|\?|\[\]|#[a-z0/]+[!?a]",
+    re.IGNORECASE,
+)
+BLANKS = " \n\xa0\u200b\ufeff"
+
+
+def parse_label(value, is_solution=False) -> str:
+    r"""The label of a record, as one line of text. Raises Unusable.
+
+    MATH puts the label into the last \boxed{} of the worked solution. GSM8K puts it behind the
+    solution: ... #### 18. is_solution: the value must have one of these two marks.
+    """
+    text = to_text(value)
+    label = last_box(text)
+    # Some solutions of MATH have \fbox.
+    last_start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if last_start >= 0 and last_box(text[last_start:]) is None:
+        raise Unusable(r"a \boxed without a closed {}")
+    if label is None:
+        solution, has_hashes, label = text.rpartition("####")
+        if "####" in solution:
+            raise Unusable("#### in several places")
+        if is_solution and not has_hashes:
+            raise Unusable(r"a solution without \boxed{} and without ####")
+    # A \r at the start stays, and is refused below, because it may come from \rho.
+    label = label.rstrip(BLANKS + "\r").lstrip(BLANKS)
+    if not label or NO_ANSWER.fullmatch(label):
+        raise Unusable(f"the label {label!r}")
+    if "\n" in label:
+        raise Unusable("a label of several lines")
+    if NO_TEXT.search(label) or "\t" in label or "\r" in label:
+        raise Unusable("a character in the label that is no text")
+    return label
+
+
+def to_text(value) -> str:
+    """The text of a label or of a solution. Raises Unusable."""
+    value = parse_text(value)
+    if isinstance(value, str) and re.match(r"""\s*\[\s*["']""", value):
+        raise Unusable("a list that cannot be read as label")
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        # The last turn of a conversation has the solution.
+        role, value = list_turns(value)[-1]
+        if role not in ("assistant", "gpt", "model"):
+            raise Unusable("a conversation that does not end with a solution")
+    if isinstance(value, list) and len(value) == 1:
+        [value] = value
+    if isinstance(value, bool):
+        return str(value).lower()  # as JSON writes it
+    if not isinstance(value, str | int | float | Decimal):
+        raise Unusable(f"a label of the type {type(value).__name__}")
+    return str(value)
+
+
+# ---- boxes ---------------------------------------------------------------------------------------
+
+# \boxed{    \boxed {    \fbox{
+BOX = re.compile(r"\\(?:boxed|fbox) *\{")
+
+
+def last_box(text) -> str | None:
+    r"""The content of the last box that is closed, or a list: \boxed{3}, \boxed{5} is 3, 5.
+
+    The last box is the one that begins last. So of nested boxes the inner one is the answer. Boxes
+    are a list if only commas separate them. A content that comes again counts once.
+    """
+    contents = []
+    end = len(text)
+    # Each part of the text is read once, because model output may have thousands of open boxes.
+    for box in reversed(list(BOX.finditer(text))):
+        closing = find_closing(text, box.end(), end)
+        if contents and not (closing and re.fullmatch(r"[\s$]*,[\s$]*", text[closing + 1 : end])):
+            break
+        if closing is not None:
+            contents.append(text[box.end() : closing])
+        # If this box is not closed, the boxes around it are not closed, either.
+        end = box.start()
+    if not contents:
+        return None
+    return ", ".join(dict.fromkeys(reversed(contents)))
+
+
+def find_closing(text, start, end):
+    r"""The position of the brace that closes a box, or None. A brace behind a \ does not count."""
+    depth = 1
+    for token in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, end):
+        if token[0] == "{":
+            depth += 1
+        elif token[0] == "}":
+            depth -= 1
+        if depth == 0:
+            return token.start()
+    return None

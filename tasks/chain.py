@@ -23,9 +23,7 @@ RESPONSE = re.compile(r"([a-j][+?-][A-J])*[a-j]")
 
 def load_problems(path, template, bos="", columns=None, split="train"):
     """A label is {"after": {letter: next letter}, "letters": right chain}. Raises UserError."""
-    reading = read_file(path, parse_record, split)
-    advice = "make the file with tools/base_model.py chain"
-    return make_problems(path, reading, template, TEMPLATES, bos, advice)
+    return make_problems(read_file(path, parse_record, split), template, TEMPLATES, bos)
 
 
 def parse_record(record):

@@ -1,13 +1,14 @@
-"""The task "code": the grader runs a program's tests in a jail. `--task code` chooses this task.
+r"""The task code: the reward is 1.0 if a program passes its tests, which run in a jail.
 
-This file has the interface of reward.py. ORZ has no such task. A program gets an input, or the
-expression that an assert compares with a literal. It never gets the expected value. This file
-compares its output with the expected value, word by word or read by ast.literal_eval. So a program
-passes a test only by the right answer. tasks/jail.py contains a program, code_tests.py runs the
-tests in the jail, and code_data.py reads the problems.
+    python train.py --model Qwen/Qwen2.5-0.5B-Instruct --task code \
+        --data google-research-datasets/mbpp --template chat --stop ""
 
-To use this file elsewhere, on Linux, copy these files, reward.py and the files of nanoorz/ that
-reward.py names, too.
+A program gets an input, or the expression that an assert compares with a literal. It never gets the
+expected value. This file compares its output with the expected value, word by word or read by
+ast.literal_eval. So a program passes a test only by the right answer. tasks/jail.py contains a
+program, code_tests.py runs the tests in the jail, and code_data.py reads the problems. ORZ has no
+such task. To use this file elsewhere, on Linux, copy these files, reward.py and the files of
+nanoorz/ that reward.py names, too.
 """
 
 import ast
@@ -16,20 +17,16 @@ import marshal
 import math
 import re
 import signal
-from collections import Counter
 from concurrent import futures
 from decimal import Decimal
 from pathlib import Path
 
-from nanoorz.ranks import UserError
 from tasks import code_tests
 from tasks.code_data import load_problems
 from tasks.jail import Jail
 
 __all__ = ["Grader", "load_problems", "text_metrics"]
 
-# The ways in which a check ends without a verdict.
-LOST_WAYS = ("cpu_timeouts", "wall_timeouts", "crashes")
 RUN_TESTS = Path(code_tests.__file__).read_text()
 # What repr() writes. Other texts, such as f-strings, can be slow for ast or make it print warnings.
 # *+ never goes back, so a hostile text takes no longer than another one.
@@ -110,9 +107,8 @@ class Grader:
 
     Each test of a program has three limits: `cpu_seconds`, `memory_mb` and `wall_seconds`. The
     limit `wall_seconds` is much larger than `cpu_seconds`, so that an honest program does not fail
-    on a busy machine. All tests of a program together have 10 times `wall_seconds`. If a test runs
-    out of time, the tests behind it are not run and count as failed. `counts` grow during the whole
-    run. `results` raises UserError if a process could not be started.
+    on a busy machine. All tests of a program together have 10 times `wall_seconds`. `lost` counts
+    the programs of the whole run that a limit of time or a SIGKILL has ended. Their reward is 0.
     """
 
     def __init__(
@@ -122,16 +118,12 @@ class Grader:
         answer_form: str = "orz",
         cpu_seconds: int = 6,
         wall_seconds: int = 60,
-        # False: the reward is 1.0 if all tests pass, else 0.0. True: the reward is the share of
-        # tests that pass. No flag sets this; change the default here.
-        partial: bool = False,
         memory_mb: int = 1024,
     ):
         self.jail = Jail(cpu_seconds, 10 * wall_seconds, memory_mb)
         self.wall_seconds = wall_seconds
-        self.partial = partial
-        self.counts = Counter()
-        self.checks = {}  # maps a key to a Future of (reward, how the verdict was lost)
+        self.lost = 0
+        self.checks = {}  # maps a key to a Future of (do all tests pass?, is the verdict lost?)
         # Each thread writes to one process and waits for this process.
         self.threads = futures.ThreadPoolExecutor(workers)
 
@@ -146,11 +138,6 @@ class Grader:
         self.checks[key] = self.threads.submit(self.check, program, label)
         return program or None
 
-    @property
-    def lost(self) -> int:
-        """The number of checks that ended without a verdict."""
-        return sum(self.counts[way] for way in LOST_WAYS)
-
     def pending(self, seconds: float) -> int:
         """Waits at most so many seconds, then returns how many verdicts are still missing."""
         return len(futures.wait(self.checks.values(), seconds).not_done)
@@ -159,16 +146,16 @@ class Grader:
         """Waits for pending checks. Returns {key: reward} of all samples since the last call."""
         rewards = {}
         for key, check in self.checks.items():
-            rewards[key], loss = check.result()
-            if loss:
-                self.counts[loss] += 1
+            is_right, is_lost = check.result()
+            rewards[key] = float(is_right)
+            self.lost += is_lost
         self.checks = {}
         return rewards
 
-    def check(self, program: str | None, label: dict) -> tuple[float, str | None]:
-        """Returns (reward of a program, one of LOST_WAYS or None). It runs in a thread."""
+    def check(self, program: str | None, label: dict) -> tuple[bool, bool]:
+        """Returns (does the program pass all tests?, is the verdict lost?). It runs in a thread."""
         if not program:
-            return 0.0, None
+            return False, False
         # The limit is in bytes: at least 128 KB, and at least 16 times the longest expected value.
         longest_expected = max(len(expected) for _, expected, _ in label["tests"])
         job = {
@@ -178,41 +165,30 @@ class Grader:
             "calls": label["calls"],
             "inputs": [test[0] for test in label["tests"]],
             "seconds": self.wall_seconds,
-            "partial": self.partial,
             "longest_output": 1 << max(17, 4 + longest_expected.bit_length()),
         }
-        try:
-            with self.jail.start(["-c", RUN_TESTS], marshal.dumps(job)) as process:
-                passed, loss = self.read_results(process, label, job["longest_output"])
-        except OSError as error:
-            raise UserError(f"no process can be started for a program: {error}") from error
-        if self.partial:
-            return passed / len(label["tests"]), loss
-        return float(passed == len(label["tests"])), loss
+        with self.jail.start(["-c", RUN_TESTS], marshal.dumps(job)) as process:
+            return self.read_results(process, label, job["longest_output"])
 
-    def read_results(self, process, label, longest_output) -> tuple[int, str | None]:
-        """Returns (number of tests passed, one of LOST_WAYS or None)."""
-        passed = 0
-        loss = None
+    def read_results(self, process, label, longest_output) -> tuple[bool, bool]:
+        """Returns the same as `check`."""
         for _, expected, tolerance in label["tests"]:
             # A program could write here. So a line of another form is no result.
-            head = re.fullmatch(rb"(-?\d+) ([01]) (\d+)\n", process.stdout.readline(99))
+            head = re.fullmatch(rb"(-?\d+) (\d+)\n", process.stdout.readline(99))
             if head is None:
-                # Only the wall limit of all tests (and `close`) kills the whole jail.
-                is_late = process.wait() == -signal.SIGKILL
-                return passed, "wall_timeouts" if is_late else "crashes"
-            code, is_late, size = map(int, head.groups())
+                return False, True
+            code, size = map(int, head.groups())
             output = process.stdout.read(min(size, longest_output)).decode(errors="replace")
-            loss = lost_by(code, is_late)
+            if code:
+                # A program that is too late gets a SIGKILL, and SIGXCPU if it used up its CPU time.
+                return False, code in (-signal.SIGXCPU, -signal.SIGKILL)
             if label["calls"]:
                 is_right = same_value(output, expected, tolerance, label["json"])
             else:
                 is_right = same_lines(output, expected)
-            if code == 0 and is_right:
-                passed += 1
-            elif loss or not self.partial:
-                break
-        return passed, loss
+            if not is_right:
+                return False, False
+        return True, False
 
     def close(self) -> None:
         """Ends the programs and drops pending checks. Programs also end with this process."""
@@ -225,17 +201,6 @@ class Grader:
 
     def __exit__(self, *exception):
         self.close()
-
-
-def lost_by(code: int, is_late: int) -> str | None:
-    """Returns one of LOST_WAYS, or None if the test has failed or passed.
-
-    code: the exit code, or minus the number of a signal. A crash is a SIGKILL, as when the machine
-    has no memory left. If a program ignores SIGXCPU, the kernel ends it by SIGKILL, too.
-    """
-    if is_late:
-        return "wall_timeouts"
-    return {-signal.SIGXCPU: "cpu_timeouts", -signal.SIGKILL: "crashes"}.get(code)
 
 
 def text_metrics(text: str) -> dict[str, float]:

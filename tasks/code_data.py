@@ -1,24 +1,20 @@
 """Reads programming problems and their tests. This file never runs a test.
 
-The problems may have the columns of MBPP, HumanEval, APPS or LiveCodeBench, or two columns:
-question and tests. A test is a pair of input and expected output, or an assert of one of these
-forms: value == literal, math.isclose(value, literal), abs(value - literal) < c, f(x), not f(x).
-From these forms alone the expected value can be separated. This value must stay outside of the
-jail (tasks/code.py). Other asserts are left out, and a warning says how many. ORZ has no such task.
+A record has the columns of HumanEval, MBPP or APPS, or `question` and `tests`. A test is a pair of
+input and expected output, or an assert of one of these forms: value == literal, math.isclose(value,
+literal), abs(value - literal) < c, f(x), not f(x). From these forms alone the expected value can be
+separated. This value must stay outside of the jail (tasks/code.py). Other asserts are left out, and
+a warning says how many.
 """
 
 import ast
-import base64
 import builtins
-import io
 import json
-import pickle
 import re
-import zlib
 from functools import partial
 
 from nanoorz.ranks import one_line
-from nanoorz.records import Unusable, parse_question, read_file
+from nanoorz.records import Unusable, parse_question, read_file, warn
 from reward import make_problems
 
 TEMPLATES = {
@@ -31,8 +27,6 @@ TEMPLATES = {
     "chat": "{question}\n\nThe answer must be a Python program, or the function asked for, in one "
     "```python block inside <answer> </answer> tags.",
 }
-# In APPS and LiveCodeBench the value of these columns may be a text that holds JSON.
-PACKED_COLUMNS = ("input_output", "metadata", "public_test_cases", "private_test_cases")
 
 
 def load_problems(path, template, bos="", columns=("question", "tests"), split="train"):
@@ -43,25 +37,26 @@ def load_problems(path, template, bos="", columns=("question", "tests"), split="
     literal, tolerance). `template` is a key of TEMPLATES or a text with {question}. Raises
     UserError.
     """
-    reading = read_file(path, partial(parse_record, columns=columns), split)
-    advice = f"give items of MBPP, HumanEval, APPS or LiveCodeBench, or columns {columns}"
-    lost = sum(record["lost_tests"] for record in reading.records.values())
-    warnings = [f"{lost} tests cannot be used and are left out"] if lost else []
-    return make_problems(path, reading, template, TEMPLATES, bos, advice, warnings)
+    records = read_file(path, partial(parse_record, columns=columns), split)
+    lost = sum(record["lost_tests"] for record in records)
+    if lost:
+        warn(f"{path}: {lost} tests cannot be used and are left out")
+    return make_problems(records, template, TEMPLATES, bos)
 
 
 def parse_record(record, columns):
     """The question and the label of a record, and how many tests are left out. Raises Unusable."""
     try:
-        names = (columns[0], "question_content", "text", "prompt")
+        # HumanEval and the smaller file of MBPP have a prompt, and the larger file has a text.
+        names = (columns[0], "text", "prompt")
         question = next((record[name] for name in names if record.get(name)), None)
-        question, _, _ = parse_question(question)
+        question, _ = parse_question(question)
         label, hint, test_count = parse_tests(record, columns[1])
+        # In the jail no file, and so no input and no output, is longer than 8 MB.
         label["tests"] = [test for test in label["tests"] if is_short(test)]
     except Unusable:
         raise
-    # A test that is no Python, a missing column, a broken pickle: json, zlib, pickle and ast have
-    # many classes of errors.
+    # A test that is no Python, a missing column: json and ast have many classes of errors.
     except Exception as error:
         raise Unusable(f"{type(error).__name__}: {one_line(error)}") from error
     if not label["tests"]:
@@ -71,92 +66,69 @@ def parse_record(record, columns):
 
 
 def is_short(test):
-    """In the jail no file, and so no input and no output, is longer than 8 MB."""
     return max(len(test[0].encode()), len(test[1].encode())) < 8 << 20
 
 
 def parse_tests(record, column):
     """(label, hint, number of tests). The hint names the function, and is added to the question."""
-    fields = dict(record)
-    for name in PACKED_COLUMNS:
-        if isinstance(fields.get(name), str) and fields[name]:
-            fields[name] = unpack(fields[name])
-    if fields.get("entry_point"):
-        # HumanEval. The question is the start of the program, so it needs no hint.
-        test = re.sub(r"\bcandidate\b", fields["entry_point"], fields["test"])
-        return label_of_asserts([test], before=fields["prompt"], hint="\n")
-    tests = fields.get("test_list") or fields.get(column) or []
+    # HumanEval. The question is the start of the program, so it needs no hint.
+    if record.get("entry_point"):
+        test = re.sub(r"\bcandidate\b", record["entry_point"], record["test"])
+        return label_of_asserts([test], before=record["prompt"], hint="\n")
+    # APPS. In a file that merges data sets, the columns of the other data sets are empty.
+    if record.get("input_output"):
+        return parse_apps(record)
+    tests = record.get("test_list") or record.get(column)
     if isinstance(tests, str):
         tests = json.loads(tests)  # In a table a list is a text.
-    # In a file that merges data sets, an item has empty columns of the other data sets.
-    apps = fields.get("input_output") or {}
-    function = apps.get("fn_name") or (fields.get("metadata") or {}).get("func_name")
-    if apps:
-        tests = apps_tests(apps, function)
-    elif fields.get("public_test_cases") is not None:
-        tests = livecodebench_tests(fields, function)
-    hint = ""
-    if function:
-        hint = f"\n\n{fields.get('starter_code') or ''}".rstrip()
-        if "class Solution" in hint:
-            function = f"Solution().{function}"
-        tests = [f"assert {function}(*{[*values]!r}) == {result!r}" for values, result in tests]
-    if tests and all(isinstance(test, str) for test in tests):
-        before = "\n".join(fields.get("test_imports") or [])
-        # MBPP makes trees here, of a class that the program defines.
-        after = fields.get("test_setup_code") or ""
-        label, hint, test_count = label_of_asserts(tests, before, hint, after)
-        return label | {"json": bool(function)}, hint, test_count
-    pairs = [(x["input"], x["output"]) if isinstance(x, dict) else x for x in tests]
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str]:
-            raise Unusable("a test that is neither an assert nor a pair of texts")
-    tests = [(text, output, 0) for text, output in pairs]
+    match tests:
+        case [str(), *_]:
+            # MBPP. Behind the program some records make trees, of a class that it defines.
+            before = "\n".join(record.get("test_imports") or [])
+            return label_of_asserts(tests, before, after=record.get("test_setup_code") or "")
+        case [[str(), str()], *_]:
+            return label_of_pairs(tests)
+    raise Unusable("no tests of a known form")
+
+
+def parse_apps(record):
+    """The same as parse_tests, of a record of APPS."""
+    apps = record["input_output"]
+    if isinstance(apps, str):
+        apps = json.loads(apps)
+    pairs = list(zip(apps["inputs"], apps["outputs"], strict=True))
+    function = apps.get("fn_name")
+    if not function:
+        # Some items have a text as a list of lines.
+        return label_of_pairs([map(join_lines, pair) for pair in pairs])
+    hint = f"\n\n{record.get('starter_code') or ''}".rstrip()
+    if "class Solution" in hint:
+        function = f"Solution().{function}"
+    # In some items each result is in a list of length 1.
+    if all(isinstance(result, list) and len(result) == 1 for _, result in pairs):
+        pairs = [(values, result[0]) for values, result in pairs]
+    tests = [f"assert {function}(*{[*values]!r}) == {result!r}" for values, result in pairs]
+    label, hint, test_count = label_of_asserts(tests, hint=hint)
+    return label | {"json": True}, hint, test_count
+
+
+def join_lines(text):
+    return "\n".join(text) if isinstance(text, list) else text
+
+
+def label_of_pairs(pairs):
+    """The same as parse_tests, of pairs of an input and an expected output."""
+    tests = []
+    for text, output in pairs:
+        if not isinstance(text, str) or not isinstance(output, str):
+            raise Unusable("a test that is no pair of texts")
+        tests.append((text, output, 0))
     label = {"before": "", "after": "", "calls": False, "json": False, "tests": tests}
     return label, "", len(tests)
 
 
-def unpack(text):
-    """The value of a JSON text, or of LiveCodeBench's private tests.
-
-    LiveCodeBench's private tests are JSON in a pickle, compressed by zlib, in base64.
-    """
-    if text.lstrip().startswith(("{", "[")):
-        return json.loads(text)
-    return json.loads(OnlyText(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
-
-
-class OnlyText(pickle.Unpickler):
-    """Reads a pickle of plain data. A pickle that imports a name could run code and is refused."""
-
-    def find_class(self, module, name):
-        raise ValueError(f"the pickle holds a {module}.{name}; only text is allowed")
-
-
-def apps_tests(apps, function):
-    """Pairs: (arguments, result) of calls if a function is given, else (input, output)."""
-    outputs = apps["outputs"]
-    if function:
-        # In some items each result is in a list of length 1.
-        if all(isinstance(output, list) and len(output) == 1 for output in outputs):
-            outputs = [output[0] for output in outputs]
-        return list(zip(apps["inputs"], outputs, strict=True))
-    pairs = zip(apps["inputs"], outputs, strict=True)
-    # Some items have a text as a list of lines.
-    return [["\n".join(x) if isinstance(x, list) else x for x in pair] for pair in pairs]
-
-
-def livecodebench_tests(fields, function):
-    """The same pairs as of apps_tests. A function has one argument as JSON in each line."""
-    cases = [*fields["public_test_cases"], *fields["private_test_cases"]]
-    tests = [(case["input"], case["output"]) for case in cases]
-    if not function:
-        return tests
-    return [([*map(json.loads, text.split("\n"))], json.loads(output)) for text, output in tests]
-
-
-def label_of_asserts(tests, before, hint, after=""):
-    """Returns the same as parse_tests. If the hint is empty, the first call becomes the hint."""
+def label_of_asserts(tests, before="", hint="", after=""):
+    """The same as parse_tests. If the hint is empty, the first call becomes the hint."""
     trees = [ast.parse(test) for test in tests]
     asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     # A test may define names, and only its asserts run in the jail.
@@ -185,7 +157,7 @@ def split_assert(condition, known, unknown):
         if parts is None:
             return None
         value, expected, tolerance = parts
-        literal = repr(read_literal(expected))
+        literal = read_literal(expected)
     except (ValueError, TypeError):
         return None
     calls = find_calls(value)
@@ -203,12 +175,18 @@ def split_assert(condition, known, unknown):
     return None
 
 
-def read_literal(node):
-    """The value of a literal, or of set(literal), which MBPP has often. Raises ValueError."""
+def read_literal(node) -> str:
+    """The text of a literal, or of set(literal), which MBPP has often.
+
+    The text is the same in each process, which the repr of a set is not. Raises ValueError or
+    TypeError.
+    """
     match node:
         case ast.Call(ast.Name("set"), [members], []):
-            return set(ast.literal_eval(members))
-    return ast.literal_eval(node)
+            texts = sorted(repr(member) for member in set(ast.literal_eval(members)))
+            return f"{{{', '.join(texts)}}}" if texts else "set()"
+    ast.literal_eval(node)
+    return ast.unparse(node)
 
 
 def find_calls(tree):

@@ -1,9 +1,9 @@
 """Runs the tests of one program. tasks/code.py sends this file into the jail of tasks/jail.py.
 
 A job is a dict, packed by marshal, because an import of json would take longer than this file. For
-each test there is a result: a line with the exit code, a 1 if the test was too late, and the length
-of the output in bytes, and then the output. A program could change this process, which has the same
-rights. It would gain no right answer, because the expected values are not in the jail.
+each test there is a result: a line with the exit code and the length of the output in bytes, and
+then the output. A program could change this process, which has the same rights. It would gain no
+right answer, because the expected values are not in the jail.
 """
 
 import marshal
@@ -14,7 +14,6 @@ import types
 
 # An import of signal would take longer than this file.
 SIGKILL = 9
-SIGXCPU = 24
 
 
 def run_tests(job):
@@ -34,14 +33,12 @@ def run_tests(job):
             run_program(job, text)
             # The child returns, so that Python ends as usual: it joins threads and flushes streams.
             return
-        code, is_late = await_end(pid, job["seconds"])
+        code = await_end(pid, job["seconds"])
         code, output = read_output(stdout, code, job)
-        os.write(1, b"%d %d %d\n" % (code, is_late, len(output)) + output)
+        os.write(1, b"%d %d\n" % (code, len(output)) + output)
         os.close(stdin)
         os.close(stdout)
-        # One failure decides. If all tests are wanted, only a test that ran out of time ends them:
-        # the next tests would probably run out of time, too.
-        if code in (-SIGKILL, -SIGXCPU) or (code and not job["partial"]):
+        if code:  # One failure decides.
             return
 
 
@@ -75,14 +72,13 @@ def to_plain(value):
 
 
 def await_end(pid, seconds):
-    """(exit code or minus the number of a signal, was it too late?). Kills what is left."""
+    """The exit code, or minus the number of a signal. Kills what is left after so many seconds."""
     pidfd = os.pidfd_open(pid)
-    ended, _, _ = select.select([pidfd], [], [], seconds)
+    select.select([pidfd], [], [], seconds)
     os.kill(-1, SIGKILL)  # All processes of this jail, except this one and process 1.
     _, status = os.waitpid(pid, 0)
     os.close(pidfd)
-    code = os.waitstatus_to_exitcode(status)
-    return code, code == -SIGKILL and not ended
+    return os.waitstatus_to_exitcode(status)
 
 
 def read_output(stdout, code, job):

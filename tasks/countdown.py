@@ -57,9 +57,8 @@ def load_problems(path, template, bos="", columns=("nums", "target"), split="tra
     A label is {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or
     None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError.
     """
-    reading = read_file(path, partial(parse_record, columns=columns), split)
-    advice = f"give records with {columns[0]} and {columns[1]}"
-    return make_problems(path, reading, template, TEMPLATES, bos, advice)
+    records = read_file(path, partial(parse_record, columns=columns), split)
+    return make_problems(records, template, TEMPLATES, bos)
 
 
 def parse_record(record, columns):

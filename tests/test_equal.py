@@ -20,13 +20,14 @@ from nanoorz import equal
 @pytest.fixture(scope="module")
 def grader():
     with reward.Grader(workers=2) as shared:
+        shared.find_answer = str  # The whole text is the answer.
         yield shared
 
 
 def verdicts(grader, pairs):
     """The verdicts of pairs (prediction, label) that are all asked for at once: {pair: bool}."""
     for pair in pairs:
-        grader.compare(pair, *pair)
+        grader.submit(pair, pair[0], "stop", pair[1])
     return {pair: value == 1.0 for pair, value in grader.results().items()}
 
 
@@ -250,6 +251,6 @@ def test_every_hostile_text_is_survived():
         text = "".join(piece * times for piece, times in pieces)
         pairs.append((text, r"2x+\sqrt{3}"))
     with reward.Grader(workers=2, cpu_seconds=0.3) as grader:
+        grader.find_answer = str
         assert not any(verdicts(grader, pairs).values())
-        assert grader.counts["wall_timeouts"] == 0
-        assert grader.counts["cpu_timeouts"] > 0
+        assert grader.lost > 0
