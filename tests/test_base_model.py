@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from conftest import ROOT, clean_environment, held_port, jsonl, run_python, run_
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
+from tasks import chain
 from tools import base_model
 from train import parse_flags
 
@@ -244,3 +246,40 @@ def test_the_recipe_trains_a_folder(tmp_path):
         subprocess.run(command, env=clean_environment() | {"MASTER_PORT": port}, check=True)
     assert len(jsonl(run / "metrics.jsonl")) == 1
     assert jsonl(run / "eval.jsonl")[0]["problems"] == 200
+
+
+def test_the_base_model_is_shown_what_the_task_says():
+    """A right letter has a +, another one a -, and half of the texts have no verdict."""
+    recipe = base_model.Chain(1, updates=4)
+    texts = recipe.draw_texts([], random.Random(3))
+    silent = wrong = letters = 0
+    for prompt, *pieces in texts:
+        assert prompt.weight == 0
+        table, _, start = prompt.text.partition(":")
+        record = {"table": table, "start": start.lower(), "steps": recipe.steps}
+        label = chain.parse_record(record)["label"]
+        text = "".join(piece.text for piece in pieces)
+        said = ""
+        for turn, answer in zip(pieces[::2], pieces[1::2]):
+            assert (turn.weight, answer.weight) == (1, 0)
+            told = chain.reply(said + turn.text, "stop", label | {"letters": start.lower() * 99})
+            assert answer.text in (told, "?" + told[1:])
+            said += turn.text + told
+            wrong += told[0] == "-"
+        letters += recipe.steps
+        is_silent = "?" in text
+        assert not (is_silent and set(text) & {"+", "-"})
+        silent += is_silent
+    assert 0.35 < silent / len(texts) < 0.65
+    # 0.16 of the letters are random, and one in ten of these is right.
+    assert 0.11 < wrong / letters < 0.18
+
+
+def test_the_problems_are_different_and_no_chain_is_short(tmp_path):
+    recipe = base_model.Chain(1, problems=50, held_out=20)
+    train, held_out = recipe.split_problems(random.Random(1))
+    assert (len(train), len(held_out)) == (50, 20)
+    assert len({str(problem) for problem in train + held_out}) == 70
+    for problem in train:
+        label = chain.parse_record(problem)["label"]
+        assert len(set(label["letters"])) == recipe.steps + 1, "no letter comes twice"

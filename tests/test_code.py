@@ -1,18 +1,12 @@
-"""The task "code": what it pays, how checks are lost, its problems. test_jail.py has the jail."""
+"""The task code: which programs are paid, and its problems. test_jail.py has the jail."""
 
-import base64
 import functools
 import json
 import os
-import pickle
-import re
-import runpy
-import shutil
 import tracemalloc
-import zlib
 
 import pytest
-from conftest import launch, wait_until
+from conftest import launch, run_python, wait_until
 from jail_worker import processes
 
 from nanoorz.ranks import UserError
@@ -107,7 +101,7 @@ PROGRAMS = [
 CHEATS = [
     "raise SystemExit(0)",
     "import os\nprint('True')\nprint('passed')\nos._exit(0)",
-    "import os\nreplies = '''0 0 1\n40 0 6\n[1, 1]0 0 4\n'aa''''\n"
+    "import os\nreplies = '''0 1\n40 6\n[1, 1]0 4\n'aa''''\n"
     "for file in range(64):\n    try: os.write(file, replies.encode())\n    except OSError: pass\n"
     "os._exit(0)",
     "class E:\n    __eq__ = lambda *a: True\n    __repr__ = lambda a: 'E()'\nf = lambda x: E()",
@@ -134,10 +128,8 @@ def test_right_programs_are_paid_and_wrong_ones_and_cheats_are_not(jail):
         assert grader.results() == expected
 
 
-def test_partial_pays_a_share_and_the_last_block_counts(jail):
-    with task.Grader(partial=True) as grader:
-        assert grade(grader, "print(3)", ADDS) == 0.5
-        assert grade(grader, "f = lambda x: 4", DOUBLES) == pytest.approx(1 / 3)
+def test_the_last_block_of_an_answer_that_ended_counts(jail):
+    with task.Grader() as grader:
         assert submit(grader, "last", f"print(3)\n```\nbetter:\n```\n{ADD}", ADDS) == f"{ADD}\n"
         block = f"```\n{ADD}\n```"
         grader.submit("outside", f"{block}<answer>none</answer>", "stop", ADDS)
@@ -147,21 +139,19 @@ def test_partial_pays_a_share_and_the_last_block_counts(jail):
 
 RECURSION = "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
 DISK_BOMB = "i = 0\nwhile True:\n    open(str(i), 'wb').write(bytes(1 << 22))\n    i += 1"
-# {how the verdict is lost, as the counts name it: programs}
+# {is the verdict lost?: programs}
 BOMBS = {
-    None: [
+    False: [
         "import os\nwhile True: os.fork()",
         "import os, time\nfor _ in range(8):\n    if not os.fork(): os.setsid() or time.sleep(600)",
         "x = []\nwhile True: x.append(bytearray(1 << 24))",
         "while True: print('3' * 10000)",
         DISK_BOMB,
     ],
-    "cpu_timeouts": [
+    True: [
         "while True: pass",
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
         "import os\nwhile True: os.write(2, b'3' * 10000)",
-    ],
-    "crashes": [
         "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass",
         # Its own timer sends it SIGKILL, like the kernel when memory runs out. This is a crash.
@@ -177,7 +167,7 @@ BOMBS = {
 def test_bombs_get_nothing_and_leave_nothing_and_are_counted(jail, tmp_path, monkeypatch):
     # The command of each process has this text.
     monkeypatch.setattr(task, "RUN_TESTS", f"{task.RUN_TESTS}\n# {tmp_path}")
-    expected = {code: (0, loss) for loss, codes in BOMBS.items() for code in codes}
+    expected = {code: (False, loss) for loss, codes in BOMBS.items() for code in codes}
     with task.Grader(workers=4, cpu_seconds=1, memory_mb=256) as grader:
         for code in expected:
             submit(grader, code, code, ADDS)
@@ -186,8 +176,7 @@ def test_bombs_get_nothing_and_leave_nothing_and_are_counted(jail, tmp_path, mon
         # With this limit the other programs could be too late on a busy machine.
         grader.wall_seconds = 1
         assert grade(grader, SLEEP, ADDS) == 0
-        assert grader.counts == {"cpu_timeouts": 3, "wall_timeouts": 1, "crashes": 2}
-        assert grader.lost == 6
+        assert grader.lost == len(BOMBS[True]) + 1
         # The machine decides which limit ends this one.
         assert grade(grader, RECURSION, ADDS) == 0
         wait_until(lambda: processes(str(tmp_path)) == [], seconds=60)
@@ -196,28 +185,19 @@ def test_bombs_get_nothing_and_leave_nothing_and_are_counted(jail, tmp_path, mon
 @pytest.mark.slow
 def test_waiting_has_a_limit_for_each_test_and_for_all(jail):
     """Each test has `wall_seconds`, and all tests of a program have ten times as many."""
-    with (
-        task.Grader(wall_seconds=1, partial=True) as hasty,
-        task.Grader(2, cpu_seconds=1, partial=True) as patient,
-    ):
-        patient.wall_seconds = 6
+    with task.Grader(wall_seconds=1) as hasty, task.Grader(cpu_seconds=1) as patient:
         submit(hasty, "many", f"import time\ntime.sleep(0.4)\n{ADD}", label(*PAIRS[:1] * 50))
         # Waiting is no CPU time, and each test may wait.
         submit(patient, "few", f"import time\ntime.sleep(1.2)\n{ADD}", label(*PAIRS[:1] * 6))
-        # No test follows one that ran out of time, and it alone holds its worker.
-        tests = label(*PAIRS, *PAIRS[:1] * 38)
-        submit(patient, "one", f"import time\n{ADD}\nif a > 1: time.sleep(99)", tests)
-        assert patient.results() == {"few": 1, "one": 1 / 40}
-        assert 0 < hasty.results()["many"] < 1
-        assert hasty.counts["wall_timeouts"] == patient.counts["wall_timeouts"] == 1
+        assert (patient.results(), patient.lost) == ({"few": 1}, 0)
+        assert (hasty.results(), hasty.lost) == ({"many": 0}, 1)
 
 
 def test_output_is_read_no_further_than_its_verdict_needs(jail):
-    """Output that no verdict needs is dropped, so ten tests cannot fill the trainer's memory."""
+    """Output that no verdict needs is dropped, so it cannot fill the trainer's memory."""
     flood = "import os\nos.write(1, b'\\xff' * (7 << 20))"
-    with task.Grader(partial=True) as grader:
+    with task.Grader() as grader:
         tracemalloc.start()
-        assert grade(grader, flood, label(*PAIRS * 10)) == 0
         # Before an answer a program may say anything.
         assert grade(grader, f"{flood}\nf = lambda x: x * 2", DOUBLES) == 1
         assert grade(grader, f"print('3' + ' ' * (1 << 20))\n{flood}", ADDS_ONCE) == 0
@@ -232,28 +212,15 @@ def test_a_program_on_its_way_when_the_grader_closes_is_ended(jail):
     with task.Grader() as grader:
         # `close` sets this before it looks for processes.
         grader.jail.closed = True
-        assert grader.check(SLEEP, ADDS) == (0.0, "wall_timeouts")
+        assert grader.check(SLEEP, ADDS) == (False, True)
 
 
-def test_a_process_that_cannot_be_started_is_an_error_of_results(jail):
-    with task.Grader() as grader:
-        grader.jail.command = ["/deleted"]
-        with pytest.raises(UserError, match="^no process can be started .*deleted"):
-            grade(grader, ADD, ADDS)
-
-
-@pytest.mark.parametrize("head", ["x", "0 0", "0 0 -1", "0 2 1", "9" * 99])
-def test_results_that_a_program_has_written_are_crashes(jail, head, monkeypatch):
+@pytest.mark.parametrize("head", ["x", "0", "0 -1", "9" * 99])
+def test_results_that_a_program_has_written_in_another_form_are_lost(jail, head, monkeypatch):
     """A program could reach the process that runs its tests, and write its results."""
-    code = f"print('0 0 1\\n3{head}')"
-    monkeypatch.setattr(task, "RUN_TESTS", code)
-    with task.Grader(partial=True) as grader:
-        assert grade(grader, ADD, ADDS) == 0.5
-        assert grader.counts == {"crashes": 1}
-
-
-def packed(value):
-    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+    monkeypatch.setattr(task, "RUN_TESTS", f"print('0 1\\n3{head}')")
+    with task.Grader() as grader:
+        assert (grade(grader, ADD, ADDS), grader.lost) == (0, 1)
 
 
 # In merged sets items have empty columns of other sets.
@@ -272,10 +239,6 @@ CLASS = "class Solution:\n    def f(self, a, b):"
 APPS_CALL = {"question": "?", "starter_code": CLASS}
 APPS_CALL["input_output"] = json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]})
 CASES = [json.dumps([{"input": text, "output": output}]) for text, output in PAIRS]
-LIVECODEBENCH = {"question_content": "?", "input_output": ""}
-LIVECODEBENCH |= {"public_test_cases": CASES[0], "private_test_cases": packed(CASES[1])}
-LIVE_CALL = {"question_content": "?", "metadata": '{"func_name": "f"}', "private_test_cases": ""}
-LIVE_CALL["public_test_cases"] = [{"input": "1\n[2]", "output": "3"}]
 
 TWO = ["f(1)", "2.0", 2e-9]
 
@@ -285,12 +248,9 @@ FORMS = [
     (HUMANEVAL, "f = lambda x: x * half / 3", OF_HUMANEVAL),
     ({"question": "?", "input_output": APPS}, ADD, ADDS),
     (APPS_CALL, f"{CLASS} return a + b", of_json_calls(["Solution().f(*[1, 2])", "3"])),
-    (LIVECODEBENCH, ADD, ADDS),
-    (LIVE_CALL, "def f(a, b): return a + b[0]", of_json_calls(["f(*[1, [2]])", "3"])),
     ({"question": "?", "tests": PAIRS, "input_output": None}, ADD, ADDS),
     # In a table a list is a text, and in a merged file the columns of other data sets are empty.
     ({"question": None, "prompt": "?", "tests": json.dumps(PAIRS), "entry_point": None}, ADD, ADDS),
-    ({"question": "?", "tests": [{"input": x, "output": y} for x, y in PAIRS]}, ADD, ADDS),
     (
         {"text": "?", "test_list": ["assert f(tree) == 1"], "test_setup_code": "tree = Node(1)"},
         "class Node(int): pass\nf = int",
@@ -312,32 +272,28 @@ def test_problems_of_every_form_are_read_and_graded(jail, tmp_path):
         assert grader.results() == dict.fromkeys(range(len(FORMS)), 1)
 
 
-def test_the_copy_of_the_task_that_a_run_keeps_finds_the_jail(jail, tmp_path):
-    copy = str(shutil.copy(task.__file__, tmp_path / "task.py"))
-    with runpy.run_path(copy)["Grader"]() as grader:
-        assert grade(grader, ADD, label(*PAIRS)) == 1
-
-
-BAD = [{"question": None}, {"question": " "}, {"question": "\ud800"}, {"tests": None}]
-BAD += [{"tests": []}, {"tests": [[1, 2]]}, {"input_output": '{"inputs": '}, {"tests": ["f("]}]
-BAD += [{"public_test_cases": "[]", "private_test_cases": packed(os.system)}]
-BAD += [{"public_test_cases": "[]", "private_test_cases": text} for text in ("AAAA", " ")]
+BAD = [{"question": None}, {"question": "\ud800"}, {"tests": []}, {"tests": [[1, 2]]}]
+BAD += [{"tests": ["f("]}, {"tests": {"inputs": [], "outputs": []}}, {"tests": [["1"]]}]
 BAD += [{"tests": ["assert " + "(" * 999]}, {"tests": [["x" * (8 << 20), "1"]]}]
+BAD += [{"input_output": '{"inputs": '}, {"input_output": {"inputs": [1], "outputs": ["1"]}}]
 
 
 @pytest.mark.parametrize("change", BAD)
-def test_bad_items_are_named(tmp_path, change, capsys):
+def test_other_tests_are_left_out(tmp_path, change, capsys):
     good = {"question": "Add.", "tests": PAIRS}
-    bad = json.dumps(good | change)
-    (tmp_path / "data.jsonl").write_text(f"{json.dumps(good)}\n{bad}")
+    (tmp_path / "data.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(good | change)}")
     assert len(task.load_problems(str(tmp_path / "data.jsonl"), "plain")) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "1 of 2 lines are left out: 1 with " in line and "first: line 2" in line
-    (tmp_path / "data.jsonl").write_text(bad)
-    with pytest.raises(UserError, match="1 of 1 lines .*; give items of MBPP, HumanEval"):
-        task.load_problems(str(tmp_path / "data.jsonl"), "plain")
-    with pytest.raises(UserError, match="{question}"):
-        task.load_problems(str(tmp_path / "data.jsonl"), "no room")
+    assert "1 of 2 records are left out: 1 with " in capsys.readouterr().err
+
+
+def test_each_process_reads_the_same_label(tmp_path):
+    """The repr of a set is not the same in each process, and ranks compare their labels."""
+    tests = ["assert f(1) == {'a', 'b', 'c'}", "assert f(2) == set('abc')"]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "?", "test_list": tests}]))
+    code = f"from tasks import code; print(code.load_problems({str(path)!r}, 'plain'))"
+    told = {run_python("-c", code, env={"PYTHONHASHSEED": seed}).stdout for seed in "123"}
+    assert len(told) == 1 and "'c'" in told.pop()
 
 
 def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
@@ -361,7 +317,8 @@ def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
     assert [(problem.index, problem.question[0]) for problem in problems] == [(0, "a"), (1, "c")]
     assert problems[0].label["tests"] == [("f(1)", "1", 0)]
     lines = capsys.readouterr().err.splitlines()
-    assert [re.findall(r" (\d+) ", line) for line in lines] == [["2", "4", "2"], ["2"]]
+    assert "2 of 4 records are left out" in lines[0] and "1 with no usable test" in lines[0]
+    assert lines[1].endswith("2 tests cannot be used and are left out")
     (tmp_path / "data.json").write_text(json.dumps(items[1:3]))
     with pytest.raises(UserError, match="no usable test"):
         task.load_problems(str(tmp_path / "data.json"), "plain")

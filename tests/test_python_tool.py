@@ -46,9 +46,6 @@ def test_a_reply_is_what_the_program_has_printed(grader):
     assert long.endswith("ZeroDivisionError: division by zero\n```\n")
     assert len(ask("while True: print('x' * 3000)").result()) < 1020
     assert "SyntaxError" in ask("print(\ud800)").result()
-
-
-def test_a_program_that_takes_long_is_told_so(grader):
     hasty = Jail(cpu_seconds=9, wall_seconds=60)
     hasty.wall_seconds = 1
     told = python_tool.run_program(hasty, "import time\ntime.sleep(600)")
@@ -79,8 +76,3 @@ def test_the_answer_must_be_drawn_by_the_policy(grader):
         sample = Sample(None, [0], parts=[turn, reply, last])
         grader.submit(last, sample.drawn_text, "stop", "15")
         assert grader.results() == {last: reward}
-
-
-def test_the_prompts_say_how_to_call_python():
-    assert python_tool.TEMPLATES["orz"].count("```output") == 1
-    assert python_tool.TEMPLATES["orz"].count("must put your answer") == 1

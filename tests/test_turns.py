@@ -197,42 +197,6 @@ def test_the_page_s_task_looks_words_up(tmp_path, monkeypatch):
     assert reply("<answer>\\boxed{1}</answer>", "stop", "") is None
 
 
-# ---- tasks/calculator.py -------------------------------------------------------------------------
-
-LABEL = {"numbers": [5, 9, 8, 4], "target": 17, "pick": 2}
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("8+5=", "13<"),
-        ("8+5=13<\n9*4=", "36>"),
-        ("8+5=13<\n9+8=", "17!"),
-        ("4-9=", "0<"),
-        ("9/4=", "0<"),
-        ("99*99=", "0<"),
-        ("__import__('os')=", "0<"),
-        ("=", "0<"),
-        ("8+5", None),
-        ("8+5=13<", None),
-        ("", None),
-    ],
-)
-def test_the_calculator_replies_behind_an_equals_sign(text, value):
-    assert calculator.reply(text, "stop", LABEL) == value
-    assert calculator.reply(text, "length", LABEL) is None
-
-
-def test_the_calculator_s_value_is_no_claim_of_the_policy():
-    """The grader sees `9+8=`, and the calculator's value is for the policy to read."""
-    for parts, is_right in (
-        (["9+8=", "17!", ""], 1),
-        (["9+8=", "0<", ""], 1),
-        (["17", "!", ""], 0),
-    ):
-        assert reward_of(calculator, LABEL, parts) == is_right
-
-
 # ---- flags ---------------------------------------------------------------------------------------
 
 
@@ -266,6 +230,6 @@ def test_a_recipe_may_bring_its_own_reply(tmp_path, process_group):
         "    def _hint(self, text, finish_reason, label):\n        return 'hm'\n"
     )
     cfg = config(variant=tmp_path / "hint.py")
-    assert cfg.reply_function(calculator)("", "stop", LABEL) == "hm"
+    assert cfg.reply_function(calculator)("", "stop", {}) == "hm"
     assert config().reply_function(calculator) is calculator.reply
     assert config().reply_function(reward) is None

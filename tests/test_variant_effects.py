@@ -22,6 +22,7 @@ import ppo
 import rollout
 from nanoorz import models
 from nanoorz.ranks import UserError, hash64
+from tools import base_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -548,3 +549,11 @@ def test_fp16_learns_what_fp32_learns(tmp_path):
 
 def weights_of(learner) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten() for _, tensor in models.named_weights(learner)])
+
+
+def test_a_frozen_embedding_is_the_tied_head_and_all_else_learns():
+    tokenizer = base_model.make_tokenizer("ab", [])
+    model = config(variant="frozen_embedding").policy_model(base_model.make_model(tokenizer, 1))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+    assert frozen == ["model.embed_tokens.weight"]
