@@ -16,6 +16,7 @@ import re
 import sys
 import urllib.parse
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 from nanoorz.ranks import UserError, one_line
@@ -164,7 +165,13 @@ def load_dataset(path, split) -> list[dict]:
         dataset = datasets.load_from_disk(path)
     except FileNotFoundError:
         # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
-        dataset = datasets.load_dataset(*path.split(":", 1))
+        load = partial(datasets.load_dataset, *path.split(":", 1))
+        dataset = load()
+        part = next(iter(dataset.values()))
+        if part.info.builder_name == "csv":
+            # By default its reader turns 007 into 7 and NA into nothing.
+            texts = datasets.Features({name: datasets.Value("string") for name in part.features})
+            dataset = load(features=texts, keep_default_na=False)
     if isinstance(dataset, dict):  # It has splits.
         if split not in dataset:
             raise UserError(f"it has no split {split!r}, but {', '.join(dataset)}")

@@ -1,4 +1,7 @@
-"""The task Countdown with a calculator. Use it with --task calculator.
+"""The task calculator: Countdown, and the policy has a calculator.
+
+    python tools/base_model.py countdown out/lab/base
+    python train.py $(xargs < out/lab/base/flags.txt) --task calculator
 
 The policy writes `9+3=`. The calculator replies with the value and its comparison with the target,
 `12<`. All else is as in the miniature of tasks/countdown.py, with the same base model. So a line

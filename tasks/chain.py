@@ -1,4 +1,7 @@
-"""The task chain: look letters up in a table, one in each turn. Use it with --task chain.
+"""The task chain: look letters up in a table, one in each turn.
+
+    python tools/base_model.py chain out/chain/base
+    python train.py $(xargs < out/chain/base/flags.txt)
 
     question  Fh,Ji,Ea,Hd,Dc,Ag,Cf,Gj,Be,Ib:D    begin with D
     response  c+C f+F h+H a-A g+G j+J i+I b      the policy draws the small letters alone
@@ -6,7 +9,6 @@
 The environment replies to each letter with a verdict (`+` right, `-` wrong) and with this letter as
 the next key. The reward is 1.0 if the last letter is that of the right chain. A turn is one small
 letter, because all of them are stop texts (STOP). Other text ends the response.
-`tools/base_model.py chain` makes a base model, problems and flags.
 """
 
 import re

@@ -1,9 +1,12 @@
-"""The task Countdown: reach a target with given numbers and + - * /. Use it with --task countdown.
+"""The task countdown: reach a target with given numbers and + - * /.
 
 A record has `nums` and `target`, as in TinyZero's data sets. The answer is an expression in
 <answer> tags that uses each number exactly once. A record with a third field, `pick`, is a
 miniature: the answer uses exactly `pick` of the numbers, and the last line of the response is the
-answer. `tools/base_model.py countdown` makes a base model for this miniature:
+answer. The laboratory trains a base model for this miniature:
+
+    python tools/base_model.py countdown out/lab/base
+    python train.py $(xargs < out/lab/base/flags.txt)
 
     question  5,9,8,4=17:
     response  8+5=13<      each line is a try, its value, and a comparison with the target

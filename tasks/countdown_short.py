@@ -1,4 +1,7 @@
-"""Countdown with two rewards: is a response right, and is it short? Use --task countdown_short.
+"""The task countdown_short: is a response right, and is it short? These are two rewards.
+
+    python tools/base_model.py countdown out/lab/base
+    python train.py $(xargs < out/lab/base/flags.txt) --task countdown_short
 
 By default the policy learns from `right` alone, and `short` is only logged. --reward_weights
 short=0.5 pays for both. A wrong response may be short, too. The second reward suits the responses

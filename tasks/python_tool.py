@@ -1,6 +1,8 @@
-r"""Math problems with Python as a tool: the policy writes a program, and the reply is its output.
+r"""The task python_tool: math problems, and a reply is the output of a program of the policy.
 
-Use it with --task python_tool. A response looks like this:
+    python train.py --model Qwen/Qwen2.5-1.5B --task python_tool --data openai/gsm8k:main
+
+A response looks like this:
 
     I count them.
     ```python

@@ -68,7 +68,6 @@ SOLUTIONS = [
     (4, "ppo.py", "    deltas = -values  # (N, S)\n", BY_LENGTH),
     (4, "ppo.py", "(deltas, cfg.gamma * cfg.lambd)", "(deltas, cfg.gamma * lambd)"),
     (5, "reward.py", "for key, pair in self.pairs.items()}\n", A_TENTH),
-    (5, "reward.py", 'bool(grader.results()["is_equiv"])', 'grader.results()["is_equiv"] == 1'),
     (6, "reward.py", "    return last_box(block)\n", ANY_ANSWER),
     (7, "brevity.py", "", BREVITY),
 ]

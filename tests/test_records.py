@@ -64,7 +64,9 @@ LABELS += [r"\left\{1,2\right\}", r"\text{(A)}", r"\rho", r"\nu", r"(3,\frac{\pi
 LABELS += [r"\begin{pmatrix}1\\2\end{pmatrix}", r"50\%", "3:2"]
 
 
-def test_labels_arrive_as_they_are_written(tmp_path):
+def test_labels_arrive_as_they_are_written(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"Question": "?", "Answer": label} for label in LABELS]
     bare = [f'{{"Question": "?", "Answer": {label}}}' for label in JSON_LABELS]
     for name, separator in (("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")):
@@ -76,6 +78,9 @@ def test_labels_arrive_as_they_are_written(tmp_path):
     write(tmp_path, "e.jsonl", "\ufeff" + "\n\n".join(map(json.dumps, rows)))
     write(tmp_path, "f.json", f"[{','.join(bare)}]")
     write(tmp_path, "g.json", "\n".join(bare))
+    # The datasets library reads a folder of tables.
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.csv").write_text(Path(tmp_path / "a.csv").read_text())
     for path in tmp_path.iterdir():
         expected = JSON_LABELS if path.name in ("f.json", "g.json") else LABELS
         assert read(path) == [("?", label) for label in expected], path.name

@@ -671,7 +671,7 @@ MINE = "import ppo\n\n\nclass Mine(ppo.Recipe):\n    pass\n"
     [
         ({}, {"seed": 7}, "rank 1: --seed is 7, but on rank 0 it is 42; give all ranks the same"),
         ({"data": "other.json"}, {}, r"rank 1: hash of the problems in other.json is \d+, but on"),
-        ({"data": "empty.json"}, {}, "error: empty.json: holds no problems"),
+        ({"data": "empty.json"}, {}, "error: empty.json holds no problems"),
         ({"run_dir": "run"}, {}, r"machine .*, rank \d, .*/run: not shared: the file of rank"),
     ],
 )
