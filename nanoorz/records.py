@@ -214,28 +214,36 @@ def parse_row(row):
 # ---- records -------------------------------------------------------------------------------------
 
 
+# Columns that hold a part of the question: choices, a text, a picture.
+PARTS_OF_QUESTIONS = re.compile(
+    "choices?|options?.*|op[a-d]|a|distractors?.*|context|passage|body|story|article|table|images?.*"
+    "|picture|figure"
+)
+
+
 def parse_problem(record, columns=None) -> dict:
     """The question, the label and the system turn (a text or "") of a record.
 
     columns: the paths of question and label, or None. Raises Unusable.
     """
-    is_orz = isinstance(record, list) and len(record) == 2
-    if not isinstance(record, dict) and not is_orz:
+    if isinstance(record, list) and len(record) == 2:  # ORZ's two turns
+        record = dict(zip("01", record))
+    if not isinstance(record, dict):
         raise Unusable("no object with columns")
-    names = "of a list" if is_orz else ", ".join(record)
+    names = ", ".join(record)
     if columns:
         question_paths, label_paths = [columns[0]], [columns[1]]
     else:
         question_paths, label_paths = QUESTIONS, LABELS
-        if not is_orz:
-            record = {name.lower(): value for name, value in record.items()}
+        record = {name.lower(): value for name, value in record.items()}
     question_path, question = find_first(record, question_paths)
     label_path, label = find_first(record, label_paths)
     for part, value in (("question", question), ("label", label)):
         if value is None:
             raise Unusable(f"no {part}; the columns are {names:.300}")
-    if not columns and not is_orz:
-        refuse_parts(record)
+    for name, value in record.items():
+        if value and not columns and PARTS_OF_QUESTIONS.fullmatch(name):
+            raise Unusable(f"a column {name}; write it into the question, and name the columns")
     question, system = parse_question(question)
     # In a column that the user names, a text without a mark is the label.
     label = parse_label(label, is_solution=not columns and label_path in SOLUTIONS)
@@ -269,25 +277,15 @@ def find(record, path):
     return record
 
 
-# Columns that hold a part of the question: choices, a text, a picture.
-PARTS_OF_QUESTIONS = re.compile(
-    "choices?|options?.*|op[a-d]|a|distractors?.*|context|passage|body|story|article|table|images?.*"
-    "|picture|figure"
-)
-
-
-def refuse_parts(record):
-    for name, value in record.items():
-        if value and PARTS_OF_QUESTIONS.fullmatch(name):
-            raise Unusable(f"a column {name}; write it into the question, and name the columns")
-
-
 # A list of texts, a list of objects, an object. Not [1,2] and {1,2}: an interval and a set.
 OBJECTS = re.compile(r"""\s*(\[\s*\{|\[|\{)\s*["']""")
 
 
 def parse_text(value):
-    """The list or the object that a text holds, as JSON or as Python writes it. Else the value."""
+    """The list or the object that a text holds, as JSON or as Python writes it. Else the value.
+
+    Raises Unusable.
+    """
     if not isinstance(value, str) or not OBJECTS.match(value):
         return value
     with contextlib.suppress(ValueError, RecursionError):
@@ -297,6 +295,8 @@ def parse_text(value):
         with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             found = ast.literal_eval(value.strip())
             return found if isinstance(found, list | dict) else value
+    if value.lstrip().startswith("["):
+        raise Unusable("a list that cannot be read")
     return value
 
 
@@ -310,11 +310,7 @@ NO_TEXT = re.compile(
 
 def parse_question(value) -> tuple[str, str]:
     """(question, text of the system turn or ""). Raises Unusable."""
-    # In a table a conversation is a text.
-    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["']""", value):
-        value = parse_text(value)
-        if isinstance(value, str):
-            raise Unusable("a conversation that cannot be read")
+    value = parse_text(value)  # In a table a conversation is a text.
     turns = list_turns(value) if isinstance(value, list) else [("user", value)]
     system = "\n".join(text for role, text in turns if role in ("system", "developer"))
     questions = [text for role, text in turns if role in ("user", "human")]
@@ -392,8 +388,6 @@ def parse_label(value, is_solution=False) -> str:
 def to_text(value) -> str:
     """The text of a label or of a solution. Raises Unusable."""
     value = parse_text(value)
-    if isinstance(value, str) and re.match(r"""\s*\[\s*["']""", value):
-        raise Unusable("a list that cannot be read as label")
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         # The last turn of a conversation has the solution.
         role, value = list_turns(value)[-1]

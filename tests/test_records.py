@@ -99,7 +99,7 @@ UNUSABLE = [
     ({"prompt": ["1+1?"], "answer": "2"}, "a list that is no conversation"),
     (
         {"prompt": "[{'role': 'user'}\n {'role': 'user'}]", "answer": "2"},
-        "a conversation that cannot",
+        "a list that cannot be read",
     ),
     (
         {"prompt": [TURN | {"content": [{"type": "image"}]}], "answer": "2"},
@@ -117,7 +117,7 @@ UNUSABLE = [
     ('{"question": "1?", "answer": "\\rho"}', "a character in the label that is no text"),
     ({"question": "1+1?", "answer": r'["3\times 2"]'}, "a character in the label that is no text"),
     ({"question": "1+1?", "answer": '["2", "3"]'}, "a label of the type list"),
-    ({"question": "1+1?", "answer": "['2' '3']"}, "a list that cannot be read as label"),
+    ({"question": "1+1?", "answer": "['2' '3']"}, "a list that cannot be read"),
     ({"question": "1+1?", "answer": '{"inputs": ["1"]}'}, "a label of the type dict"),
     ({"question": "1+1?", "answer": "2\n3"}, "a label of several lines"),
     ({"question": "1+1?", "answer": "#### Step 1\n#### Step 2"}, "#### in several places"),
