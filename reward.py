@@ -55,7 +55,7 @@ class Problem:
     question: str
     # The right answer as text. Another task may put its tests here.
     label: object
-    prompt: str  # the template with the question in it; for --template chat the question
+    prompt: str  # the template with the question in it; for --template chat the user's turn
     prompt_ids: list[int] | None = None  # train.py fills it
     system: str = ""  # the record's own system turn, for --template chat
 

@@ -66,7 +66,7 @@ class Number(float):
 
 
 def split_path(path) -> tuple[str, dict]:
-    """Splits FILE?split=test&columns=question,answer into FILE and options of `read_file`.
+    """Splits FILE?split=test&columns=question,answer into FILE and options of `load_problems`.
 
     Raises UserError.
     """
@@ -222,7 +222,7 @@ PARTS_OF_QUESTIONS = re.compile(
 
 
 def parse_problem(record, columns=None) -> dict:
-    """The question, the label and the system turn (a text or "") of a record.
+    """The question, the label and the system turn (a text or "") of a record, and its two paths.
 
     columns: the paths of question and label, or None. Raises Unusable.
     """
@@ -374,13 +374,13 @@ def parse_label(value, is_solution=False) -> str:
             raise Unusable("#### in several places")
         if is_solution and not has_hashes:
             raise Unusable(r"a solution without \boxed{} and without ####")
-    # A \r at the start stays, and is refused below, because it may come from \rho.
+    damaged = NO_TEXT.search(label)
     label = label.rstrip(BLANKS + "\r").lstrip(BLANKS)
     if not label or NO_ANSWER.fullmatch(label):
         raise Unusable(f"the label {label!r}")
     if "\n" in label:
         raise Unusable("a label of several lines")
-    if NO_TEXT.search(label) or "\t" in label or "\r" in label:
+    if damaged or "\t" in label or "\r" in label:
         raise Unusable("a character in the label that is no text")
     return label
 

@@ -23,7 +23,7 @@ STOP = list("abcdefghij")
 RESPONSE = re.compile(r"([a-j][+?-][A-J])*[a-j]")
 
 
-def load_problems(path, template, bos="", columns=None, split="train"):
+def load_problems(path, template, bos="", split="train"):
     """A label is {"after": {letter: next letter}, "letters": right chain}. Raises UserError."""
     return make_problems(read_file(path, parse_record, split), template, TEMPLATES, bos)
 

@@ -84,7 +84,8 @@ def is_integer(word: str) -> bool:
 def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> bool:
     """Returns whether the last line of output is the expected literal, within the tolerance.
 
-    JSON has no tuples. So if the expected value was JSON, a tuple counts as a list.
+    JSON has no tuples. So if the expected value was JSON, which means a record of APPS, a tuple
+    counts as a list. A result may also stand in a list, because APPS has some of them there.
     """
     line = output.rstrip("\n").rpartition("\n")[2]
     # Python reads some long literals slowly, such as a set whose members have one hash.
@@ -95,6 +96,7 @@ def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> b
         expected_value = ast.literal_eval(expected)
         if is_json:
             value = json.loads(json.dumps(value))
+            return expected_value in (value, [value])
         if value == expected_value:
             return True
         return tolerance > 0 and abs(value - expected_value) <= tolerance
@@ -108,7 +110,8 @@ class Grader:
     Each test of a program has three limits: `cpu_seconds`, `memory_mb` and `wall_seconds`. The
     limit `wall_seconds` is much larger than `cpu_seconds`, so that an honest program does not fail
     on a busy machine. All tests of a program together have 10 times `wall_seconds`. `lost` counts
-    the programs of the whole run that a limit of time or a SIGKILL has ended. Their reward is 0.
+    the programs of the whole run that a limit of time or a SIGKILL has ended, or whose results
+    cannot be read. Their reward is 0.
     """
 
     def __init__(

@@ -100,16 +100,13 @@ def parse_apps(record):
     function = apps.get("fn_name")
     if not function:
         # Some items have a text as a list of lines.
-        return label_of_pairs([map(join_lines, pair) for pair in pairs])
+        return label_of_pairs([[join_lines(text) for text in pair] for pair in pairs])
     hint = f"\n\n{record.get('starter_code') or ''}".rstrip()
     if "class Solution" in hint:
         function = f"Solution().{function}"
-    # In some items each result is in a list of length 1.
-    if all(isinstance(result, list) and len(result) == 1 for _, result in pairs):
-        pairs = [(values, result[0]) for values, result in pairs]
-    tests = [f"assert {function}(*{[*values]!r}) == {result!r}" for values, result in pairs]
-    label, hint, test_count = label_of_asserts(tests, hint=hint)
-    return label | {"json": True}, hint, test_count
+    tests = [(f"{function}(*{list(values)!r})", repr(result), 0) for values, result in pairs]
+    label = {"before": "", "after": "", "calls": True, "json": True, "tests": tests}
+    return label, hint or f"\n\nIt is called as in {tests[0][0]}", len(tests)
 
 
 def join_lines(text):
@@ -131,11 +128,10 @@ def label_of_asserts(tests, before="", hint="", after=""):
     """The same as parse_tests. If the hint is empty, the first call becomes the hint."""
     trees = [ast.parse(test) for test in tests]
     asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    # A test may define names, and only its asserts run in the jail.
-    unknown = {name for tree in trees for name in find_names(tree)}
-    setup = ast.parse(f"{before}\n{after}")
-    known = {*dir(builtins), *find_names(setup)} - unknown
-    parts = [split_assert(node.test, known, unknown) for node in asserts]
+    # The asserts alone run in the jail. So they cannot use a name that a test defines.
+    own_names = {name for tree in trees for name in find_names(tree)}
+    known = {*dir(builtins), *find_names(ast.parse(f"{before}\n{after}"))} - own_names
+    parts = [split_assert(node.test, known, own_names) for node in asserts]
     usable = [part for part in parts if part is not None]
     if usable and not hint:
         expression, _, _ = usable[0]
@@ -148,9 +144,8 @@ def split_assert(condition, known, unknown):
     """(expression, literal, tolerance) of an assert's condition, or None.
 
     The result is None in these cases: the expected value is not a literal; the expression has no
-    call; the expression needs a name that is defined elsewhere; the expression could show the
-    expected value to the program, because it holds a comparison, or gives the result of a call to
-    another function together with more arguments, as in same(f(2), [4]).
+    call; it needs a name that is not known; it could show the expected value to the program,
+    because it has a comparison, or calls two functions of the program: same(f(2), [4]).
     """
     try:
         parts = match_condition(condition)
@@ -160,19 +155,18 @@ def split_assert(condition, known, unknown):
         literal = read_literal(expected)
     except (ValueError, TypeError):
         return None
-    calls = find_calls(value)
-    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
-    # The program defines the functions. A comprehension and a lambda define their own names.
-    own = find_names(value) | {node.arg for node in ast.walk(value) if isinstance(node, ast.arg)}
-    defined = known | ({name for name, _ in calls} - unknown) | own
-    shows = any(isinstance(node, ast.Compare) for node in ast.walk(value))
-    for name, call in calls:
-        if name not in dir(builtins) and len(call.args) > 1:
-            inner = {other for part in call.args for other, _ in find_calls(part)}
-            shows = shows or not inner <= {*dir(builtins)}
-    if calls and names <= defined and not shows:
-        return ast.unparse(value), literal, tolerance
-    return None
+    nodes = list(ast.walk(value))
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    functions = [getattr(call, "id", None) or getattr(call, "attr", "") for call in calls]
+    functions = [name for name in functions if name not in dir(builtins)]  # of the program
+    # A comprehension and a lambda define their own names.
+    own = find_names(value) | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    defined = known | own | ({*functions} - unknown)
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    has_comparison = any(isinstance(node, ast.Compare) for node in nodes)
+    if not calls or len(functions) > 1 or has_comparison or not names <= defined:
+        return None
+    return ast.unparse(value), literal, tolerance
 
 
 def read_literal(node) -> str:
@@ -187,16 +181,6 @@ def read_literal(node) -> str:
             return f"{{{', '.join(texts)}}}" if texts else "set()"
     ast.literal_eval(node)
     return ast.unparse(node)
-
-
-def find_calls(tree):
-    """(name of the function, AST node) of the calls of functions and methods."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
-            found.append((name, node))
-    return found
 
 
 def find_names(tree):

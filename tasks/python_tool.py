@@ -67,7 +67,10 @@ class Grader(reward.Grader):
 
 
 def reply(text, finish_reason, label):
-    """A Future of the output of the turn's program, or None if the turn does not ask for one."""
+    """The reply: a Future of what the turn's program prints, or a text if the turn has no program.
+
+    The result is None if the turn does not ask for a reply.
+    """
     if finish_reason != "stop" or not text.endswith("```output"):
         return None
     turn = text.removesuffix("```output")

@@ -115,6 +115,7 @@ UNUSABLE = [
     ({"question": "1+\ud8001", "answer": "2"}, "a character in the question that is no text"),
     ('{"question": "1+1?", "answer": "\\frac{4}{2}"}', "a character in the label that is no text"),
     ('{"question": "1?", "answer": "\\rho"}', "a character in the label that is no text"),
+    ('{"question": "1?", "answer": "\\nabla f"}', "a character in the label that is no text"),
     ({"question": "1+1?", "answer": r'["3\times 2"]'}, "a character in the label that is no text"),
     ({"question": "1+1?", "answer": '["2", "3"]'}, "a label of the type list"),
     ({"question": "1+1?", "answer": "['2' '3']"}, "a list that cannot be read"),

@@ -90,6 +90,7 @@ def test_both_kinds_of_records_are_read(tmp_path):
 BAD = [({"nums": [1, 2]}, "'target'"), ({"nums": [5], "target": 5}, "fewer than two numbers")]
 BAD += [({"nums": [5, -1], "target": 4}, "a number below 0"), (7, "TypeError")]
 BAD += [({"nums": [5, 1], "target": 4, "pick": 3}, "pick 3 of 2")]
+BAD += [({"nums": "[2.5, 3]", "target": 4}, "2.5 is no whole number")]
 BAD = [(countdown, {"nums": [1, 2], "target": 3}, *case) for case in BAD]
 CHAIN = {"table": "Ab,Ba", "start": "a", "steps": 3}
 CHANGES = [
