@@ -8,7 +8,7 @@ answer. The file deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py
   of wall time.
 - ORZ compares floats. Here numbers are exact: 0.333333 is not 1/3.
 - ORZ takes the last \boxed{} alone. Here \boxed {} and \fbox{} are boxes, too, and boxes that only
-  commas separate are a list.
+  a comma or "and" separates are a list.
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
   the grammar and the comparison of math-verify are used (nanoorz/algebra.py).
 
@@ -90,15 +90,20 @@ def make_problems(records, template, templates, bos) -> list[Problem]:
 # ---- answers -------------------------------------------------------------------------------------
 
 
+def last_block(text):
+    """The text between the last </answer> and the last <answer> before it, or None."""
+    head, _, _ = text.rpartition("</answer>")
+    _, opened, block = head.rpartition("<answer>")
+    return block if opened else None
+
+
 def extract_answer(text):
     r"""ORZ's form: the content of the last box (last_box) in the last closed answer block.
 
-    The block begins at the last <answer> before the last </answer>. As in ORZ, a box outside of the
-    block is no answer. Without </answer> there is no answer.
+    As in ORZ, a box outside of the block is no answer. Without </answer> there is no answer.
     """
-    head, _, _ = text.rpartition("</answer>")
-    _, opened, block = head.rpartition("<answer>")
-    if not opened:
+    block = last_block(text)
+    if block is None:
         return None
     return last_box(block)
 

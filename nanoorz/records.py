@@ -16,7 +16,6 @@ import re
 import sys
 import urllib.parse
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 
 from nanoorz.ranks import UserError, one_line
@@ -93,34 +92,26 @@ def read_file(path, parse_record, split="train") -> list[dict]:
     perhaps "system", or raises Unusable. Raises UserError, also if more records are left out than
     read.
     """
-    try:
-        rows = load_rows(path, split)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except Exception as error:
-        # The datasets library alone has a dozen classes of errors for "not found". The cause of its
-        # DatasetGenerationError says what is wrong.
-        cause = error.__cause__ or error
-        told = f"{type(cause).__name__}: {one_line(cause)}"
-        raise UserError(f"{path} cannot be read: {told}") from error
+    rows = load_rows(path, split)
     records = []
     left_out = {}  # {reason: numbers of records, counted from 1}
     for number, row in enumerate(rows, start=1):
         try:
             records.append(parse_record(parse_row(row)))
-        except Unusable as reason:
-            left_out.setdefault(str(reason), []).append(number)
+        except Unusable as error:
+            left_out.setdefault(str(error), []).append(number)
     if not rows:
         raise UserError(f"{path} holds no problems")
     if left_out:
         reasons = []
-        for reason in sorted(left_out, key=lambda reason: -len(left_out[reason]))[:5]:
-            numbers = left_out[reason]
+        for reason, numbers in sorted(left_out.items(), key=lambda item: -len(item[1])):
             reasons.append(f"{len(numbers)} with {reason} (first: record {numbers[0]})")
+        if len(reasons) > 5:
+            reasons[5:] = ["other reasons"]
         count = len(rows) - len(records)
         told = f"{path}: {count} of {len(rows)} records are left out: {'; '.join(reasons)}"
         if count > len(records):
-            raise UserError(f"{told}; FILE?columns=QUESTION,LABEL names two columns")
+            raise UserError(told)
         warn(told)
     return records
 
@@ -132,12 +123,20 @@ def warn(text):
 
 
 def load_rows(path, split) -> list:
-    """The rows of a table or a data set, the items of a JSON list, or lines of JSON as texts."""
+    """The rows of a file or a data set. Raises UserError."""
+    try:
+        return load_file(path) if os.path.isfile(path) else load_dataset(path, split)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    # The datasets library alone has a dozen classes of errors for "not found".
+    except Exception as error:
+        told = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{path} cannot be read: {told}") from error
+
+
+def load_file(path) -> list:
+    """The rows of a table, the items of a JSON list, or lines of JSON as texts."""
     suffix = Path(path.lower().removesuffix(".gz")).suffix
-    if not os.path.isfile(path):
-        if suffix in (".json", ".jsonl", ".csv", ".tsv", ".parquet") and not os.path.isdir(path):
-            raise UserError("no such file")
-        return load_dataset(path, split)
     if suffix == ".parquet":
         import pyarrow.parquet  # slow, and seldom needed
 
@@ -158,25 +157,31 @@ def load_rows(path, split) -> list:
     return list(json.loads(text, parse_float=Number))
 
 
-def load_dataset(path, split) -> list[dict]:
+def load_dataset(path, split) -> list:
+    """The rows of a data set: a folder of save_to_disk, a folder of files, or a name of the hub."""
+    names_file = re.search(r"\.(jsonl?|csv|tsv|parquet)(\.gz)?$", path, re.IGNORECASE)
+    if names_file and not os.path.isdir(path):
+        raise UserError("no such file")
     import datasets  # slow, and seldom needed
 
+    name, *config = path.split(":", 1)
     try:
-        dataset = datasets.load_from_disk(path)
+        parts = datasets.load_from_disk(path)
     except FileNotFoundError:
-        # The folder was not written by save_to_disk. It holds files, or the path is "name:config".
-        load = partial(datasets.load_dataset, *path.split(":", 1))
-        dataset = load()
-        part = next(iter(dataset.values()))
-        if part.info.builder_name == "csv":
-            # By default its reader turns 007 into 7 and NA into nothing.
-            texts = datasets.Features({name: datasets.Value("string") for name in part.features})
-            dataset = load(features=texts, keep_default_na=False)
-    if isinstance(dataset, dict):  # It has splits.
-        if split not in dataset:
-            raise UserError(f"it has no split {split!r}, but {', '.join(dataset)}")
-        dataset = dataset[split]
-    return list(dataset)
+        builder = datasets.load_dataset_builder(name, *config)
+        is_folder = os.path.isdir(name)
+        if builder.name == "csv" and not is_folder:
+            raise UserError("download its .csv files, and give them one by one") from None
+        # The library turns the labels 007 and NA of a table into 7 and None. So it only says which
+        # files a folder has.
+        parts = builder.config.data_files if is_folder else datasets.load_dataset(name, *config)
+    if isinstance(parts, datasets.Dataset):  # It was saved without splits.
+        return list(parts)
+    if split not in parts:
+        raise UserError(f"it has no split {split!r}, but {', '.join(map(str, parts))}")
+    if isinstance(parts, datasets.DatasetDict):
+        return list(parts[split])
+    return [row for file in parts[split] for row in load_rows(file, split)]
 
 
 def read_table(text) -> list[dict]:
@@ -235,12 +240,13 @@ def parse_problem(record, columns=None) -> dict:
         question_paths, label_paths = [columns[0]], [columns[1]]
     else:
         question_paths, label_paths = QUESTIONS, LABELS
-        record = {name.lower(): value for name, value in record.items()}
+        record = {name.lower(): value for name, value in record.items()} | record
     question_path, question = find_first(record, question_paths)
     label_path, label = find_first(record, label_paths)
     for part, value in (("question", question), ("label", label)):
         if value is None:
-            raise Unusable(f"no {part}; the columns are {names:.300}")
+            told = "FILE?columns=QUESTION,LABEL names two columns"
+            raise Unusable(f"no {part} in the columns {names:.300}; {told}")
     for name, value in record.items():
         if value and not columns and PARTS_OF_QUESTIONS.fullmatch(name):
             raise Unusable(f"a column {name}; write it into the question, and name the columns")
@@ -302,7 +308,8 @@ def parse_text(value):
 
 NO_TEXT = re.compile(
     # JSON reads "\frac" with one backslash as a form feed and "rac", "\times" as a tab and "imes".
-    "[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=imes|heta|ext{)|\r(?=ho|ight)|\n(?=(?:eq|mid)\\b|abla)"
+    "[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=imes|heta|ext{|frac|riangle|ilde|(?:an|au)\\b)"
+    "|\r(?=ho|ight|angle|floor|ceil)|\n(?=abla|(?:eq|mid|ot|otin|leq|geq)\\b)"
     # Half of a surrogate pair: tokenizers fail.
     "|[\ud800-\udfff]"
 )
@@ -310,13 +317,16 @@ NO_TEXT = re.compile(
 
 def parse_question(value) -> tuple[str, str]:
     """(question, text of the system turn or ""). Raises Unusable."""
-    value = parse_text(value)  # In a table a conversation is a text.
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
+        value = parse_text(value)  # In a table a conversation is a text.
     turns = list_turns(value) if isinstance(value, list) else [("user", value)]
     system = "\n".join(text for role, text in turns if role in ("system", "developer"))
-    questions = [text for role, text in turns if role in ("user", "human")]
-    if len(questions) > 1:
-        raise Unusable("several turns of a user")
-    question = questions[0] if questions else None
+    others = [(role, text) for role, text in turns if role not in ("system", "developer")]
+    if [role in ("user", "human") for role, _ in others].count(True) != 1:
+        raise Unusable("no turn of a user, or several")
+    role, question = others[0]
+    if role not in ("user", "human"):
+        raise Unusable(f"a turn of {role} before the question")
     # A number alone is the number of a question.
     if not isinstance(question, str) or not question.strip() or question.strip().isdecimal():
         raise Unusable("no text as question")
@@ -337,19 +347,18 @@ def list_turns(value) -> list[tuple[str, str]]:
         parts = turn.get("content") or turn.get("value")
         # A turn may have several parts, such as a text and an image.
         text = ""
-        for part in parts if isinstance(parts, list) else [{"type": "text", "text": parts}]:
-            match part:
-                case {"type": "text", "text": str(more)}:
-                    text += more
-                case _:
-                    raise Unusable("a turn that is not text alone")
+        for part in parts if isinstance(parts, list) else [{"text": parts}]:
+            is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
+                raise Unusable("a turn that is not text alone")
+            text += part["text"]
         turns.append((str(role).lower(), text))
     return turns
 
 
 # What files have where they have no answer. The last one is an error of a spreadsheet.
 NO_ANSWER = re.compile(
-    r"proof|not ?found|no answer|not available|see figure|nan|none|null|n/a|<na>|-?inf(inity)?|tbd"
+    r"proof|not ?found|no answer|not available|see figure|nan|none|null|n/a|<na>|-?inf|tbd"
     r"|\?|\[\]|#[a-z0/]+[!?a]",
     re.IGNORECASE,
 )
@@ -397,6 +406,8 @@ def to_text(value) -> str:
         [value] = value
     if isinstance(value, bool):
         return str(value).lower()  # as JSON writes it
+    if type(value) is float and abs(value) > 1 << 53:
+        raise Unusable("a number that has lost digits")
     if not isinstance(value, str | int | float | Decimal):
         raise Unusable(f"a label of the type {type(value).__name__}")
     return str(value)
@@ -406,20 +417,22 @@ def to_text(value) -> str:
 
 # \boxed{    \boxed {    \fbox{
 BOX = re.compile(r"\\(?:boxed|fbox) *\{")
+# ,    and    $, and $    *+ never goes back, so a long text takes no longer than another one.
+SEPARATOR = re.compile(r"[\s$\\]*+(?:,[\s$\\]*+(?:and\b[\s$\\]*+)?|and\b[\s$\\]*+)")
 
 
 def last_box(text) -> str | None:
     r"""The content of the last box that is closed, or a list: \boxed{3}, \boxed{5} is 3, 5.
 
     The last box is the one that begins last. So of nested boxes the inner one is the answer. Boxes
-    are a list if only commas separate them. A content that comes again counts once.
+    are a list if only a comma or "and" separates them. Equal boxes are one answer.
     """
     contents = []
     end = len(text)
     # Each part of the text is read once, because model output may have thousands of open boxes.
     for box in reversed(list(BOX.finditer(text))):
         closing = find_closing(text, box.end(), end)
-        if contents and not (closing and re.fullmatch(r"[\s$]*,[\s$]*", text[closing + 1 : end])):
+        if contents and not (closing and SEPARATOR.fullmatch(text, closing + 1, end)):
             break
         if closing is not None:
             contents.append(text[box.end() : closing])
@@ -427,7 +440,9 @@ def last_box(text) -> str | None:
         end = box.start()
     if not contents:
         return None
-    return ", ".join(dict.fromkeys(reversed(contents)))
+    if len(set(contents)) == 1:
+        return contents[0]
+    return ", ".join(reversed(contents))
 
 
 def find_closing(text, start, end):

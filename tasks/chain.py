@@ -31,7 +31,8 @@ def load_problems(path, template, bos="", split="train"):
 def parse_record(record):
     """The question and the label of a record {"table": .., "start": .., "steps": ..}."""
     try:
-        table, letters, steps = record["table"], record["start"], int(record["steps"])
+        table, letters = record["table"], record["start"]
+        steps = countdown.to_integer(record["steps"])
         after = dict(table.lower().split(","))
         is_usable = TABLE.fullmatch(table) and 3 * len(after) == len(table) + 1
         is_usable = is_usable and len(letters) == 1 and steps > 0

@@ -7,8 +7,8 @@ A program gets an input, or the expression that an assert compares with a litera
 expected value. This file compares its output with the expected value, word by word or read by
 ast.literal_eval. So a program passes a test only by the right answer. tasks/jail.py contains a
 program, code_tests.py runs the tests in the jail, and code_data.py reads the problems. ORZ has no
-such task. To use this file elsewhere, on Linux, copy these files, reward.py and the files of
-nanoorz/ that reward.py names, too.
+such task. To use this file elsewhere, on Linux, copy these three files of tasks/, reward.py and the
+files of nanoorz/ that reward.py names, too.
 """
 
 import ast
@@ -21,6 +21,7 @@ from concurrent import futures
 from decimal import Decimal
 from pathlib import Path
 
+from reward import last_block
 from tasks import code_tests
 from tasks.code_data import load_problems
 from tasks.jail import Jail
@@ -39,15 +40,9 @@ LITERAL = re.compile(
 
 
 def extract_answer(text: str) -> str | None:
-    """The last fenced block in the last closed answer block, or None.
-
-    The answer block lies between the last </answer> and the last <answer> before it.
-    """
-    end = max(text.rfind("</answer>"), 0)
-    start = text.rfind("<answer>", 0, end)
-    if start < 0:
-        return None
-    programs = re.findall(r"```[^\n`]*\n(.*?)```", text[start:end], re.DOTALL)
+    """The last block of ``` in the last closed answer block, or None. It begins in its own line."""
+    block = last_block(text) or ""
+    programs = re.findall(r"^[ \t]*```[^\n`]*\n(.*?)```", block, re.DOTALL | re.MULTILINE)
     return programs[-1] if programs else None
 
 
@@ -89,7 +84,7 @@ def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> b
     """
     line = output.rstrip("\n").rpartition("\n")[2]
     # Python reads some long literals slowly, such as a set whose members have one hash.
-    if len(line) > 100_000 or not LITERAL.fullmatch(line):
+    if len(line) > 20_000 or not LITERAL.fullmatch(line):
         return line == expected
     try:
         value = ast.literal_eval(line)
@@ -115,14 +110,9 @@ class Grader:
     """
 
     def __init__(
-        self,
-        workers: int = 1,
-        # The only form is orz. train.load_task refuses other forms.
-        answer_form: str = "orz",
-        cpu_seconds: int = 6,
-        wall_seconds: int = 60,
-        memory_mb: int = 1024,
+        self, workers=1, answer_form="orz", cpu_seconds=6, wall_seconds=60, memory_mb=1024
     ):
+        # There is only one form of answers. train.load_task checks --answer_form.
         self.jail = Jail(cpu_seconds, 10 * wall_seconds, memory_mb)
         self.wall_seconds = wall_seconds
         self.lost = 0

@@ -47,47 +47,53 @@ def load_problems(path, template, bos="", columns=("question", "tests"), split="
 def parse_record(record, columns):
     """The question and the label of a record, and how many tests are left out. Raises Unusable."""
     try:
-        # HumanEval and the smaller file of MBPP have a prompt, and the larger file has a text.
+        # HumanEval and MBPP's `sanitized` have a prompt, and MBPP's `full` has a text.
         names = (columns[0], "text", "prompt")
         question = next((record[name] for name in names if record.get(name)), None)
         question, _ = parse_question(question)
-        label, hint, test_count = parse_tests(record, columns[1])
-        # In the jail no file, and so no input and no output, is longer than 8 MB.
-        label["tests"] = [test for test in label["tests"] if is_short(test)]
+        label, hint = parse_tests(record, columns[1])
+        usable = [test for test in label["tests"] if test and is_short(test)]
     except Unusable:
         raise
     # A test that is no Python, a missing column: json and ast have many classes of errors.
     except Exception as error:
         raise Unusable(f"{type(error).__name__}: {one_line(error)}") from error
-    if not label["tests"]:
+    if not usable:
         raise Unusable("no usable test")
-    lost_tests = test_count - len(label["tests"])
+    lost_tests = len(label["tests"]) - len(usable)
+    label["tests"] = usable
+    if hint is None:
+        hint = f"\n\nIt is called as in {usable[0][0].removeprefix('not ')}"
     return {"question": question + hint, "label": label, "lost_tests": lost_tests}
 
 
 def is_short(test):
+    """In the jail no file, and so no input and no output, is longer than 8 MB."""
     return max(len(test[0].encode()), len(test[1].encode())) < 8 << 20
 
 
 def parse_tests(record, column):
-    """(label, hint, number of tests). The hint names the function, and is added to the question."""
+    """(label, hint). A test that cannot be used is None in the label. The hint is a text to add to
+    the question, or None: then the first test says how the function is called.
+    """
+    tests = record.get(column) or record.get("test_list")
+    # In a file that merges data sets, the columns of the other data sets are empty.
     # HumanEval. The question is the start of the program, so it needs no hint.
-    if record.get("entry_point"):
+    if not tests and record.get("entry_point"):
         test = re.sub(r"\bcandidate\b", record["entry_point"], record["test"])
-        return label_of_asserts([test], before=record["prompt"], hint="\n")
-    # APPS. In a file that merges data sets, the columns of the other data sets are empty.
-    if record.get("input_output"):
+        return label_of_asserts([test], before=record["prompt"]), "\n"
+    if not tests and record.get("input_output"):
         return parse_apps(record)
-    tests = record.get("test_list") or record.get(column)
     if isinstance(tests, str):
         tests = json.loads(tests)  # In a table a list is a text.
     match tests:
         case [str(), *_]:
             # MBPP. Behind the program some records make trees, of a class that it defines.
             before = "\n".join(record.get("test_imports") or [])
-            return label_of_asserts(tests, before, after=record.get("test_setup_code") or "")
+            after = record.get("test_setup_code") or ""
+            return label_of_asserts(tests, before, after), None
         case [[str(), str()], *_]:
-            return label_of_pairs(tests)
+            return label_of_pairs(tests), ""
     raise Unusable("no tests of a known form")
 
 
@@ -100,13 +106,13 @@ def parse_apps(record):
     function = apps.get("fn_name")
     if not function:
         # Some items have a text as a list of lines.
-        return label_of_pairs([[join_lines(text) for text in pair] for pair in pairs])
-    hint = f"\n\n{record.get('starter_code') or ''}".rstrip()
-    if "class Solution" in hint:
+        return label_of_pairs([[join_lines(text) for text in pair] for pair in pairs]), ""
+    start = record.get("starter_code") or ""
+    if "class Solution" in start:
         function = f"Solution().{function}"
     tests = [(f"{function}(*{list(values)!r})", repr(result), 0) for values, result in pairs]
     label = {"before": "", "after": "", "calls": True, "json": True, "tests": tests}
-    return label, hint or f"\n\nIt is called as in {tests[0][0]}", len(tests)
+    return label, f"\n\n{start.rstrip()}" if start else None
 
 
 def join_lines(text):
@@ -114,30 +120,24 @@ def join_lines(text):
 
 
 def label_of_pairs(pairs):
-    """The same as parse_tests, of pairs of an input and an expected output."""
+    """The label of pairs of an input and an expected output."""
     tests = []
     for text, output in pairs:
         if not isinstance(text, str) or not isinstance(output, str):
             raise Unusable("a test that is no pair of texts")
         tests.append((text, output, 0))
-    label = {"before": "", "after": "", "calls": False, "json": False, "tests": tests}
-    return label, "", len(tests)
+    return {"before": "", "after": "", "calls": False, "json": False, "tests": tests}
 
 
-def label_of_asserts(tests, before="", hint="", after=""):
-    """The same as parse_tests. If the hint is empty, the first call becomes the hint."""
+def label_of_asserts(tests, before="", after=""):
+    """The label of asserts. before, after: code that runs around the program."""
     trees = [ast.parse(test) for test in tests]
     asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     # The asserts alone run in the jail. So they cannot use a name that a test defines.
     own_names = {name for tree in trees for name in find_names(tree)}
     known = {*dir(builtins), *find_names(ast.parse(f"{before}\n{after}"))} - own_names
-    parts = [split_assert(node.test, known, own_names) for node in asserts]
-    usable = [part for part in parts if part is not None]
-    if usable and not hint:
-        expression, _, _ = usable[0]
-        hint = f"\n\nIt is called as in {expression.removeprefix('not ')}"
-    label = {"before": before, "after": after, "calls": True, "json": False, "tests": usable}
-    return label, hint, len(asserts)
+    tests = [split_assert(node.test, known, own_names) for node in asserts]
+    return {"before": before, "after": after, "calls": True, "json": False, "tests": tests}
 
 
 def split_assert(condition, known, unknown):
@@ -145,7 +145,8 @@ def split_assert(condition, known, unknown):
 
     The result is None in these cases: the expected value is not a literal; the expression has no
     call; it needs a name that is not known; it could show the expected value to the program,
-    because it has a comparison, or calls two functions of the program: same(f(2), [4]).
+    because it calls two functions of the program, as in same(f(2), [4]), or because an operator or
+    a comparison follows the call, as in f(2) - 4.
     """
     try:
         parts = match_condition(condition)
@@ -163,10 +164,14 @@ def split_assert(condition, known, unknown):
     own = find_names(value) | {node.arg for node in nodes if isinstance(node, ast.arg)}
     defined = known | own | ({*functions} - unknown)
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    has_comparison = any(isinstance(node, ast.Compare) for node in nodes)
-    if not calls or len(functions) > 1 or has_comparison or not names <= defined:
+    shows = any(isinstance(node, ast.Compare | ast.BinOp) and has_call(node) for node in nodes)
+    if not calls or len(functions) > 1 or shows or not names <= defined:
         return None
     return ast.unparse(value), literal, tolerance
+
+
+def has_call(tree):
+    return any(isinstance(node, ast.Call) for node in ast.walk(tree))
 
 
 def read_literal(node) -> str:

@@ -19,11 +19,12 @@ through the tree. It never evaluates an answer as code. ORZ has no such task.
 import ast
 import operator
 import re
+from collections import Counter
 from fractions import Fraction
 from functools import partial
 
 from nanoorz.records import Unusable, read_file
-from reward import make_problems
+from reward import last_block, make_problems
 
 TEMPLATES = {
     "mini": "{question}:",
@@ -73,7 +74,7 @@ def parse_record(record, columns):
             numbers = re.findall(r"[^\s\[\],]+", numbers)
         numbers = [to_integer(number) for number in numbers]
         target = to_integer(record[columns[1]])
-        pick = int(record["pick"]) if record.get("pick") else None
+        pick = to_integer(record["pick"]) if record.get("pick") else None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise Unusable(f"{type(error).__name__}: {error}") from error
     if len(numbers) < 2 or min(numbers) < 0:
@@ -97,13 +98,10 @@ def to_integer(value):
 
 
 def extract_answer(text, label):
-    """Returns the text in the last answer tags, or the last line of the miniature, or None."""
+    """The text in the last answer tags, or the last line of a response to a miniature, or None."""
     if label["pick"]:
         return text.strip().split("\n")[-1]
-    tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    if tags:
-        return tags[-1]
-    return None
+    return last_block(text)
 
 
 def solves(text, label):
@@ -113,16 +111,12 @@ def solves(text, label):
         return False
     expression, _, claim = answer.strip().partition("=")
     value, used = read_expression(expression)
-    if value != label["target"] or not uses_allowed(used, label):
+    # Each number is used no more often than it is given.
+    if value != label["target"] or not Counter(used) <= Counter(label["numbers"]):
         return False
-    return claim.strip().rstrip("<>!").strip() in ("", str(label["target"]))
-
-
-def uses_allowed(used, label):
-    """Are exactly as many numbers used as must be, and each no more often than it is given?"""
     if len(used) != (label["pick"] or len(label["numbers"])):
         return False
-    return all(used.count(number) <= label["numbers"].count(number) for number in used)
+    return claim.strip().rstrip("<>!").strip() in ("", str(label["target"]))
 
 
 def read_expression(text):
@@ -171,7 +165,7 @@ class Grader:
         stopped = finish_reason == "stop"
         self.rewards[key] = float(stopped and solves(text, label))
         expression = (extract_answer(text, label) or "").partition("=")[0]
-        value, _ = read_expression(expression)
+        value, _ = read_expression(expression.strip())
         return str(value) if stopped and value is not None else None
 
     def pending(self, seconds):

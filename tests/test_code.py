@@ -90,10 +90,15 @@ PROGRAMS = [
         [],
     ),
     (of_calls(["f(1)", "2"], before="import math"), [FUTURE], ["def f(x): print(x + 1); exit()"]),
-    # The judges of APPS and LiveCodeBench take a tuple for a list, but Python's == does not.
+    # The judge of APPS takes a tuple for a list, but Python's == does not.
     (of_calls(["f(2)", "[[2, 2], []]"]), [], ["f = lambda x: ((x, x), [])"]),
     (IN_JSON, ["f = lambda x: ((x, x), [])"], ["f = lambda x: {2}", "f = lambda x: ((2, 2),)"]),
     (IN_JSON, [], ["f = lambda x: '[[2, 2], []]'"]),
+    (
+        of_json_calls(["f(1)", "[1]"]),
+        ["f = lambda x: [x]", "f = lambda x: x"],
+        ["f = lambda x: [[x]]"],
+    ),
     (of_json_calls(["f(1)", "2"]), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
 ]
 # They end early, write their own replies, return a value that equals every value or whose literal
@@ -131,10 +136,14 @@ def test_right_programs_are_paid_and_wrong_ones_and_cheats_are_not(jail):
 def test_the_last_block_of_an_answer_that_ended_counts(jail):
     with task.Grader() as grader:
         assert submit(grader, "last", f"print(3)\n```\nbetter:\n```\n{ADD}", ADDS) == f"{ADD}\n"
+        inline = f"```python\n{ADD}\n```\nUse ```f``` so:"
+        assert submit(grader, "inline", f"pass\n```\n{inline}\n", ADDS) == f"{ADD}\n"
         block = f"```\n{ADD}\n```"
         grader.submit("outside", f"{block}<answer>none</answer>", "stop", ADDS)
         grader.submit("cut off", f"<answer>{block}</answer>", "length", ADDS)
-        assert grader.results() == {"last": 1, "outside": 0, "cut off": 0}
+        grader.submit("not opened", f"{block}</answer>", "stop", ADDS)
+        found = {"last": 1, "inline": 1, "outside": 0, "cut off": 0, "not opened": 0}
+        assert grader.results() == found
 
 
 RECURSION = "def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()"
@@ -207,14 +216,6 @@ def test_output_is_read_no_further_than_its_verdict_needs(jail):
         assert grade(grader, "print('7' * 300000)", label(["", "7" * 300000])) == 1
 
 
-def test_a_program_on_its_way_when_the_grader_closes_is_ended(jail):
-    """Otherwise a job that is taken but not started holds up the end of a run for minutes."""
-    with task.Grader() as grader:
-        # `close` sets this before it looks for processes.
-        grader.jail.closed = True
-        assert grader.check(SLEEP, ADDS) == (False, True)
-
-
 @pytest.mark.parametrize("head", ["x", "0", "0 -1", "9" * 99])
 def test_results_that_a_program_has_written_in_another_form_are_lost(jail, head, monkeypatch):
     """A program could reach the process that runs its tests, and write its results."""
@@ -238,8 +239,6 @@ APPS = {"inputs": [["1 2", ""], "4 5\n"], "outputs": [["3\n"], "9\n"]}
 CLASS = "class Solution:\n    def f(self, a, b):"
 APPS_CALL = {"question": "?", "starter_code": CLASS}
 APPS_CALL["input_output"] = json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]})
-CASES = [json.dumps([{"input": text, "output": output}]) for text, output in PAIRS]
-
 TWO = ["f(1)", "2.0", 2e-9]
 
 # (item, a right program, label)
@@ -275,7 +274,8 @@ def test_problems_of_every_form_are_read_and_graded(jail, tmp_path):
 BAD = [{"question": None}, {"question": "\ud800"}, {"tests": []}, {"tests": [[1, 2]]}]
 BAD += [{"tests": ["f("]}, {"tests": {"inputs": [], "outputs": []}}, {"tests": [["1"]]}]
 BAD += [{"tests": ["assert " + "(" * 999]}, {"tests": [["x" * (8 << 20), "1"]]}]
-BAD += [{"input_output": '{"inputs": '}, {"input_output": {"inputs": [1], "outputs": ["1"]}}]
+BAD += [{"tests": "", "input_output": '{"inputs": '}]
+BAD += [{"tests": "", "input_output": {"inputs": [1], "outputs": ["1"]}}]
 
 
 @pytest.mark.parametrize("change", BAD)

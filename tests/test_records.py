@@ -78,11 +78,13 @@ def test_labels_arrive_as_they_are_written(tmp_path, monkeypatch):
     write(tmp_path, "e.jsonl", "\ufeff" + "\n\n".join(map(json.dumps, rows)))
     write(tmp_path, "f.json", f"[{','.join(bare)}]")
     write(tmp_path, "g.json", "\n".join(bare))
-    # The datasets library reads a folder of tables.
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.csv").write_text(Path(tmp_path / "a.csv").read_text())
+    # The datasets library alone would change the labels of files in a folder.
+    for name in ("a.csv", "d.json", "g.json"):
+        folder = tmp_path / f"folder of {name}"
+        folder.mkdir()
+        (folder / name).write_text((tmp_path / name).read_text())
     for path in tmp_path.iterdir():
-        expected = JSON_LABELS if path.name in ("f.json", "g.json") else LABELS
+        expected = JSON_LABELS if path.name.endswith(("f.json", "g.json")) else LABELS
         assert read(path) == [("?", label) for label in expected], path.name
 
 
@@ -91,11 +93,15 @@ UNUSABLE = [
     ("{broken", "no JSON"),
     ('"text"', "no object with columns"),
     ('[{"value": "1+1?"}]', "no object with columns"),
-    ({"Q": "1+1?", "A": "2"}, "no question; the columns are Q, A"),
-    ({"question": "1+1?", "answer": None}, "no label; the columns are question, answer"),
+    ({"Q": "1+1?", "A": "2"}, "no question in the columns Q, A; FILE?columns="),
+    ({"question": "1+1?", "answer": None}, "no label in the columns question, answer"),
     ({"question": "7", "answer": "2"}, "no text as question"),
-    ({"messages": [SOLVED], "answer": "2"}, "no text as question"),
-    ({"messages": [TURN, SOLVED, TURN, SOLVED]}, "several turns of a user"),
+    ({"messages": [SOLVED], "answer": "2"}, "no turn of a user, or several"),
+    (
+        {"messages": [{"role": "tool", "content": "7"}, TURN], "answer": "2"},
+        "a turn of tool before",
+    ),
+    ({"messages": [TURN, SOLVED, TURN, SOLVED]}, "no turn of a user, or several"),
     ({"prompt": ["1+1?"], "answer": "2"}, "a list that is no conversation"),
     (
         {"prompt": "[{'role': 'user'}\n {'role': 'user'}]", "answer": "2"},
@@ -119,6 +125,7 @@ UNUSABLE = [
     ({"question": "1+1?", "answer": r'["3\times 2"]'}, "a character in the label that is no text"),
     ({"question": "1+1?", "answer": '["2", "3"]'}, "a label of the type list"),
     ({"question": "1+1?", "answer": "['2' '3']"}, "a list that cannot be read"),
+    ('{"question": "1 \\tan x?", "answer": "2"}', "a character in the question that is no text"),
     ({"question": "1+1?", "answer": '{"inputs": ["1"]}'}, "a label of the type dict"),
     ({"question": "1+1?", "answer": "2\n3"}, "a label of several lines"),
     ({"question": "1+1?", "answer": "#### Step 1\n#### Step 2"}, "#### in several places"),
@@ -144,25 +151,25 @@ def test_what_cannot_be_used_is_left_out_and_counted(bad, reason, tmp_path, caps
     with pytest.raises(UserError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}: 2 of 3 records are left out: 2 with {reason}")
-    assert str(caught.value).endswith("; FILE?columns=QUESTION,LABEL names two columns")
 
 
 BAD_TABLES = [
-    # An unquoted comma shifts the columns.
-    ("question,answer\n1,000+1?,1001\n2+2?,4\n", "1 with more cells than columns"),
     ('question,answer\nA,1\n"B, no end,7\nC,3\n', "line 4: unexpected end of data; a quote inside"),
     ("question,answer,answer\n1+1?,2,3\n", "two columns have one name: question, answer, answer"),
 ]
 
 
 @pytest.mark.parametrize("text, told", BAD_TABLES)
-def test_a_table_whose_cells_are_shifted_is_not_read(text, told, tmp_path, capsys):
-    path = write(tmp_path, "a.csv", text)
-    try:
-        read(path)
-        assert told in capsys.readouterr().err
-    except UserError as error:
-        assert told in str(error)
+def test_a_table_whose_cells_are_not_clear_is_refused(text, told, tmp_path):
+    with pytest.raises(UserError, match=told):
+        read(write(tmp_path, "a.csv", text))
+
+
+def test_a_row_with_more_cells_than_columns_is_left_out(tmp_path, capsys):
+    """An unquoted comma shifts the cells."""
+    path = write(tmp_path, "a.csv", "question,answer\n1,000+1?,1001\n2+2?,4\n")
+    assert read(path) == [("2+2?", "4")]
+    assert "1 with more cells than columns: a comma without quotes?" in capsys.readouterr().err
 
 
 def test_a_table_may_have_line_breaks_quotes_and_long_cells(tmp_path):
@@ -193,7 +200,7 @@ def test_columns_can_be_named_by_a_path(tmp_path):
     path = write(tmp_path, "a.json", [record])
     file, options = records.split_path(f"{path}?columns=a.b.0.c,d")
     assert read(file, **options) == [("1+1?", "Two.")]
-    with pytest.raises(UserError, match=r"no label; the columns are a, d, question, answer \("):
+    with pytest.raises(UserError, match=r"no label in the columns a, d, question, answer; "):
         read(path, columns=("d", "e"))
     for options, told in (("columns=a.b.0.c", "name two columns"), ("split=a", "it has no split")):
         with pytest.raises(UserError, match=told):
@@ -216,7 +223,7 @@ BAD_FILES = [
     ("empty.jsonl", "\n \n", "empty.jsonl holds no problems"),
     ("none.json", "[]", "none.json holds no problems"),
     ("broken.json", "[1, 2", "broken.json cannot be read: JSONDecodeError"),
-    ("dict.json", {"data": [GSM8K]}, "no question; the columns are data"),
+    ("dict.json", {"data": [GSM8K]}, "no question in the columns data"),
     ("deep.jsonl", "[" * 100_000, "deep.jsonl: 1 of 1 records are left out: 1 with no JSON"),
 ]
 
@@ -269,5 +276,5 @@ def test_reward_py_shows_what_is_read_as_the_page_says(tmp_path):
     assert f"```\n{said}```\n" in (ROOT / "docs/rewards.md").read_text()
     path = write(tmp_path, "odd.csv", "id,task,key\n1,2+2?,4\n2,3+3?,6\n")
     done = run_python(ROOT / "reward.py", path, code=2)
-    assert "2 with no question; the columns are id, task, key" in done.stderr
+    assert "2 with no question in the columns id, task, key" in done.stderr
     assert "question  3+3?" in run_python(ROOT / "reward.py", f"{path}?columns=task,key").stdout

@@ -105,14 +105,14 @@ BOXES = ["{", "}", "\\boxed{", "\\", "\\boxed{1}", "\\boxed", "<answer>", "</ans
 NUMERALS = ["#", "1", "1,", "1,234", ".1", "-", "-1", "#### 1"]
 
 
-@pytest.mark.parametrize("piece", [*BOXES, *NUMERALS])
+@pytest.mark.parametrize("piece", [*BOXES, *NUMERALS, " "])
 def test_an_answer_is_found_in_linear_time(piece):
     middle = piece * (300_000 // len(piece))
     if piece in ("{", "\\boxed{"):
         middle += "}" * 50_000
     start = time.process_time()
-    for text in (middle, f"<answer>{middle}</answer>"):
-        for form in reward.ANSWER_FORMS.values():
+    for text in (middle, f"<answer>\\boxed{{1}}{middle}\\boxed{{2}}</answer>"):
+        for form in (*reward.ANSWER_FORMS.values(), reward.last_block):
             form(text)
     assert time.process_time() - start < 8, "50,000 nested braces took seconds: quadratic?"
 
@@ -127,9 +127,10 @@ ENDS = {
         ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\left( 3, \\frac{\\pi}{2} \\right)"),
         ("\\boxed{18", None),
         ("#### 18", None),
-        # Boxes that only commas separate are a list.
+        # Boxes that only a comma or "and" separates are a list.
         ("\\boxed{3}, \\boxed{5}, \\boxed{7}", "3, 5, 7"),
-        ("They are $\\boxed{3}$,\n$\\boxed{5}$.", "3, 5"),
+        ("They are $\\boxed{3}$,\n$\\boxed{5}$, and $\\boxed{3}$.", "3, 5, 3"),
+        ("\\boxed{3} and \\boxed{5}", "3, 5"),
         ("\\boxed{8}, \\boxed{8}", "8"),
         ("First \\boxed{3}, so the sum is \\boxed{8}.", "8"),
         ("\\boxed{3}. Or rather: \\boxed{8}", "8"),
