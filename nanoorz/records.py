@@ -46,16 +46,14 @@ SOLUTIONS = ("solution", "messages", "conversations")
 
 
 class Unusable(Exception):
-    """A record cannot be used. The text is the reason. It stands behind "3 with"."""
+    """A record cannot be used. The text is the reason, as in "3 with no JSON"."""
 
 
 class Number(float):
-    """A number of a JSON file. Its text is as it is written: 1.10, 1e3, or thirty digits."""
+    """A number of a JSON file with a dot or an exponent. Its text stays as written: 1.10 or 1e3."""
 
-    def __new__(cls, text):
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
+    def __init__(self, text):
+        self.text = text
 
     def __str__(self):
         return self.text
@@ -104,10 +102,8 @@ def read_file(path, parse_record, split="train") -> list[dict]:
         raise UserError(f"{path} holds no problems")
     if left_out:
         reasons = []
-        for reason, numbers in sorted(left_out.items(), key=lambda item: -len(item[1])):
+        for reason, numbers in sorted(left_out.items(), key=lambda item: -len(item[1]))[:5]:
             reasons.append(f"{len(numbers)} with {reason} (first: record {numbers[0]})")
-        if len(reasons) > 5:
-            reasons[5:] = ["other reasons"]
         count = len(rows) - len(records)
         told = f"{path}: {count} of {len(rows)} records are left out: {'; '.join(reasons)}"
         if count > len(records):
@@ -117,7 +113,7 @@ def read_file(path, parse_record, split="train") -> list[dict]:
 
 
 def warn(text):
-    """Prints a line on stderr, on rank 0 alone. A file may also be read without a launcher."""
+    """Prints a line on stderr, on rank 0 alone. Without a launcher RANK is not set."""
     if os.environ.get("RANK", "0") == "0":
         print(f"WARNING: {text}", file=sys.stderr)
 
@@ -172,8 +168,8 @@ def load_dataset(path, split) -> list:
         is_folder = os.path.isdir(name)
         if builder.name == "csv" and not is_folder:
             raise UserError("download its .csv files, and give them one by one") from None
-        # The library turns the labels 007 and NA of a table into 7 and None. So it only says which
-        # files a folder has.
+        # The library turns the labels 007 and NA of a table into 7 and None. So it only lists the
+        # files of a folder, and load_rows reads them.
         parts = builder.config.data_files if is_folder else datasets.load_dataset(name, *config)
     if isinstance(parts, datasets.Dataset):  # It was saved without splits.
         return list(parts)
@@ -188,7 +184,7 @@ def read_table(text) -> list[dict]:
     """The rows of a CSV or TSV file. Each cell is a text, so 007 and NA stay as written."""
     # Where a comma is the decimal sign, programs separate the columns by semicolons.
     separator = max(",;\t", key=text.partition("\n")[0].count)
-    csv.field_size_limit(len(text) + 1)  # By default a cell of 128 KiB is an error.
+    csv.field_size_limit(1 << 31)  # By default a cell of 128 KiB is an error.
     # strict: a quote that does not close would swallow the rows behind it.
     reader = csv.DictReader(io.StringIO(text), delimiter=separator, strict=True)
     try:
@@ -283,7 +279,7 @@ def find(record, path):
     return record
 
 
-# A list of texts, a list of objects, an object. Not [1,2] and {1,2}: an interval and a set.
+# How a list of texts, a list of objects or an object begins. [1,2] is an interval, {1,2} a set.
 OBJECTS = re.compile(r"""\s*(\[\s*\{|\[|\{)\s*["']""")
 
 
@@ -356,7 +352,7 @@ def list_turns(value) -> list[tuple[str, str]]:
     return turns
 
 
-# What files have where they have no answer. The last one is an error of a spreadsheet.
+# What stands in place of a missing answer. The last form is a spreadsheet's error: #DIV/0! or #N/A.
 NO_ANSWER = re.compile(
     r"proof|not ?found|no answer|not available|see figure|nan|none|null|n/a|<na>|-?inf|tbd"
     r"|\?|\[\]|#[a-z0/]+[!?a]",
@@ -383,14 +379,15 @@ def parse_label(value, is_solution=False) -> str:
             raise Unusable("#### in several places")
         if is_solution and not has_hashes:
             raise Unusable(r"a solution without \boxed{} and without ####")
-    damaged = NO_TEXT.search(label)
-    label = label.rstrip(BLANKS + "\r").lstrip(BLANKS)
+    label = label.rstrip(BLANKS + "\r")
+    # At its start a line break may be the \n of \nabla.
+    if NO_TEXT.search(label) or "\t" in label or "\r" in label:
+        raise Unusable("a character in the label that is no text")
+    label = label.lstrip(BLANKS)
     if not label or NO_ANSWER.fullmatch(label):
         raise Unusable(f"the label {label!r}")
     if "\n" in label:
         raise Unusable("a label of several lines")
-    if damaged or "\t" in label or "\r" in label:
-        raise Unusable("a character in the label that is no text")
     return label
 
 
@@ -415,8 +412,8 @@ def to_text(value) -> str:
 
 # ---- boxes ---------------------------------------------------------------------------------------
 
-# \boxed{    \boxed {    \fbox{
-BOX = re.compile(r"\\(?:boxed|fbox) *\{")
+# \boxed{    \fbox {    {    }    a sign behind a \, such as    \}    but not the box of    \\boxed{
+BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox) *\{)|\\(?!\\(?:boxed|fbox) *\{).|[{}]", re.DOTALL)
 # ,    and    $, and $    *+ never goes back, so a long text takes no longer than another one.
 SEPARATOR = re.compile(r"[\s$\\]*+(?:,[\s$\\]*+(?:and\b[\s$\\]*+)?|and\b[\s$\\]*+)")
 
@@ -427,32 +424,22 @@ def last_box(text) -> str | None:
     The last box is the one that begins last. So of nested boxes the inner one is the answer. Boxes
     are a list if only a comma or "and" separates them. Equal boxes are one answer.
     """
+    opened = []
+    boxes = []  # (start, start of the content, end of the content) of each closed box
+    for brace in BRACE.finditer(text):
+        if brace["box"] or brace[0] == "{":
+            opened.append(brace)
+        elif brace[0] == "}" and opened:
+            box = opened.pop()
+            if box["box"]:
+                boxes.append((box.start(), box.end(), brace.start()))
     contents = []
-    end = len(text)
-    # Each part of the text is read once, because model output may have thousands of open boxes.
-    for box in reversed(list(BOX.finditer(text))):
-        closing = find_closing(text, box.end(), end)
-        if contents and not (closing and SEPARATOR.fullmatch(text, closing + 1, end)):
+    next_start = len(text)
+    for start, content, end in sorted(boxes, reverse=True):
+        if contents and not SEPARATOR.fullmatch(text, end + 1, next_start):
             break
-        if closing is not None:
-            contents.append(text[box.end() : closing])
-        # If this box is not closed, the boxes around it are not closed, either.
-        end = box.start()
-    if not contents:
-        return None
+        contents.append(text[content:end])
+        next_start = start
     if len(set(contents)) == 1:
         return contents[0]
-    return ", ".join(reversed(contents))
-
-
-def find_closing(text, start, end):
-    r"""The position of the brace that closes a box, or None. A brace behind a \ does not count."""
-    depth = 1
-    for token in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, end):
-        if token[0] == "{":
-            depth += 1
-        elif token[0] == "}":
-            depth -= 1
-        if depth == 0:
-            return token.start()
-    return None
+    return ", ".join(reversed(contents)) or None

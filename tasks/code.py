@@ -3,7 +3,7 @@ r"""The task code: the reward is 1.0 if a program passes its tests, which run in
     python train.py --model Qwen/Qwen2.5-0.5B-Instruct --task code \
         --data google-research-datasets/mbpp --template chat --stop ""
 
-A program gets an input, or the expression that an assert compares with a literal. It never gets the
+A program gets an input, or its test evaluates an expression such as f(2). It never gets the
 expected value. This file compares its output with the expected value, word by word or read by
 ast.literal_eval. So a program passes a test only by the right answer. tasks/jail.py contains a
 program, code_tests.py runs the tests in the jail, and code_data.py reads the problems. ORZ has no

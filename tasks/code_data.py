@@ -30,7 +30,7 @@ TEMPLATES = {
 
 
 def load_problems(path, template, bos="", columns=("question", "tests"), split="train"):
-    """The problems with usable tests, from a file or a data set (see reward.py).
+    """The problems with usable tests, from a file or a data set (nanoorz/records.py).
 
     A label is a dict. before, after: code that runs around the program. calls: are the tests calls?
     json: were the expected values JSON? tests: a list of (input or expression, expected output or
@@ -78,8 +78,8 @@ def parse_tests(record, column):
     """
     tests = record.get(column) or record.get("test_list")
     # In a file that merges data sets, the columns of the other data sets are empty.
-    # HumanEval. The question is the start of the program, so it needs no hint.
     if not tests and record.get("entry_point"):
+        # HumanEval. The question is the start of the program, so it needs no hint.
         test = re.sub(r"\bcandidate\b", record["entry_point"], record["test"])
         return label_of_asserts([test], before=record["prompt"]), "\n"
     if not tests and record.get("input_output"):
@@ -88,7 +88,7 @@ def parse_tests(record, column):
         tests = json.loads(tests)  # In a table a list is a text.
     match tests:
         case [str(), *_]:
-            # MBPP. Behind the program some records make trees, of a class that it defines.
+            # MBPP. Some records have code to run behind the program, whose classes it uses.
             before = "\n".join(record.get("test_imports") or [])
             after = record.get("test_setup_code") or ""
             return label_of_asserts(tests, before, after), None

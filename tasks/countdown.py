@@ -55,8 +55,9 @@ TRY = re.compile(r"(?P<expression>[^=\n]+)=(?P<claim>-?[0-9]{1,20})(?P<verdict>[
 
 
 def load_problems(path, template, bos="", columns=("nums", "target"), split="train"):
-    """The problems of a file or of a dataset (see reward.py). columns: the names of the columns
-    with the numbers and with the target.
+    """The problems of a file or a data set (nanoorz/records.py).
+
+    columns: the names of the columns with the numbers and with the target.
 
     A label is {"numbers": whole numbers, "target": a whole number, "pick": how many are used, or
     None}. `template` is a key of TEMPLATES or a text with {question}. Raises UserError.
@@ -158,7 +159,7 @@ class Grader:
         self.rewards = {}
 
     def submit(self, key, text, finish_reason, label):
-        """Returns the value of the answer, or None, because 8+9 and 9+8 are the same answer.
+        """Returns the value of the answer, or None. So 8+9 and 9+8 are the same answer.
 
         The reward is 1.0 if the response stopped by itself with a right answer, else 0.0.
         """

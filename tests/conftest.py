@@ -201,6 +201,14 @@ def stand_in(folder: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
+def write(folder, name, content) -> str:
+    """Writes bytes, a text, or a value as JSON. Returns the path."""
+    if not isinstance(content, str | bytes):
+        content = json.dumps(content)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(folder / name)
+
+
 def jsonl(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import DATA, ROOT, jsonl, run_python
+from conftest import DATA, ROOT, jsonl, run_python, write
 
 import reward
 from nanoorz import records
@@ -18,12 +18,6 @@ GSM8K = {"question": "1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2"}
 TURN = {"role": "user", "content": "1+1?"}
 SOLVED = {"role": "assistant", "content": "One and one:\n\\boxed{2}"}
 LAYOUTS = {line["layout"]: line for line in jsonl(DATA / "layouts.jsonl")}
-
-
-def write(folder, name, content):
-    path = folder / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return str(path)
 
 
 def read(path, template="plain", **options):
@@ -43,7 +37,7 @@ def test_layouts_of_published_sets_are_read(layout, tmp_path, capsys):
         paths.append(str(tmp_path / "d.parquet"))
         pq.write_table(pa.Table.from_pylist([record]), paths[-1])
         for to_text in (json.dumps, repr):
-            cells = [x if isinstance(x, str) else to_text(x) for x in record.values()]
+            cells = [to_text(x) if isinstance(x, dict | list) else x for x in record.values()]
             paths.append(str(tmp_path / f"{to_text.__name__}.csv"))
             with open(paths[-1], "w", newline="") as file:
                 csv.writer(file).writerows([record, cells])
@@ -97,26 +91,18 @@ UNUSABLE = [
     ({"question": "1+1?", "answer": None}, "no label in the columns question, answer"),
     ({"question": "7", "answer": "2"}, "no text as question"),
     ({"messages": [SOLVED], "answer": "2"}, "no turn of a user, or several"),
-    (
-        {"messages": [{"role": "tool", "content": "7"}, TURN], "answer": "2"},
-        "a turn of tool before",
-    ),
+    ({"messages": [TURN | {"role": "tool"}, TURN], "answer": "2"}, "a turn of tool before"),
     ({"messages": [TURN, SOLVED, TURN, SOLVED]}, "no turn of a user, or several"),
     ({"prompt": ["1+1?"], "answer": "2"}, "a list that is no conversation"),
-    (
-        {"prompt": "[{'role': 'user'}\n {'role': 'user'}]", "answer": "2"},
-        "a list that cannot be read",
-    ),
-    (
-        {"prompt": [TURN | {"content": [{"type": "image"}]}], "answer": "2"},
-        "a turn that is not text",
-    ),
+    ({"prompt": "[{'from': 1}\n {'from': 1}]", "answer": "2"}, "a list that cannot be read"),
+    ({"prompt": [TURN | {"content": [{"type": "image"}]}], "answer": "2"}, "a turn that is not"),
     ({"question": "1+1? ![](a.png)", "answer": "2"}, "a picture in the question"),
     ({"question": "?", "choices": ["1", "2"], "answer": 1}, "a column choices; write it into"),
     ({"id": 0, "question": "?", "A": "4", "B": "6", "answer": "B"}, "a column a; write it into"),
     # JSON reads \f, \t, \r and \n as characters.
     ('{"question": "Half of \\frac12?", "answer": "1"}', "a character in the question that is no"),
     ('{"question": "1 \\times 1?", "answer": "2"}', "a character in the question that is no text"),
+    ('{"question": "1 \\tan x?", "answer": "2"}', "a character in the question that is no text"),
     ('{"question": "Is 2 \\neq 1?", "answer": "2"}', "a character in the question that is no text"),
     ({"question": "1+\ud8001", "answer": "2"}, "a character in the question that is no text"),
     ('{"question": "1+1?", "answer": "\\frac{4}{2}"}', "a character in the label that is no text"),
@@ -125,7 +111,6 @@ UNUSABLE = [
     ({"question": "1+1?", "answer": r'["3\times 2"]'}, "a character in the label that is no text"),
     ({"question": "1+1?", "answer": '["2", "3"]'}, "a label of the type list"),
     ({"question": "1+1?", "answer": "['2' '3']"}, "a list that cannot be read"),
-    ('{"question": "1 \\tan x?", "answer": "2"}', "a character in the question that is no text"),
     ({"question": "1+1?", "answer": '{"inputs": ["1"]}'}, "a label of the type dict"),
     ({"question": "1+1?", "answer": "2\n3"}, "a label of several lines"),
     ({"question": "1+1?", "answer": "#### Step 1\n#### Step 2"}, "#### in several places"),
@@ -153,46 +138,13 @@ def test_what_cannot_be_used_is_left_out_and_counted(bad, reason, tmp_path, caps
     assert str(caught.value).startswith(f"{path}: 2 of 3 records are left out: 2 with {reason}")
 
 
-BAD_TABLES = [
-    ('question,answer\nA,1\n"B, no end,7\nC,3\n', "line 4: unexpected end of data; a quote inside"),
-    ("question,answer,answer\n1+1?,2,3\n", "two columns have one name: question, answer, answer"),
-]
-
-
-@pytest.mark.parametrize("text, told", BAD_TABLES)
-def test_a_table_whose_cells_are_not_clear_is_refused(text, told, tmp_path):
-    with pytest.raises(UserError, match=told):
-        read(write(tmp_path, "a.csv", text))
-
-
-def test_a_row_with_more_cells_than_columns_is_left_out(tmp_path, capsys):
-    """An unquoted comma shifts the cells."""
-    path = write(tmp_path, "a.csv", "question,answer\n1,000+1?,1001\n2+2?,4\n")
-    assert read(path) == [("2+2?", "4")]
-    assert "1 with more cells than columns: a comma without quotes?" in capsys.readouterr().err
-
-
 def test_a_table_may_have_line_breaks_quotes_and_long_cells(tmp_path):
     long = "x" * 200_000
     write(tmp_path, "a.csv", f'question,answer\r\n"1+1?,\nhm",2\r\n"""a""",3\r\n{long},4\r\n')
     expected = [("1+1?,\nhm", "2"), ('"a"', "3"), (long, "4")]
-    assert read(tmp_path / "a.csv") == expected
-    with gzip.open(tmp_path / "a.csv.gz", "wt") as file:
-        file.write((tmp_path / "a.csv").read_text())
-    assert read(tmp_path / "a.csv.gz") == expected
-
-
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
-def test_a_file_in_another_encoding_is_refused(encoding, tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("question,answer\nÄpfel?,2\n", encoding=encoding)
-    with pytest.raises(UserError, match="'utf-8' codec can't decode byte .*; save it in UTF-8"):
-        read(path)
-
-
-def test_an_empty_column_of_a_merged_set_is_passed_over(tmp_path):
-    merged = {"question": None, "problem": "1+1?", "final_answer": "", "options": None}
-    assert read(write(tmp_path, "a.json", [merged | {"answer": "2"}])) == [("1+1?", "2")]
+    write(tmp_path, "a.csv.gz", gzip.compress((tmp_path / "a.csv").read_bytes()))
+    for name in ("a.csv", "a.csv.gz"):
+        assert read(tmp_path / name) == expected
 
 
 def test_columns_can_be_named_by_a_path(tmp_path):
@@ -217,7 +169,14 @@ def test_a_system_turn_is_kept_for_the_chat_template(tmp_path, capsys):
     assert "1 problems have a system turn; only --template chat" in capsys.readouterr().err
 
 
+APPLES = "question,answer\nÄpfel?,2\n"
 BAD_FILES = [
+    ("a.csv", 'question,answer\nA,1\n"B, no end,7\nC,3', "line 4: unexpected end of data; a quote"),
+    ("b.csv", "question,answer,answer\n1+1?,2,3", "two columns have one name: question, answer"),
+    # A comma without quotes shifts the cells.
+    ("c.csv", "question,answer\n1,000+1?,1001", "more cells than columns: a comma without quotes"),
+    ("windows.csv", APPLES.encode("cp1252"), "save it in UTF-8"),
+    ("utf-16.csv", APPLES.encode("utf-16"), "save it in UTF-8"),
     ("absent.jsonl.gz", None, "absent.jsonl.gz: no such file"),
     ("broken.jsonl.gz", "no gzip", "broken.jsonl.gz cannot be read: BadGzipFile"),
     ("empty.jsonl", "\n \n", "empty.jsonl holds no problems"),

@@ -1,18 +1,17 @@
-"""The tasks countdown, countdown_short, calculator and chain: verdicts, replies, records."""
+"""The tasks countdown, countdown_short, calculator and chain, and bad records of code."""
 
-import json
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, config
+from conftest import ROOT, config, write
 from test_turns import reward_of
 
 import ppo
 from nanoorz.ranks import UserError
 from rollout import Sample
-from tasks import calculator, chain, countdown, countdown_short
+from tasks import calculator, chain, code, countdown, countdown_short
 
 # ---- countdown -----------------------------------------------------------------------------------
 
@@ -68,12 +67,6 @@ def test_text_metrics_tell_a_search():
     assert countdown.text_metrics("1+1=" + "1" * 5000)["tries"] == 0.0, "it ended the rank"
 
 
-def write(folder, name, content):
-    path = folder / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return str(path)
-
-
 def test_both_kinds_of_records_are_read(tmp_path):
     mini = {"nums": [5, 9, 8, 4], "target": 17, "pick": 2}
     path = write(tmp_path, "a.json", [mini, {"nums": [19, 36, 55, 7], "target": 65}])
@@ -94,15 +87,16 @@ BAD += [({"nums": [5, 1], "target": 4, "pick": 3}, "pick 3 of 2")]
 BAD += [({"nums": "[2.5, 3]", "target": 4}, "2.5 is no whole number")]
 BAD = [(countdown, {"nums": [1, 2], "target": 3}, *case) for case in BAD]
 CHAIN = {"table": "Ab,Ba", "start": "a", "steps": 3}
-CHANGES = [
-    {"start": "c"},
-    {"start": "A"},
-    {"start": "ab"},
-    {"table": "Ab,Bac"},
-    {"table": "Ab, Ba"},
-]
-CHANGES += [{"table": "Ab,Aa,Ba"}, {"table": 5}, {"steps": 0}, {"steps": "three"}]
+CHANGES = [{"start": "c"}, {"start": "A"}, {"start": "ab"}, {"steps": 0}, {"steps": "three"}]
+CHANGES += [{"table": table} for table in ("Ab,Bac", "Ab, Ba", "Ab,Aa,Ba", 5)]
 BAD += [(chain, CHAIN, CHAIN | change, "not of the form") for change in CHANGES]
+CODE = {"question": "Add.", "tests": [["1 2\n", "3\n"]]}
+CHANGES = [{"question": None}, {"question": "\ud800"}, {"tests": {"inputs": [], "outputs": []}}]
+FORMS = ([], [[1, 2]], [["1"]], ["f("], ["assert " + "(" * 999], [["x" * (8 << 20), "1"]])
+CHANGES += [{"tests": tests} for tests in FORMS]
+FORMS = ('{"inputs": ', {"inputs": [1], "outputs": ["1"]})
+CHANGES += [{"tests": "", "input_output": form} for form in FORMS]
+BAD += [(code, CODE, CODE | change, "") for change in CHANGES]
 
 
 @pytest.mark.parametrize("task, good, bad, reason", BAD)
@@ -128,22 +122,12 @@ def test_a_short_response_has_a_second_reward_right_or_wrong():
 # ---- calculator ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("8+5=", "13<"),
-        ("8+5=13<\n9*4=", "36>"),
-        ("8+5=13<\n9+8=", "17!"),
-        ("4-9=", "0<"),
-        ("9/4=", "0<"),
-        ("99*99=", "0<"),
-        ("__import__('os')=", "0<"),
-        ("=", "0<"),
-        ("8+5", None),
-        ("8+5=13<", None),
-        ("", None),
-    ],
-)
+REPLIES = {"8+5=": "13<", "8+5=13<\n9*4=": "36>", "8+5=13<\n9+8=": "17!", "4-9=": "0<"}
+REPLIES |= {"9/4=": "0<", "99*99=": "0<", "__import__('os')=": "0<", "=": "0<"}
+REPLIES |= {"8+5": None, "8+5=13<": None, "": None}
+
+
+@pytest.mark.parametrize("text, value", REPLIES.items())
 def test_the_calculator_replies_behind_an_equals_sign(text, value):
     assert calculator.reply(text, "stop", MINI) == value
     assert calculator.reply(text, "length", MINI) is None
@@ -151,12 +135,9 @@ def test_the_calculator_replies_behind_an_equals_sign(text, value):
 
 def test_the_calculator_s_value_is_no_claim_of_the_policy():
     """The grader sees `9+8=`, and the calculator's value is for the policy to read."""
-    for parts, is_right in (
-        (["9+8=", "17!", ""], 1),
-        (["9+8=", "0<", ""], 1),
-        (["17", "!", ""], 0),
-    ):
-        assert reward_of(calculator, MINI, parts) == is_right
+    assert reward_of(calculator, MINI, ["9+8=", "17!", ""]) == 1
+    assert reward_of(calculator, MINI, ["9+8=", "0<", ""]) == 1
+    assert reward_of(calculator, MINI, ["17", "!", ""]) == 0
 
 
 # ---- chain ---------------------------------------------------------------------------------------
@@ -221,11 +202,7 @@ def test_a_chain_is_right_only_if_its_last_letter_is_and_no_turn_has_other_text(
         grader.submit("b", drawn, "length", label)
         assert grader.results() == {"a": reward, "b": 0}
     assert played == text
-
-
-def test_a_response_that_was_cut_gets_no_reply():
-    assert chain.reply("c", "length", make_label()) is None
-    assert chain.reply("c", "stop", make_label()) == "+C"
+    assert chain.reply("c", "length", label) is None, "it was cut"
 
 
 def test_text_metrics_count_wrong_and_repeated_letters():
