@@ -8,7 +8,7 @@ answer. The file deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py
   of wall time.
 - ORZ compares floats. Here numbers are exact: 0.333333 is not 1/3.
 - ORZ takes the last \boxed{} alone. Here \boxed {} and \fbox{} are boxes, too, and boxes that only
-  a comma or "and" separates are a list.
+  commas, "and" or "or" separate are a list.
 - ORZ calls the parser of math-verify, which misreads symbols and evaluates text as code. Here only
   the grammar and the comparison of math-verify are used (nanoorz/algebra.py).
 

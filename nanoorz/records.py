@@ -18,6 +18,7 @@ import urllib.parse
 from decimal import Decimal
 from pathlib import Path
 
+from nanoorz.equal import quick_verdict
 from nanoorz.ranks import UserError, one_line
 
 # A path leads through objects and lists. The first path that leads to a value is used.
@@ -414,15 +415,21 @@ def to_text(value) -> str:
 
 # \boxed{    \fbox {    {    }    a sign behind a \, such as    \}    but not the box of    \\boxed{
 BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox) *\{)|\\(?!\\(?:boxed|fbox) *\{).|[{}]", re.DOTALL)
-# ,    and    $, and $    *+ never goes back, so a long text takes no longer than another one.
-SEPARATOR = re.compile(r"[\s$\\]*+(?:,[\s$\\]*+(?:and\b[\s$\\]*+)?|and\b[\s$\\]*+)")
+# What may separate the boxes of a list: \boxed{3}, \boxed{5}    x=\boxed{3} and $y=\boxed{5}$
+SEPARATOR = re.compile(
+    # A comma, a semicolon, and    or    \text{ and }
+    r"[\s$]*(?:,|;|(?:,\s*)?(?:\\text\{\s*)?(?:and|or)\b(?:\s*\})?)[\s$]*"
+    # The name of the next value: x_1 =
+    r"(?:[A-Za-z](?:_\w)?\s*=\s*)?"
+)
 
 
 def last_box(text) -> str | None:
     r"""The content of the last box that is closed, or a list: \boxed{3}, \boxed{5} is 3, 5.
 
     The last box is the one that begins last. So of nested boxes the inner one is the answer. Boxes
-    are a list if only a comma or "and" separates them. Equal boxes are one answer.
+    are a list if only a comma, "and" or "or" separates them. If their contents are equal, the last
+    box is the answer: \boxed{72}, or \boxed{72\text{ clips}}
     """
     opened = []
     boxes = []  # (start, start of the content, end of the content) of each closed box
@@ -440,6 +447,7 @@ def last_box(text) -> str | None:
             break
         contents.append(text[content:end])
         next_start = start
-    if len(set(contents)) == 1:
+    others = set(contents[1:])
+    if contents and len(others) < 8 and all(quick_verdict(other, contents[0]) for other in others):
         return contents[0]
     return ", ".join(reversed(contents)) or None

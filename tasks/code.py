@@ -40,9 +40,12 @@ LITERAL = re.compile(
 
 
 def extract_answer(text: str) -> str | None:
-    """The last block of ``` in the last closed answer block, or None. It begins in its own line."""
+    """The last block of ``` in the last closed answer block, or None.
+
+    The line in which a block begins has no other ` before. So ```f``` begins no block.
+    """
     block = last_block(text) or ""
-    programs = re.findall(r"^[ \t]*```[^\n`]*\n(.*?)```", block, re.DOTALL | re.MULTILINE)
+    programs = re.findall(r"^[^\n`]*`{3,}[^\n`]*\n(.*?)```", block, re.DOTALL | re.MULTILINE)
     return programs[-1] if programs else None
 
 
@@ -76,23 +79,22 @@ def is_integer(word: str) -> bool:
     return word.removeprefix("-").isdigit()
 
 
-def same_value(output: str, expected: str, tolerance: float, is_json: bool) -> bool:
+def same_value(output: str, expected: str, tolerance=0.0, is_json=False, is_listed=False) -> bool:
     """Returns whether the last line of output is the expected literal, within the tolerance.
 
-    JSON has no tuples. So if the expected value was JSON, which means a record of APPS, a tuple
-    counts as a list. A result may also stand in a list, because APPS has some of them there.
+    JSON has no tuples. So if the expected value was JSON, a tuple counts as a list. is_listed: the
+    expected value is a list of one value, and this value alone is right, too.
     """
     line = output.rstrip("\n").rpartition("\n")[2]
     # Python reads some long literals slowly, such as a set whose members have one hash.
-    if len(line) > 20_000 or not LITERAL.fullmatch(line):
+    if len(line) > 100_000 or not LITERAL.fullmatch(line):
         return line == expected
     try:
         value = ast.literal_eval(line)
         expected_value = ast.literal_eval(expected)
         if is_json:
             value = json.loads(json.dumps(value))
-            return expected_value in (value, [value])
-        if value == expected_value:
+        if value == expected_value or (is_listed and [value] == expected_value):
             return True
         return tolerance > 0 and abs(value - expected_value) <= tolerance
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError):
@@ -176,7 +178,7 @@ class Grader:
                 # A program that is too late gets a SIGKILL, and SIGXCPU if it used up its CPU time.
                 return False, code in (-signal.SIGXCPU, -signal.SIGKILL)
             if label["calls"]:
-                is_right = same_value(output, expected, tolerance, label["json"])
+                is_right = same_value(output, expected, tolerance, label["json"], label["listed"])
             else:
                 is_right = same_lines(output, expected)
             if not is_right:

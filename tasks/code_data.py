@@ -33,9 +33,9 @@ def load_problems(path, template, bos="", columns=("question", "tests"), split="
     """The problems with usable tests, from a file or a data set (nanoorz/records.py).
 
     A label is a dict. before, after: code that runs around the program. calls: are the tests calls?
-    json: were the expected values JSON? tests: a list of (input or expression, expected output or
-    literal, tolerance). `template` is a key of TEMPLATES or a text with {question}. Raises
-    UserError.
+    json: were the expected values JSON? listed: is each of them a list of one value? tests: a list
+    of (input or expression, expected output or literal, tolerance). `template` is a key of
+    TEMPLATES or a text with {question}. Raises UserError.
     """
     records = read_file(path, partial(parse_record, columns=columns), split)
     lost = sum(record["lost_tests"] for record in records)
@@ -110,13 +110,23 @@ def parse_apps(record):
     start = record.get("starter_code") or ""
     if "class Solution" in start:
         function = f"Solution().{function}"
-    tests = [(f"{function}(*{list(values)!r})", repr(result), 0) for values, result in pairs]
-    label = {"before": "", "after": "", "calls": True, "json": True, "tests": tests}
+    if not all(isinstance(values, list) for values, _ in pairs):
+        raise Unusable("arguments that are no list")
+    tests = [(f"{function}(*{values!r})", repr(result), 0) for values, result in pairs]
+    # The judge of APPS then takes the value without its list, too.
+    is_listed = all(isinstance(result, list) and len(result) == 1 for _, result in pairs)
+    label = make_label(tests, calls=True, json=True, listed=is_listed)
     return label, f"\n\n{start.rstrip()}" if start else None
 
 
 def join_lines(text):
     return "\n".join(text) if isinstance(text, list) else text
+
+
+def make_label(tests, **changes):
+    """The label that `load_problems` describes."""
+    label = {"before": "", "after": "", "calls": False, "json": False, "listed": False}
+    return label | changes | {"tests": tests}
 
 
 def label_of_pairs(pairs):
@@ -126,7 +136,7 @@ def label_of_pairs(pairs):
         if not isinstance(text, str) or not isinstance(output, str):
             raise Unusable("a test that is no pair of texts")
         tests.append((text, output, 0))
-    return {"before": "", "after": "", "calls": False, "json": False, "tests": tests}
+    return make_label(tests)
 
 
 def label_of_asserts(tests, before="", after=""):
@@ -137,7 +147,7 @@ def label_of_asserts(tests, before="", after=""):
     own_names = {name for tree in trees for name in find_names(tree)}
     known = {*dir(builtins), *find_names(ast.parse(f"{before}\n{after}"))} - own_names
     tests = [split_assert(node.test, known, own_names) for node in asserts]
-    return {"before": before, "after": after, "calls": True, "json": False, "tests": tests}
+    return make_label(tests, before=before, after=after, calls=True)
 
 
 def split_assert(condition, known, unknown):

@@ -72,7 +72,7 @@ def parse_record(record, columns):
         numbers = record[columns[0]]
         if isinstance(numbers, str):
             # A .csv file has texts, such as "[3, 5]" or "3 5".
-            numbers = re.findall(r"[^\s\[\],]+", numbers)
+            numbers = re.findall(r"[^\s\[\],'\"]+", numbers)
         numbers = [to_integer(number) for number in numbers]
         target = to_integer(record[columns[1]])
         pick = to_integer(record["pick"]) if record.get("pick") else None

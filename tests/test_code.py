@@ -11,19 +11,20 @@ from jail_worker import processes
 
 from nanoorz.ranks import UserError
 from tasks import code as task
+from tasks.code_data import make_label
 
 PAIRS = [["1 2\n", "3\n"], ["4 5\n", "9\n"]]
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 SLEEP = "import time\ntime.sleep(99)"
 
 
-def label(*tests, calls=False, is_json=False, before="", after=""):
+def label(*tests, **changes):
     tests = [(*test, 0)[:3] for test in tests]
-    return {"before": before, "after": after, "calls": calls, "json": is_json, "tests": tests}
+    return make_label(tests, **changes)
 
 
 of_calls = functools.partial(label, calls=True)
-of_json_calls = functools.partial(label, calls=True, is_json=True)
+of_json_calls = functools.partial(label, calls=True, json=True)
 
 
 def submit(grader, key, code, tests):
@@ -59,9 +60,9 @@ VALUES += ['it\'s "q"\n\u2028\r\t\\', "f'x'", "\U0001f600\ud800", float("-1e300"
 def test_only_what_repr_writes_is_read(recwarn):
     for text in HOSTILE:
         assert not task.LITERAL.fullmatch(text)
-        assert not task.same_value(text, "1", 0, False)
+        assert not task.same_value(text, "1")
     for value in VALUES:
-        assert task.same_value(repr(value), repr(value), 0, False)
+        assert task.same_value(repr(value), repr(value))
     assert not recwarn.list
 
 
@@ -71,7 +72,7 @@ SILENT = label(["", ""])
 DOUBLES = of_calls(["f(2)", "4"], ["f([1])", "[1, 1]"], ["f('a')", "'aa'"])
 ROOTS = of_calls(["f(2)", "1.41421", 1e-3])
 IN_JSON = of_json_calls(["f(2)", "[[2, 2], []]"])
-IN_LIST = of_json_calls(["f(1)", "[1]"])
+IN_LIST = of_json_calls(["f(1)", "[1]"], listed=True)
 WRONG_ADDS = ["print(3)", "print(", "print(3)\nprint()\nprint(3)", f"{ADD}\nraise ValueError"]
 WRONG_ADDS += ["", "\ud800", "\0", "x" * 10**6]
 
@@ -93,6 +94,7 @@ PROGRAMS = [
     (IN_JSON, ["f = lambda x: ((x, x), [])"], ["f = lambda x: {2}", "f = lambda x: ((2, 2),)"]),
     (IN_JSON, [], ["f = lambda x: '[[2, 2], []]'"]),
     (IN_LIST, ["f = lambda x: [x]", "f = lambda x: x"], ["f = lambda x: [[x]]"]),
+    (of_json_calls(["f(1)", "[1]"]), ["f = lambda x: [x]"], ["f = lambda x: x"]),
     (of_json_calls(["f(1)", "2"]), ["f = {1: 2}.get"], ["f = lambda x: ..."]),
 ]
 # They end early, write their own replies, return a value that equals every value or whose literal
@@ -240,7 +242,11 @@ FORMS = [
     ({"text": "?", "test_list": MBPP}, PROGRAM_OF_MBPP, of_calls(*OF_MBPP)),
     (HUMANEVAL, "f = lambda x: x * half / 3", OF_HUMANEVAL),
     ({"question": "?", "input_output": APPS}, ADD, ADDS),
-    (APPS_CALL, f"{CLASS} return a + b", of_json_calls(["Solution().f(*[1, 2])", "[3]"])),
+    (
+        APPS_CALL,
+        f"{CLASS} return a + b",
+        of_json_calls(["Solution().f(*[1, 2])", "[3]"], listed=True),
+    ),
     ({"question": "?", "tests": PAIRS, "input_output": None}, ADD, ADDS),
     # In a table a list is a text, and in a merged file the columns of other data sets are empty.
     ({"question": None, "prompt": "?", "tests": json.dumps(PAIRS), "entry_point": None}, ADD, ADDS),

@@ -127,11 +127,13 @@ ENDS = {
         ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\left( 3, \\frac{\\pi}{2} \\right)"),
         ("\\boxed{18", None),
         ("#### 18", None),
-        # Boxes that only a comma or "and" separates are a list.
+        # Boxes that only a comma, "and" or "or" separates are a list.
         ("\\boxed{3}, \\boxed{5}, \\boxed{7}", "3, 5, 7"),
         ("They are $\\boxed{3}$,\n$\\boxed{5}$, and $\\boxed{3}$.", "3, 5, 3"),
-        ("\\boxed{3} and \\boxed{5}", "3, 5"),
+        ("$x=\\boxed{3}$, $y=\\boxed{5}$", "3, 5"),
+        ("\\boxed{3} \\text{ or } \\boxed{5}", "3, 5"),
         ("\\boxed{8}, \\boxed{8}", "8"),
+        ("\\boxed{72}, or \\boxed{72\\text{ clips}}", "72\\text{ clips}"),
         ("First \\boxed{3}, so the sum is \\boxed{8}.", "8"),
         ("\\boxed{3}. Or rather: \\boxed{8}", "8"),
         ("\\boxed{1}, \\boxed{2, \\boxed{3}}, \\boxed{4}", "4"),
