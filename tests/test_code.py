@@ -235,6 +235,7 @@ APPS = {"inputs": [["1 2", ""], "4 5\n"], "outputs": [["3\n"], "9\n"]}
 CLASS = "class Solution:\n    def f(self, a, b):"
 APPS_CALL = {"question": "?", "starter_code": CLASS}
 APPS_CALL["input_output"] = json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]})
+SOLUTION = ["Solution().f(*[1, 2])", "[3]"]
 TWO = ["f(1)", "2.0", 2e-9]
 
 # (item, a right program, label)
