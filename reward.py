@@ -1,5 +1,8 @@
 r"""The task: problems and their prompts, answers and their rewards. Another task replaces it.
 
+A task is a module with load_problems, Grader and text_metrics. train.load_task tells what else it
+may have.
+
 This file sees only text. A comparison asks whether an answer equals the label, which is the right
 answer. The file deviates from Open-Reasoner-Zero (ORZ: playground/orz_7b_ppo.py):
 - ORZ allows a comparison 1 s of wall time, which includes the wait in a queue. On a busy machine
@@ -145,9 +148,9 @@ ANSWER_FORMS = {
 
 
 def is_equiv(answer, label):
-    """Is the answer right? A text that hangs or crashes its comparison costs one worker process.
+    """Is the answer right? The result is False if the comparison hangs or crashes.
 
-    The start of the process takes 2 s, so use one Grader for many answers.
+    The start of a worker process takes 2 s, so use one Grader for many answers.
     """
     verdict = quick_verdict(answer, label)
     if verdict is None:
@@ -192,7 +195,7 @@ class Grader:
         answer = None
         if finish_reason == "stop":
             answer = self.find_answer(text)
-        # An empty answer equals no label. `results` then has a reward for this key, too.
+        # An empty answer equals no label, so its reward is 0.
         pair = (answer or "", str(label))
         self.pairs[key] = pair
         if pair not in self.verdicts and pair not in self.running:
@@ -205,8 +208,8 @@ class Grader:
 
     def ask_worker(self, answer, label):
         """Runs in a thread. Returns what Worker.ask returns."""
-        # There are as many workers as threads, so one is idle. The one that was used last already
-        # has a process.
+        # There are as many workers as threads, so one is idle. `pop` takes the one that was used
+        # last, which already has a process.
         worker = self.idle_workers.pop()
         try:
             return worker.ask(answer, label)
@@ -230,7 +233,10 @@ class Grader:
         return rewards
 
     def close(self):
-        """Ends the worker processes, and drops what still runs. They also end with their parent."""
+        """Drops the comparisons that still run, and ends the worker processes.
+
+        The worker processes also end with their parent.
+        """
         self.threads.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
             worker.close()

@@ -12,7 +12,7 @@ import select
 import sys
 import types
 
-# An import of signal would take longer than this file.
+# An import of signal would take longer than all else in this file.
 SIGKILL = 9
 
 
@@ -75,7 +75,8 @@ def await_end(pid, seconds):
     """The exit code, or minus the number of a signal. Kills what is left after so many seconds."""
     pidfd = os.pidfd_open(pid)
     select.select([pidfd], [], [], seconds)
-    os.kill(-1, SIGKILL)  # All processes of this jail, except this one and process 1.
+    # In the jail these are its processes, except this one and process 1. Elsewhere: all of a user.
+    os.kill(-1, SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(pidfd)
     return os.waitstatus_to_exitcode(status)

@@ -52,7 +52,8 @@ class Jail:
         bwrap = shutil.which("bwrap")
         if not bwrap:
             raise UserError(f"no bwrap: install bubblewrap (apt install bubblewrap); {ADVICE}")
-        # Else process 1 of a container would get what bwrap leaves, and may not wait for it.
+        # bwrap leaves processes that have ended. Now this process gets them, and waits for them.
+        # Process 1 of a container may not wait.
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
         folders = ["--ro-bind", sys.base_prefix, "/python"]
         if packages:

@@ -56,8 +56,8 @@ class Grader(reward.Grader):
 
     def __init__(self, workers=1, answer_form="orz"):
         super().__init__(workers, answer_form)
+        # The function `reply` is called without the grader, so it has them as attributes.
         self.jail = reply.jail = Jail(CPU_SECONDS, WALL_SECONDS, packages=True)
-        # As many programs run at a time as the sampler has cores to spare.
         self.tool_threads = reply.threads = ThreadPoolExecutor(workers)
 
     def close(self):
@@ -80,7 +80,7 @@ def reply(text, finish_reason, label):
         _, _, turn = last_reply.partition("```\n")
     _, found, program = turn.rpartition("```python\n")
     if not found:
-        return end("there is no block of Python")
+        return to_reply("there is no block of Python")
     program, _, _ = program.partition("```")
     return reply.threads.submit(run_program, reply.jail, program)
 
@@ -101,10 +101,10 @@ def run_program(jail, program):
         text += f"\nstopped: it used more than {CPU_SECONDS} s of CPU time"
     elif 128 < code <= 128 + 64:
         text += f"\nstopped by signal {code - 128}"
-    return end(text.strip() or "nothing was printed")
+    return to_reply(text.strip() or "nothing was printed")
 
 
-def end(text):
+def to_reply(text):
     """The text of a reply. ``` ends it, so it is nowhere else in it."""
     shown = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "?", text.replace("```", "'''"))
     return f"\n{shown}\n```\n"

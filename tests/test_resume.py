@@ -234,8 +234,11 @@ def assert_near(found: dict, expected: dict):
         # The gradient of a key's bias is 0 but for rounding, and Adam divides by its size.
         if "k_proj.bias" in key:
             continue
-        largest = expected[key].abs().max().item()
-        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-5 * largest, msg=key)
+        # Where a gradient is nearly 0, rounding decides about its sign, and Adam makes a whole step
+        # of it. This was one weight of 9,522 on one machine, and none on another.
+        difference = (tensor - expected[key]).abs()
+        is_far = difference > 1e-4 * expected[key].abs() + 1e-5 * expected[key].abs().max()
+        assert is_far.float().mean() < 1e-3 and difference.max() < 1e-2, key
 
 
 def test_a_disk_that_fails_is_told_on_every_rank(folder):
