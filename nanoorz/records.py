@@ -324,7 +324,7 @@ def parse_question(value) -> tuple[str, str]:
     role, question = others[0]
     if role not in ("user", "human"):
         raise Unusable(f"a turn of {role} before the question")
-    # A number alone is the number of a question.
+    # A question "7" is the number of a question in a list.
     if not isinstance(question, str) or not question.strip() or question.strip().isdecimal():
         raise Unusable("no text as question")
     if NO_TEXT.search(system + question):

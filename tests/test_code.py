@@ -243,11 +243,7 @@ FORMS = [
     ({"text": "?", "test_list": MBPP}, PROGRAM_OF_MBPP, of_calls(*OF_MBPP)),
     (HUMANEVAL, "f = lambda x: x * half / 3", OF_HUMANEVAL),
     ({"question": "?", "input_output": APPS}, ADD, ADDS),
-    (
-        APPS_CALL,
-        f"{CLASS} return a + b",
-        of_json_calls(["Solution().f(*[1, 2])", "[3]"], listed=True),
-    ),
+    (APPS_CALL, f"{CLASS} return a + b", of_json_calls(SOLUTION, listed=True)),
     ({"question": "?", "tests": PAIRS, "input_output": None}, ADD, ADDS),
     # In a table a list is a text, and in a merged file the columns of other data sets are empty.
     ({"question": None, "prompt": "?", "tests": json.dumps(PAIRS), "entry_point": None}, ADD, ADDS),
@@ -286,6 +282,7 @@ def test_unusable_asserts_are_counted_in_one_line(tmp_path, capsys):
     # The program could see the expected value, and define `same` itself. It does not know x.
     unusable += ["assert same(f(2), [4])", "assert same((f(2), 4))", "x = 3\nassert f(x) == 3"]
     unusable += ["assert same(f(2), expected=4)", "assert f(2).is_equal(4) == True"]
+    unusable += ["assert f(2) - 4 == 0", "assert (f(2) == 4) == True"]
     unusable += ["list = [3]\nassert f(list) == 3", "from math import ceil\nassert ceil(f(1)) == 3"]
     items = [
         {"text": "a", "test_list": ["assert f(1) == 1", "assert f(2) == g(2)", "assert x == 1"]},

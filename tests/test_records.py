@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -138,6 +139,13 @@ def test_what_cannot_be_used_is_left_out_and_counted(bad, reason, tmp_path, caps
     assert str(caught.value).startswith(f"{path}: 2 of 3 records are left out: 2 with {reason}")
 
 
+def test_a_float_that_has_lost_digits_is_no_label():
+    """pyarrow makes one of a whole number of 25 digits. A smaller float has the digits of a text."""
+    assert records.parse_label(0.5) == "0.5"
+    with pytest.raises(records.Unusable, match="a number that has lost digits"):
+        records.parse_label(float(LONG))
+
+
 def test_a_table_may_have_line_breaks_quotes_and_long_cells(tmp_path):
     long = "x" * 200_000
     write(tmp_path, "a.csv", f'question,answer\r\n"1+1?,\nhm",2\r\n"""a""",3\r\n{long},4\r\n')
@@ -145,6 +153,8 @@ def test_a_table_may_have_line_breaks_quotes_and_long_cells(tmp_path):
     write(tmp_path, "a.csv.gz", gzip.compress((tmp_path / "a.csv").read_bytes()))
     for name in ("a.csv", "a.csv.gz"):
         assert read(tmp_path / name) == expected
+    # This limit holds for all code of the process. A small one broke an import of transformers.
+    assert csv.field_size_limit() > 200_000
 
 
 def test_columns_can_be_named_by_a_path(tmp_path):
@@ -221,6 +231,15 @@ def test_datasets_are_read_by_folder_name_and_split(tmp_path, monkeypatch):
     for path in ("nowhere", "openai/gsm8k:other"):
         with pytest.raises(UserError, match=path):
             read(path)
+
+
+def test_tables_of_the_hub_are_refused(monkeypatch):
+    """The datasets library would read the label 007 as 7."""
+    datasets = pytest.importorskip("datasets")
+    builder = SimpleNamespace(name="csv")
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words: builder)
+    with pytest.raises(UserError, match="^someone/tables: download its .csv files"):
+        read("someone/tables")
 
 
 def test_reward_py_shows_what_is_read_as_the_page_says(tmp_path):
