@@ -140,7 +140,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(bad, reason, tmp_path, caps
 
 
 def test_a_float_that_has_lost_digits_is_no_label():
-    """pyarrow makes one of a whole number of 25 digits. A smaller float has the digits of a text."""
+    """For a JSON file of the hub, pyarrow reads a whole number of 25 digits as a float."""
     assert records.parse_label(0.5) == "0.5"
     with pytest.raises(records.Unusable, match="a number that has lost digits"):
         records.parse_label(float(LONG))
