@@ -36,6 +36,7 @@ REAL = {"numbers": [19, 36, 55, 7], "target": 65, "pick": None}
         ("<answer>55+36-7-19=64</answer>", REAL, "65", False),
         ("<answer>55+36-7</answer>", REAL, "84", False),  # 19 is left out
         ("<answer>1/3</answer> no: <answer>55+36-7-19</answer>", REAL, "65", True),  # the last one
+        ("<answer>3+3+5+5</answer>", REAL | {"numbers": [1, 3, 5, 7], "target": 16}, "16", False),
         ("I use <answer> tags: <answer>\n55+36-7-19\n</answer>", REAL, "65", True),
         ("55+36-7-19", REAL, None, False),  # without its tags
         ("<answer>55/0+36-7-19</answer>", REAL, None, False),
