@@ -28,7 +28,8 @@ from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 
-from nanoorz.equal import Worker, parse_number, quick_verdict
+from nanoorz.algebra import Worker
+from nanoorz.equal import parse_number, quick_verdict
 from nanoorz.ranks import UserError, one_line
 from nanoorz.records import last_box, parse_problem, read_file, split_path, warn
 
@@ -155,8 +156,8 @@ def is_equiv(answer, label):
     verdict = quick_verdict(answer, label)
     if verdict is None:
         with contextlib.closing(Worker(cpu_seconds=5.0, wall_seconds=120.0)) as worker:
-            verdict = worker.ask(answer, label) == "equal"
-    return verdict
+            verdict = worker.ask(answer, label)
+    return bool(verdict)
 
 
 class Grader:
@@ -224,8 +225,8 @@ class Grader:
         """{key: reward} of all samples since the last call. Waits for all comparisons."""
         for pair, future in self.running.items():
             verdict = future.result()
-            self.verdicts[pair] = verdict == "equal"
-            self.lost += verdict not in ("equal", "different")
+            self.verdicts[pair] = bool(verdict)
+            self.lost += verdict is None
         rewards = {key: float(self.verdicts[pair]) for key, pair in self.pairs.items()}
         self.pairs = {}
         self.verdicts = {}

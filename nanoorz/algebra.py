@@ -1,6 +1,6 @@
-"""Algebra for answers, in a process of its own, because it may hang, crash or take all memory.
+"""Algebra for answers: a process of its own, because algebra may hang, crash or take all memory.
 
-equal.py starts this process (`Worker`) and asks it where no quick rule decides. By hand:
+A `Worker` starts this process, and asks it where no rule of equal.py decides. By hand:
 `echo '["2x", "x+x"]' | python -m nanoorz.algebra 5` prints "ready" and then "equal". The 5 means
 that a comparison may take 5 seconds of CPU time.
 
@@ -10,6 +10,7 @@ its function `parse`. `parse` takes m, h, c and ab for units (2m = 2), makes sym
 The text of a model must never be evaluated.
 """
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -18,8 +19,69 @@ import re
 import resource
 import signal
 import sys
+from multiprocessing.connection import wait
+from pathlib import Path
+from subprocess import PIPE, Popen
 
-from nanoorz.equal import drop_unit, prepare
+from nanoorz.equal import drop_tail, prepare
+
+# ---- the trainer's side --------------------------------------------------------------------------
+
+
+class Worker:
+    """Starts the process at the first question, and again at the next one if it has ended.
+
+    worker = Worker(cpu_seconds=5.0, wall_seconds=120.0)
+    worker.ask("2x", "x+x")  # True
+    worker.close()
+    """
+
+    def __init__(self, cpu_seconds, wall_seconds):
+        self.cpu_seconds = cpu_seconds
+        self.wall_seconds = wall_seconds
+        self.process = None
+
+    def ask(self, answer, label):
+        """Are the texts equal by algebra? None: the process ran out of time, or it crashed.
+
+        A text has equal.MAX_TEXT characters at most. Then both fit into a pipe of 64 KB, because a
+        character takes at most 12 bytes of JSON, and a write never waits for a process that hangs.
+        Raises OSError if no process can be started.
+        """
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        verdict = b""
+        # The process may end before it has read the question.
+        with contextlib.suppress(BrokenPipeError):
+            # JSON writes half of a surrogate pair, which UTF-8 cannot hold, in ASCII.
+            self.process.stdin.write(json.dumps([answer, label]).encode() + b"\n")
+            if wait([self.process.stdout], self.wall_seconds):
+                verdict = self.process.stdout.readline()
+        if not verdict:
+            self.close()
+            return None
+        return verdict == b"equal\n"
+
+    def start(self):
+        """Starts the process, and waits until it has made its imports, which take 2 s."""
+        command = [sys.executable, "-m", "nanoorz.algebra", str(self.cpu_seconds)]
+        # The order of terms in sympy depends on the hashes of texts. Without a seed these differ
+        # from process to process.
+        variables = os.environ | {"PYTHONHASHSEED": "0"}
+        root = Path(__file__).parent.parent
+        self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, cwd=root, env=variables)
+        if self.process.stdout.readline() != b"ready\n":
+            raise ChildProcessError(f"{' '.join(command)} ended before its first check")
+
+    def close(self):
+        """Ends the process. Another thread may be in `ask`."""
+        if self.process is not None:
+            # The end of the `with` closes the pipes and waits for the end of the process.
+            with self.process:
+                self.process.kill()
+
+
+# ---- the side of the process ---------------------------------------------------------------------
 
 
 def symbolic_verdict(answer, label):
@@ -38,7 +100,7 @@ def symbolic_verdict(answer, label):
     for text in prepare(answer, label):
         # A word behind a number is a unit. Without a number the word may be the answer itself.
         if re.search(r"[0-9]|\\pi", text):
-            text = drop_unit(text)
+            text = drop_tail(text)
         # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
         # left separates two members.
         text = text.replace(",", ", ")
@@ -86,14 +148,8 @@ def serve(cpu_seconds):
 
     # sympy imports some modules at their first use, and some of these imports call eval. So these
     # comparisons make all such imports before close_sympy. Their verdicts do not matter.
-    pairs = (
-        ("ab+2a", "a(b+2)"),
-        ("x>5", "(5, \\infty)"),
-        ("2x=4y", "x-2y=0"),
-        ("\\cos x", "\\sin x"),
-    )
-    for answer, label in pairs:
-        symbolic_verdict(answer, label)
+    for pair in ("ab+2a a(b+2)", "x>5 (5,\\infty)", "2x=4y x-2y=0", "\\cos{x} \\sin{x}"):
+        symbolic_verdict(*pair.split())
     close_sympy()
     os.write(1, b"ready\n")
     for line in sys.stdin.buffer:

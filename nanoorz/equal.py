@@ -1,420 +1,323 @@
-"""Is an answer equal to its label? Quick rules, and a worker process for algebra.
+r"""Is an answer equal to its label? These rules take linear time. algebra.py decides the rest.
 
-`quick_verdict` applies rules that take linear time. If no rule decides, a `Worker` asks a process
-that runs algebra.py. The process may crash, and the trainer goes on.
+    quick_verdict("x = 1,234 red marbles", "1234")  # True
+    quick_verdict("1,234 dozen", "1234")            # False
+    quick_verdict("2x", "x+x")                      # None: only algebra can tell
+
+Each text is read in three steps: `respell` gives it one spelling, `drop_name` removes the x of
+x = 5, and `parse_number` reads a number and the words behind it. Other forms than numbers are
+compared as texts: choices, numerals of a base, words, lists.
+
+The examples in the comments are tests. `a -> b` means that the answer a is right for the label b,
+and `a != b` that it is wrong.
 """
 
-import contextlib
-import json
 import math
-import os
 import re
-import signal
-import sys
 import unicodedata
 from fractions import Fraction
-from multiprocessing.connection import wait
-from subprocess import PIPE, Popen
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# A longer text equals only the same text. The reason: two texts, at most 12 bytes of JSON for each
-# character, must fit into a pipe of 64 KB. A write of more would hang if the process hangs.
+# A longer text equals only the same text.
 MAX_TEXT = 2_500
 
-# ---- spellings: what can be written in many ways gets one spelling -------------------------------
+# ---- spelling: what can be written in many ways gets one spelling --------------------------------
 
-# How to read the patterns of this file: the comment above a pattern shows texts that the pattern
-# takes, and behind an arrow what becomes of them. Many patterns share these parts:
-#   (?=x)    (?!x)     x follows, or x does not follow.
-#   (?<=x)   (?<!x)    x stands before, or x does not stand before.
-#   (?![A-Za-z])       No letter follows, so the name of a LaTeX command ends here.
-#   " ?"               There may be a space.
-#   [^{}]*             Any text without braces.
-
-# {character of Unicode: LaTeX}
-CHARACTERS = {
-    "−": "-",
-    "–": "-",
-    "\u2010": "-",
-    "⋅": "\\cdot ",
-    "÷": "/",
-    "∶": ":",
-    "≈": "\\approx ",
-    "⟨": "(",
-    "⟩": ")",
-    "×": "\\times ",
-    "·": "\\cdot ",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-    "≤": "\\le ",
-    "≥": "\\ge ",
-    "°": "^\\circ ",
-    "∪": "\\cup ",
-    "∈": "\\in ",
-    "±": "\\pm ",
-    "≠": "\\ne ",
+# A token: a command of LaTeX, a word, or one character.
+TOKEN = re.compile(r"\\(?:left|right)\.|\\[A-Za-z]+|\\.|[A-Za-z]+|<=|>=|.", re.DOTALL)
+# {what a token becomes: the tokens}
+SPELLINGS = {
+    # Sizes of brackets, layout, dollars: \$\left(\bf 42\right) -> 42    \mathbf{4.2} != 42
+    "": r"""\left \right \left. \right. \bigl \bigr \Bigl \Bigr \biggl \biggr \Biggl \Biggr
+        \displaystyle \large \Large \bf \boldsymbol \bm \pmb \mathbf \mathit \mathsf \underline
+        \boxed $ \$ \textdollar USD""",
+    # Spaces: 3\quad\frac12 -> 7/2    1~234 -> 1234
+    " ": r"\, \; \: \quad \qquad ~",
+    # Fonts of text: 5\mathrm{cm} -> 5    \textbf{east} -> \mbox{East}
+    "\\text": r"\mathrm \mbox \textbf \textit \textrm \textsf \texttt \textnormal \emph",
+    # Other names and characters: \dfrac12 -> \tfrac{1}{2}    2pi -> 2π    x≤5 -> x \leqslant 5
+    "\\frac": r"\dfrac \tfrac \cfrac",
+    "\\pi ": "π pi",
+    "\\sqrt": "sqrt",
+    "\\infty ": "∞",
+    "\\emptyset ": r"\varnothing ∅",
+    "\\cup ": r"\bigcup ∪",
+    "\\in ": "∈",
+    "\\pm ": "±",
+    "\\approx ": "≈",
+    "\\le ": r"\leq \leqslant <= ≤",
+    "\\ge ": r"\geq \geqslant >= ≥",
+    "\\ne ": r"\neq ≠",
+    "\\cdot ": "⋅ ·",
+    "\\times ": "×",
+    "^\\circ ": r"\degree ° º",
+    "%": r"\% percent pct",
+    "-": "− – \u2010",
+    "/": "÷",
+    ":": "∶",
+    # Brackets of vectors: \langle 1,2\rangle -> (1,2)    ⟨2,1⟩ != (1,2)
+    "(": r"\langle ⟨",
+    ")": r"\rangle ⟩",
+    # What separates the members of a list: 1, 2, and 3 -> 3; 2; 1    1 or 2 != 12
+    ";": "and or",
 }
-# Unicode's raised and lowered characters: {pattern of a run: LaTeX's sign}
-RAISED = {}
-for sign, tag in (("^", "<super>"), ("_", "<sub>")):
-    found = [x for x in map(chr, range(0x80, 0x2100)) if tag in unicodedata.decomposition(x)]
-    found = [x for x in found if x != "º"]  # a degree
-    RAISED["[" + "".join(found) + "]+"] = sign
-# Characters that nobody sees, such as marks of the writing direction.
-INVISIBLE = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+SPELLING_OF = {token: form for form, tokens in SPELLINGS.items() for token in tokens.split()}
+SPELLING_OF["\\ "] = " "
 
-# 5    1.5    1,234.5
-WHOLE = r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
-POWERS = {"thousand": r"\1e3\2", "million": r"\1e6\2", "billion": r"\1e9\2", "trillion": r"\1e12\2"}
-# {pattern: replacement}, in the order of use. A pattern may rely on those before it: after the
-# pattern of \dfrac, for example, each fraction is a \frac. All of them take a few milliseconds for
-# MAX_TEXT.
+# Behind a number these letters may be variables: 5m != 5. Units are in \text: 5\mathrm{m} -> 5
+LETTERS = "mgshlLJCFKNVWA"
+POWERS = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
+FUNCTIONS = "exp|ln|log|sin|cos|tan|cot|sec|csc"
+# {pattern: replacement}, in the order of use. A pattern relies on those before it.
 REWRITES = {
-    # Markdown around a part: **73** -> 73    __73__ -> 73    `73` -> 73    but 2**3**2 stays
+    # A negative space, and colors: 10,\! 080 -> 10080    \textcolor{red}{42} -> 42
+    r"\\!\s*|\\(?:text)?color ?\{[a-z]+\}": "",
+    # No spaces around braces: \frac {1} {2} -> \frac{1}{2}
+    r"\s+": " ",
+    r" ?([{}]) ?": r"\1",
+    # A formula that is the whole text: \[5\] -> 5    \( x+1 \) -> x+1
+    r"^ ?\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])] ?$": r"\1",
+    # Markdown around a part, or what is left of it: **73** -> 73    73** -> 73    2**3**2 != 64
     r"(?<![\w)*])(\*{1,3}|__|`+)(?=[^\s*`])([^*`\n]+?)(?<![\s*`_])\1(?![\w(*])": r"\2",
+    r"^\*\*|\*\*$": "",
     # Powers: x**12 -> x^{12}    10^(-5) -> 10^{-5}
     r"(?<=[\w)}])\*\*(-?[0-9]+|[A-Za-z]|\([^()]*\))|\^ ?\(([^()]*)\)": r"^{\1\2}",
-    # What is left of markdown at an end: 73** -> 73
-    r"^\*\*|\*\*$": "",
-    # The base 10 at the end: 5_{10} -> 5    5_10 -> 5
+    # Bases: 5_{10} -> 5    40 (base 9) -> 40_9    40\text{ in base }9 -> 40_9    5_8 != 5
     r"(?<=[0-9])_(?:10|\{10\})(?=\W*$)": "",
-    # \approx8.24 -> 8.24
-    r"^\\approx": "",
-    # 40 (base 9) -> 40_{9}    40\text{ base }9 -> 40_{9}
-    r"(?<=[0-9A-Fa-f)]) ?(?:\\text\{)? ?\(? ?(?:in )?base[ }]*([0-9]{1,2})[ )}]*$": r"_{\1}",
-    # Commands of layout: {\bf 42} -> { 42}    \textcolor{red}{42} -> {42}
-    r"\\(?:displaystyle|[lL]arge|bf|(?:text)?color ?\{[a-z]+\})(?![A-Za-z])": "",
-    # Sizes of brackets: \left( -> (    \bigr] -> ]    \right. -> nothing
-    r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?": "",
-    # \dfrac -> \frac    \tfrac -> \frac    \cfrac -> \frac
-    r"\\[dtc]frac": r"\\frac",
-    # A negative space and dollars: 10,\! 080 -> 10,080    \$42 -> 42    $x$ -> x
-    r"\\!\s*|\\?\$|\\textdollar(?![a-z]) ?": "",
-    # What held a dollar: \text{\$} -> \text{} -> nothing    USD 5 -> 5
-    r"\\(?:text|mathrm|mbox) ?\{ *\}|^(?:\\text ?\{ ?)?USD\b ?\}? ?": "",
-    # Fonts and frames: \mathbf{x} -> {x}    \boxed{42} -> {42}
-    r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf)|underline|boxed) ?(?=\{)": "",
-    # A formula that is the whole text: \[5\] -> 5    \(x+1\) -> x+1
-    r"(?s)^\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])]$": r"\1",
-    # All spaces become one: 10\,080 -> 10 080    1\quad2 -> 1 2    1~2 -> 1 2
-    r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s)+": " ",
-    # \mathrm{x} -> x    A letter of the list may be a unit, such as \mathrm{m}, and stays.
-    r"\\mathrm ?\{(?![mgshlACFJKLNVW])([A-Za-z])\}": r"\1",
-    # \mathrm{cm} -> \text{cm}    \mbox{cm} -> \text{cm}    \textbf{(C)} -> \text{(C)}
-    r"\\(?:mathrm|mbox|text(?:bf|it|rm|sf|tt|normal)|emph) ?(?=\{)": r"\\text",
-    # Braces around the whole text: {42} -> 42    \text{72 clips} -> 72 clips
-    r"^ ?(?:\\text ?\{ ?(?=-?\.?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\} ?$": r"\1",
-    # Braces around a number at the start: {480} eggs -> 480 eggs
-    r"^ ?\{(-?[0-9.,]+)\}": r"\1",
-    # Times of day: 8:34 \text{ p.m.} -> 8:34pm    8:34 PM -> 8:34Pm (words have no case later)
-    r"(?<=[0-9]) ?(?:\\text\{ ?)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$": r"\1m",
-    # Degrees: 90^\circ -> 90    90^{\circ} -> 90    30^\circ C -> 30
-    r"\^ ?(?:\{ ?\\(?:circ|degree) ?\}|\\circ)(?![A-Za-z])(?:\{\})?(?: ?[CF]$)?": "",
-    # 90\degree -> 90
-    r"\\degree(?![A-Za-z])": "",
-    # 50\% -> 50%
-    r"\\%": "%",
-    # 50\text{ percent} -> 50%    50\text{ per cent} -> 50%
-    r" ?\\text\{ ?(?:per ?cent|pct|%) ?\}": "%",
-    # 50 percent -> 50%    50 per cent -> 50%    50pct -> 50%
-    r" ?(?<![A-Za-z])(?:per ?cent|pct)(?![A-Za-z])": "%",
-    # Lists get commas: 1 \text{ or } 2 -> 1, 2    1\text{, and }2 -> 1, 2
-    r",? ?\\text\{,? ?(?:or|and) ?\} ?": ", ",
-    # 1, 2, and 3 -> 1, 2, 3    (1,2)or(3,4) -> (1,2), (3,4)
-    r",? ?\b(?:or|and)\b ?": ", ",
-    # 5 million -> 5e6    5\text{ million} -> 5e6    5\text{ million dollars} -> 5e6\text{ dollars}
-    # but 1/2 million stays
-    **{
-        rf"(?i)(?<![/:.,0-9])({WHOLE}) ?(?:\\text\{{ ?{word} ?\}}|(\\text\{{)? ?{word}\b)": power
-        for word, power in POWERS.items()
-    },
-    # A ratio: 3 to 2 -> 3/2    3\text{ to }2 -> 3/2
-    r"^([0-9.]+) ?(?:\\text\{ ?to ?\}|to) ?([0-9.]+)$": r"\1/\2",
-    # A vector: \langle 1,2\rangle -> (1,2)    <1,2> -> (1,2)
-    r"\\langle ?|^<(?=[^<>]*,[^<>]*>$)": "(",
-    r" ?\\rangle|(?<=,)([^<>,]*)>$": r"\1)",
-    # √51 -> \sqrt{51}    √(n+1) -> \sqrt{n+1}
+    r"(?<=[0-9A-Fa-f)]) ?(?:\\text\{)? ?\(?(?:in )?base[ }]*([0-9]{1,2})[)}]*$": r"_{\1}",
+    # Large numbers: 5 Million -> 5000000    5\text{ billion dollars} -> 5e9    1/2 million != 1/2
+    r"(?i)(?<![/:.,0-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?) ?(\\text\{)?"
+    rf"({'|'.join(POWERS)})\b": lambda match: (
+        match[1] + POWERS[match[3].lower()] + (match[2] or "")
+    ),
+    # Percent: 50 per cent -> 50\text{ percent}    5\text{ pct} != 50%
+    r" ?\\text\{(?:%|per cent)\}| ?(?:%|\bper cent\b)": "%",
+    # Text without a word, and a word that joins a list: 1,2\text{, and }3 -> 3,2,1    1 or 2 != 12
+    r"\\text\{\}": "",
+    r"[ ,;]*(?:\\text\{[ ,;]*\}|;)[ ,;]*": ", ",
+    # One letter in \text that is no unit: \mathrm{x} -> x
+    rf"\\text\{{(?![{LETTERS}])([A-Za-z])\}}": r"\1",
+    # Braces around the whole, or around a number: {42} -> 42    {48} eggs -> 48
+    # \text{72 clips} -> 72
+    r"^(?:\\text\{(?=-?\.?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\}$": r"\1",
+    r"^\{(-?[0-9.,]+)\}": r"\1",
+    # Times of day: 8:34 PM -> 8:34 \text{ p.m.}    8:34 a.m. != 8:34 p.m.
+    r"(?<=[0-9]) ?(?:\\text\{)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$": r"\1m",
+    # Degrees: 90^{\circ} -> 90    30^\circ C -> 30    \frac{90^\circ}{2} -> 45
+    r"\^ ?(?:\{\^?\\circ ?\}|\^?\\circ(?![A-Za-z]))(?:\{\})?(?: ?[CF]$)?": "",
+    # A ratio: 3 to 2 -> 3:2    2\text{ to }3 != 3:2
+    r"^([0-9.]+)(?:\\text\{to\}| ?to )([0-9.]+)$": r"\1/\2",
+    # A vector: <1, 2> -> (1,2)    <2, 1> != (1,2)
+    r"^<([^<>]*,[^<>]*)>$": r"(\1)",
+    # A root: √51 -> \sqrt{51}    √(n+1) -> \sqrt{n+1}
     r"√ ?(?:([0-9]+|[A-Za-z])|\(([^()]*)\))": r"\\sqrt{\1\2}",
-    # A function in another font: \mathrm{cot}(x) -> \cot(x), where \mathrm is \text by now
-    r"\\(?:text|operatorname) ?\{ ?(exp|ln|log|sin|cos|tan|cot|sec|csc) ?\}": r"\\\1",
-    # <= -> \le    >= -> \ge    \leqslant -> \le
-    r"(?:<=|\\leqslant(?![A-Za-z])) ?": r"\\le ",
-    r"(?:>=|\\geqslant(?![A-Za-z])) ?": r"\\ge ",
-    # \bigcup -> \cup    Rows of a matrix: \\[4pt] -> \\
-    r"\\bigcup(?![A-Za-z])": r"\\cup ",
+    # A function: \mathrm{cot}(x) -> \cot x    exp(16) -> \exp(16)
+    rf"\\(?:text|operatorname)\{{({FUNCTIONS})\}}|(?<![A-Za-z\\])({FUNCTIONS})(?= ?\()": r"\\\1\2",
+    # The distance between the rows of a matrix
     r"\\\\\[[0-9.]+[a-z]{2}\]": r"\\\\",
-    # 2pi -> 2\pi    sqrt(3) -> \sqrt(3)
-    r"(?<![A-Za-z\\])(pi|sqrt)(?![A-Za-z])": r"\\\1",
-    # exp(16) -> \exp(16)    cos(x) -> \cos(x)
-    r"(?<![A-Za-z\\])(exp|ln|log|sin|cos|tan|cot|sec|csc)(?= ?\()": r"\\\1",
-    # \varnothing -> \emptyset
-    r"\\varnothing(?![A-Za-z])": r"\\emptyset",
-    # Braces around the first argument: \frac12 -> \frac{1}2    \frac\pi2 -> \frac{\pi}2
-    # \sqrt2 -> \sqrt{2}
+    # Braces around each argument: \frac12 -> \frac{1}{2}    \frac\pi2 -> \frac{\pi}{2}
     r"\\(frac|sqrt(?:\[[0-9]\])?) ?([0-9A-Za-z]|\\pi(?![A-Za-z])|\([^()]*\))": r"\\\1{\2}",
-    # Braces around the second argument: \frac{1}2 -> \frac{1}{2}
-    r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))": r"\1{\2}",
+    r"(\\frac\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))": r"\1{\2}",
     # No braces around one character: x^{2} -> x^2    x_{1} -> x_1
-    r"([\^_]) ?\{ ?([0-9A-Za-z]) ?\}": r"\1\2",
-    # A space stays only between two of: digit, letter, comma. 2 \pi + 18 -> 2\pi+18, but 3 1/2 is
-    # not 31/2, and 1, 234 is not 1234.
+    r"([\^_]) ?\{([0-9A-Za-z])\}": r"\1\2",
+    # A space stays only between two of: digit, letter, comma. 3 1/2 != 31/2    1, 234 != 1234
     r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])": "",
-    # 2{,}304 -> 2,304
+    # Commas of thousands: 2{,}304 -> 2304    1,234(x+1) -> 1234x+1234    (2,304) != 2304
+    # A bracket may close behind the number only if it also opens there.
     r"\{,\}": ",",
+    r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9]|,[0-9])"
+    r"(?=(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*$)": lambda match: match[0].replace(",", ""),
+    # \approx 8.24 -> 8.24
+    r"^\\approx": "",
 }
-# 2,304    1,234,567, but not a part of 1,2,304
-THOUSANDS = re.compile(r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9,])")
-# The rest of the text after such a number. A bracket may close there only if it also opens there,
-# as in 2,304(x+1). In (2,304) the comma may separate the members of a pair.
-AFTER_THOUSANDS = re.compile(r"(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*")
-
-
-def prepare(answer, label):
-    """Gives both texts one spelling. Removes the name of a value, as the x of x = 5."""
-    return drop_name(respell(answer), respell(label))
 
 
 def respell(text):
-    r"""Gives a text the spelling of CHARACTERS and REWRITES: $\dfrac12$. -> \frac{1}{2}"""
-    # A dot or a space of LaTeX at the end: \(5\).    5\
-    text = text.strip().rstrip(" .\\")
-    text = text.replace("º", "°")
-    # 10⁻³ -> 10^{-3}    4210₅ -> 4210_{5}    \frac{π²}{8} -> \frac{π^2}{8}
-    for pattern, sign in RAISED.items():
-        text = re.sub(pattern, rf"{sign}{{\g<0>}}", text)
-    text = re.sub(r"([\^_])\{(.)\}", r"\1\2", text)
-    # 3½ -> 3 ½
+    r"""Gives a text the spelling of SPELLINGS and REWRITES: $\dfrac12$. -> \frac{1}{2}"""
+    # Characters that nobody sees, such as marks of the writing direction, have the category Cf.
+    text = "".join(character for character in text if unicodedata.category(character) != "Cf")
+    # A dot or a space of LaTeX at the end: \(5\). -> 5
+    text = text.strip().rstrip(" .\\").replace("º", "°")
+    # Raised and lowered characters: 10⁻³ -> 0.001    4210₅ -> 4210_5    2ˣ != 2x
+    text = re.sub("[¹²³ʰ-ʸˠ-ˤᴬ-ᵡᶛ-ᶿ⁰-ⁿ]+", r"^{\g<0>}", text)
+    text = re.sub("[ᵢ-ᵪ₀-ₜ]+", r"_{\g<0>}", text)
+    # 3½ -> 3.5    3½ != 31/2
     text = re.sub("(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text)
     # NFKC gives digits of other widths their usual form, and writes ½ as 1⁄2.
-    text = unicodedata.normalize("NFKC", INVISIBLE.sub("", text)).replace("⁄", "/")
-    for character, latex in CHARACTERS.items():
-        text = text.replace(character, latex)
+    text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
+    text = TOKEN.sub(lambda token: SPELLING_OF.get(token[0], token[0]), text)
     for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
-    text = THOUSANDS.sub(drop_commas, text)
-    # A semicolon separates, too: (1;2) -> (1, 2)
-    text = text.replace(";", ", ")
     return text.strip().rstrip(" .,;:")
 
 
-def drop_commas(match):
-    r"""2,304\pi -> 2304\pi    2,304(x+1) -> 2304(x+1)    (2,304) stays"""
-    rest = match.string[match.end() :]
-    return match[0].replace(",", "") if AFTER_THOUSANDS.fullmatch(rest) else match[0]
+# ---- names: the x of x = 5 -----------------------------------------------------------------------
 
-
-# The sign between a name and its value: x = 5 and x \in S, but not <=    >=    !=    :=
+# The sign between a name and its value: x = 5 and x \in S, but not < > ! or : before the =
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
-# The left side of an equation is no name if it has one of these: x \not= 5    \log x = 2
-NO_NAME = r"(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z]))"
-# A name has braces only after \text, \overline, ^ and _: \text{Area}    \overline{AB}    f^{-1}
-BRACES = r"(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\}"
-# The name of a value, with its sign.
 NAME = re.compile(
-    # x =    \theta =    f(x) =    |AB| =    a:b =    (a, b) =    A_1 =
-    rf"(?![^=]*{NO_NAME})\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|{BRACES})*(?:{EQUALS.pattern}) ?"
+    # A left side with one of these is no name: x \not= 5 != 5    \log x = 2 != 2
+    r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
+    # f(x) = 5 -> 5    |AB| = 5 -> 5    (a, b) = (1,2) -> (1,2)    A_1 = 5 -> 5    f(3) = 5 -> 5
+    r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|\([0-9]\)"
+    # \text{Area} = 5 -> 5    \overline{AB} = 5 -> 5    f^{-1}(x) = 2x -> 2x
+    r"|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
+    rf"(?:{EQUALS.pattern}) ?"
 )
 
 
-def drop_name(answer, label):
-    """Removes the name from both texts: x = 5 -> 5. If both have a name, it must be the same."""
-    matches = [NAME.match(answer), NAME.match(label)]
-    names = {match[0] for match in matches if match}
-    # Without a name, or with two names, both texts stay whole.
-    if len(names) != 1:
+def prepare(answer, label):
+    """Gives both texts one spelling, and removes the name of a value from both."""
+    answer, label = respell(answer), respell(label)
+    names = {match[0] for match in (NAME.match(answer), NAME.match(label)) if match}
+    # Two names: x = 5 != y = 5. And a label such as x+y = 17 is an equation: 17 != x+y = 17
+    if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return answer, label
-    # A label such as x+y = 17 asks for an equation, and not for the value of a name.
-    if "+" in label.rpartition("=")[0]:
-        return answer, label
-    # In a list the name stands at the start and after each comma or space: x=1, x=2 -> 1, 2
+    # In a list the name stands at the start and after each comma: x=1, x=2 -> 1, 2
     name = re.compile(rf"(?:^|(?<=[, ])){re.escape(names.pop())}")
     values = name.sub("", answer), name.sub("", label)
-    # A text with several names keeps all of them: x=1, y=2
-    if EQUALS.search(" ".join(values)):
-        return answer, label
-    return values
+    # A text with several names keeps all of them: x=2, y=1 != x=1, y=2
+    return (answer, label) if EQUALS.search(" ".join(values)) else values
+
+
+# ---- behind a number -----------------------------------------------------------------------------
+
+# A tail, such as " red marbles" behind 5, is dropped if one of its words is a unit or a plural, and
+# none changes the number. These units have a short or irregular plural, or need none.
+UNITS = """
+mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre acre ml cl dl liter litre gallon gal
+quart pint cup tbsp tsp mg kg gram pound lb lbs ounce oz ton sec second min minute hour hr hrs day
+week month year yr yrs mph kph degree deg radian rad celsius fahrenheit kelvin dollar usd cent pence
+euro eur gbp yen kwh kw kj hz mol kb mb gb tb ev unit people men women children teeth geese mice
+fish sheep deer total left remaining altogether
+"""
+CHANGES = re.compile(
+    # Numbers: 5 hundred != 5    5 tens != 5    5 sixteenths != 5    5 million != 5
+    r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twelf|fif|eigh|nin"
+    r"|[a-z]+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|hundred|thousand|[a-z]*illion"
+    r"|lakh|crore|dozen|score|gross|half|halve|third|quarter)(?:th|e)?s?"
+    # Operations: 5 factorial != 5    5 squared != 5    5 times != 5
+    r"|percent|percents|percentage|factorials?|squared|cubed|halved|doubled|tripled|times|plus|minus"
+    r"|over|by|divided|multiplied|choose|mod|modulo|base|root|power|to|point|repeating|sin|cos|tan|cot|log|ln|exp"
+    r"|(?:co)?sines?|alpha|beta|gamma|theta|lambda|tau|phi|omega"
+    # Comparisons: 5 less than ten students != 5
+    r"|less|fewer|than|least|most|not|no|is|are|if|when|for|but|except|without|out"
+    # Signs and directions: 5 degrees below zero != 5    5 km north != 5 km south
+    r"|below|above|under|before|after|ago|late|early|up|down|behind|ahead|loss|debt|negatives"
+    r"|(?:north|south)?(?:east|west)?(?:north|south)?|(?:counter)?clockwise|right"
+)
+# These change the number only if they follow it at once: 5 pairs != 5    5 ordered pairs -> 5
+MULTIPLES = re.compile(r"pairs?|couples?|trios?|triples?|doubles?|fold|grand")
+# 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
+PART = r"(?:\\text\{[^{}]{1,60}\}|(?<![A-Za-z\\])[A-Za-z][A-Za-z .'/()-]{0,60})(?:\^[23])?"
+# 20€ -> 20    12^{\text{th}} -> 12    12th -> 12
+TAIL = re.compile(
+    r"(?<=[0-9]) ?(?:[€£¢¥₹]|(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?)$"
+    rf"|(?<=[0-9A-Za-z}})% ]) ?(?P<words>{PART}(?:/?{PART})?) ?$"
+)
+
+
+def drop_tail(text):
+    """Removes a unit at the end, because a label often lacks it: 5 cm -> 5    3 apples -> 3"""
+    match = TAIL.search(text, max(0, len(text) - 140))
+    if match and (match["words"] is None or is_unit(match["words"], text[: match.start()])):
+        return text[: match.start()]
+    return text
+
+
+def is_unit(tail, number):
+    """Do the words of a tail leave the number as it is? cm    red marbles    but not: dozen"""
+    letters = LETTERS if "\\text" in tail or "/" in tail else ""
+    words = re.split(r"[ /.()^23{}]+", tail.replace("\\text", "").strip(" /.()^23{}"))
+    # Of two-digit only "digit" counts.
+    if any(CHANGES.fullmatch(word.lower().rpartition("-")[2]) for word in words):
+        return False
+    if MULTIPLES.fullmatch(words[0].lower()):
+        return False
+    if any(len(word) == 1 and word != "a" and word not in letters for word in words):
+        return False
+    # One thing needs no plural: 1 solution -> 1    1/2 pizza -> 1/2    5 solution != 5
+    if re.search(r"(?:^|\D)1$|/[0-9]+$|\\frac\{[0-9]+\}\{[0-9]+\}$", number):
+        return True
+    # A plural has four letters or more: 5 abs != 5
+    return any(
+        word in letters or word.lower() in UNITS.split() or (word[-1:] in "sS" and len(word) > 3)
+        for word in words
+    )
 
 
 # ---- numbers -------------------------------------------------------------------------------------
 
-# Digits without a sign: 42    4.2    .5    1,234    1 234    6.72e-5
-DIGITS = (
-    r"(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-    r"(?:[eE][+-]?[0-9]{1,3})?"
-)
-# The form that `respell` gives to a fraction: \frac{3}{4}
-FRACTION = re.compile(rf"\\frac\{{([+-]?{DIGITS})\}}\{{([+-]?{DIGITS})\}}")
-NUMBER = re.compile(
-    # The beginning of -5    £-5    -£5
-    r"[£€¥₹]?(?P<sign>[+-]?) ?[£€¥₹]?"
-    # The 3 of 3 1/2: digits and a space before a fraction
-    r"(?:(?P<whole>[0-9]+) (?=[0-9.]+/))?"
-    # 42    1/2    3:5
-    rf"(?P<top>[+-]?{DIGITS})(?:[/:](?P<bottom>[+-]?{DIGITS}))?"
-    # The end of 50%
-    "(?P<percent>%?)"
-)
-# A number that `respell` does not change: 42    -4.2
-PLAIN = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
-# 3\times10^8 -> 3e8    1.2*10^{-5} -> 1.2e-5
-TIMES_TEN = re.compile(
-    rf"(?<![/:.,0-9])({WHOLE})"
-    r"(?:\\times ?|\\cdot ?|\*| ?x ?)10\^(?:([0-9])|\{(-?[0-9]{1,3})\})$"
-)
-# 0.1\overline{6}    0.\bar{3}    0.(3)
-REPEATING = re.compile(
-    r"^(-?)([0-9]*)\.([0-9]{0,9})(?:\\(?:overline|bar|dot)\{|\()([0-9]{1,9})[})]$"
-)
-# Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    (7)/(2) -> 7/2
-# 1/(2%) stays, because it is not 1/2%.
-BRACKETS = re.compile(r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(|\\\{)([^(){},]*)(?:\)|\\\})(?=[/%]|$)")
-# A power or root of numbers. It may stand in brackets.
-POWER_OR_ROOT = re.compile(
-    # 2^10    10^{-3}    3\times10^5
-    r"[+-]?\(?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
-    # \sqrt{16}    \sqrt[3]{8}
-    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
-)
-
-# ---- units ---------------------------------------------------------------------------------------
-
-# What may follow a number. The lists are closed, because other words may change the number:
-# 4 tens    3 halved    2 pairs    5 below zero
-
-PREFIXES = ("", "kilo", "centi", "milli", "deci", "micro", "nano", "mega", "giga")
-PREFIXED = "meter metre gram liter litre watt joule byte bit second hertz volt newton pascal"
-# Measures of length, area, volume, mass, time, speed, angle, temperature, money, energy and data.
-MEASURES = """
-mm cm dm km nm in inch foot feet ft yard yd mile mi acre hectare ml cl dl gallon gal quart pint cup
-tablespoon teaspoon tbsp tsp mg kg kilo pound lb ounce oz ton tonne
-sec minute min hour hr day week month year yr decade century mph kph knot degree deg radian rad
-celsius fahrenheit kelvin
-dollar usd cent penny pennies pence dime nickel euro eur gbp yen rupee peso calorie kwh kw kj hz mol
-mole kb mb gb tb amp ohm ev unit way st nd rd th
-"""
-# Behind a number these may also be variables: 5m. So they are units only in \text{m} and m/s.
-LETTERS = set("mgshlLJCFKNVWA")
-# What problems count. The words were chosen from the problems of GSM8K and MATH.
-COUNTED = """
-adult alligator animal answer ant apartment apple arm arrangement article bag ball balloon banana
-barrel basket basketball bead bean bear bed bee berry bicycle bike bird block blueberry boat bone
-book bottle bowl box boy bracelet branch brick brother brownie bucket building burger bus bush
-bushel button cake call camper can candle candy cap car card carrot carton case cat chair chapter
-character chef chicken child children chip chocolate choice circle class classroom clip coin color
-column combination computer container cookie copy country cow crab cracker crate crayon cube cupcake
-customer daisy decoration desk diagonal diamond digit dish divisor dog doll donut door dress drink
-duck earring edge egg element elephant email employee envelope episode eraser error event eye face
-factor family feather file finger fish flight floor flour flower flyer follower friend frog fruit
-function game geese gift girl glass goal goat goose grape graph guest hamburger hand hat head hen
-horse house insect integer item jar jellybean journey juice jump kernel key kid kind kitten lamp lap
-laptop leaf leaves leg lemon lesson letter line loaf loaves log lollipop magazine man mango marble
-mark marker marshmallow match meal member men message mice milk mouse movie muffin mushroom nail
-necklace night note notebook number nut object onion orange outcome outfit oyster pack package
-packet page paint painting pancake panda pant paper parent part passenger path patient peach pear
-pen pencil penguin people pepper period person pet phone photo picture pie piece pig pigeon pill
-pirate pizza place plant plate player plum point position pot potato present prime prize problem pup
-puppy puzzle question rabbit record ribbon rice ring rock roll room rose round row sandwich scoop
-seashell season seat section seed segment sentence serving session sheep sheet shelf shell shelves
-shirt shoe side sister slice snack snake sock soldier solution song spider spoon spot stamp star
-step stick sticker stitch stone story strawberry string student subject subset sugar suitcase
-sweater sweet table tail tank task teacher team teeth tent text throw ticket tile tire token tomato
-tooth towel toy train tree triangle trip truck tube tulip turkey turtle type value vase vegetable
-vehicle vertex vertices video visitor vote walnut water watermelon wheel widget window wing wolf
-wolves woman women word worker worm zebra zero
-"""
-UNITS = {prefix + name for prefix in PREFIXES for name in PREFIXED.split()}
-UNITS |= {*MEASURES.split(), *COUNTED.split(), *"€£¢¥₹", "total", "left", "remaining"}
-# 12 sq. units    60 miles per hour    10 different ways    3 cups of apples
-BETWEEN_UNITS = ["square", "sq", "cubic", "cu", "per", "of", "a", "an", "different", "distinct"]
-BETWEEN_UNITS += ["possible", "positive", "real", "old", "long", "away"]
-# The end of a text that may be a unit. A unit has 60 characters or fewer.
-UNIT = re.compile(
-    # 5\text{ cm}    10\text{ ft}^3/\text{min}
-    r"(?<=[0-9A-Za-z})% ]) ?(?:\\text\{(?P<first>[^{}]{1,60})\}(?:\^[23])?"
-    r"(?:/\\text\{(?P<second>[^{}]{1,60})\})?"
-    # 5 cm    60 miles/hour    10 ft^3/min
-    r"|(?<![A-Za-z])(?P<bare>[A-Za-z][A-Za-z ./]{0,60}(?:\^[23]/[A-Za-z]{1,20})?)"
-    # 20€    12^{\text{th}}
-    r"|[€£¢¥₹]|\^\{\\text\{(?:st|nd|rd|th)\}\})"
-    # 15 cm^2
-    r"(?:\^[23])? ?$"
+# 42    4.2    .5    1,234    1 234    6.72e-5
+N = (
+    r"([+-]?(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3})?)"
 )
 
 
-def drop_unit(text):
-    """Removes a unit at the end, because a label often lacks it: 5 cm -> 5    3 apples -> 3"""
-    match = UNIT.search(text, max(0, len(text) - 140))
-    if not match:
-        return text
-    phrases = [match[name] for name in ("first", "second", "bare") if match[name]]
-    are_units = all(is_unit(phrase, phrase == match["bare"]) for phrase in phrases)
-    return text[: match.start()] if are_units else text
+def decimal(text):
+    """1,234.5 -> 2469/2"""
+    return Fraction(re.sub("[, ]", "", text))
 
 
-def is_unit(phrase, is_bare):
-    """cm    square units    miles/hour    (cubic) feet    but not: million    apples and pears"""
-    words = re.split(r"[ /.()^23-]+", phrase.strip(" /.()^23-"))
-    letters = set() if is_bare and "/" not in phrase else LETTERS
-    has_unit = False
-    for word in words:
-        lower = word.lower()
-        # miles    inches    candies
-        forms = {lower, lower.removesuffix("s"), lower.removesuffix("es")}
-        if lower.endswith("ies"):
-            forms.add(lower[:-3] + "y")
-        if word in letters or forms & UNITS:
-            has_unit = True
-        elif lower not in BETWEEN_UNITS:
-            return False
-    return has_unit
+def repeating(whole, before, period):
+    r"""0.1\overline{6} -> 15/90, because 0.1666... = (16 - 1) / 90"""
+    top = int(whole + before + period) - int(whole + before or "0")
+    return Fraction(top, int("9" * len(period) + "0" * len(before)))
+
+
+# The forms of a number: {pattern: its value, from the texts of the pattern's groups}
+FORMS = {
+    # 1,234.5 -> 1234.5    .5 -> 0.50    6.72e-5 -> 0.0000672    1,00 != 100
+    N: decimal,
+    # 6/4 -> 1.5    3:4 -> 3/4    \frac{-35}{9} -> -\frac{35}{9}    \frac{1}{0} != 0
+    rf"{N}[/:](?![+-]?[0.,]+$){N}": lambda top, bottom: decimal(top) / decimal(bottom),
+    # 3 1/2 -> 3.5    3\frac{1}{2} -> 7/2    3\frac{1}{2} != \frac{31}{2}
+    rf"([0-9]+) {N}/(?![+-]?[0.,]+$){N}": lambda whole, top, bottom: (
+        int(whole) + decimal(top) / decimal(bottom)
+    ),
+    # 3 \times 10^8 -> 300000000    1.2*10^{-5} -> 0.000012    2/3\times10^8 != \frac{2}{300000000}
+    rf"{N}(?:\\times|\\cdot|\*| ?x) ?10\^([0-9]|\{{-?[0-9]{{1,3}}\}})": (
+        lambda factor, power: decimal(factor) * Fraction(10) ** int(power.strip("{}"))
+    ),
+    # 0.1\overline{6} -> 1/6    0.(3) -> 1/3    0.\bar{3} != 0.3
+    r"([0-9]*)\.([0-9]{0,9})(?:\\(?:overline|bar|dot)\{|\()([0-9]{1,9})[})]": repeating,
+}
+# The sign and the percent sign: -$5 -> -5    £20 -> 20    50% -> \frac{1}{2}
+SIGNED = re.compile(r"[£€¥₹]?([+-]?) ?[£€¥₹]?(.*?)(%?)", re.DOTALL)
+# Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    3(1/2) != 3.5
+BRACKETS = re.compile(r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(([^(),]*)\)|\\\{([^(),]*)\\\})(?=[/%]|$)")
 
 
 def parse_number(text):
-    """The exact value of an integer, decimal, fraction or mixed number, or None.
+    """The exact value of a number, or None.
 
     Returns two values: one ignores a percent sign, one applies it. 50% -> (50, 1/2)    5 -> (5, 5)
     """
     # Python refuses to read very long numbers.
     if len(text) > MAX_TEXT:
         return None
-    text = TIMES_TEN.sub(r"\1e\2\3", drop_unit(text))
-    text = REPEATING.sub(read_repeating, text)
-    # 3\frac{1}{2} -> 3 1/2
-    text = FRACTION.sub(r" \1/\2", text)
-    number = NUMBER.fullmatch(BRACKETS.sub(r"\1", text.strip()).strip())
-    if not number:
-        return None
-    bottom = parse_digits(number["bottom"] or "1")
-    if bottom == 0:
-        return None
-    value = parse_digits(number["whole"] or "0") + parse_digits(number["top"]) / bottom
-    if number["sign"] == "-":
-        value = -value
-    if number["percent"]:
-        return value, value / 100
-    return value, value
+    text = re.sub(rf"\\frac\{{{N}\}}\{{{N}\}}", r" \1/\2", BRACKETS.sub(r"\1\2", drop_tail(text)))
+    sign, body, percent = SIGNED.fullmatch(text.strip()).groups()
+    for pattern, value_of in FORMS.items():
+        match = re.fullmatch(pattern, body.strip())
+        if match:
+            value = value_of(*match.groups())
+            value = -value if sign == "-" else value
+            return (value, value / 100) if percent else (value, value)
+    return None
 
 
-def read_repeating(match):
-    r"""0.1\overline{6} -> 15/90"""
-    sign, whole, before, period = match.groups()
-    # 0.1666... = (16 - 1) / 90
-    top = int(whole + before + period) - int((whole + before) or "0")
-    return f"{sign}{top}/{'9' * len(period)}{'0' * len(before)}"
+# A number that `respell` does not change: 42 -> 42.0    -4.2 != 4.2
+PLAIN = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
+# Only algebra can compute a power or a root: 2^{10} -> 1024    \sqrt[3]{8} -> 2    2^3+1 != 9
+POWER_OR_ROOT = re.compile(
+    r"[+-]?\(?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
+    r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
+)
+# A time of day: 8:34
+TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
 
-
-def clock_of(text):
-    """(hours, minutes) of a text that may be a time of day, such as 8:34, or None."""
-    clock = re.fullmatch(r"([01]?[0-9]|2[0-3]):([0-5][0-9])", text)
-    return (int(clock[1]), int(clock[2])) if clock else None
-
-
-def parse_digits(text):
-    """1,234.5 -> Fraction(2469, 2)"""
-    return Fraction(re.sub("[, ]", "", text))
-
-
-# ---- quick rules: each returns True, False, or None where it cannot tell -------------------------
+# ---- rules: each returns True, False, or None where it cannot tell -------------------------------
 
 
 def quick_verdict(answer, label):
@@ -427,120 +330,101 @@ def quick_verdict(answer, label):
     if PLAIN.fullmatch(answer) and PLAIN.fullmatch(label):
         return Fraction(answer) == Fraction(label)
     answer, label = prepare(answer, label)
-    # A character of Unicode may have become several.
-    if max(len(answer), len(label)) > MAX_TEXT:
+    # A character of Unicode may have become several. Nothing equals an empty text.
+    if max(len(answer), len(label)) > MAX_TEXT or not answer or not label:
         return False
     verdict = same_number(answer, label)
-    if verdict is not None:
-        return verdict
-    # same_number finds units by their \text{}. The rules below read the words in it.
-    answer = unwrap_text(answer)
-    label = unwrap_text(label)
-    # The last two rules only refuse.
-    for rule in (same_text, same_choice, same_in_base, same_word, same_shape, misread_by_algebra):
-        verdict = rule(answer, label)
-        if verdict is not None:
-            return verdict
-    return None
+    # The rules below read the words in \text{}: \text{red}, \text{blue} -> red,blue
+    texts = [re.sub(r"\\text\{([^{}]*)\}", r"\1", text) for text in (answer, label)]
+    answer, label = (text.replace(", ", ",").strip() for text in texts)
+    if verdict is None and answer == label:
+        return True
+    for rule in (same_choice, same_text, misread_by_algebra):
+        if verdict is None:
+            verdict = rule(answer, label)
+    return verdict
 
 
 def same_number(answer, label):
     """Numbers are compared exactly. Both 0.5 and 50 equal 50%, because labels often lack the sign.
 
-    If the label is a number, the answer must be one. 3+4 does not equal 7, because it may be a copy
-    from the question. A power or a root of numbers is allowed.
+    If the label is a number, the answer must be one. 3+4 != 7, because it may be a copy from the
+    question. A power or a root of numbers is allowed.
     """
-    number = parse_number(answer)
-    label_number = parse_number(label)
+    number, label_number = parse_number(answer), parse_number(label)
     if not label_number:
         return None
-    # Only algebra can compute a power or a root.
-    if not number and POWER_OR_ROOT.fullmatch(drop_unit(answer)):
-        return None
     if not number:
-        return False
-    times = [clock_of(text) for text in (answer, label)]
-    if None not in times:
-        return times[0] == times[1]
-    # A time, such as 10:30 or 3:07, equals no number without a colon. 3:10 may be a reduced ratio.
-    one_colon = (":" in answer) != (":" in label)
-    are_times = ":0" in answer + label or any(x and math.gcd(*x) > 1 for x in times)
-    if one_colon and any(times) and are_times:
-        return False
+        return None if POWER_OR_ROOT.fullmatch(drop_tail(answer)) else False
+    times = [TIME.fullmatch(text) for text in (answer, label)]
+    if all(times):
+        return answer.lstrip("0") == label.lstrip("0")
+    # A time equals no text without a colon: 10:30 != \frac{1}{3}    3:07 != \frac{3}{7}
+    # Only a reduced ratio may look like a time: 3:10 -> \frac{3}{10}
+    if any(times) and (":" in answer) != (":" in label):
+        hours, minutes = (times[0] or times[1]).groups()
+        if minutes[0] == "0" or math.gcd(int(hours), int(minutes)) > 1:
+            return False
     # Equal without the percent signs, or equal with them.
     return number[0] == label_number[0] or number[1] == label_number[1]
 
 
-def unwrap_text(text):
-    r"""\text{red}, \text{blue} -> red,blue"""
-    return re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(", ", ",").strip()
-
-
-def same_text(answer, label):
-    """Two texts with the same characters are equal. Nothing equals an empty text."""
-    if not answer or not label:
-        return False
-    if answer == label:
-        return True
-    return None
-
-
 def same_choice(answer, label):
     """If the label is a letter from A to J, it names one of several choices. The answer may add the
-    text of the choice: `C. 12 m` for `C`."""
-    # C    (C)
+    text of the choice: C. 12 m -> C    Option (C) -> C    A. 12; C. 14 != A    (a)(b) != A
+    """
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
-    # C    (c)    C. 12 m    Option C    choice (C)    but not the product (a)(b)
     given = re.match(
         r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ?)?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer
     )
     if not choice or not given:
         return None
-    # Several choices: (B), (A)    A. B. C. D.    A. 12; C. 14
     others = set(re.findall(r"[ ,.:)]\(?([A-J])[.):]", answer)) - {choice[1]}
     return choice[1] == given[1].upper() and not others
 
 
-# 52_8    (52)_8    1A3_{16}
-IN_BASE = re.compile(r"(?i)\(?(?P<digits>[0-9][0-9A-F]*)\)?_\{?(?P<base>[0-9]+)\}?")
+def same_text(answer, label):
+    """Words, numerals of a base and times are compared as texts: 52 != 52_8    seat != east
 
-
-def same_in_base(answer, label):
-    """If the label names a base, the answer must name it, too: 52 does not equal 52_8."""
-    numeral = IN_BASE.fullmatch(label)
-    if not numeral:
-        return None
-    given = IN_BASE.fullmatch(answer)
-    return bool(given) and given[1].upper() == numeral[1].upper() and given[2] == numeral[2]
-
-
-def same_word(answer, label):
-    """Words are compared without case. A label in capitals, such as ABCD, names points of a figure:
-    abcd does not equal it. A word has four letters or more, because xy is a product."""
-    # even    Monday    yes    8:34pm
-    word = re.fullmatch(r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m", label)
-    given = re.fullmatch(r"[0-9:A-Za-z' -]+", answer)
-    if not word or not given:
-        return None
-    return not label.isupper() and answer.casefold() == label.casefold()
-
-
-# <    >    \le    \leq    \ge    \geq
-RELATION = r"(?:[<>]|\\[lg]eq?(?![A-Za-z]) ?)"
-
-
-def same_shape(answer, label):
-    r"""A list must have as many members as the label. If the label is a pair, brackets are needed.
-
-    This rule can only refuse. It does not decide about inequalities, \mathbb{R} and matrices, which
-    may equal texts of other shapes.
+    Their case does not matter: MONDAY -> Monday    1a3_{16} -> (1A3)_{16}    8:34 pm -> 8:34 PM
+    But a label in capitals names points of a figure: abcd != ABCD
     """
-    if re.search(rf"{RELATION}|\\(?:neq?|mathbb|setminus|begin)(?![a-z])", answer + label):
+    # A word has four letters or more, because xy is a product.
+    kinds = r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m|\(?[0-9][0-9A-Fa-f]*\)?_\{?[0-9]+\}?"
+    if not re.fullmatch(kinds, label):
         return None
-    if count_members(answer) != count_members(label):
+    if re.fullmatch("[A-Z' ]+", label):
         return False
-    # The label (1,2) refuses the answer 1,2: before its comma there is no opening bracket.
-    if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", answer):
+    answer, label = (re.sub(r"[(){}]", "", text).casefold() for text in (answer, label))
+    return answer == label
+
+
+RELATION = r"(?:[<>]|\\[lg]e(?![A-Za-z])) ?"
+# An inequality is solved if a letter, or its negative, stands alone on one side of a relation.
+# x > 5    -x < -5    0 < x_1 < 5    but not \frac{1}{x-5} > 0
+SOLVED = re.compile(rf"(?:.*{RELATION})?[+-]?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})")
+
+
+def misread_by_algebra(answer, label):
+    """False where math-verify would be wrong."""
+    both = answer + label
+    # A list has as many members as the label: 3,3,5 != 3,5. A pair has brackets: 1,2 != (1,2)
+    # Inequalities, \mathbb{R} and matrices may equal texts of other shapes.
+    if not re.search(rf"{RELATION}|\\(?:ne|mathbb|setminus|begin)(?![a-z])", both):
+        if count_members(answer) != count_members(label):
+            return False
+        if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", answer):
+            return False
+    # An equation is not a value: 2x != y = 2x
+    if bool(EQUALS.search(answer)) != bool(EQUALS.search(label)):
+        return False
+    # An inequality that is not solved may be a copy from the question: x-2 > 0 != x > 2
+    unsolved = [bool(re.search(RELATION, x)) and not SOLVED.match(x) for x in (answer, label)]
+    if unsolved == [True, False]:
+        return False
+    # math-verify drops primes, and bases, and takes the letters of an angle for a product:
+    # f'(x) != f(x)    52_7+1 != 52_8+1    \angle ABC != \angle BAC
+    if answer.count("'") != label.count("'") or re.search(r"[0-9]_|\\(?:tri)?angle", both):
         return False
     return None
 
@@ -548,105 +432,3 @@ def same_shape(answer, label):
 def count_members(text):
     r"""1,2,3 -> 3    1\pm2 -> 2"""
     return 1 + text.count(",") + text.count(r"\pm")
-
-
-# An inequality is solved if a letter, or its negative, stands alone on one side of a relation.
-# x > 5    -x < -5    0 < x_1 < 5    but not \frac{1}{x-5} > 0
-SOLVED = re.compile(rf"(?:.*{RELATION})?[+-]?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})")
-
-
-def is_unsolved(text):
-    """Is the text an inequality that is not solved?"""
-    return bool(re.search(RELATION, text)) and not SOLVED.match(text)
-
-
-def misread_by_algebra(answer, label):
-    """The last rule: False where math-verify would be wrong."""
-    # An equation is not a value.
-    if bool(EQUALS.search(answer)) != bool(EQUALS.search(label)):
-        return False
-    # An inequality that is not solved may be a copy from the question.
-    if is_unsolved(answer) and not is_unsolved(label):
-        return False
-    # The grammar of math-verify drops primes: f'(x)
-    if answer.count("'") != label.count("'"):
-        return False
-    # It also drops bases (52_8), and takes the letters of \angle ABC for a product.
-    if re.search(r"[0-9]_|\\(?:tri)?angle", answer + label):
-        return False
-    return None
-
-
-# ---- the process for algebra --------------------------------------------------------------------
-
-
-class Worker:
-    """The parent's side of a worker process, which starts at the first question.
-
-        worker = Worker(cpu_seconds=5.0, wall_seconds=120.0)
-        worker.ask("2x", "x+x")  # "equal"
-        worker.close()
-
-    If the process has ended, the next question starts another one. One thread may call `close`
-    while another thread is in `ask`.
-    """
-
-    def __init__(self, cpu_seconds, wall_seconds):
-        self.cpu_seconds = cpu_seconds
-        self.wall_seconds = wall_seconds
-        self.process = None
-        self.is_closed = False
-
-    def ask(self, answer, label):
-        """The verdict, "equal" or "different", or why there is none.
-
-        There is none after "cpu_timeouts", "wall_timeouts" or "crashes". Then the process has
-        ended. Raises OSError if no process can be started.
-        """
-        verdict = ""
-        # The process may end before it has read the question: BrokenPipeError. `close`, in another
-        # thread, may have closed the pipes: ValueError.
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            if self.process is None or self.process.poll() is not None:
-                self.start()
-            # JSON writes half of a surrogate pair, which UTF-8 cannot hold, in ASCII.
-            self.process.stdin.write(json.dumps([answer, label]).encode() + b"\n")
-            if not wait([self.process.stdout], self.wall_seconds):
-                self.end()
-                return "wall_timeouts"
-            verdict = self.process.stdout.readline().decode().strip()
-        if verdict:
-            return verdict
-        # The process has ended by itself. `end` closes its pipes and reads its exit code.
-        self.end()
-        if self.process.returncode == -signal.SIGPROF:
-            return "cpu_timeouts"
-        return "crashes"
-
-    def start(self):
-        """Starts the process, and waits until it has made its imports, which take 2 s."""
-        # With -P Python does not look into the current folder, which may have another `nanoorz`.
-        command = [sys.executable, "-P", "-m", "nanoorz.algebra", str(self.cpu_seconds)]
-        # An empty path would also mean the current folder.
-        paths = [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        # The order of terms in sympy depends on the hashes of texts. Without a seed these differ
-        # from process to process.
-        environment["PYTHONHASHSEED"] = "0"
-        self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=environment)
-        # `close` may have run before this process was there. Then no question will come.
-        if self.is_closed:
-            self.end()
-        if self.process.stdout.readline() != b"ready\n":
-            raise ChildProcessError(f"{' '.join(command)} ended before its first check")
-
-    def end(self):
-        # The end of the `with` closes the pipes and waits for the end of the process.
-        with self.process:
-            self.process.kill()
-
-    def close(self):
-        """Ends the process. No later call of `ask` leaves a process behind."""
-        self.is_closed = True
-        if self.process is not None:
-            self.end()

@@ -30,7 +30,7 @@ COPIED_WITH = {
         "nanoorz.environment",
         "nanoorz.ranks",
     },
-    "reward.py": {"nanoorz.ranks", "nanoorz.equal", "nanoorz.records"},
+    "reward.py": {f"nanoorz.{name}" for name in ("ranks", "equal", "algebra", "records")},
     "ppo.py": {"nanoorz.ranks", "nanoorz.flags"},
     "ckpt.py": {f"nanoorz.{name}" for name in ("environment", "ranks", "variants", "flags")}
     # Only the export of a checkpoint needs these.
