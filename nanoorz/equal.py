@@ -8,8 +8,8 @@ Each text is read in three steps: `respell` gives it one spelling, `drop_name` r
 x = 5, and `parse_number` reads a number and the words behind it. Other forms than numbers are
 compared as texts: choices, numerals of a base, words, lists.
 
-The examples in the comments are tests. `a -> b` means that the answer a is right for the label b,
-and `a != b` that it is wrong.
+The examples in the comments are tests: an arrow stands between an answer and a label for which the
+answer is right, and != between an answer and a label for which it is wrong.
 """
 
 import math
@@ -152,14 +152,14 @@ def respell(text):
 
 # ---- names: the x of x = 5 -----------------------------------------------------------------------
 
-# The sign between a name and its value: x = 5 and x \in S, but not < > ! or : before the =
+# The sign between a name and its value. No < > ! : may stand before the =
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
 NAME = re.compile(
     # A left side with one of these is no name: x \not= 5 != 5    \log x = 2 != 2
-    r"(?![^=]*(?:\bnot\b|\\(?:not|log|l[ng]|exp|sin|cos|tan|cot|sec|csc)(?![a-z])))"
-    # f(x) = 5 -> 5    |AB| = 5 -> 5    (a, b) = (1,2) -> (1,2)    A_1 = 5 -> 5    f(3) = 5 -> 5
+    rf"(?![^=]*(?:\bnot\b|\\(?:not|{FUNCTIONS}|lg)(?![a-z])))"
+    # f(x) = 5 -> 5    f(3) = 5 -> 5    |AB| = 5 -> 5    (a, b) = (1,2) -> (1,2)    A_1 = 5 -> 5
     r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|\([0-9]\)"
-    # \text{Area} = 5 -> 5    \overline{AB} = 5 -> 5    f^{-1}(x) = 2x -> 2x
+    # \text{Area} = 5 -> 5    \overline{AB} = 5 -> 5    f^{-1}(x) = 2x -> 2x    a_{10} = 5 -> 5
     r"|(?:(?<=text)|(?<=line)|[\^_])\{[^{}]*\})*"
     rf"(?:{EQUALS.pattern}) ?"
 )
@@ -169,7 +169,7 @@ def prepare(answer, label):
     """Gives both texts one spelling, and removes the name of a value from both."""
     answer, label = respell(answer), respell(label)
     names = {match[0] for match in (NAME.match(answer), NAME.match(label)) if match}
-    # Two names: x = 5 != y = 5. And a label such as x+y = 17 is an equation: 17 != x+y = 17
+    # With two names, or if the label is an equation: x = 5 != y = 5    17 != x+y = 17
     if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return answer, label
     # In a list the name stands at the start and after each comma: x=1, x=2 -> 1, 2
@@ -181,8 +181,8 @@ def prepare(answer, label):
 
 # ---- behind a number -----------------------------------------------------------------------------
 
-# A tail, such as " red marbles" behind 5, is dropped if one of its words is a unit or a plural, and
-# none changes the number. These units have a short or irregular plural, or need none.
+# The words behind a number are dropped if one of them is a unit or a plural, and none changes the
+# number. These units have a short or irregular plural, or need none.
 UNITS = """
 mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre acre ml cl dl liter litre gallon gal
 quart pint cup tbsp tsp mg kg gram pound lb lbs ounce oz ton sec second min minute hour hr hrs day
@@ -191,15 +191,16 @@ euro eur gbp yen kwh kw kj hz mol kb mb gb tb ev unit people men women children 
 fish sheep deer total left remaining altogether
 """
 CHANGES = re.compile(
-    # Numbers: 5 hundred != 5    5 tens != 5    5 sixteenths != 5    5 million != 5
+    # Numbers: 5 hundred != 5    5 tens != 5    5 sixteenths != 5    5 quadrillion != 5
     r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twelf|fif|eigh|nin"
     r"|[a-z]+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|hundred|thousand|[a-z]*illion"
     r"|lakh|crore|dozen|score|gross|half|halve|third|quarter)(?:th|e)?s?"
-    # Operations: 5 factorial != 5    5 squared != 5    5 times != 5
+    # Operations: 5 factorial != 5    5 squared != 5    5 times the radius != 5
     r"|percent|percents|percentage|factorials?|squared|cubed|halved|doubled|tripled|times|plus|minus"
-    r"|over|by|divided|multiplied|choose|mod|modulo|base|root|power|to|point|repeating|sin|cos|tan|cot|log|ln|exp"
-    r"|(?:co)?sines?|alpha|beta|gamma|theta|lambda|tau|phi|omega"
-    # Comparisons: 5 less than ten students != 5
+    r"|over|by|divided|multiplied|choose|mod|modulo|base|root|power|to|point|repeating"
+    # Functions and constants: 5 cosines of degrees != 5    5 theta degrees != 5
+    r"|(?:co)?sines?|sin|cos|tan|cot|log|ln|exp|alpha|beta|gamma|theta|lambda|tau|phi|omega"
+    # Comparisons and conditions: 5 less than ten students != 5    5 if x > 0 != 5
     r"|less|fewer|than|least|most|not|no|is|are|if|when|for|but|except|without|out"
     # Signs and directions: 5 degrees below zero != 5    5 km north != 5 km south
     r"|below|above|under|before|after|ago|late|early|up|down|behind|ahead|loss|debt|negatives"
@@ -208,8 +209,8 @@ CHANGES = re.compile(
 # These change the number only if they follow it at once: 5 pairs != 5    5 ordered pairs -> 5
 MULTIPLES = re.compile(r"pairs?|couples?|trios?|triples?|doubles?|fold|grand")
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
-PART = r"(?:\\text\{[^{}]{1,60}\}|(?<![A-Za-z\\])[A-Za-z][A-Za-z .'/()-]{0,60})(?:\^[23])?"
-# 20€ -> 20    12^{\text{th}} -> 12    12th -> 12
+PART = r"(?:\\text\{[^{}\\]{1,60}\}|(?<![A-Za-z\\])[A-Za-z][A-Za-z .'/()-]{0,60})(?:\^[23])?"
+# 20€ -> 20    12^{\text{th}} -> 12    12th -> 12    5th root != 5
 TAIL = re.compile(
     r"(?<=[0-9]) ?(?:[€£¢¥₹]|(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?)$"
     rf"|(?<=[0-9A-Za-z}})% ]) ?(?P<words>{PART}(?:/?{PART})?) ?$"
@@ -217,28 +218,29 @@ TAIL = re.compile(
 
 
 def drop_tail(text):
-    """Removes a unit at the end, because a label often lacks it: 5 cm -> 5    3 apples -> 3"""
+    """Removes the words behind a number, because a label often lacks them."""
     match = TAIL.search(text, max(0, len(text) - 140))
-    if match and (match["words"] is None or is_unit(match["words"], text[: match.start()])):
+    if match and (match["words"] is None or keep_number(match["words"], text[: match.start()])):
         return text[: match.start()]
     return text
 
 
-def is_unit(tail, number):
-    """Do the words of a tail leave the number as it is? cm    red marbles    but not: dozen"""
+def keep_number(tail, number):
+    """Do the words of the tail leave the number as it is?"""
     letters = LETTERS if "\\text" in tail or "/" in tail else ""
     words = re.split(r"[ /.()^23{}]+", tail.replace("\\text", "").strip(" /.()^23{}"))
-    # Of two-digit only "digit" counts.
+    # Behind a hyphen: 5 two-digit numbers -> 5    5 sixty-fourths != 5
     if any(CHANGES.fullmatch(word.lower().rpartition("-")[2]) for word in words):
         return False
     if MULTIPLES.fullmatch(words[0].lower()):
         return False
+    # A letter may be a variable: 5m != 5    5\text{ m} -> 5    5 m/s -> 5
     if any(len(word) == 1 and word != "a" and word not in letters for word in words):
         return False
     # One thing needs no plural: 1 solution -> 1    1/2 pizza -> 1/2    5 solution != 5
     if re.search(r"(?:^|\D)1$|/[0-9]+$|\\frac\{[0-9]+\}\{[0-9]+\}$", number):
         return True
-    # A plural has four letters or more: 5 abs != 5
+    # A plural has four letters or more: 5 apples -> 5    5 abs != 5
     return any(
         word in letters or word.lower() in UNITS.split() or (word[-1:] in "sS" and len(word) > 3)
         for word in words
@@ -247,74 +249,76 @@ def is_unit(tail, number):
 
 # ---- numbers -------------------------------------------------------------------------------------
 
-# 42    4.2    .5    1,234    1 234    6.72e-5
-N = (
-    r"([+-]?(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-    r"(?:[eE][+-]?[0-9]{1,3})?)"
-)
-
 
 def decimal(text):
-    """1,234.5 -> 2469/2"""
     return Fraction(re.sub("[, ]", "", text))
 
 
+def ratio(whole, top, bottom):
+    bottom = decimal(bottom)
+    return int(whole or 0) + decimal(top) / bottom if bottom else None
+
+
+def scientific(factor, power):
+    return decimal(factor) * Fraction(10) ** int(power.strip("{}"))
+
+
 def repeating(whole, before, period):
-    r"""0.1\overline{6} -> 15/90, because 0.1666... = (16 - 1) / 90"""
+    # 0.1666... = (16 - 1) / 90
     top = int(whole + before + period) - int(whole + before or "0")
     return Fraction(top, int("9" * len(period) + "0" * len(before)))
 
 
-# The forms of a number: {pattern: its value, from the texts of the pattern's groups}
+# 42    4.2    .5    1,234    1 234    6.72e-5
+DECIMAL = (
+    r"([+-]?(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3})?)"
+)
+# The forms of a number: {pattern: the function that gives its value}. The function gets the groups.
 FORMS = {
     # 1,234.5 -> 1234.5    .5 -> 0.50    6.72e-5 -> 0.0000672    1,00 != 100
-    N: decimal,
-    # 6/4 -> 1.5    3:4 -> 3/4    \frac{-35}{9} -> -\frac{35}{9}    \frac{1}{0} != 0
-    rf"{N}[/:](?![+-]?[0.,]+$){N}": lambda top, bottom: decimal(top) / decimal(bottom),
-    # 3 1/2 -> 3.5    3\frac{1}{2} -> 7/2    3\frac{1}{2} != \frac{31}{2}
-    rf"([0-9]+) {N}/(?![+-]?[0.,]+$){N}": lambda whole, top, bottom: (
-        int(whole) + decimal(top) / decimal(bottom)
-    ),
+    DECIMAL: decimal,
+    # 6/4 -> 1.5    3:4 -> 3/4    3 1/2 -> 3.5    3\frac{1}{2} != \frac{31}{2}    1/0 != 0
+    rf"(?:([0-9]+) )?{DECIMAL}[/:]{DECIMAL}": ratio,
     # 3 \times 10^8 -> 300000000    1.2*10^{-5} -> 0.000012    2/3\times10^8 != \frac{2}{300000000}
-    rf"{N}(?:\\times|\\cdot|\*| ?x) ?10\^([0-9]|\{{-?[0-9]{{1,3}}\}})": (
-        lambda factor, power: decimal(factor) * Fraction(10) ** int(power.strip("{}"))
-    ),
+    rf"{DECIMAL}(?:\\times|\\cdot|\*| ?x) ?10\^([0-9]|\{{-?[0-9]{{1,3}}\}})": scientific,
     # 0.1\overline{6} -> 1/6    0.(3) -> 1/3    0.\bar{3} != 0.3
     r"([0-9]*)\.([0-9]{0,9})(?:\\(?:overline|bar|dot)\{|\()([0-9]{1,9})[})]": repeating,
 }
-# The sign and the percent sign: -$5 -> -5    £20 -> 20    50% -> \frac{1}{2}
-SIGNED = re.compile(r"[£€¥₹]?([+-]?) ?[£€¥₹]?(.*?)(%?)", re.DOTALL)
+# -\frac{-35}{9} -> 35/9    1\frac{4}{5} -> 1.8
+FRACTION = rf"\\frac\{{{DECIMAL}\}}\{{{DECIMAL}\}}"
 # Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    3(1/2) != 3.5
-BRACKETS = re.compile(r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(([^(),]*)\)|\\\{([^(),]*)\\\})(?=[/%]|$)")
+BRACKETS = r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(([^(),]*)\)|\\\{([^(),]*)\\\})(?=[/%]|$)"
+# Signs around the form: -$5 -> -5    £20 -> 20    50% -> \frac{1}{2}
+SIGNED = re.compile(r"[£€¥₹]?([+-]?) ?[£€¥₹]?(.*?)(%?)", re.DOTALL)
 
 
 def parse_number(text):
     """The exact value of a number, or None.
 
-    Returns two values: one ignores a percent sign, one applies it. 50% -> (50, 1/2)    5 -> (5, 5)
+    Returns two values: one ignores a percent sign, one applies it. For 50% these are 50 and 1/2.
     """
     # Python refuses to read very long numbers.
     if len(text) > MAX_TEXT:
         return None
-    text = re.sub(rf"\\frac\{{{N}\}}\{{{N}\}}", r" \1/\2", BRACKETS.sub(r"\1\2", drop_tail(text)))
+    text = re.sub(FRACTION, r" \1/\2", re.sub(BRACKETS, r"\1\2", drop_tail(text)))
     sign, body, percent = SIGNED.fullmatch(text.strip()).groups()
     for pattern, value_of in FORMS.items():
         match = re.fullmatch(pattern, body.strip())
         if match:
             value = value_of(*match.groups())
-            value = -value if sign == "-" else value
-            return (value, value / 100) if percent else (value, value)
+            if value is not None:
+                value = -value if sign == "-" else value
+                return value, value / 100 if percent else value
     return None
 
 
-# A number that `respell` does not change: 42 -> 42.0    -4.2 != 4.2
-PLAIN = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
 # Only algebra can compute a power or a root: 2^{10} -> 1024    \sqrt[3]{8} -> 2    2^3+1 != 9
 POWER_OR_ROOT = re.compile(
     r"[+-]?\(?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
     r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
 )
-# A time of day: 8:34
+# A time of day
 TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
 
 # ---- rules: each returns True, False, or None where it cannot tell -------------------------------
@@ -326,9 +330,6 @@ def quick_verdict(answer, label):
         return label.strip() != ""
     if max(len(answer), len(label)) > MAX_TEXT:
         return False
-    # Most answers and labels are plain numbers. The rules below would take 30 times as long.
-    if PLAIN.fullmatch(answer) and PLAIN.fullmatch(label):
-        return Fraction(answer) == Fraction(label)
     answer, label = prepare(answer, label)
     # A character of Unicode may have become several. Nothing equals an empty text.
     if max(len(answer), len(label)) > MAX_TEXT or not answer or not label:
@@ -346,10 +347,10 @@ def quick_verdict(answer, label):
 
 
 def same_number(answer, label):
-    """Numbers are compared exactly. Both 0.5 and 50 equal 50%, because labels often lack the sign.
+    """Numbers are compared exactly. A label often lacks the percent sign: 0.5 -> 50%    50 -> 50%
 
-    If the label is a number, the answer must be one. 3+4 != 7, because it may be a copy from the
-    question. A power or a root of numbers is allowed.
+    If the label is a number, the answer must be one, because an expression may be a copy from the
+    question: 3+4 != 7
     """
     number, label_number = parse_number(answer), parse_number(label)
     if not label_number:
@@ -365,18 +366,17 @@ def same_number(answer, label):
         hours, minutes = (times[0] or times[1]).groups()
         if minutes[0] == "0" or math.gcd(int(hours), int(minutes)) > 1:
             return False
-    # Equal without the percent signs, or equal with them.
     return number[0] == label_number[0] or number[1] == label_number[1]
 
 
 def same_choice(answer, label):
-    """If the label is a letter from A to J, it names one of several choices. The answer may add the
-    text of the choice: C. 12 m -> C    Option (C) -> C    A. 12; C. 14 != A    (a)(b) != A
+    """A label from A to J is one of several choices. The answer may add the text of the choice.
+
+    C. 12 m -> C    Option (C) -> C    A. 12; C. 14 != A    (a)(b) != A
     """
     choice = re.fullmatch(r"\(?([A-J])\)?", label)
-    given = re.match(
-        r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ?)?\(?([A-Ja-j])(?:[.:)](?!\()|$)", answer
-    )
+    option = r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ?)?\(?([A-Ja-j])(?:[.:)](?!\()|$)"
+    given = re.match(option, answer)
     if not choice or not given:
         return None
     others = set(re.findall(r"[ ,.:)]\(?([A-J])[.):]", answer)) - {choice[1]}
@@ -389,7 +389,7 @@ def same_text(answer, label):
     Their case does not matter: MONDAY -> Monday    1a3_{16} -> (1A3)_{16}    8:34 pm -> 8:34 PM
     But a label in capitals names points of a figure: abcd != ABCD
     """
-    # A word has four letters or more, because xy is a product.
+    # A word has four letters or more, because xy is a product: yx -> xy
     kinds = r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m|\(?[0-9][0-9A-Fa-f]*\)?_\{?[0-9]+\}?"
     if not re.fullmatch(kinds, label):
         return None
@@ -400,35 +400,28 @@ def same_text(answer, label):
 
 
 RELATION = r"(?:[<>]|\\[lg]e(?![A-Za-z])) ?"
-# An inequality is solved if a letter, or its negative, stands alone on one side of a relation.
-# x > 5    -x < -5    0 < x_1 < 5    but not \frac{1}{x-5} > 0
+# An inequality is solved if a letter, or its negative, stands alone on one side: -x < -5 -> x > 5
 SOLVED = re.compile(rf"(?:.*{RELATION})?[+-]?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})")
 
 
 def misread_by_algebra(answer, label):
     """False where math-verify would be wrong."""
-    both = answer + label
     # A list has as many members as the label: 3,3,5 != 3,5. A pair has brackets: 1,2 != (1,2)
-    # Inequalities, \mathbb{R} and matrices may equal texts of other shapes.
-    if not re.search(rf"{RELATION}|\\(?:ne|mathbb|setminus|begin)(?![a-z])", both):
-        if count_members(answer) != count_members(label):
+    # Inequalities, \mathbb{R} and matrices may equal texts of other shapes: x > 5 -> (5,\infty)
+    if not re.search(rf"{RELATION}|\\(?:ne|mathbb|setminus|begin)(?![a-z])", answer + label):
+        sizes = [text.count(",") + text.count("\\pm") for text in (answer, label)]
+        is_pair = re.fullmatch(r"\(.*,.*\)", label)
+        if sizes[0] != sizes[1] or (is_pair and not re.match(r"[^(\[]*[(\[].*,", answer)):
             return False
-        if re.fullmatch(r"\(.*,.*\)", label) and not re.match(r"[^(\[]*[(\[].*,", answer):
-            return False
-    # An equation is not a value: 2x != y = 2x
+    # An equation is not a value: 2x != y = 2x+1
     if bool(EQUALS.search(answer)) != bool(EQUALS.search(label)):
         return False
     # An inequality that is not solved may be a copy from the question: x-2 > 0 != x > 2
     unsolved = [bool(re.search(RELATION, x)) and not SOLVED.match(x) for x in (answer, label)]
     if unsolved == [True, False]:
         return False
-    # math-verify drops primes, and bases, and takes the letters of an angle for a product:
+    # math-verify drops primes and bases, and takes the letters of an angle for a product:
     # f'(x) != f(x)    52_7+1 != 52_8+1    \angle ABC != \angle BAC
-    if answer.count("'") != label.count("'") or re.search(r"[0-9]_|\\(?:tri)?angle", both):
+    if answer.count("'") != label.count("'"):
         return False
-    return None
-
-
-def count_members(text):
-    r"""1,2,3 -> 3    1\pm2 -> 2"""
-    return 1 + text.count(",") + text.count(r"\pm")
+    return False if re.search(r"[0-9]_|\\(?:tri)?angle", answer + label) else None
