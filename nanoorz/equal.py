@@ -65,8 +65,24 @@ SPELLING_OF["\\ "] = " "
 
 # Behind a number these letters may be variables: 5m != 5. Units are in \text: 5\mathrm{m} -> 5
 LETTERS = "mgshlLJCFKNVWA"
-POWERS = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
 FUNCTIONS = "exp|ln|log|sin|cos|tan|cot|sec|csc"
+POWERS = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
+
+
+def write_power(match):
+    """5 million -> 5e6"""
+    number, text, power = match.groups()
+    return number + POWERS[power.lower()] + (text or "")
+
+
+def drop_commas(match):
+    """In brackets a comma may separate the members of a pair: (2,304) != 2304"""
+    before = match.string[: match.start()]
+    opened = sum(before.count(bracket) for bracket in ("(", "[", "\\{"))
+    closed = sum(before.count(bracket) for bracket in (")", "]", "\\}"))
+    return match[0] if opened > closed else match[0].replace(",", "")
+
+
 # {pattern: replacement}, in the order of use. A pattern relies on those before it.
 REWRITES = {
     # A negative space, and colors: 10,\! 080 -> 10080    \textcolor{red}{42} -> 42
@@ -86,9 +102,7 @@ REWRITES = {
     r"(?<=[0-9A-Fa-f)]) ?(?:\\text\{)? ?\(?(?:in )?base[ }]*([0-9]{1,2})[)}]*$": r"_{\1}",
     # Large numbers: 5 Million -> 5000000    5\text{ billion dollars} -> 5e9    1/2 million != 1/2
     r"(?i)(?<![/:.,0-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?) ?(\\text\{)?"
-    rf"({'|'.join(POWERS)})\b": lambda match: (
-        match[1] + POWERS[match[3].lower()] + (match[2] or "")
-    ),
+    rf"({'|'.join(POWERS)})\b": write_power,
     # Percent: 50 per cent -> 50\text{ percent}    5\text{ pct} != 50%
     r" ?\\text\{(?:%|per cent)\}| ?(?:%|\bper cent\b)": "%",
     # Text without a word, and a word that joins a list: 1,2\text{, and }3 -> 3,2,1    1 or 2 != 12
@@ -121,11 +135,9 @@ REWRITES = {
     r"([\^_]) ?\{([0-9A-Za-z])\}": r"\1\2",
     # A space stays only between two of: digit, letter, comma. 3 1/2 != 31/2    1, 234 != 1234
     r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])": "",
-    # Commas of thousands: 2{,}304 -> 2304    1,234(x+1) -> 1234x+1234    (2,304) != 2304
-    # A bracket may close behind the number only if it also opens there.
+    # Commas of thousands: 2{,}304 -> 2304    1,234(x+1) -> 1234x+1234    1,234,56 != 123456
     r"\{,\}": ",",
-    r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9]|,[0-9])"
-    r"(?=(?:[^()\[\]\\]|\\(?!\})|\([^()]*\))*$)": lambda match: match[0].replace(",", ""),
+    r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9]|,[0-9])": drop_commas,
     # \approx 8.24 -> 8.24
     r"^\\approx": "",
 }
@@ -209,11 +221,12 @@ CHANGES = re.compile(
 # These change the number only if they follow it at once: 5 pairs != 5    5 ordered pairs -> 5
 MULTIPLES = re.compile(r"pairs?|couples?|trios?|triples?|doubles?|fold|grand")
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
-PART = r"(?:\\text\{[^{}\\]{1,60}\}|(?<![A-Za-z\\])[A-Za-z][A-Za-z .'/()-]{0,60})(?:\^[23])?"
+IN_TEXT = r"\\text\{[^{}\\]{1,60}\}(?:\^[23])?"
+BARE = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z .'()-]{0,60}(?:\^[23])?"
 # 20€ -> 20    12^{\text{th}} -> 12    12th -> 12    5th root != 5
 TAIL = re.compile(
     r"(?<=[0-9]) ?(?:[€£¢¥₹]|(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?)$"
-    rf"|(?<=[0-9A-Za-z}})% ]) ?(?P<words>{PART}(?:/?{PART})?) ?$"
+    rf"|(?<=[0-9A-Za-z}})% ]) ?(?P<words>(?:{IN_TEXT}|{BARE})(?:/?{IN_TEXT}|/{BARE}){{0,2}}) ?$"
 )
 
 
