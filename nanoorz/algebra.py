@@ -53,7 +53,7 @@ class Worker:
         verdict = b""
         # The process may end before it has read the question.
         with contextlib.suppress(BrokenPipeError):
-            # JSON writes half of a surrogate pair, which UTF-8 cannot hold, in ASCII.
+            # In JSON also a character that UTF-8 cannot hold, half of a surrogate pair, is ASCII.
             self.process.stdin.write(json.dumps([answer, label]).encode() + b"\n")
             if wait([self.process.stdout], self.wall_seconds):
                 verdict = self.process.stdout.readline()
@@ -147,10 +147,10 @@ def serve(cpu_seconds):
     import sympy
 
     # sympy imports some modules at their first use, and some of these imports call eval. So these
-    # comparisons make all such imports before close_sympy. Their verdicts do not matter.
+    # comparisons make all such imports before forbid_evaluation. Their verdicts do not matter.
     for pair in ("ab+2a a(b+2)", "x>5 (5,\\infty)", "2x=4y x-2y=0", "\\cos{x} \\sin{x}"):
         symbolic_verdict(*pair.split())
-    close_sympy()
+    forbid_evaluation()
     os.write(1, b"ready\n")
     for line in sys.stdin.buffer:
         # A verdict must not depend on the comparisons before it.
@@ -181,7 +181,7 @@ def limit_process():
     logging.disable()
 
 
-def close_sympy():
+def forbid_evaluation():
     """Replaces the two functions with which sympy runs text as code.
 
     Call this after sympy's imports, because the imports need these functions.

@@ -1,15 +1,17 @@
-r"""Is an answer equal to its label? These rules take linear time. algebra.py decides the rest.
+r"""Is an answer equal to its label? This file has quick rules. algebra.py decides the rest.
 
     quick_verdict("x = 1,234 red marbles", "1234")  # True
     quick_verdict("1,234 dozen", "1234")            # False
     quick_verdict("2x", "x+x")                      # None: only algebra can tell
 
-Each text is read in three steps: `respell` gives it one spelling, `drop_name` removes the x of
-x = 5, and `parse_number` reads a number and the words behind it. Other forms than numbers are
-compared as texts: choices, numerals of a base, words, lists.
+`prepare` gives both texts one spelling and removes the name x of x = 5. Then numbers are compared
+exactly, without the words behind them. After that come rules for other texts.
 
-The examples in the comments are tests: an arrow stands between an answer and a label for which the
-answer is right, and != between an answer and a label for which it is wrong.
+Where to add what: a command or a character in SPELLINGS; a command with arguments in REWRITES; a
+unit in UNITS; a form of numbers in FORMS; a rule in `quick_verdict`.
+
+The comments hold examples, and tests/test_equal.py tests them. An arrow stands between an answer
+and a label for which the answer is right. If it is wrong, != stands there.
 """
 
 import math
@@ -24,20 +26,20 @@ MAX_TEXT = 2_500
 
 # A token: a command of LaTeX, a word, or one character.
 TOKEN = re.compile(r"\\(?:left|right)\.|\\[A-Za-z]+|\\.|[A-Za-z]+|<=|>=|.", re.DOTALL)
-# {what a token becomes: the tokens}
+# {what a token becomes: the tokens}. A space at the end keeps a command apart from a letter.
 SPELLINGS = {
     # Sizes of brackets, layout, dollars: \$\left(\bf 42\right) -> 42    \mathbf{4.2} != 42
     "": r"""\left \right \left. \right. \bigl \bigr \Bigl \Bigr \biggl \biggr \Biggl \Biggr
         \displaystyle \large \Large \bf \boldsymbol \bm \pmb \mathbf \mathit \mathsf \underline
-        \boxed $ \$ \textdollar USD""",
+        \boxed $ \$ \textdollar""",
     # Spaces: 3\quad\frac12 -> 7/2    1~234 -> 1234
     " ": r"\, \; \: \quad \qquad ~",
     # Fonts of text: 5\mathrm{cm} -> 5    \textbf{east} -> \mbox{East}
     "\\text": r"\mathrm \mbox \textbf \textit \textrm \textsf \texttt \textnormal \emph",
     # Other names and characters: \dfrac12 -> \tfrac{1}{2}    2pi -> 2π    x≤5 -> x \leqslant 5
     "\\frac": r"\dfrac \tfrac \cfrac",
-    "\\pi ": "π pi",
-    "\\sqrt": "sqrt",
+    "\\pi ": "π pi Pi PI",
+    "\\sqrt": "sqrt Sqrt",
     "\\infty ": "∞",
     "\\emptyset ": r"\varnothing ∅",
     "\\cup ": r"\bigcup ∪",
@@ -49,9 +51,9 @@ SPELLINGS = {
     "\\ne ": r"\neq ≠",
     "\\cdot ": "⋅ ·",
     "\\times ": "×",
-    "^\\circ ": r"\degree ° º",
-    "%": r"\% percent pct",
-    "-": "− – \u2010",
+    "^\\circ ": r"\degree °",
+    "%": r"\% percent Percent pct",
+    "-": "− – ‐",
     "/": "÷",
     ":": "∶",
     # Brackets of vectors: \langle 1,2\rangle -> (1,2)    ⟨2,1⟩ != (1,2)
@@ -63,16 +65,15 @@ SPELLINGS = {
 SPELLING_OF = {token: form for form, tokens in SPELLINGS.items() for token in tokens.split()}
 SPELLING_OF["\\ "] = " "
 
-# Behind a number these letters may be variables: 5m != 5. Units are in \text: 5\mathrm{m} -> 5
-LETTERS = "mgshlLJCFKNVWA"
-FUNCTIONS = "exp|ln|log|sin|cos|tan|cot|sec|csc"
-POWERS = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
+# In \text and beside a slash these letters are units, and else variables: 5\mathrm{m} -> 5
+UNIT_LETTERS = "mgshlLJCFKNVWA"
+FUNCTIONS = "exp|ln|log|lg|sin|cos|tan|cot|sec|csc"
+LARGE = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
 
 
-def write_power(match):
-    """5 million -> 5e6"""
-    number, text, power = match.groups()
-    return number + POWERS[power.lower()] + (text or "")
+def write_large(match):
+    number, text, word = match.groups()
+    return number + LARGE[word.lower()] + (text or "")
 
 
 def drop_commas(match):
@@ -83,17 +84,18 @@ def drop_commas(match):
     return match[0] if opened > closed else match[0].replace(",", "")
 
 
-# {pattern: replacement}, in the order of use. A pattern relies on those before it.
+# {pattern: replacement}, in the order of use. Below the first three patterns spaces are single, and
+# none stands beside a brace.
 REWRITES = {
     # A negative space, and colors: 10,\! 080 -> 10080    \textcolor{red}{42} -> 42
     r"\\!\s*|\\(?:text)?color ?\{[a-z]+\}": "",
-    # No spaces around braces: \frac {1} {2} -> \frac{1}{2}
+    # \frac {1} {2} -> \frac{1}{2}
     r"\s+": " ",
-    r" ?([{}]) ?": r"\1",
+    r" (?=[{}])|(?<=\{) ": "",
     # A formula that is the whole text: \[5\] -> 5    \( x+1 \) -> x+1
     r"^ ?\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])] ?$": r"\1",
     # Markdown around a part, or what is left of it: **73** -> 73    73** -> 73    2**3**2 != 64
-    r"(?<![\w)*])(\*{1,3}|__|`+)(?=[^\s*`])([^*`\n]+?)(?<![\s*`_])\1(?![\w(*])": r"\2",
+    r"(?<![\w)*])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]+?)(?<![\s*`_])\1(?![\w(*])": r"\2",
     r"^\*\*|\*\*$": "",
     # Powers: x**12 -> x^{12}    10^(-5) -> 10^{-5}
     r"(?<=[\w)}])\*\*(-?[0-9]+|[A-Za-z]|\([^()]*\))|\^ ?\(([^()]*)\)": r"^{\1\2}",
@@ -102,14 +104,14 @@ REWRITES = {
     r"(?<=[0-9A-Fa-f)]) ?(?:\\text\{)? ?\(?(?:in )?base[ }]*([0-9]{1,2})[)}]*$": r"_{\1}",
     # Large numbers: 5 Million -> 5000000    5\text{ billion dollars} -> 5e9    1/2 million != 1/2
     r"(?i)(?<![/:.,0-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?) ?(\\text\{)?"
-    rf"({'|'.join(POWERS)})\b": write_power,
-    # Percent: 50 per cent -> 50\text{ percent}    5\text{ pct} != 50%
+    rf"({'|'.join(LARGE)})\b": write_large,
+    # Percent: 50 per cent -> 50\text{ percent}    50 pct -> 0.5
     r" ?\\text\{(?:%|per cent)\}| ?(?:%|\bper cent\b)": "%",
     # Text without a word, and a word that joins a list: 1,2\text{, and }3 -> 3,2,1    1 or 2 != 12
     r"\\text\{\}": "",
-    r"[ ,;]*(?:\\text\{[ ,;]*\}|;)[ ,;]*": ", ",
+    r",? ?(?:\\text\{[ ,;]*\}|;)[ ,;]*": ", ",
     # One letter in \text that is no unit: \mathrm{x} -> x
-    rf"\\text\{{(?![{LETTERS}])([A-Za-z])\}}": r"\1",
+    rf"\\text\{{(?![{UNIT_LETTERS}])([A-Za-z])\}}": r"\1",
     # Braces around the whole, or around a number: {42} -> 42    {48} eggs -> 48
     # \text{72 clips} -> 72
     r"^(?:\\text\{(?=-?\.?[0-9])|\{)((?:[^{}]|\{[^{}]*\})*)\}$": r"\1",
@@ -118,8 +120,8 @@ REWRITES = {
     r"(?<=[0-9]) ?(?:\\text\{)?([AaPp])\.? ?[Mm](?![A-Za-z])\.? ?\}?$": r"\1m",
     # Degrees: 90^{\circ} -> 90    30^\circ C -> 30    \frac{90^\circ}{2} -> 45
     r"\^ ?(?:\{\^?\\circ ?\}|\^?\\circ(?![A-Za-z]))(?:\{\})?(?: ?[CF]$)?": "",
-    # A ratio: 3 to 2 -> 3:2    2\text{ to }3 != 3:2
-    r"^([0-9.]+)(?:\\text\{to\}| ?to )([0-9.]+)$": r"\1/\2",
+    # A ratio: 3 to 2 -> 3/2    2\text{ to }3 != 3:2
+    r"^([0-9.]+)(?:\\text\{to\} ?| ?to )([0-9.]+)$": r"\1/\2",
     # A vector: <1, 2> -> (1,2)    <2, 1> != (1,2)
     r"^<([^<>]*,[^<>]*)>$": r"(\1)",
     # A root: √51 -> \sqrt{51}    √(n+1) -> \sqrt{n+1}
@@ -133,13 +135,14 @@ REWRITES = {
     r"(\\frac\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))": r"\1{\2}",
     # No braces around one character: x^{2} -> x^2    x_{1} -> x_1
     r"([\^_]) ?\{([0-9A-Za-z])\}": r"\1\2",
-    # A space stays only between two of: digit, letter, comma. 3 1/2 != 31/2    1, 234 != 1234
-    r"(?<![0-9A-Za-z,]) +| +(?![0-9A-Za-z])": "",
+    # A space stays before a digit or letter, and behind a digit, letter or comma. Before a word it
+    # stays also behind a bracket: 3 1/2 != 31/2    1, 234 != 1234    \frac{1}{2} pizza -> 1/2
+    r"(?<![0-9A-Za-z,})]) | (?![0-9A-Za-z])|(?<=[})]) (?![A-Za-z]{2})": "",
     # Commas of thousands: 2{,}304 -> 2304    1,234(x+1) -> 1234x+1234    1,234,56 != 123456
     r"\{,\}": ",",
     r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9]|,[0-9])": drop_commas,
-    # \approx 8.24 -> 8.24
-    r"^\\approx": "",
+    # \approx 8.24 -> 8.24    USD 5 -> 5
+    r"^(?:\\approx|\\text\{USD\}|USD\b) ?": "",
 }
 
 
@@ -148,7 +151,9 @@ def respell(text):
     # Characters that nobody sees, such as marks of the writing direction, have the category Cf.
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     # A dot or a space of LaTeX at the end: \(5\). -> 5
-    text = text.strip().rstrip(" .\\").replace("º", "°")
+    text = text.strip().rstrip(" .\\")
+    # NFKC below would make an o of º:    90º -> 90
+    text = text.replace("º", "°")
     # Raised and lowered characters: 10⁻³ -> 0.001    4210₅ -> 4210_5    2ˣ != 2x
     text = re.sub("[¹²³ʰ-ʸˠ-ˤᴬ-ᵡᶛ-ᶿ⁰-ⁿ]+", r"^{\g<0>}", text)
     text = re.sub("[ᵢ-ᵪ₀-ₜ]+", r"_{\g<0>}", text)
@@ -164,11 +169,11 @@ def respell(text):
 
 # ---- names: the x of x = 5 -----------------------------------------------------------------------
 
-# The sign between a name and its value. No < > ! : may stand before the =
+# The sign between a name and its value: = but not <= >= != :=, or \in
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
 NAME = re.compile(
     # A left side with one of these is no name: x \not= 5 != 5    \log x = 2 != 2
-    rf"(?![^=]*(?:\bnot\b|\\(?:not|{FUNCTIONS}|lg)(?![a-z])))"
+    rf"(?![^=]*(?:\bnot\b|\\(?:not|{FUNCTIONS})(?![a-z])))"
     # f(x) = 5 -> 5    f(3) = 5 -> 5    |AB| = 5 -> 5    (a, b) = (1,2) -> (1,2)    A_1 = 5 -> 5
     r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|\([0-9]\)"
     # \text{Area} = 5 -> 5    \overline{AB} = 5 -> 5    f^{-1}(x) = 2x -> 2x    a_{10} = 5 -> 5
@@ -181,83 +186,105 @@ def prepare(answer, label):
     """Gives both texts one spelling, and removes the name of a value from both."""
     answer, label = respell(answer), respell(label)
     names = {match[0] for match in (NAME.match(answer), NAME.match(label)) if match}
-    # With two names, or if the label is an equation: x = 5 != y = 5    17 != x+y = 17
+    # Two names stay, and the label may be an equation:    x = 5 != y = 5    17 != x+y = 17
     if len(names) != 1 or "+" in label.rpartition("=")[0]:
         return answer, label
     # In a list the name stands at the start and after each comma: x=1, x=2 -> 1, 2
-    name = re.compile(rf"(?:^|(?<=[, ])){re.escape(names.pop())}")
-    values = name.sub("", answer), name.sub("", label)
+    name = re.escape(names.pop())
+    values = [re.sub(rf"(?:^|(?<=[, ])){name}", "", text) for text in (answer, label)]
     # A text with several names keeps all of them: x=2, y=1 != x=1, y=2
-    return (answer, label) if EQUALS.search(" ".join(values)) else values
+    return (answer, label) if EQUALS.search(" ".join(values)) else tuple(values)
 
 
 # ---- behind a number -----------------------------------------------------------------------------
 
 # The words behind a number are dropped if one of them is a unit or a plural, and none changes the
-# number. These units have a short or irregular plural, or need none.
+# number. These units may stand in the singular, or have another plural than with s.
 UNITS = """
-mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre acre ml cl dl liter litre gallon gal
-quart pint cup tbsp tsp mg kg gram pound lb lbs ounce oz ton sec second min minute hour hr hrs day
-week month year yr yrs mph kph degree deg radian rad celsius fahrenheit kelvin dollar usd cent pence
-euro eur gbp yen kwh kw kj hz mol kb mb gb tb ev unit people men women children teeth geese mice
-fish sheep deer total left remaining altogether
+mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre millimeter centimeter kilometer acre
+ml cl dl liter litre gallon gal quart pint cup tbsp tsp mg kg gram kilogram pound lb ounce oz ton
+sec second min minute hour hr day week month year yr decade mph kph knot degree deg radian rad
+celsius fahrenheit kelvin dollar usd cent penny pence euro eur gbp yen rupee calorie kwh kw kj joule
+newton watt volt ohm hertz hz mol mole kb mb gb tb ev unit way path length people men women children
+teeth geese mice fish sheep deer points roots powers bases logs zeros total left remaining altogether
 """
-CHANGES = re.compile(
-    # Numbers: 5 hundred != 5    5 tens != 5    5 sixteenths != 5    5 quadrillion != 5
-    r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twelf|fif|eigh|nin"
-    r"|[a-z]+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|hundred|thousand|[a-z]*illion"
-    r"|lakh|crore|dozen|score|gross|half|halve|third|quarter)(?:th|e)?s?"
-    # Operations: 5 factorial != 5    5 squared != 5    5 times the radius != 5
-    r"|percent|percents|percentage|factorials?|squared|cubed|halved|doubled|tripled|times|plus|minus"
-    r"|over|by|divided|multiplied|choose|mod|modulo|base|root|power|to|point|repeating"
-    # Functions and constants: 5 cosines of degrees != 5    5 theta degrees != 5
-    r"|(?:co)?sines?|sin|cos|tan|cot|log|ln|exp|alpha|beta|gamma|theta|lambda|tau|phi|omega"
-    # Comparisons and conditions: 5 less than ten students != 5    5 if x > 0 != 5
-    r"|less|fewer|than|least|most|not|no|is|are|if|when|for|but|except|without|out"
-    # Signs and directions: 5 degrees below zero != 5    5 km north != 5 km south
-    r"|below|above|under|before|after|ago|late|early|up|down|behind|ahead|loss|debt|negatives"
-    r"|(?:north|south)?(?:east|west)?(?:north|south)?|(?:counter)?clockwise|right"
-)
-# These change the number only if they follow it at once: 5 pairs != 5    5 ordered pairs -> 5
-MULTIPLES = re.compile(r"pairs?|couples?|trios?|triples?|doubles?|fold|grand")
+# These words and their plurals change the number. Numerals: 5 hundred != 5    5 tens != 5    5 factorial != 5
+CHANGES = """
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred
+thousand million billion trillion quadrillion lakh lac crore dozen doz score gross half halve third
+quarter mil thou percent percentage factorial infinity undefined dne
+"""
+# Operations and functions: 5 squared != 5    5 times the radius != 5    5 theta degrees != 5
+CHANGES += """
+squared cubed halved doubled tripled twice quadruple times plus minus over by divided multiplied
+choose mod modulo base root power to point repeating sin cos tan cot sine cosine log exp
+alpha beta gamma delta theta lambda sigma tau phi omega
+"""
+# Comparisons, signs, directions: 5 less than all sums != 5    5 km north != 5 km south
+CHANGES += """
+less fewer than least most not cannot no is are if unless when for but except without out below
+above under before after ago late earlier younger shorter up down downward downwards behind ahead
+loss lost owed debt deficit negatives right clockwise anticlockwise counterclockwise
+north south east west northeast northwest southeast southwest
+"""
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
 IN_TEXT = r"\\text\{[^{}\\]{1,60}\}(?:\^[23])?"
 BARE = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z .'()-]{0,60}(?:\^[23])?"
 # 20€ -> 20    12^{\text{th}} -> 12    12th -> 12    5th root != 5
 TAIL = re.compile(
-    r"(?<=[0-9]) ?(?:[€£¢¥₹]|(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?)$"
-    rf"|(?<=[0-9A-Za-z}})% ]) ?(?P<words>(?:{IN_TEXT}|{BARE})(?:/?{IN_TEXT}|/{BARE}){{0,2}}) ?$"
+    r"(?<=[0-9}]) ?(?:[€£¢¥₹]|(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?)$"
+    rf"|(?<=[0-9A-Za-z}})% ])(?P<words> ?{IN_TEXT}(?:/?{IN_TEXT}|/{BARE}){{0,2}}"
+    rf"| ?{BARE}(?:/{BARE}|/{IN_TEXT}){{0,2}}) ?$"
 )
 
 
 def drop_tail(text):
     """Removes the words behind a number, because a label often lacks them."""
-    match = TAIL.search(text, max(0, len(text) - 140))
-    if match and (match["words"] is None or keep_number(match["words"], text[: match.start()])):
+    # The pattern matches fewer characters than these, also in a long text.
+    match = TAIL.search(text, max(0, len(text) - 200))
+    if match and (match["words"] is None or is_unit(match["words"], text[: match.start()])):
         return text[: match.start()]
     return text
 
 
-def keep_number(tail, number):
-    """Do the words of the tail leave the number as it is?"""
-    letters = LETTERS if "\\text" in tail or "/" in tail else ""
+def is_unit(tail, number):
+    """Is one of the words a unit or a plural, and does none change the number?"""
+    letters = UNIT_LETTERS if "\\text" in tail or "/" in tail else ""
     words = re.split(r"[ /.()^23{}]+", tail.replace("\\text", "").strip(" /.()^23{}"))
-    # Behind a hyphen: 5 two-digit numbers -> 5    5 sixty-fourths != 5
-    if any(CHANGES.fullmatch(word.lower().rpartition("-")[2]) for word in words):
+    # Two apples, and a pair of them: 5 pairs != 5    5 ordered pairs -> 5
+    if is_listed(words[0], "pair couple trio triple double fold grand"):
         return False
-    if MULTIPLES.fullmatch(words[0].lower()):
+    if any(may_change(word) for word in words if word not in letters):
         return False
-    # A letter may be a variable: 5m != 5    5\text{ m} -> 5    5 m/s -> 5
-    if any(len(word) == 1 and word != "a" and word not in letters for word in words):
-        return False
+    units = [word in letters or is_listed(word, UNITS) for word in words]
+    # Letters without a space may be variables: 5cm -> 5    24pqrs != 24    6xy units != 6
+    if tail[0] not in " \\":
+        return units[0] or (len(words[0]) > 4 and words[0][-1] == "s")
     # One thing needs no plural: 1 solution -> 1    1/2 pizza -> 1/2    5 solution != 5
-    if re.search(r"(?:^|\D)1$|/[0-9]+$|\\frac\{[0-9]+\}\{[0-9]+\}$", number):
+    is_one = re.search(r"(?:^|[^0-9.,])1$|/[0-9]+$|\\frac\{[0-9]+\}\{[0-9]+\}$", number)
+    return any(units) or bool(is_one) or any(len(x) > 3 and x[-1] in "sS" for x in words)
+
+
+def may_change(word):
+    """Is the word in CHANGES, an ordinal, or too short to be surely a word?"""
+    if is_listed(word, UNITS) or word in "a an at in of on sq cu".split():
+        return False
+    # 5m != 5    5 ab cm != 5    5 xyz units != 5
+    if len(word) < 3 or not re.search("[aeiouAEIOU]", word):
         return True
-    # A plural has four letters or more: 5 apples -> 5    5 abs != 5
-    return any(
-        word in letters or word.lower() in UNITS.split() or (word[-1:] in "sS" and len(word) > 3)
-        for word in words
-    )
+    # 5 two-digit numbers -> 5    5 sixteenths != 5    5 sixty-fourths != 5    5 eighth-inches != 5
+    parts = word.removesuffix("'s").split("-")
+    if word[-1] not in "sS":
+        parts = parts[-1:]
+    return any(is_listed(x, CHANGES) or x.lower().endswith(("th", "ths")) for x in parts)
+
+
+def is_listed(word, words):
+    """Has the list the word or its singular? sixes may be the plural of sixe or of six."""
+    word = word.lower()
+    forms = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"}
+    return not forms.isdisjoint(words.split())
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -287,12 +314,12 @@ DECIMAL = (
     r"([+-]?(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,3})?)"
 )
-# The forms of a number: {pattern: the function that gives its value}. The function gets the groups.
+# {form of a number: function from the groups of the pattern to the value}
 FORMS = {
     # 1,234.5 -> 1234.5    .5 -> 0.50    6.72e-5 -> 0.0000672    1,00 != 100
     DECIMAL: decimal,
     # 6/4 -> 1.5    3:4 -> 3/4    3 1/2 -> 3.5    3\frac{1}{2} != \frac{31}{2}    1/0 != 0
-    rf"(?:([0-9]+) )?{DECIMAL}[/:]{DECIMAL}": ratio,
+    rf"(?:([0-9]+) (?=[0-9.]))?{DECIMAL}[/:]{DECIMAL}": ratio,
     # 3 \times 10^8 -> 300000000    1.2*10^{-5} -> 0.000012    2/3\times10^8 != \frac{2}{300000000}
     rf"{DECIMAL}(?:\\times|\\cdot|\*| ?x) ?10\^([0-9]|\{{-?[0-9]{{1,3}}\}})": scientific,
     # 0.1\overline{6} -> 1/6    0.(3) -> 1/3    0.\bar{3} != 0.3
@@ -307,9 +334,9 @@ SIGNED = re.compile(r"[£€¥₹]?([+-]?) ?[£€¥₹]?(.*?)(%?)", re.DOTALL)
 
 
 def parse_number(text):
-    """The exact value of a number, or None.
+    """Two exact values of a number, which ignore and apply a percent sign, or None.
 
-    Returns two values: one ignores a percent sign, one applies it. For 50% these are 50 and 1/2.
+    50% has the values 50 and 1/2. The text must come from `respell`.
     """
     # Python refuses to read very long numbers.
     if len(text) > MAX_TEXT:
@@ -341,26 +368,30 @@ def quick_verdict(answer, label):
     """The verdict of the first rule that can tell, in linear time. None: only algebra can tell."""
     if answer.strip() == label.strip():
         return label.strip() != ""
-    if max(len(answer), len(label)) > MAX_TEXT:
+    # NFKC may make several characters of one.
+    if max(len(unicodedata.normalize("NFKC", text)) for text in (answer, label)) > MAX_TEXT:
         return False
     answer, label = prepare(answer, label)
-    # A character of Unicode may have become several. Nothing equals an empty text.
-    if max(len(answer), len(label)) > MAX_TEXT or not answer or not label:
+    # Nothing equals an empty text.
+    if not answer or not label:
         return False
     verdict = same_number(answer, label)
+    if verdict is not None:
+        return verdict
     # The rules below read the words in \text{}: \text{red}, \text{blue} -> red,blue
     texts = [re.sub(r"\\text\{([^{}]*)\}", r"\1", text) for text in (answer, label)]
     answer, label = (text.replace(", ", ",").strip() for text in texts)
-    if verdict is None and answer == label:
+    if answer == label:
         return True
-    for rule in (same_choice, same_text, misread_by_algebra):
-        if verdict is None:
-            verdict = rule(answer, label)
-    return verdict
+    for rule in (same_choice, same_text, refuse_misread):
+        verdict = rule(answer, label)
+        if verdict is not None:
+            return verdict
+    return None
 
 
 def same_number(answer, label):
-    """Numbers are compared exactly. A label often lacks the percent sign: 0.5 -> 50%    50 -> 50%
+    """Numbers are compared exactly. A percent sign may be left off: 0.5 -> 50%    50% -> 50
 
     If the label is a number, the answer must be one, because an expression may be a copy from the
     question: 3+4 != 7
@@ -374,7 +405,7 @@ def same_number(answer, label):
     if all(times):
         return answer.lstrip("0") == label.lstrip("0")
     # A time equals no text without a colon: 10:30 != \frac{1}{3}    3:07 != \frac{3}{7}
-    # Only a reduced ratio may look like a time: 3:10 -> \frac{3}{10}
+    # But 3:10, which is in lowest terms, may be a ratio: 3:10 -> \frac{3}{10}
     if any(times) and (":" in answer) != (":" in label):
         hours, minutes = (times[0] or times[1]).groups()
         if minutes[0] == "0" or math.gcd(int(hours), int(minutes)) > 1:
@@ -404,10 +435,10 @@ def same_text(answer, label):
     """
     # A word has four letters or more, because xy is a product: yx -> xy
     kinds = r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m|\(?[0-9][0-9A-Fa-f]*\)?_\{?[0-9]+\}?"
-    if not re.fullmatch(kinds, label):
+    if not re.fullmatch(kinds, label) or not re.fullmatch(r"[\w:' (){}-]+", answer):
         return None
     if re.fullmatch("[A-Z' ]+", label):
-        return False
+        return False  # An equal text was accepted before.
     answer, label = (re.sub(r"[(){}]", "", text).casefold() for text in (answer, label))
     return answer == label
 
@@ -417,23 +448,23 @@ RELATION = r"(?:[<>]|\\[lg]e(?![A-Za-z])) ?"
 SOLVED = re.compile(rf"(?:.*{RELATION})?[+-]?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELATION})")
 
 
-def misread_by_algebra(answer, label):
-    """False where math-verify would be wrong."""
+def refuse_misread(answer, label):
+    """False where algebra.py would accept a wrong answer, else None."""
     # A list has as many members as the label: 3,3,5 != 3,5. A pair has brackets: 1,2 != (1,2)
     # Inequalities, \mathbb{R} and matrices may equal texts of other shapes: x > 5 -> (5,\infty)
     if not re.search(rf"{RELATION}|\\(?:ne|mathbb|setminus|begin)(?![a-z])", answer + label):
         sizes = [text.count(",") + text.count("\\pm") for text in (answer, label)]
-        is_pair = re.fullmatch(r"\(.*,.*\)", label)
-        if sizes[0] != sizes[1] or (is_pair and not re.match(r"[^(\[]*[(\[].*,", answer)):
+        has_brackets = re.fullmatch(r"\(.*,.*\)", label)
+        if sizes[0] != sizes[1] or (has_brackets and not re.match(r"[^(\[]*[(\[].*,", answer)):
             return False
-    # An equation is not a value: 2x != y = 2x+1
+    # An equation is not a value: 2x+1 != y-1 = 2x
     if bool(EQUALS.search(answer)) != bool(EQUALS.search(label)):
         return False
     # An inequality that is not solved may be a copy from the question: x-2 > 0 != x > 2
     unsolved = [bool(re.search(RELATION, x)) and not SOLVED.match(x) for x in (answer, label)]
     if unsolved == [True, False]:
         return False
-    # math-verify drops primes and bases, and takes the letters of an angle for a product:
+    # Its grammar drops primes and bases, and takes the letters of an angle for a product:
     # f'(x) != f(x)    52_7+1 != 52_8+1    \angle ABC != \angle BAC
     if answer.count("'") != label.count("'"):
         return False
