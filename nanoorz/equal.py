@@ -59,6 +59,11 @@ SPELLINGS = {
     # Brackets of vectors: \langle 1,2\rangle -> (1,2)    ⟨2,1⟩ != (1,2)
     "(": r"\langle ⟨",
     ")": r"\rangle ⟩",
+    # Large numbers: 5 Million -> 5000000    5\text{ billion dollars} -> 5e9    1/2 million != 1/2
+    "e3": "thousand Thousand",
+    "e6": "million Million",
+    "e9": "billion Billion",
+    "e12": "trillion Trillion",
     # What separates the members of a list: 1, 2, and 3 -> 3; 2; 1    1 or 2 != 12
     ";": "and or",
 }
@@ -68,12 +73,6 @@ SPELLING_OF["\\ "] = " "
 # In \text and beside a slash these letters are units, and else variables: 5\mathrm{m} -> 5
 UNIT_LETTERS = "mgshlLJCFKNVWA"
 FUNCTIONS = "exp|ln|log|lg|sin|cos|tan|cot|sec|csc"
-LARGE = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
-
-
-def write_large(match):
-    number, text, word = match.groups()
-    return number + LARGE[word.lower()] + (text or "")
 
 
 def drop_commas(match):
@@ -102,9 +101,8 @@ REWRITES = {
     # Bases: 5_{10} -> 5    40 (base 9) -> 40_9    40\text{ in base }9 -> 40_9    5_8 != 5
     r"(?<=[0-9])_(?:10|\{10\})(?=\W*$)": "",
     r"(?<=[0-9A-Fa-f)]) ?(?:\\text\{)? ?\(?(?:in )?base[ }]*([0-9]{1,2})[)}]*$": r"_{\1}",
-    # Large numbers: 5 Million -> 5000000    5\text{ billion dollars} -> 5e9    1/2 million != 1/2
-    r"(?i)(?<![/:.,0-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?) ?(\\text\{)?"
-    rf"({'|'.join(LARGE)})\b": write_large,
+    # Large numbers: \$5 million -> 5,000,000    3 1/2 million != 3.0000005
+    r"(?<![/:.,0-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?) ?(\\text\{)?(e[0-9]+)\b": r"\1\3\2",
     # Percent: 50 per cent -> 50\text{ percent}    50 pct -> 0.5
     r" ?\\text\{(?:%|per cent)\}| ?(?:%|\bper cent\b)": "%",
     # Text without a word, and a word that joins a list: 1,2\text{, and }3 -> 3,2,1    1 or 2 != 12
@@ -206,26 +204,23 @@ ml cl dl liter litre gallon gal quart pint cup tbsp tsp mg kg gram kilogram poun
 sec second min minute hour hr day week month year yr decade mph kph knot degree deg radian rad
 celsius fahrenheit kelvin dollar usd cent penny pence euro eur gbp yen rupee calorie kwh kw kj joule
 newton watt volt ohm hertz hz mol mole kb mb gb tb ev unit way path length people men women children
-teeth geese mice fish sheep deer points roots powers bases logs zeros total left remaining altogether
+teeth geese mice fish sheep deer points roots powers bases logs zeros zeroes left
+total remaining altogether
 """
-# These words and their plurals change the number. Numerals: 5 hundred != 5    5 tens != 5    5 factorial != 5
+# These words and their plurals change the number: 5 hundred != 5    5 factorials != 5
+# 5 squared != 5    5 times the radius != 5    5 theta degrees != 5    5 less than all sums != 5
+# 5 degrees below zero != 5    5 km north != 5 km south
 CHANGES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred
 thousand million billion trillion quadrillion lakh lac crore dozen doz score gross half halve third
 quarter mil thou percent percentage factorial infinity undefined dne
-"""
-# Operations and functions: 5 squared != 5    5 times the radius != 5    5 theta degrees != 5
-CHANGES += """
 squared cubed halved doubled tripled twice quadruple times plus minus over by divided multiplied
 choose mod modulo base root power to point repeating sin cos tan cot sine cosine log exp
 alpha beta gamma delta theta lambda sigma tau phi omega
-"""
-# Comparisons, signs, directions: 5 less than all sums != 5    5 km north != 5 km south
-CHANGES += """
 less fewer than least most not cannot no is are if unless when for but except without out below
-above under before after ago late earlier younger shorter up down downward downwards behind ahead
-loss lost owed debt deficit negatives right clockwise anticlockwise counterclockwise
+above under subzero before after ago late earlier younger shorter up down downward downwards behind
+ahead loss lost owed debt deficit negatives right clockwise anticlockwise counterclockwise
 north south east west northeast northwest southeast southwest
 """
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
@@ -268,7 +263,7 @@ def is_unit(tail, number):
 
 def may_change(word):
     """Is the word in CHANGES, an ordinal, or too short to be surely a word?"""
-    if is_listed(word, UNITS) or word in "a an at in of on sq cu".split():
+    if is_listed(word, UNITS) or word in ("a", "an", "at", "in", "of", "on", "sq", "cu"):
         return False
     # 5m != 5    5 ab cm != 5    5 xyz units != 5
     if len(word) < 3 or not re.search("[aeiouAEIOU]", word):
@@ -434,8 +429,10 @@ def same_text(answer, label):
     But a label in capitals names points of a figure: abcd != ABCD
     """
     # A word has four letters or more, because xy is a product: yx -> xy
-    kinds = r"[A-Za-z' ]{4,}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m|\(?[0-9][0-9A-Fa-f]*\)?_\{?[0-9]+\}?"
-    if not re.fullmatch(kinds, label) or not re.fullmatch(r"[\w:' (){}-]+", answer):
+    in_base = r"\(?[0-9][0-9A-Fa-f]*\)?_\{?[0-9]+\}?"
+    if not re.fullmatch(rf"[A-Za-z' ]{{4,}}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m|{in_base}", label):
+        return None
+    if not re.fullmatch(rf"[0-9:A-Za-z' -]+|{in_base}", answer):
         return None
     if re.fullmatch("[A-Z' ]+", label):
         return False  # An equal text was accepted before.
