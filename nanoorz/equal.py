@@ -14,7 +14,6 @@ The comments hold examples, and tests/test_equal.py tests them. An arrow stands 
 and a label for which the answer is right. If it is wrong, != stands there.
 """
 
-import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -354,7 +353,7 @@ POWER_OR_ROOT = re.compile(
     r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
 )
 # A time of day
-TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
+TIME = re.compile(r"(?:[01]?[0-9]|2[0-3]):[0-5][0-9]")
 
 # ---- rules: each returns True, False, or None where it cannot tell -------------------------------
 
@@ -396,15 +395,13 @@ def same_number(answer, label):
         return None
     if not number:
         return None if POWER_OR_ROOT.fullmatch(drop_tail(answer)) else False
-    times = [TIME.fullmatch(text) for text in (answer, label)]
-    if all(times):
+    # A time is no ratio: 10:30 != \frac{1}{3}    3:07 != \frac{3}{7}    08:30 -> 8:30
+    # But a ratio in lowest terms may look like a time: 3:10 -> \frac{3}{10}    2:10 -> 1:5
+    times = [bool(TIME.fullmatch(text)) for text in (answer, label)]
+    top, bottom = label_number[0].as_integer_ratio()
+    is_time = (":" in answer) != (":" in label) and f"{top}:{bottom}" not in (answer, label)
+    if all(times) or (any(times) and is_time):
         return answer.lstrip("0") == label.lstrip("0")
-    # A time equals no text without a colon: 10:30 != \frac{1}{3}    3:07 != \frac{3}{7}
-    # But 3:10, which is in lowest terms, may be a ratio: 3:10 -> \frac{3}{10}
-    if any(times) and (":" in answer) != (":" in label):
-        hours, minutes = (times[0] or times[1]).groups()
-        if minutes[0] == "0" or math.gcd(int(hours), int(minutes)) > 1:
-            return False
     return number[0] == label_number[0] or number[1] == label_number[1]
 
 

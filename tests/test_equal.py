@@ -206,25 +206,32 @@ ANSWER_PIECES = r"""
 -( /( 1,000() 1,000\ ; )or( \text{,or} 5pct -x<
 """
 REPEATED = ANSWER_PIECES.split()
-REPEATED += [" ", "1 ", "a ", "1 abcd ", "aa bb ", "1 sq ", " or ", "1 am", "not "]
+REPEATED += [
+    " ",
+    "1 ",
+    "a ",
+    "1 abcd ",
+    "aa bb ",
+    "1 sq ",
+    " or ",
+    "1 am",
+    "not ",
+    ",",
+    "`",
+    "{*a* ",
+    "1,000 ",
+]
 
 
 @pytest.mark.parametrize("piece", REPEATED)
 def test_quick_verdict_takes_bounded_time(piece):
+    """The decode loop waits for it. One such answer took 0.2 s once."""
     start = time.process_time()
     for size in (2_400, 10**6):
         text = piece * (size // len(piece))
         for pair in ((text, "42"), ("42", text), (text, text + "1"), (text, text)):
             equal.quick_verdict(*pair)
-    assert time.process_time() - start < 8
-
-
-def test_an_answer_of_many_short_words_takes_milliseconds():
-    """The decode loop waits for it. One such answer took 0.2 s once."""
-    start = time.process_time()
-    for _ in range(100):
-        assert equal.quick_verdict("a " * 1200, "5") is False
-    assert time.process_time() - start < 6
+    assert time.process_time() - start < 2
 
 
 # ---- algebra and its worker process --------------------------------------------------------------
