@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nanoorz.algebra import Worker
-from nanoorz.equal import parse_number, quick_verdict
+from nanoorz.equal import parse_number, quick_verdict, respell
 from nanoorz.ranks import UserError, one_line
 from nanoorz.records import last_box, parse_problem, read_file, split_path, warn
 
@@ -282,7 +282,7 @@ def show(path):
             if records[position][name]:
                 print(f"{name:8}  {one_line(records[position][name])}")
     labels = [record["label"] for record in records]
-    others = [one_line(label) for label in labels if parse_number(label) is None]
+    others = [one_line(label) for label in labels if parse_number(respell(label)) is None]
     print(f"\n{len(others)} of {len(labels)} labels are no numbers")
     for label in others[:3]:
         print(f"  {label}")

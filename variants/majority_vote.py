@@ -9,7 +9,7 @@ In the laboratory (GRPO, 3 seeds) the accuracy is 0.542 with it and 0.561 with l
 from collections import Counter
 
 import ppo
-from nanoorz.equal import parse_number
+from nanoorz.equal import parse_number, respell
 
 
 class MajorityVote(ppo.Recipe):
@@ -29,5 +29,5 @@ class MajorityVote(ppo.Recipe):
 
 def _spell(answer):
     """The number that the answer is, or else the answer."""
-    number = parse_number(answer)
+    number = parse_number(respell(answer))
     return answer if number is None else number
