@@ -3,7 +3,7 @@
 A `Worker` starts this process, and asks it where no rule of equal.py decides.
 
 Only the grammar of math-verify and its function `verify` are used. Open-Reasoner-Zero also calls
-its function `parse`, which takes letters for units (2m = 2), makes symbols lower-case (R = r), and
+its function `parse`, which reads letters as units (2m = 2), makes symbols lower-case (R = r), and
 evaluates text as code. The text of a model must never be evaluated.
 """
 
@@ -78,7 +78,7 @@ class Worker:
                 self.process.kill()
 
 
-# ---- the side of the process ---------------------------------------------------------------------
+# ---- inside the process --------------------------------------------------------------------------
 
 
 def symbolic_verdict(answer, label):

@@ -7,11 +7,12 @@ r"""Is an answer equal to its label? This file has quick rules. algebra.py decid
 `prepare` gives both texts one spelling and removes the name x of x = 5. Then numbers are compared
 exactly, without the words behind them. After that come rules for other texts.
 
-Where to add what: a command or a character in SPELLINGS; a command with arguments in REWRITES; a
-unit in UNITS; a form of numbers in FORMS; a rule in `quick_verdict`.
+Where to add what: one token in SPELLINGS, and more than one in REWRITES; a unit in UNITS, and one
+letter in UNIT_LETTERS; a word that changes a number in CHANGES; a form of numbers in FORMS; a
+refusal in `refuse_misread`, but in `same_number` if the label is a number.
 
-The comments hold examples, and tests/test_equal.py tests them. An arrow stands between an answer
-and a label for which the answer is right. If it is wrong, != stands there.
+tests/test_equal.py tests the examples in the comments. An arrow means that the answer before it is
+right for the label behind it, and != that it is wrong.
 """
 
 import re
@@ -25,12 +26,12 @@ MAX_TEXT = 2_500
 
 # A token: a command of LaTeX, a word, or one character.
 TOKEN = re.compile(r"\\(?:left|right)\.|\\[A-Za-z]+|\\.|[A-Za-z]+|<=|>=|.", re.DOTALL)
-# {what a token becomes: the tokens}. A space at the end keeps a command apart from a letter.
+# {the spelling: each TOKEN that gets it}. A space at the end keeps a command apart from a letter.
 SPELLINGS = {
-    # Sizes of brackets, layout, dollars: \$\left(\bf 42\right) -> 42    \mathbf{4.2} != 42
+    # Sizes of brackets, layout, currencies: \$\left(\bf 42\right) -> 42    \mathbf{4.2} != 42
     "": r"""\left \right \left. \right. \bigl \bigr \Bigl \Bigr \biggl \biggr \Biggl \Biggr
         \displaystyle \large \Large \bf \boldsymbol \bm \pmb \mathbf \mathit \mathsf \underline
-        \boxed $ \$ \textdollar""",
+        \boxed $ \$ \textdollar € £ ¢ ¥ ₹""",
     # Spaces: 3\quad\frac12 -> 7/2    1~234 -> 1234
     " ": r"\, \; \: \quad \qquad ~",
     # Fonts of text: 5\mathrm{cm} -> 5    \textbf{east} -> \mbox{East}
@@ -82,8 +83,8 @@ def drop_commas(match):
     return match[0] if opened > closed else match[0].replace(",", "")
 
 
-# {pattern: replacement}, in the order of use. Below the first three patterns spaces are single, and
-# none stands beside a brace.
+# {pattern: replacement}, in the order of use. After the first three, spaces are single, and none
+# stands before a brace or behind {.
 REWRITES = {
     # A negative space, and colors: 10,\! 080 -> 10080    \textcolor{red}{42} -> 42
     r"\\!\s*|\\(?:text)?color ?\{[a-z]+\}": "",
@@ -125,7 +126,7 @@ REWRITES = {
     r"√ ?(?:([0-9]+|[A-Za-z])|\(([^()]*)\))": r"\\sqrt{\1\2}",
     # A function: \mathrm{cot}(x) -> \cot x    exp(16) -> \exp(16)
     rf"\\(?:text|operatorname)\{{({FUNCTIONS})\}}|(?<![A-Za-z\\])({FUNCTIONS})(?= ?\()": r"\\\1\2",
-    # The distance between the rows of a matrix
+    # The distance between the rows of a matrix, such as [4pt]
     r"\\\\\[[0-9.]+[a-z]{2}\]": r"\\\\",
     # Braces around each argument: \frac12 -> \frac{1}{2}    \frac\pi2 -> \frac{\pi}{2}
     r"\\(frac|sqrt(?:\[[0-9]\])?) ?([0-9A-Za-z]|\\pi(?![A-Za-z])|\([^()]*\))": r"\\\1{\2}",
@@ -195,16 +196,16 @@ def prepare(answer, label):
 
 # ---- behind a number -----------------------------------------------------------------------------
 
-# The words behind a number are dropped if one of them is a unit or a plural, and none changes the
-# number. These units may stand in the singular, or have another plural than with s.
+# Words behind a number are dropped if one is a unit or a plural with s, and none is in CHANGES. The
+# last eleven words are no units. Points, roots and so on would else be plurals of words in CHANGES.
 UNITS = """
 mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre millimeter centimeter kilometer acre
 ml cl dl liter litre gallon gal quart pint cup tbsp tsp mg kg gram kilogram pound lb ounce oz ton
 sec second min minute hour hr day week month year yr decade mph kph knot degree deg radian rad
 celsius fahrenheit kelvin dollar usd cent penny pence euro eur gbp yen rupee calorie kwh kw kj joule
 newton watt volt ohm hertz hz mol mole kb mb gb tb ev unit way path length people men women children
-teeth geese mice fish sheep deer points roots powers bases logs zeros zeroes left
-total remaining altogether
+teeth geese mice fish sheep deer
+total left remaining altogether points roots powers bases logs zeros zeroes
 """
 # These words and their plurals change the number: 5 hundred != 5    5 factorials != 5
 # 5 squared != 5    5 times the radius != 5    5 theta degrees != 5    5 less than all sums != 5
@@ -225,9 +226,9 @@ north south east west northeast northwest southeast southwest
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
 IN_TEXT = r"\\text\{[^{}\\]{1,60}\}(?:\^[23])?"
 BARE = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z .'()-]{0,60}(?:\^[23])?"
-# 20€ -> 20    12^{\text{th}} -> 12    12th -> 12    5th root != 5
+# 12^{\text{th}} -> 12    12th -> 12    5th root != 5
 TAIL = re.compile(
-    r"(?<=[0-9}]) ?(?:[€£¢¥₹]|(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?)$"
+    r"(?<=[0-9}]) ?(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?$"
     rf"|(?<=[0-9A-Za-z}})% ])(?P<words> ?{IN_TEXT}(?:/?{IN_TEXT}|/{BARE}){{0,2}}"
     rf"| ?{BARE}(?:/{BARE}|/{IN_TEXT}){{0,2}}) ?$"
 )
@@ -235,8 +236,8 @@ TAIL = re.compile(
 
 def drop_tail(text):
     """Removes the words behind a number, because a label often lacks them."""
-    # The pattern matches fewer characters than these, also in a long text.
-    match = TAIL.search(text, max(0, len(text) - 200))
+    # The pattern matches at most 211 characters, also in a long text.
+    match = TAIL.search(text, max(0, len(text) - 220))
     if match and (match["words"] is None or is_unit(match["words"], text[: match.start()])):
         return text[: match.start()]
     return text
@@ -254,7 +255,7 @@ def is_unit(tail, number):
     units = [word in letters or is_listed(word, UNITS) for word in words]
     # Letters without a space may be variables: 5cm -> 5    24pqrs != 24    6xy units != 6
     if tail[0] not in " \\":
-        return units[0] or (len(words[0]) > 4 and words[0][-1] == "s")
+        return units[0] or (len(words[0]) > 4 and words[0][-1] in "sS")
     # One thing needs no plural: 1 solution -> 1    1/2 pizza -> 1/2    5 solution != 5
     is_one = re.search(r"(?:^|[^0-9.,])1$|/[0-9]+$|\\frac\{[0-9]+\}\{[0-9]+\}$", number)
     return any(units) or bool(is_one) or any(len(x) > 3 and x[-1] in "sS" for x in words)
@@ -277,8 +278,13 @@ def may_change(word):
 def is_listed(word, words):
     """Has the list the word or its singular? sixes may be the plural of sixe or of six."""
     word = word.lower()
-    forms = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"}
-    return not forms.isdisjoint(words.split())
+    readings = {
+        word,
+        word.removesuffix("s"),
+        word.removesuffix("es"),
+        word.removesuffix("ies") + "y",
+    }
+    return not readings.isdisjoint(words.split())
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -308,7 +314,7 @@ DECIMAL = (
     r"([+-]?(?:(?:[1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,3})?)"
 )
-# {form of a number: function from the groups of the pattern to the value}
+# {form, without its signs: function from its groups to the value or None}. DECIMAL has a group.
 FORMS = {
     # 1,234.5 -> 1234.5    .5 -> 0.50    6.72e-5 -> 0.0000672    1,00 != 100
     DECIMAL: decimal,
@@ -323,12 +329,12 @@ FORMS = {
 FRACTION = rf"\\frac\{{{DECIMAL}\}}\{{{DECIMAL}\}}"
 # Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    3(1/2) != 3.5
 BRACKETS = r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(([^(),]*)\)|\\\{([^(),]*)\\\})(?=[/%]|$)"
-# Signs around the form: -$5 -> -5    £20 -> 20    50% -> \frac{1}{2}
-SIGNED = re.compile(r"[£€¥₹]?([+-]?) ?[£€¥₹]?(.*?)(%?)", re.DOTALL)
+# Signs around the form: -$5 -> -5    £20 -> 20    20€ -> 20    50% -> \frac{1}{2}
+SIGNED = re.compile(r"([+-]?) ?(.*?)(%?)", re.DOTALL)
 
 
 def parse_number(text):
-    """Two exact values of a number, which ignore and apply a percent sign, or None.
+    """The exact values of a number without and with its percent sign, or None.
 
     50% has the values 50 and 1/2. The text must come from `respell`.
     """
@@ -352,7 +358,7 @@ POWER_OR_ROOT = re.compile(
     r"[+-]?\(?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
     r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
 )
-# A time of day
+# 8:34    08:34
 TIME = re.compile(r"(?:[01]?[0-9]|2[0-3]):[0-5][0-9]")
 
 # ---- rules: each returns True, False, or None where it cannot tell -------------------------------
@@ -399,8 +405,8 @@ def same_number(answer, label):
     # But a ratio in lowest terms may look like a time: 3:10 -> \frac{3}{10}    2:10 -> 1:5
     times = [bool(TIME.fullmatch(text)) for text in (answer, label)]
     top, bottom = label_number[0].as_integer_ratio()
-    is_time = (":" in answer) != (":" in label) and f"{top}:{bottom}" not in (answer, label)
-    if all(times) or (any(times) and is_time):
+    is_no_ratio = (":" in answer) != (":" in label) and f"{top}:{bottom}" not in (answer, label)
+    if all(times) or (any(times) and is_no_ratio):
         return answer.lstrip("0") == label.lstrip("0")
     return number[0] == label_number[0] or number[1] == label_number[1]
 
@@ -425,8 +431,8 @@ def same_text(answer, label):
     Their case does not matter: MONDAY -> Monday    1a3_{16} -> (1A3)_{16}    8:34 pm -> 8:34 PM
     But a label in capitals names points of a figure: abcd != ABCD
     """
-    # A word has four letters or more, because xy is a product: yx -> xy
     in_base = r"\(?[0-9][0-9A-Fa-f]*\)?_\{?[0-9]+\}?"
+    # A word has four letters or more, because xy is a product: yx -> xy
     if not re.fullmatch(rf"[A-Za-z' ]{{4,}}|[Yy]es|[Nn]o|[0-9:]+[AaPp]m|{in_base}", label):
         return None
     if not re.fullmatch(rf"[0-9:A-Za-z' -]+|{in_base}", answer):
@@ -458,7 +464,7 @@ def refuse_misread(answer, label):
     unsolved = [bool(re.search(RELATION, x)) and not SOLVED.match(x) for x in (answer, label)]
     if unsolved == [True, False]:
         return False
-    # Its grammar drops primes and bases, and takes the letters of an angle for a product:
+    # Algebra drops primes and bases, and reads the letters of an angle as a product:
     # f'(x) != f(x)    52_7+1 != 52_8+1    \angle ABC != \angle BAC
     if answer.count("'") != label.count("'"):
         return False
