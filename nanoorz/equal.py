@@ -218,9 +218,10 @@ quarter mil thou percent percentage factorial infinity undefined dne
 squared cubed halved doubled tripled twice quadruple times plus minus over by divided multiplied
 choose mod modulo base root power to point repeating sin cos tan cot sine cosine log exp
 alpha beta gamma delta theta lambda sigma tau phi omega
-less fewer than least most not cannot no is are if unless when for but except without out below
-above under subzero before after ago late earlier younger shorter up down downward downwards behind
-ahead loss lost owed debt deficit negatives right clockwise anticlockwise counterclockwise
+less fewer than least most not cannot exceed fail no is are if unless when for but except without
+out below above under subzero before after ago late earlier younger shorter up down downward
+downwards behind ahead loss lost owed debt deficit negatives right clockwise anticlockwise
+counterclockwise
 north south east west northeast northwest southeast southwest
 """
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
