@@ -96,6 +96,8 @@ REWRITES = {
     # Markdown around a part, or what is left of it: **73** -> 73    73** -> 73    2**3**2 != 64
     r"(?<![\w)*])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]+?)(?<![\s*`_])\1(?![\w(*])": r"\2",
     r"^\*\*|\*\*$": "",
+    # 1.5 x 10^3 -> 1500
+    r"(?<=[0-9]) ?x ?(?=10\^)": r"\\times ",
     # Powers: x**12 -> x^{12}    10^(-5) -> 10^{-5}
     r"(?<=[\w)}])\*\*(-?[0-9]+|[A-Za-z]|\([^()]*\))|\^ ?\(([^()]*)\)": r"^{\1\2}",
     # Bases: 5_{10} -> 5    40 (base 9) -> 40_9    40\text{ in base }9 -> 40_9    5_8 != 5
@@ -300,10 +302,6 @@ def ratio(whole, top, bottom):
     return int(whole or 0) + decimal(top) / bottom if bottom else None
 
 
-def scientific(factor, power):
-    return decimal(factor) * Fraction(10) ** int(power.strip("{}"))
-
-
 def repeating(whole, before, period):
     # 0.1666... = (16 - 1) / 90
     top = int(whole + before + period) - int(whole + before or "0")
@@ -321,9 +319,7 @@ FORMS = {
     DECIMAL: decimal,
     # 6/4 -> 1.5    3:4 -> 3/4    3 1/2 -> 3.5    3\frac{1}{2} != \frac{31}{2}    1/0 != 0
     rf"(?:([0-9]+) (?=[0-9.]))?{DECIMAL}[/:]{DECIMAL}": ratio,
-    # 3 \times 10^8 -> 300000000    1.2*10^{-5} -> 0.000012    2/3\times10^8 != \frac{2}{300000000}
-    rf"{DECIMAL}(?:\\times|\\cdot|\*| ?x) ?10\^([0-9]|\{{-?[0-9]{{1,3}}\}})": scientific,
-    # 0.1\overline{6} -> 1/6    0.(3) -> 1/3    0.\bar{3} != 0.3
+    # 0.1\overline{6} -> 1/6    0.(3) -> 1/3    .\overline{6} -> 2/3    0.\bar{3} != 0.3
     r"([0-9]*)\.([0-9]{0,9})(?:\\(?:overline|bar|dot)\{|\()([0-9]{1,9})[})]": repeating,
 }
 # -\frac{-35}{9} -> 35/9    1\frac{4}{5} -> 1.8
@@ -355,6 +351,7 @@ def parse_number(text):
 
 
 # Only algebra can compute a power or a root: 2^{10} -> 1024    \sqrt[3]{8} -> 2    2^3+1 != 9
+# 3 \times 10^8 km -> 300000000    1.2*10^{-5} -> 0.000012    2/3\times10^8 != \frac{2}{300000000}
 POWER_OR_ROOT = re.compile(
     r"[+-]?\(?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
     r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
