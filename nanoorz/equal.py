@@ -366,9 +366,10 @@ def quick_verdict(answer, label):
     """The verdict of the first rule that can tell, in linear time. None: only algebra can tell."""
     if answer.strip() == label.strip():
         return label.strip() != ""
-    # NFKC may make several characters of one.
-    if max(len(unicodedata.normalize("NFKC", text)) for text in (answer, label)) > MAX_TEXT:
-        return False
+    for text in (answer, label):
+        # NFKC may make several characters of one.
+        if len(text) > MAX_TEXT or len(unicodedata.normalize("NFKC", text)) > MAX_TEXT:
+            return False
     answer, label = prepare(answer, label)
     # Nothing equals an empty text.
     if not answer or not label:
