@@ -24,8 +24,11 @@ MAX_TEXT = 2_500
 
 # ---- spelling: what can be written in many ways gets one spelling --------------------------------
 
-# A token: a command of LaTeX, a word, or one character.
-TOKEN = re.compile(r"\\(?:left|right)\.|\\[A-Za-z]+|\\.|[A-Za-z]+|<=|>=|.", re.DOTALL)
+# A token: a command of LaTeX, the \\ of a matrix, a word, or one character. A command may have two
+# backslashes: \\sqrt{5} -> \sqrt5
+TOKEN = re.compile(
+    r"\\(?:left|right)\.|\\[A-Za-z]+|\\\\(?![A-Za-z])|\\[^A-Za-z\\]|[A-Za-z]+|<=|>=|.", re.DOTALL
+)
 # {the spelling: each TOKEN that gets it}. A space at the end keeps a command apart from a letter.
 SPELLINGS = {
     # Sizes of brackets, layout, currencies: \$\left(\bf 42\right) -> 42    \mathbf{4.2} != 42
@@ -94,7 +97,7 @@ REWRITES = {
     # A formula that is the whole text: \[5\] -> 5    \( x+1 \) -> x+1
     r"^ ?\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])] ?$": r"\1",
     # Markdown around a part, or what is left of it: **73** -> 73    73** -> 73    2**3**2 != 64
-    r"(?<![\w)*])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]+?)(?<![\s*`_])\1(?![\w(*])": r"\2",
+    r"(?<![\w)*])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]{1,99}?)(?<![\s*`_])\1(?![\w(*])": r"\2",
     r"^\*\*|\*\*$": "",
     # 1.5 x 10^3 -> 1500
     r"(?<=[0-9]) ?x ?(?=10\^)": r"\\times ",
@@ -202,11 +205,12 @@ def prepare(answer, label):
 # last eleven words are no units. Points, roots and so on would else be plurals of words in CHANGES.
 UNITS = """
 mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre millimeter centimeter kilometer acre
-ml cl dl liter litre gallon gal quart pint cup tbsp tsp mg kg gram kilogram pound lb ounce oz ton
-sec second min minute hour hr day week month year yr decade mph kph knot degree deg radian rad
-celsius fahrenheit kelvin dollar usd cent penny pence euro eur gbp yen rupee calorie kwh kw kj joule
-newton watt volt ohm hertz hz mol mole kb mb gb tb ev unit way path length people men women children
-teeth geese mice fish sheep deer
+ml cl dl liter litre gallon gal quart pint cup teaspoon tablespoon tbsp tsp mg kg gram kilogram
+pound lb ounce oz ton sec second min minute hour hr day week month year yr decade mph kph knot
+degree deg radian rad celsius fahrenheit kelvin dollar usd cent penny pence euro eur gbp yen rupee
+calorie kwh kw kj joule newton watt volt ohm hertz hz mol mole kb mb gb tb ev unit way path length
+people men women children teeth geese mice fish sheep deer solution integer triangle circle person
+child student boy girl apple pizza cake pie cookie egg ball marble book box card ticket
 total left remaining altogether points roots powers bases logs zeros zeroes
 """
 # These words and their plurals change the number: 5 hundred != 5    5 factorials != 5
@@ -216,15 +220,14 @@ CHANGES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred
 thousand million billion trillion quadrillion lakh lac crore dozen doz score gross half halve third
-quarter mil thou percent percentage factorial infinity undefined dne
-squared cubed halved doubled tripled twice quadruple times plus minus over by divided multiplied
-choose mod modulo base root power to point repeating sin cos tan cot sine cosine log exp
-alpha beta gamma delta theta lambda sigma tau phi omega
-less fewer than least most not cannot exceed fail no is are if unless when for but except without
-out below above under subzero before after ago late earlier younger shorter up down downward
-downwards behind ahead loss lost owed debt deficit negatives right clockwise anticlockwise
-counterclockwise
-north south east west northeast northwest southeast southwest
+quarter mil thou percent percentage factorial infinity undefined dne squared cubed halved doubled
+tripled twice quadruple times plus minus over by divided multiplied choose mod modulo base root
+power to point repeating sin cos tan cot sine cosine log exp alpha beta gamma delta epsilon theta
+lambda rho sigma tau phi omega radical imaginary radius less fewer than least most not cannot exceed
+fail no is are if unless when for but except without out below above under subzero before after ago
+late earlier younger shorter up down downward downwards back backward backwards behind ahead lower
+lighter short slow past decrease loss lost owed debt deficit negatives right clockwise anticlockwise
+counterclockwise north south east west northeast northwest southeast southwest
 """
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
 IN_TEXT = r"\\text\{[^{}\\]{1,60}\}(?:\^[23])?"
@@ -241,12 +244,12 @@ def drop_tail(text):
     """Removes the words behind a number, because a label often lacks them."""
     # The pattern matches at most 211 characters, also in a long text.
     match = TAIL.search(text, max(0, len(text) - 220))
-    if match and (match["words"] is None or is_unit(match["words"], text[: match.start()])):
+    if match and (match["words"] is None or is_unit(match["words"])):
         return text[: match.start()]
     return text
 
 
-def is_unit(tail, number):
+def is_unit(tail):
     """Is one of the words a unit or a plural, and does none change the number?"""
     letters = UNIT_LETTERS if "\\text" in tail or "/" in tail else ""
     words = re.split(r"[ /.()^23{}]+", tail.replace("\\text", "").strip(" /.()^23{}"))
@@ -259,9 +262,8 @@ def is_unit(tail, number):
     # Letters without a space may be variables: 5cm -> 5    24pqrs != 24    6xy units != 6
     if tail[0] not in " \\":
         return units[0] or (len(words[0]) > 4 and words[0][-1] in "sS")
-    # One thing needs no plural: 1 solution -> 1    1/2 pizza -> 1/2    5 solution != 5
-    is_one = re.search(r"(?:^|[^0-9.,])1$|/[0-9]+$|\\frac\{[0-9]+\}\{[0-9]+\}$", number)
-    return any(units) or bool(is_one) or any(len(x) > 3 and x[-1] in "sS" for x in words)
+    # 5 red marbles -> 5    5 abs != 5    \frac{1}{2} at^2 != \frac{1}{2}
+    return any(units) or any(len(word) > 3 and word[-1] in "sS" for word in words)
 
 
 def may_change(word):
