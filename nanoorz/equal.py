@@ -176,7 +176,7 @@ def respell(text):
 EQUALS = re.compile(r"(?<![<>!:])=|\\in(?![A-Za-z])")
 NAME = re.compile(
     # A left side with one of these is no name: x \not= 5 != 5    \log x = 2 != 2
-    rf"(?![^=]*(?:\bnot\b|\\(?:not|{FUNCTIONS})(?![a-z])))"
+    rf"(?![^=]*(?:\bnot\b|\\(?:{FUNCTIONS})(?![a-z])))"
     # f(x) = 5 -> 5    f(3) = 5 -> 5    |AB| = 5 -> 5    (a, b) = (1,2) -> (1,2)    A_1 = 5 -> 5
     r"\(?[A-Za-z\\|](?:[A-Za-z\\,'() |:+]|_\w|\([0-9]\)"
     # \text{Area} = 5 -> 5    \overline{AB} = 5 -> 5    f^{-1}(x) = 2x -> 2x    a_{10} = 5 -> 5
@@ -201,8 +201,8 @@ def prepare(answer, label):
 
 # ---- behind a number -----------------------------------------------------------------------------
 
-# Words behind a number are dropped if one is a unit or a plural with s, and none is in CHANGES. The
-# last eleven words are no units. Points, roots and so on would else be plurals of words in CHANGES.
+# Words behind a number are dropped if one is in UNITS or a plural with s, and none is in CHANGES.
+# UNITS also has nouns in the singular, and points, roots and so on, because CHANGES has root.
 UNITS = """
 mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre millimeter centimeter kilometer acre
 ml cl dl liter litre gallon gal quart pint cup teaspoon tablespoon tbsp tsp mg kg gram kilogram
@@ -259,7 +259,7 @@ def is_unit(tail):
     if any(may_change(word) for word in words if word not in letters):
         return False
     units = [word in letters or is_listed(word, UNITS) for word in words]
-    # Letters without a space may be variables: 5cm -> 5    24pqrs != 24    6xy units != 6
+    # Letters without a space may be variables: 5cm -> 5    5apples -> 5    24pqrs != 24    24abcde != 24
     if tail[0] not in " \\":
         return units[0] or (len(words[0]) > 4 and words[0][-1] in "sS")
     # 5 red marbles -> 5    5 abs != 5    \frac{1}{2} at^2 != \frac{1}{2}
@@ -283,13 +283,9 @@ def may_change(word):
 def is_listed(word, words):
     """Has the list the word or its singular? sixes may be the plural of sixe or of six."""
     word = word.lower()
-    readings = {
-        word,
-        word.removesuffix("s"),
-        word.removesuffix("es"),
-        word.removesuffix("ies") + "y",
-    }
-    return not readings.isdisjoint(words.split())
+    readings = [word.removesuffix(ending) for ending in ("", "s", "es")]
+    readings.append(word.removesuffix("ies") + "y")
+    return any(reading in words.split() for reading in readings)
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -365,7 +361,7 @@ TIME = re.compile(r"(?:[01]?[0-9]|2[0-3]):[0-5][0-9]")
 
 
 def quick_verdict(answer, label):
-    """The verdict of the first rule that can tell, in linear time. None: only algebra can tell."""
+    """The verdict of the first rule that can tell. None: only algebra can tell."""
     if answer.strip() == label.strip():
         return label.strip() != ""
     for text in (answer, label):
@@ -451,7 +447,7 @@ SOLVED = re.compile(rf"(?:.*{RELATION})?[+-]?\\?[A-Za-z]+(?:_[0-9])?(?:$|,|{RELA
 
 def refuse_misread(answer, label):
     """False where algebra.py would accept a wrong answer, else None."""
-    # A list has as many members as the label: 3,3,5 != 3,5. A pair has brackets: 1,2 != (1,2)
+    # A list has as many members as the label, and a pair has brackets: 3,3,5 != 3,5    1,2 != (1,2)
     # Inequalities, \mathbb{R} and matrices may equal texts of other shapes: x > 5 -> (5,\infty)
     if not re.search(rf"{RELATION}|\\(?:ne|mathbb|setminus|begin)(?![a-z])", answer + label):
         sizes = [text.count(",") + text.count("\\pm") for text in (answer, label)]
