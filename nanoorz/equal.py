@@ -259,7 +259,8 @@ def is_unit(tail):
     if any(may_change(word) for word in words if word not in letters):
         return False
     units = [word in letters or is_listed(word, UNITS) for word in words]
-    # Letters without a space may be variables: 5cm -> 5    5apples -> 5    24pqrs != 24    24abcde != 24
+    # Without a space, letters may be variables: 5cm -> 5    5apples -> 5    24pqrs != 24
+    # 24abcde != 24
     if tail[0] not in " \\":
         return units[0] or (len(words[0]) > 4 and words[0][-1] in "sS")
     # 5 red marbles -> 5    5 abs != 5    \frac{1}{2} at^2 != \frac{1}{2}
