@@ -37,6 +37,7 @@ class Worker:
         self.cpu_seconds = cpu_seconds
         self.wall_seconds = wall_seconds
         self.process = None
+        self.is_closed = False
 
     def ask(self, answer, label):
         """Are the texts equal by algebra? None: the process ran out of time, or it crashed.
@@ -48,14 +49,15 @@ class Worker:
         if self.process is None or self.process.poll() is not None:
             self.start()
         verdict = b""
-        # The process may end before it has read the question.
-        with contextlib.suppress(BrokenPipeError):
+        # The process may end before it has read the question: BrokenPipeError. `close`, in another
+        # thread, may have closed the pipes: ValueError.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             # In JSON also a character that UTF-8 cannot hold, half of a surrogate pair, is ASCII.
             self.process.stdin.write(json.dumps([answer, label]).encode() + b"\n")
             if wait([self.process.stdout], self.wall_seconds):
                 verdict = self.process.stdout.readline()
         if not verdict:
-            self.close()
+            self.end()
             return None
         return verdict == b"equal\n"
 
@@ -67,15 +69,22 @@ class Worker:
         variables = os.environ | {"PYTHONHASHSEED": "0"}
         root = Path(__file__).parent.parent
         self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, cwd=root, env=variables)
+        # `close` may have run before this process was there.
+        if self.is_closed:
+            self.process.kill()
         if self.process.stdout.readline() != b"ready\n":
             raise ChildProcessError(f"{' '.join(command)} ended before its first check")
 
+    def end(self):
+        # The end of the `with` closes the pipes and waits for the end of the process.
+        with self.process:
+            self.process.kill()
+
     def close(self):
-        """Ends the process. Another thread may be in `ask`."""
+        """Ends the process. Another thread may be in `ask`, and leaves no process behind."""
+        self.is_closed = True
         if self.process is not None:
-            # The end of the `with` closes the pipes and waits for the end of the process.
-            with self.process:
-                self.process.kill()
+            self.end()
 
 
 # ---- inside the process --------------------------------------------------------------------------
@@ -143,9 +152,10 @@ def serve(cpu_seconds):
     limit_process()
     import sympy
 
-    # sympy imports some modules at their first use, and these imports need what forbid_evaluation
-    # replaces. This comparison makes them. Its verdict does not matter.
-    symbolic_verdict("ab+2a", "a(b+2)")
+    # sympy imports some modules at their first use, and some of these imports need what
+    # forbid_evaluation replaces. These comparisons make such imports. Their verdicts do not matter.
+    for pair in ("ab+2a a(b+2)", "x>5 (5,\\infty)", "2x=4y x-2y=0", "\\cos{x} \\sin{x}"):
+        symbolic_verdict(*pair.split())
     forbid_evaluation()
     os.write(1, b"ready\n")
     for line in sys.stdin.buffer:

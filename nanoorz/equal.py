@@ -19,7 +19,7 @@ import re
 import unicodedata
 from fractions import Fraction
 
-# A longer text equals only the same text.
+# A longer text equals only the same text, also if NFKC makes it longer.
 MAX_TEXT = 2_500
 
 # ---- spelling: what can be written in many ways gets one spelling --------------------------------
@@ -31,7 +31,7 @@ TOKEN = re.compile(
 )
 # {the spelling: each TOKEN that gets it}. A space at the end keeps a command apart from a letter.
 SPELLINGS = {
-    # Sizes of brackets, layout, currencies: \$\left(\bf 42\right) -> 42    \mathbf{4.2} != 42
+    # Sizes of brackets, layout, currencies: \$\left(\bf 42\right) -> 42    -$5 -> -5    20€ -> £20
     "": r"""\left \right \left. \right. \bigl \bigr \Bigl \Bigr \biggl \biggr \Biggl \Biggr
         \displaystyle \large \Large \bf \boldsymbol \bm \pmb \mathbf \mathit \mathsf \underline
         \boxed $ \$ \textdollar € £ ¢ ¥ ₹""",
@@ -62,11 +62,6 @@ SPELLINGS = {
     # Brackets of vectors: \langle 1,2\rangle -> (1,2)    ⟨2,1⟩ != (1,2)
     "(": r"\langle ⟨",
     ")": r"\rangle ⟩",
-    # Large numbers: 5 Million -> 5000000    5\text{ billion dollars} -> 5e9    1/2 million != 1/2
-    "e3": "thousand Thousand",
-    "e6": "million Million",
-    "e9": "billion Billion",
-    "e12": "trillion Trillion",
     # What separates the members of a list: 1, 2, and 3 -> 3; 2; 1    1 or 2 != 12
     ";": "and or",
 }
@@ -75,7 +70,13 @@ SPELLING_OF["\\ "] = " "
 
 # In \text and beside a slash these letters are units, and else variables: 5\mathrm{m} -> 5
 UNIT_LETTERS = "mgshlLJCFKNVWA"
+LARGE = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
 FUNCTIONS = "exp|ln|log|lg|sin|cos|tan|cot|sec|csc"
+
+
+def write_large(match):
+    number, text, word = match.groups()
+    return number + LARGE[word.lower()] + (text or "")
 
 
 def drop_commas(match):
@@ -94,6 +95,8 @@ REWRITES = {
     # \frac {1} {2} -> \frac{1}{2}
     r"\s+": " ",
     r" (?=[{}])|(?<=\{) ": "",
+    # \approx{8.24} -> 8.24    USD 5 -> 5
+    r"^ ?(?:\\approx|\\text\{USD\}|USD\b) ?": "",
     # A formula that is the whole text: \[5\] -> 5    \( x+1 \) -> x+1
     r"^ ?\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])] ?$": r"\1",
     # Markdown around a part, or what is left of it: **73** -> 73    73** -> 73    2**3**2 != 64
@@ -106,8 +109,9 @@ REWRITES = {
     # Bases: 5_{10} -> 5    40 (base 9) -> 40_9    40\text{ in base }9 -> 40_9    5_8 != 5
     r"(?<=[0-9])_(?:10|\{10\})(?=\W*$)": "",
     r"(?<=[0-9A-Fa-f)]) ?(?:\\text\{)? ?\(?(?:in )?base[ }]*([0-9]{1,2})[)}]*$": r"_{\1}",
-    # Large numbers: \$5 million -> 5,000,000    3 1/2 million != 3.0000005
-    r"(?<![/:.,0-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?) ?(\\text\{)?(e[0-9]+)\b": r"\1\3\2",
+    # Large numbers: 5 Million -> 5000000    5\text{ billion dollars} -> 5e9    1/2 million != 1/2
+    r"(?i)(?<![/:.,0-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?) ?(\\text\{)?"
+    rf"({'|'.join(LARGE)})\b": write_large,
     # Percent: 50 per cent -> 50\text{ percent}    50 pct -> 0.5
     r" ?\\text\{(?:%|per cent)\}| ?(?:%|\bper cent\b)": "%",
     # Text without a word, and a word that joins a list: 1,2\text{, and }3 -> 3,2,1    1 or 2 != 12
@@ -126,7 +130,7 @@ REWRITES = {
     # A ratio: 3 to 2 -> 3/2    2\text{ to }3 != 3:2
     r"^([0-9.]+)(?:\\text\{to\} ?| ?to )([0-9.]+)$": r"\1/\2",
     # A vector: <1, 2> -> (1,2)    <2, 1> != (1,2)
-    r"^<([^<>]*,[^<>]*)>$": r"(\1)",
+    r"^<(?=[^<>,]*,)([^<>]*)>$": r"(\1)",
     # A root: √51 -> \sqrt{51}    √(n+1) -> \sqrt{n+1}
     r"√ ?(?:([0-9]+|[A-Za-z])|\(([^()]*)\))": r"\\sqrt{\1\2}",
     # A function: \mathrm{cot}(x) -> \cot x    exp(16) -> \exp(16)
@@ -138,19 +142,19 @@ REWRITES = {
     r"(\\frac\{[^{}]*\}) ?([0-9A-Za-z]|\\pi(?![A-Za-z]))": r"\1{\2}",
     # No braces around one character: x^{2} -> x^2    x_{1} -> x_1
     r"([\^_]) ?\{([0-9A-Za-z])\}": r"\1\2",
-    # A space stays before a digit or letter, and behind a digit, letter or comma. Before a word it
-    # stays also behind a bracket: 3 1/2 != 31/2    1, 234 != 1234    \frac{1}{2} pizza -> 1/2
+    # A space stays only if a digit, letter or comma stands before it, and a digit or letter behind
+    # it, or between a bracket and a word: 3 1/2 != 31/2    1, 234 != 1234    \frac12 pizza -> 1/2
     r"(?<![0-9A-Za-z,})]) | (?![0-9A-Za-z])|(?<=[})]) (?![A-Za-z]{2})": "",
     # Commas of thousands: 2{,}304 -> 2304    1,234(x+1) -> 1234x+1234    1,234,56 != 123456
     r"\{,\}": ",",
     r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9]|,[0-9])": drop_commas,
-    # \approx 8.24 -> 8.24    USD 5 -> 5
-    r"^(?:\\approx|\\text\{USD\}|USD\b) ?": "",
 }
 
 
 def respell(text):
     r"""Gives a text the spelling of SPELLINGS and REWRITES: $\dfrac12$. -> \frac{1}{2}"""
+    if len(text) > MAX_TEXT or len(unicodedata.normalize("NFKC", text)) > MAX_TEXT:
+        return ""
     # Characters that nobody sees, such as marks of the writing direction, have the category Cf.
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     # A dot or a space of LaTeX at the end: \(5\). -> 5
@@ -210,31 +214,33 @@ pound lb ounce oz ton sec second min minute hour hr day week month year yr decad
 degree deg radian rad celsius fahrenheit kelvin dollar usd cent penny pence euro eur gbp yen rupee
 calorie kwh kw kj joule newton watt volt ohm hertz hz mol mole kb mb gb tb ev unit way path length
 people men women children teeth geese mice fish sheep deer solution integer triangle circle person
-child student boy girl apple pizza cake pie cookie egg ball marble book box card ticket
+child student boy girl apple pizza cake pie cookie egg ball marble book box card ticket hectare
+milligram milliliter piece slice bag bottle page game lap cat dog banana orange coin
 total left remaining altogether points roots powers bases logs zeros zeroes
 """
-# These words and their plurals change the number: 5 hundred != 5    5 factorials != 5
+# These words and their plurals change or deny the number: 5 hundred != 5    5 factorials != 5
 # 5 squared != 5    5 times the radius != 5    5 theta degrees != 5    5 less than all sums != 5
 # 5 degrees below zero != 5    5 km north != 5 km south
 CHANGES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred
-thousand million billion trillion quadrillion lakh lac crore dozen doz score gross half halve third
-quarter mil thou percent percentage factorial infinity undefined dne squared cubed halved doubled
-tripled twice quadruple times plus minus over by divided multiplied choose mod modulo base root
-power to point repeating sin cos tan cot sine cosine log exp alpha beta gamma delta epsilon theta
-lambda rho sigma tau phi omega radical imaginary radius less fewer than least most not cannot exceed
-fail no is are if unless when for but except without out below above under subzero before after ago
-late earlier younger shorter up down downward downwards back backward backwards behind ahead lower
-lighter short slow past decrease loss lost owed debt deficit negatives right clockwise anticlockwise
-counterclockwise north south east west northeast northwest southeast southwest
+thousand million billion trillion quadrillion quintillion lakh lac crore dozen doz score gross half
+halve third quarter mil thou percent percentage factorial infinity undefined dne squared cubed
+halved doubled tripled twice quadruple times plus minus over divided multiplied choose mod modulo
+base root power point repeating sin cos tan cot sine cosine log exp alpha beta gamma delta epsilon
+theta lambda rho sigma tau phi omega radical imaginary radius less fewer than least most not never
+doesn't isn't cannot violate exceed fail are unless when for but except without out below above
+under subzero before after ago late earlier younger shorter down downward downwards back backward
+backwards behind ahead lower lighter short slow past decrease loss lost owed debt deficit negatives
+right clockwise anticlockwise counterclockwise north south east west northeast northwest southeast
+southwest
 """
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
 IN_TEXT = r"\\text\{[^{}\\]{1,60}\}(?:\^[23])?"
 BARE = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z .'()-]{0,60}(?:\^[23])?"
-# 12^{\text{th}} -> 12    12th -> 12    5th root != 5
+# 12^{\text{th}} -> 12    12\text{th} -> 12    12th -> 12    5th root != 5
 TAIL = re.compile(
-    r"(?<=[0-9}]) ?(?:\^\{\\text\{)?(?:st|nd|rd|th)(?:\}\})?$"
+    r"(?<=[0-9}]) ?(?:\^\{)?(?:\\text\{)?(?:st|nd|rd|th)\}{0,2}$"
     rf"|(?<=[0-9A-Za-z}})% ])(?P<words> ?{IN_TEXT}(?:/?{IN_TEXT}|/{BARE}){{0,2}}"
     rf"| ?{BARE}(?:/{BARE}|/{IN_TEXT}){{0,2}}) ?$"
 )
@@ -251,25 +257,26 @@ def drop_tail(text):
 
 def is_unit(tail):
     """Is one of the words a unit or a plural, and does none change the number?"""
-    letters = UNIT_LETTERS if "\\text" in tail or "/" in tail else ""
-    words = re.split(r"[ /.()^23{}]+", tail.replace("\\text", "").strip(" /.()^23{}"))
-    # Two apples, and a pair of them: 5 pairs != 5    5 ordered pairs -> 5
-    if is_listed(words[0], "pair couple trio triple double fold grand"):
+    letters = list(UNIT_LETTERS) if "\\text" in tail or "/" in tail else []
+    words = re.findall("[^ /.(){}]+", re.sub(r"\\text|\^[23]", " ", tail))
+    # A word for several things may come first, or behind another word: 5 pairs != 5
+    # 5 ordered pairs -> 5
+    if not words or is_listed(words[0], "pair couple trio triple double fold grand"):
         return False
     if any(may_change(word) for word in words if word not in letters):
         return False
     units = [word in letters or is_listed(word, UNITS) for word in words]
-    # Without a space, letters may be variables: 5cm -> 5    5apples -> 5    24pqrs != 24
-    # 24abcde != 24
+    # Without a space, letters may be variables: 5cm -> 5    5apples -> 5    24abcds != 24
     if tail[0] not in " \\":
-        return units[0] or (len(words[0]) > 4 and words[0][-1] in "sS")
+        return units[0]
     # 5 red marbles -> 5    5 abs != 5    \frac{1}{2} at^2 != \frac{1}{2}
     return any(units) or any(len(word) > 3 and word[-1] in "sS" for word in words)
 
 
 def may_change(word):
     """Is the word in CHANGES, an ordinal, or too short to be surely a word?"""
-    if is_listed(word, UNITS) or word in ("a", "an", "at", "in", "of", "on", "sq", "cu"):
+    harmless = ("a", "an", "at", "in", "of", "on", "sq", "cu", "with", "both")
+    if is_listed(word, UNITS) or word in harmless:
         return False
     # 5m != 5    5 ab cm != 5    5 xyz units != 5
     if len(word) < 3 or not re.search("[aeiouAEIOU]", word):
@@ -285,7 +292,7 @@ def is_listed(word, words):
     """Has the list the word or its singular? sixes may be the plural of sixe or of six."""
     word = word.lower()
     readings = [word.removesuffix(ending) for ending in ("", "s", "es")]
-    readings.append(word.removesuffix("ies") + "y")
+    readings.append(re.sub("ies$", "y", word))
     return any(reading in words.split() for reading in readings)
 
 
@@ -299,6 +306,10 @@ def decimal(text):
 def ratio(whole, top, bottom):
     bottom = decimal(bottom)
     return int(whole or 0) + decimal(top) / bottom if bottom else None
+
+
+def scientific(factor, power):
+    return decimal(factor) * Fraction(10) ** int(power.strip("{}"))
 
 
 def repeating(whole, before, period):
@@ -318,6 +329,8 @@ FORMS = {
     DECIMAL: decimal,
     # 6/4 -> 1.5    3:4 -> 3/4    3 1/2 -> 3.5    3\frac{1}{2} != \frac{31}{2}    1/0 != 0
     rf"(?:([0-9]+) (?=[0-9.]))?{DECIMAL}[/:]{DECIMAL}": ratio,
+    # 3 \times 10^8 km -> 300000000    1.2*10^{-5} -> 0.000012    15000\times 20000 != 3\times10^8
+    rf"{DECIMAL}(?:\\times|\\cdot|\*) ?10\^([0-9]|\{{-?[0-9]{{1,3}}\}})": scientific,
     # 0.1\overline{6} -> 1/6    0.(3) -> 1/3    .\overline{6} -> 2/3    0.\bar{3} != 0.3
     r"([0-9]*)\.([0-9]{0,9})(?:\\(?:overline|bar|dot)\{|\()([0-9]{1,9})[})]": repeating,
 }
@@ -325,7 +338,7 @@ FORMS = {
 FRACTION = rf"\\frac\{{{DECIMAL}\}}\{{{DECIMAL}\}}"
 # Brackets around a number: (1/2) -> 1/2    -(5) -> -5    \{5\} -> 5    3(1/2) != 3.5
 BRACKETS = r"(?:^|(?<=[-+])|(?<=/)(?!.*%))(?:\(([^(),]*)\)|\\\{([^(),]*)\\\})(?=[/%]|$)"
-# Signs around the form: -$5 -> -5    £20 -> 20    20€ -> 20    50% -> \frac{1}{2}
+# Signs around the form: - 5 -> -5    50% -> \frac{1}{2}
 SIGNED = re.compile(r"([+-]?) ?(.*?)(%?)", re.DOTALL)
 
 
@@ -334,9 +347,6 @@ def parse_number(text):
 
     50% has the values 50 and 1/2. The text must come from `respell`.
     """
-    # Python refuses to read very long numbers.
-    if len(text) > MAX_TEXT:
-        return None
     text = re.sub(FRACTION, r" \1/\2", re.sub(BRACKETS, r"\1\2", drop_tail(text)))
     sign, body, percent = SIGNED.fullmatch(text.strip()).groups()
     for pattern, value_of in FORMS.items():
@@ -349,8 +359,8 @@ def parse_number(text):
     return None
 
 
-# Only algebra can compute a power or a root: 2^{10} -> 1024    \sqrt[3]{8} -> 2    2^3+1 != 9
-# 3 \times 10^8 km -> 300000000    1.2*10^{-5} -> 0.000012    2/3\times10^8 != \frac{2}{300000000}
+# Only algebra can compute a power or a root: 2^{10} -> 1024    5\cdot2^3 -> 40    2^3+1 != 9
+# \sqrt[3]{8} -> 2    \sqrt{9+16} != 5
 POWER_OR_ROOT = re.compile(
     r"[+-]?\(?(?:(?:[0-9.]+(?:\\times|\\cdot|\*) ?)?[0-9.]+\^(?:[0-9]|\{-?[0-9]+\})"
     r"|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\})\)?"
@@ -365,12 +375,8 @@ def quick_verdict(answer, label):
     """The verdict of the first rule that can tell. None: only algebra can tell."""
     if answer.strip() == label.strip():
         return label.strip() != ""
-    for text in (answer, label):
-        # NFKC may make several characters of one.
-        if len(text) > MAX_TEXT or len(unicodedata.normalize("NFKC", text)) > MAX_TEXT:
-            return False
     answer, label = prepare(answer, label)
-    # Nothing equals an empty text.
+    # Nothing equals an empty text. A text that is too long has become empty.
     if not answer or not label:
         return False
     verdict = same_number(answer, label)

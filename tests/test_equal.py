@@ -7,9 +7,9 @@ import json
 import random
 import re
 import time
+import tokenize
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 
 import pytest
 from conftest import DATA, jsonl, run_python
@@ -46,24 +46,25 @@ def test_known_answers_get_the_verdict_of_the_table(grader):
     assert len(expected) > 600
 
 
-def examples(source) -> dict:
-    """The examples in the comments and docstrings of a source file: {(answer, label): is it right?}
+def examples(path) -> dict:
+    """The examples in the comments and docstrings of a file: {(answer, label): is it right?}
 
     Four spaces, or a colon, separate them: # A root:    √4 -> 2    √4 != 3
     """
     found = {}
-    for line in source.splitlines():
-        if re.match(r"\s*(#|r?\"\"\"|[^\"#]*$)", line):
-            line = re.sub(r"^\s*(#|r?\"\"\")|\"\"\"$", "", line)
-            for part in re.split(r" {4}|: (?! )", line):
-                example = re.fullmatch(r"(.+?) (->|!=) (.+)", part.strip())
+    with open(path, "rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    for token in tokens:
+        if token.type == tokenize.COMMENT or '"""' in token.string[:4]:
+            for part in re.split(r"\n| {4}|: (?! )", token.string.replace('"""', "")):
+                example = re.fullmatch(r"(?:[#r]r? ?)?(.+?) (->|!=) (.+)", part.strip())
                 if example:
                     found[example[1], example[3]] = example[2] == "->"
     return found
 
 
 def test_the_examples_of_the_rules_are_true(grader):
-    expected = examples(Path(equal.__file__).read_text())
+    expected = examples(equal.__file__)
     found = verdicts(grader, expected)
     assert [pair for pair in expected if found[pair] != expected[pair]] == []
     assert len(expected) > 160
@@ -225,7 +226,7 @@ REPEATED += [
 
 @pytest.mark.parametrize("piece", REPEATED)
 def test_quick_verdict_takes_bounded_time(piece):
-    """The decode loop waits for it. One such answer took 0.2 s once."""
+    """The decode loop waits for it. An answer of many short words once took 0.2 s."""
     start = time.process_time()
     for size in (2_400, 10**6):
         text = piece * (size // len(piece))
