@@ -104,8 +104,9 @@ def symbolic_verdict(answer, label):
     symbols = ConversionConfig(lowercase_symbols=False)
     expressions = []
     for text in prepare(answer, label):
-        # A word behind a number is a unit. Without a number the word may be the answer itself.
-        if re.search(r"[0-9]|\\pi", text):
+        # A word behind a number is a unit. Without a number, or if words stand before it, the word
+        # may be the answer itself.
+        if re.search(r"[0-9]|\\pi", text) and not re.match("[A-Za-z]{3}", text):
             text = drop_tail(text)
         # (3,125) -> (3, 125). `prepare` has removed the commas of thousands, so each comma that is
         # left separates two members.

@@ -95,13 +95,13 @@ REWRITES = {
     # \frac {1} {2} -> \frac{1}{2}
     r"\s+": " ",
     r" (?=[{}])|(?<=\{) ": "",
+    # Markdown around a part, or what is left of it: **73** -> 73    73** -> 73    2**3**2 != 64
+    r"(?<![\w)*])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]{1,99}?)(?<![\s*`_])\1(?![\w(*])": r"\2",
+    r"^\*\*|\*\*$": "",
     # \approx{8.24} -> 8.24    USD 5 -> 5
     r"^ ?(?:\\approx|\\text\{USD\}|USD\b) ?": "",
     # A formula that is the whole text: \[5\] -> 5    \( x+1 \) -> x+1
     r"^ ?\\[\[(]((?:(?!\\[()\[\]]).)*)\\[\])] ?$": r"\1",
-    # Markdown around a part, or what is left of it: **73** -> 73    73** -> 73    2**3**2 != 64
-    r"(?<![\w)*])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]{1,99}?)(?<![\s*`_])\1(?![\w(*])": r"\2",
-    r"^\*\*|\*\*$": "",
     # 1.5 x 10^3 -> 1500
     r"(?<=[0-9]) ?x ?(?=10\^)": r"\\times ",
     # Powers: x**12 -> x^{12}    10^(-5) -> 10^{-5}
@@ -143,8 +143,9 @@ REWRITES = {
     # No braces around one character: x^{2} -> x^2    x_{1} -> x_1
     r"([\^_]) ?\{([0-9A-Za-z])\}": r"\1\2",
     # A space stays only if a digit, letter or comma stands before it, and a digit or letter behind
-    # it, or between a bracket and a word: 3 1/2 != 31/2    1, 234 != 1234    \frac12 pizza -> 1/2
-    r"(?<![0-9A-Za-z,})]) | (?![0-9A-Za-z])|(?<=[})]) (?![A-Za-z]{2})": "",
+    # it. It also stays between a bracket and a word, and between % and a word: 3 1/2 != 31/2
+    # 1, 234 != 1234    \frac12 pizza -> 1/2    5% per year -> 5%
+    r"(?<![0-9A-Za-z,})%]) | (?![0-9A-Za-z])|(?<=[})%]) (?![A-Za-z]{2})": "",
     # Commas of thousands: 2{,}304 -> 2304    1,234(x+1) -> 1234x+1234    1,234,56 != 123456
     r"\{,\}": ",",
     r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3}){1,3}(?![0-9]|,[0-9])": drop_commas,
@@ -206,7 +207,7 @@ def prepare(answer, label):
 # ---- behind a number -----------------------------------------------------------------------------
 
 # Words behind a number are dropped if one is in UNITS or a plural with s, and none is in CHANGES.
-# UNITS also has nouns in the singular, and points, roots and so on, because CHANGES has root.
+# UNITS also has nouns in the singular, and roots, powers and so on, because CHANGES has root.
 UNITS = """
 mm cm dm km nm in inch foot feet ft yard yd mile mi meter metre millimeter centimeter kilometer acre
 ml cl dl liter litre gallon gal quart pint cup teaspoon tablespoon tbsp tsp mg kg gram kilogram
@@ -215,32 +216,33 @@ degree deg radian rad celsius fahrenheit kelvin dollar usd cent penny pence euro
 calorie kwh kw kj joule newton watt volt ohm hertz hz mol mole kb mb gb tb ev unit way path length
 people men women children teeth geese mice fish sheep deer solution integer triangle circle person
 child student boy girl apple pizza cake pie cookie egg ball marble book box card ticket hectare
-milligram milliliter piece slice bag bottle page game lap cat dog banana orange coin
-total left remaining altogether points roots powers bases logs zeros zeroes
+milligram milliliter piece slice bag bottle page game lap cat dog banana orange coin century tonne
+amp inches
+total left remaining altogether per st nd rd th roots powers bases logs zeros zeroes
 """
 # These words and their plurals change or deny the number: 5 hundred != 5    5 factorials != 5
 # 5 squared != 5    5 times the radius != 5    5 theta degrees != 5    5 less than all sums != 5
 # 5 degrees below zero != 5    5 km north != 5 km south
 CHANGES = """
-zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+zero one two three four five six sixes seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred
 thousand million billion trillion quadrillion quintillion lakh lac crore dozen doz score gross half
-halve third quarter mil thou percent percentage factorial infinity undefined dne squared cubed
-halved doubled tripled twice quadruple times plus minus over divided multiplied choose mod modulo
-base root power point repeating sin cos tan cot sine cosine log exp alpha beta gamma delta epsilon
-theta lambda rho sigma tau phi omega radical imaginary radius less fewer than least most not never
-doesn't isn't cannot violate exceed fail are unless when for but except without out below above
-under subzero before after ago late earlier younger shorter down downward downwards back backward
-backwards behind ahead lower lighter short slow past decrease loss lost owed debt deficit negatives
-right clockwise anticlockwise counterclockwise north south east west northeast northwest southeast
-southwest
+halve third quarter mil thou percent percentage factorial infinity undefined unknown false dne
+squared cubed halved doubled tripled twice quadruple times plus minus over divided multiplied choose
+mod modulo base root power repeating sin cos tan cot sine cosine log exp alpha beta gamma delta
+epsilon theta lambda rho sigma tau phi omega radical imaginary radius less fewer than least most not
+never doesn't isn't cannot violate exceed fail are unless when for but except without out below
+above under subzero before after ago late earlier younger shorter down downward downwards back
+backward backwards behind ahead lower lighter slower cheaper colder cooler smaller downhill
+downstairs short slow past decrease loss lost owed debt deficit negatives right clockwise
+anticlockwise counterclockwise north south east west northeast northwest southeast southwest
 """
 # 5\text{ cm} -> 5    10\text{ ft}^3/\text{min} -> 10    60 miles/hour -> 60    15 cm^2 -> 15
 IN_TEXT = r"\\text\{[^{}\\]{1,60}\}(?:\^[23])?"
 BARE = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z .'()-]{0,60}(?:\^[23])?"
-# 12^{\text{th}} -> 12    12\text{th} -> 12    12th -> 12    5th root != 5
+# 12^{\text{th}} -> 12    12\text{th} -> 12    12th day -> 12    5th root != 5
 TAIL = re.compile(
-    r"(?<=[0-9}]) ?(?:\^\{)?(?:\\text\{)?(?:st|nd|rd|th)\}{0,2}$"
+    r"\^\{\\text\{(?:st|nd|rd|th)\}\}$"
     rf"|(?<=[0-9A-Za-z}})% ])(?P<words> ?{IN_TEXT}(?:/?{IN_TEXT}|/{BARE}){{0,2}}"
     rf"| ?{BARE}(?:/{BARE}|/{IN_TEXT}){{0,2}}) ?$"
 )
@@ -250,12 +252,12 @@ def drop_tail(text):
     """Removes the words behind a number, because a label often lacks them."""
     # The pattern matches at most 211 characters, also in a long text.
     match = TAIL.search(text, max(0, len(text) - 220))
-    if match and (match["words"] is None or is_unit(match["words"])):
+    if match and (match["words"] is None or is_unit(match["words"], text[: match.start()])):
         return text[: match.start()]
     return text
 
 
-def is_unit(tail):
+def is_unit(tail, number):
     """Is one of the words a unit or a plural, and does none change the number?"""
     letters = list(UNIT_LETTERS) if "\\text" in tail or "/" in tail else []
     words = re.findall("[^ /.(){}]+", re.sub(r"\\text|\^[23]", " ", tail))
@@ -269,6 +271,9 @@ def is_unit(tail):
     # Without a space, letters may be variables: 5cm -> 5    5apples -> 5    24abcds != 24
     if tail[0] not in " \\":
         return units[0]
+    # One thing needs no plural: 1 red car -> 1    5 car != 5    1 negative != 1
+    if number in ("1", "-1") and words[-1] != "negative":
+        return True
     # 5 red marbles -> 5    5 abs != 5    \frac{1}{2} at^2 != \frac{1}{2}
     return any(units) or any(len(word) > 3 and word[-1] in "sS" for word in words)
 
@@ -289,10 +294,9 @@ def may_change(word):
 
 
 def is_listed(word, words):
-    """Has the list the word or its singular? sixes may be the plural of sixe or of six."""
+    """Has the list the word or its singular?"""
     word = word.lower()
-    readings = [word.removesuffix(ending) for ending in ("", "s", "es")]
-    readings.append(re.sub("ies$", "y", word))
+    readings = (word, word.removesuffix("s"), re.sub("ies$", "y", word))
     return any(reading in words.split() for reading in readings)
 
 
@@ -384,7 +388,7 @@ def quick_verdict(answer, label):
         return verdict
     # The rules below read the words in \text{}: \text{red}, \text{blue} -> red,blue
     texts = [re.sub(r"\\text\{([^{}]*)\}", r"\1", text) for text in (answer, label)]
-    answer, label = (text.replace(", ", ",").strip() for text in texts)
+    answer, label = (text.replace(", ", ",").replace(") ", ")").strip() for text in texts)
     if answer == label:
         return True
     for rule in (same_choice, same_text, refuse_misread):
