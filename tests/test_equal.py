@@ -56,8 +56,9 @@ def examples(path) -> dict:
         tokens = list(tokenize.tokenize(file.readline))
     for token in tokens:
         if token.type == tokenize.COMMENT or '"""' in token.string[:4]:
-            for part in re.split(r"\n| {4}|: (?! )", token.string.replace('"""', "")):
-                example = re.fullmatch(r"(?:[#r]r? ?)?(.+?) (->|!=) (.+)", part.strip())
+            text = re.sub(r'^#|^r?"""|"""$', "", token.string)
+            for part in re.split(r"\n| {4}|: (?! )", text):
+                example = re.fullmatch(r"(.+?) (->|!=) (.+)", part.strip())
                 if example:
                     found[example[1], example[3]] = example[2] == "->"
     return found
@@ -207,21 +208,7 @@ ANSWER_PIECES = r"""
 -( /( 1,000() 1,000\ ; )or( \text{,or} 5pct -x<
 """
 REPEATED = ANSWER_PIECES.split()
-REPEATED += [
-    " ",
-    "1 ",
-    "a ",
-    "1 abcd ",
-    "aa bb ",
-    "1 sq ",
-    " or ",
-    "1 am",
-    "not ",
-    ",",
-    "`",
-    "{*a* ",
-    "1,000 ",
-]
+REPEATED += " |1 |a |1 abcd |aa bb |1 sq | or |1 am|not |,|`|{*a* |1,000 ".split("|")
 
 
 @pytest.mark.parametrize("piece", REPEATED)
