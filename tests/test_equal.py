@@ -208,7 +208,8 @@ ANSWER_PIECES = r"""
 -( /( 1,000() 1,000\ ; )or( \text{,or} 5pct -x<
 """
 REPEATED = ANSWER_PIECES.split()
-REPEATED += " |1 |a |1 abcd |aa bb |1 sq | or |1 am|not |,|`|{*a* |1,000 ".split("|")
+REPEATED += [" ", "1 ", "a ", "1 abcd ", "aa bb ", "1 sq ", " or ", "1 am", "not "]
+REPEATED += [",", "`", "{*a* ", "1,000 "]
 
 
 @pytest.mark.parametrize("piece", REPEATED)
