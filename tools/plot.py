@@ -8,14 +8,9 @@ a run has 40 steps or more, a pale line shows the single steps. The picture of s
 colour for each run, and the accuracy on each run's first evaluation set.
 """
 
-import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-
-if __name__ == "__main__":
-    # Ctrl-C ends this process in one line, also while the imports below take seconds.
-    signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
 
 import pandas as pd
 from matplotlib import rc_context
@@ -23,7 +18,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import runs
-from tools.compare import draw, read_run
+from tools.compare import draw
 
 # The panels of one run: {title: {metric: (its label, its colour)}}.
 REWARD = "Reward, accuracy (dots), truncated"
@@ -58,29 +53,26 @@ SEARCH = {
     "repetition": ("repetition", runs.GREY),
     "slips": ("slips", runs.RED),
 }
-NO_REWARDS = ("reward_lost", "reward_drawn")  # numbers about rewards
 # Where the y axis ends, or above. The axis of NORM is logarithmic.
 LEAST = {REWARD: 1, VARIANCE: 1, SEARCHES: 1, NORM: None}
 
 
 def draw_run(run: Path, out: Path) -> None:
-    """Writes the picture of one run. Raises OSError."""
+    """Writes the picture of one run."""
     metrics = runs.read_metrics(run)
     panels = dict(PANELS)
     title = run.resolve().name
     for number, (name, table) in enumerate(runs.read_evaluations(run).items()):
-        if "accuracy" in table:
-            column = f"accuracy {name}"
-            metrics = metrics.join(table.accuracy.rename(column), how="outer")
-            panels[REWARD] = panels[REWARD] | {column: (name[:8], f"C{2 + number % 6}")}
-            title += f"     {name} {table.accuracy.iloc[0]:.2f} → {table.accuracy.iloc[-1]:.2f}"
+        column = f"accuracy {name}"
+        metrics = metrics.join(table.accuracy.rename(column), how="outer")
+        panels[REWARD] = panels[REWARD] | {column: (name[:8], f"C{2 + number % 6}")}
+        title += f"     {name} {table.accuracy.iloc[0]:.2f} → {table.accuracy.iloc[-1]:.2f}"
     if "checked" in metrics:
         panels.pop(NORM)
         panels[SEARCHES] = SEARCH
-    # Of a task with several rewards the first one is `reward`.
-    rewards = [x for x in metrics if x.startswith("reward_") and x not in NO_REWARDS]
-    rewards = [x for x in rewards if not metrics[x].equals(metrics.reward)]
-    for name, colour in zip(rewards, runs.COLOURS[3:]):
+    # A task with several rewards logs reward_NAME for each. reward_lost counts lost verdicts.
+    names = [x for x in metrics if x.startswith("reward_") and x != "reward_lost"]
+    for name, colour in zip(names, runs.COLOURS[3:]):
         panels[REWARD] = panels[REWARD] | {name: (name.removeprefix("reward_")[:9], colour)}
     with rc_context(runs.STYLE):
         figure = Figure(figsize=(15, 8.5), layout="constrained")
@@ -91,7 +83,7 @@ def draw_run(run: Path, out: Path) -> None:
             ends = draw_curves(ax, metrics, curves)
             runs.scale(ax, LEAST.get(name, 0.01))
             write_labels(ax, ends)
-        runs.save(figure, out)
+        figure.savefig(out)
 
 
 def draw_curves(ax, metrics: pd.DataFrame, curves: dict) -> list[tuple[float, str, str]]:
@@ -100,6 +92,8 @@ def draw_curves(ax, metrics: pd.DataFrame, curves: dict) -> list[tuple[float, st
     for name in metrics.columns.intersection(list(curves)):
         text, colour = curves[name]
         curve = metrics[name].dropna()
+        if curve.empty:
+            continue
         means = runs.smooth(curve, len(curve))
         marker = "o" if name.startswith("accuracy ") or len(curve) < 3 else ""
         if len(curve) >= 40:
@@ -124,26 +118,20 @@ def write_labels(ax, ends: list[tuple[float, str, str]]) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--out", type=Path, help="the picture: a .png, .pdf, .svg or .jpg file")
+    text = "the folder of a run"
+    parser.add_argument("runs", type=runs.run_folder, nargs="+", metavar="RUN", help=text)
+    text = "the picture: a .png, .pdf, .svg or .jpg file"
+    parser.add_argument("--out", type=Path, metavar="PATH", help=text)
     args = parser.parse_args()
     [first, *others] = args.runs
-    out = args.out or (first.resolve().parent if others else first) / "curves.png"
-    try:
-        for run in args.runs:
-            tables = [runs.read_metrics(run), *runs.read_evaluations(run).values()]
-            if all(table.empty for table in tables):
-                message = "has no number in metrics.jsonl or eval.jsonl; name the folder of a run"
-                message += ". For settings of a laboratory use tools/compare.py"
-                parser.exit(2, f"error: {run} {message}\n")
-        if others:
-            found = zip(args.runs, map(read_run, args.runs))
-            draw({f"{path} ({run.set})": {1: run} for path, run in found}, [], out)
-        else:
-            draw_run(first, out)
-        print(f"wrote {out}")
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"error: {runs.describe(error, out)}; no picture is written\n")
+    if others:
+        out = args.out or first.resolve().parent / "curves.png"
+        found = {path: runs.read_run(path) for path in args.runs}
+        draw({f"{path} ({run.set})": {1: run} for path, run in found.items()}, out)
+    else:
+        out = args.out or first / "curves.png"
+        draw_run(first, out)
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

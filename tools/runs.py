@@ -1,21 +1,150 @@
-"""A library of the other tools: it reads run folders, and holds the style of all pictures.
+"""A library of the other tools: it reads run folders, computes intervals, and styles pictures.
 
 A run appends one JSON object a line to metrics.jsonl (one line a step) and to eval.jsonl (one line
-a step and evaluation set). All tools read these files by the same rules:
-
-- A file that does not exist has no lines. A line that is not a whole JSON object is skipped.
-- In a table, a value that is not a finite number is missing (NaN).
-- In a table, a line without a step is skipped. If two lines have one step, the later line counts.
+a step and evaluation set). The last line of a run that was killed may not be whole, and is skipped.
 """
 
-import errno
+import argparse
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import mpmath
+import numpy as np
 import pandas as pd
 from cycler import cycler
+
+
+def refuse(told: str) -> None:
+    """Ends the program because of a wrong command line, file or folder."""
+    print(f"error: {told}", file=sys.stderr)
+    sys.exit(2)
+
+
+# ---- run folders ---------------------------------------------------------------------------------
+
+
+def run_folder(text: str) -> Path:
+    """The type of an argument that names a run. argparse refuses another folder."""
+    folder = Path(text)
+    if not any((folder / name).exists() for name in ("metrics.jsonl", "eval.jsonl")):
+        raise argparse.ArgumentTypeError(f"{text} has no metrics.jsonl; give the folder of a run")
+    return folder
+
+
+def read_lines(path: Path) -> Iterator[dict]:
+    """The JSON objects of a .jsonl file. A file that is absent has none."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for text in file:
+            try:
+                # NaN and infinity become None, because a browser refuses them.
+                yield json.loads(text, parse_constant=lambda constant: None)
+            except ValueError:
+                continue
+
+
+def read_metrics(run: Path) -> pd.DataFrame:
+    """The numbers of metrics.jsonl: one row a step, one column a metric."""
+    return make_table(read_lines(run / "metrics.jsonl"))
+
+
+def read_evaluations(run: Path) -> dict[str, pd.DataFrame]:
+    """The numbers of eval.jsonl by evaluation set, in the order of the file."""
+    lines_by_set = {}
+    for line in read_lines(run / "eval.jsonl"):
+        lines_by_set.setdefault(line["set"], []).append(line)
+    return {name: make_table(lines) for name, lines in lines_by_set.items()}
+
+
+def make_table(lines: Iterable[dict]) -> pd.DataFrame:
+    """A row for each step. What is no number is left out. The last of two lines of a step counts."""
+    table = pd.DataFrame(lines)
+    if table.empty:
+        return table
+    table = table.drop_duplicates("step", keep="last").set_index("step").sort_index()
+    return table.select_dtypes("number").astype(float)
+
+
+class Run(NamedTuple):
+    metrics: pd.DataFrame  # a row for each step; tokens: the response tokens drawn so far
+    evaluations: pd.DataFrame  # a row for each evaluation: step, tokens, seconds, accuracy
+    set: str  # the name of the evaluation set, the first of the run
+
+
+def read_run(folder: Path) -> Run:
+    metrics = read_metrics(folder)
+    metrics["tokens"] = metrics.drawn_tokens.cumsum()
+    name, table = next(iter(read_evaluations(folder).items()), ("no set", pd.DataFrame()))
+    evaluations = table.reindex(columns=["accuracy"]).rename_axis("step").reset_index()
+    steps = [0, *metrics.index]
+    evaluations["tokens"] = np.interp(evaluations.step, steps, [0, *metrics.tokens])
+    evaluations["seconds"] = np.interp(evaluations.step, steps, [0, *metrics.seconds.cumsum()])
+    return Run(metrics, evaluations, name)
+
+
+def read_setting(folder: Path, seeds: int | None = None) -> dict[int, Run]:
+    """The finished runs of a setting by seed: FOLDER/seed1 and so on. seeds: the last that counts."""
+    runs = {}
+    for result in folder.glob("seed*/result.json"):
+        seed = int(result.parent.name.removeprefix("seed"))
+        if seeds is None or seed <= seeds:
+            runs[seed] = read_run(result.parent)
+    return dict(sorted(runs.items()))
+
+
+# ---- numbers over seeds --------------------------------------------------------------------------
+
+
+def accuracies_at(runs: dict[int, Run], axis: str, at: float) -> pd.Series:
+    """Of each seed the mean of three evaluations, interpolated between two evaluations.
+
+    axis: step, tokens or seconds.
+    """
+    found = {}
+    for seed, run in runs.items():
+        means = run.evaluations.accuracy.rolling(3, min_periods=1).mean()
+        found[seed] = np.interp(at, run.evaluations[axis], means)
+    return pd.Series(found, dtype=float)
+
+
+def end_of(*settings: dict[int, Run], axis: str) -> float:
+    """The end of the shortest run of these settings on this axis."""
+    return min(run.evaluations[axis].max() for runs in settings for run in runs.values())
+
+
+def differences(runs: dict[int, Run], baseline: dict[int, Run], axis: str) -> pd.Series:
+    """The difference in accuracy of each seed that both have, where the shortest run ends."""
+    at = end_of(runs, baseline, axis=axis)
+    return (accuracies_at(runs, axis, at) - accuracies_at(baseline, axis, at)).dropna()
+
+
+def mean_text(numbers: Iterable[float], form: str = ".3f") -> str:
+    """A mean with its 95 % interval (Student's t): `0.570 [0.545, 0.595]`. form: of each number."""
+    numbers = pd.Series(list(numbers), dtype=float)
+    text = f"{numbers.mean():{form}}"
+    if len(numbers) > 1:
+        margin = numbers.sem() * limit_of_t(len(numbers))
+        text += f" [{numbers.mean() - margin:{form}}, {numbers.mean() + margin:{form}}]"
+    return text
+
+
+def limit_of_t(count: int) -> float:
+    """Student's t of so many numbers is beyond this limit, in size, in 5 % of cases."""
+    freedom = count - 1
+
+    def excess(limit):
+        share = freedom / (freedom + limit**2)
+        return mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True) - 0.05
+
+    return float(mpmath.findroot(excess, (0, 1000), solver="bisect"))
+
+
+# ---- pictures ------------------------------------------------------------------------------------
 
 BLACK, GREY, BLUE = "#222222", "#999999", "#0072B2"
 RED, GREEN, PINK = "#D55E00", "#009E73", "#CC79A7"
@@ -27,68 +156,18 @@ STYLE = {"axes.prop_cycle": cycler(color=COLOURS * 2, linestyle=LINES)}
 STYLE |= {"text.parse_math": False, "font.size": 13, "lines.linewidth": 2.2, "lines.markersize": 5}
 STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 14, "axes.edgecolor": GREY}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.xmargin": 0.0}
-STYLE |= {"axes.grid": True, "grid.color": "#ececec"}
+STYLE |= {"axes.grid": True, "grid.color": "#ececec", "savefig.dpi": 100}
 
 
-def read_lines(path: Path) -> Iterator[dict]:
-    """The JSON objects of a .jsonl file, in the order of the file. Raises OSError."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for text in file:
-            try:
-                # NaN and infinity become None, because a browser refuses them.
-                line = json.loads(text, parse_constant=lambda constant: None)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict):
-                yield line
+def draw_band(ax, curves: pd.DataFrame, label: str, **style) -> None:
+    """The mean of the seeds, and a band from the lowest seed to the highest.
 
-
-def describe(error: Exception, place: Path) -> str:
-    """One line that names the file. place: where an OSError without a file name has happened."""
-    if isinstance(error, OSError):
-        return f"{error.filename or place}: {error.strerror}"
-    return str(error)
-
-
-def read_metrics(run: Path) -> pd.DataFrame:
-    """The numbers of metrics.jsonl: one row a step, one column a metric. Raises OSError."""
-    if not run.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(run))
-    return make_table(read_lines(run / "metrics.jsonl"))
-
-
-def read_evaluations(run: Path) -> dict[str, pd.DataFrame]:
-    """The numbers of eval.jsonl by evaluation set, in the order of the file. Raises OSError."""
-    lines_by_set = {}
-    for line in read_lines(run / "eval.jsonl"):
-        lines_by_set.setdefault(str(line.get("set")), []).append(line)
-    return {name: make_table(lines) for name, lines in lines_by_set.items()}
-
-
-def make_table(lines: Iterable[dict]) -> pd.DataFrame:
-    """A row for each line, indexed by step. A column without any number is left out."""
-    rows = {}
-    for line in lines:
-        numbers = {name: to_number(value) for name, value in line.items()}
-        step = numbers.pop("step", math.nan)
-        if 0 <= step < 1e9:
-            rows[int(step)] = numbers
-    table = pd.DataFrame.from_dict(rows, orient="index", dtype=float)
-    return table.rename_axis("step").sort_index().dropna(axis="columns", how="all")
-
-
-def to_number(value) -> float:
-    """The value as a float. NaN if the value is no number, or is too large to draw."""
-    if isinstance(value, int | float) and abs(value) < 1e30:
-        return float(value)
-    return math.nan
-
-
-def save(figure, out: str | Path) -> None:
-    """In the format of the ending, such as .pdf; without one as PNG. Raises OSError, ValueError."""
-    figure.savefig(out, dpi=100, format=Path(out).suffix[1:] or "png")
+    curves: a column for each seed.
+    """
+    marker = "o" if len(curves) < 3 else ""
+    [line] = ax.plot(curves.mean(axis=1), label=label, marker=marker, **style)
+    band = (curves.index, curves.min(axis=1), curves.max(axis=1))
+    ax.fill_between(*band, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def scale(ax, least: float | None = 0.01) -> None:
