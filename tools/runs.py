@@ -62,7 +62,7 @@ def read_evaluations(run: Path) -> dict[str, pd.DataFrame]:
 
 
 def make_table(lines: Iterable[dict]) -> pd.DataFrame:
-    """A row for each step. What is no number is left out. The last of two lines of a step counts."""
+    """A row for each step, of numbers alone. The last of two lines of a step counts."""
     table = pd.DataFrame(lines)
     if table.empty:
         return table
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_setting(folder: Path, seeds: int | None = None) -> dict[int, Run]:
-    """The finished runs of a setting by seed: FOLDER/seed1 and so on. seeds: the last that counts."""
+    """The finished runs of a setting, FOLDER/seed1 and so on. seeds: the last seed that counts."""
     runs = {}
     for result in folder.glob("seed*/result.json"):
         seed = int(result.parent.name.removeprefix("seed"))
