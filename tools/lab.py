@@ -52,7 +52,9 @@ def read_plan(path: Path, base: Path) -> dict[str, list[str]]:
             continue
         name = words[0].removesuffix(":")
         if not re.fullmatch(r"[\w-]+:", words[0]) or name in settings:
-            raise UserError(f"line {number}: a line begins with a new name, as in `mine: --lambd 1`")
+            raise UserError(
+                f"line {number}: a line begins with a new name, as in `mine: --lambd 1`"
+            )
         settings[name] = [word.replace("{base}", str(base)) for word in words[1:]]
     shared = settings.pop("base", [])
     return {name: [*shared, *flags] for name, flags in settings.items()}

@@ -20,14 +20,14 @@ import itertools
 import json
 import math
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo
-from tools.runs import read_lines
+from tools.runs import read_lines, run_folder
 
 # It holds the words HASH and DATA, which are replaced, and one script.
 PAGE = Path(__file__).with_name("samples.html")
@@ -35,12 +35,6 @@ MAX_BYTES = 20e6
 # The page's name of an estimator: the estimator, and GAE's lambda.
 SHOWN = {"PPO, lambda 1": ("gae", 1.0), "PPO, lambda 0.95": ("gae", 0.95)}
 SHOWN |= {name.upper(): (name, 1.0) for name in ppo.ESTIMATORS if name != "gae"}
-
-
-def run_folder(text: str) -> Path:
-    if not Path(text, "metrics.jsonl").exists():
-        raise ArgumentTypeError(f"{text} has no metrics.jsonl")
-    return Path(text)
 
 
 def read_samples(path: Path, per_step: int) -> tuple[dict[str, dict[int, list[str]]], int]:
