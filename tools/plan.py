@@ -54,8 +54,10 @@ def model_config(name: str):
     """The config of the text part of a model. name: of SHAPES, of the hub, or a folder."""
     if name not in SHAPES:
         return families.read_config(name)
-    kind = Qwen3_5TextConfig if "Qwen3.5" in name else Qwen2Config
-    return kind(**dict(zip(FIELDS, SHAPES[name])), max_position_embeddings=131072)
+    fields = dict(zip(FIELDS, SHAPES[name])) | {"max_position_embeddings": 131072}
+    if "Qwen3.5" in name:
+        return Qwen3_5TextConfig(**fields, linear_num_value_heads=16)
+    return Qwen2Config(**fields)
 
 
 class Plan:
