@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, run_python, unpack
 
 import train
-from studies import ratio_one
+from studies import findings, ratio_one
 
 PAGES = ["README.md", "CONTRIBUTING.md"]
 for folder in ("docs", "docs/exercises"):
@@ -83,25 +83,40 @@ def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
 
 def test_at_ratio_one_only_the_mean_of_a_loss_matters():
     """The losses of other algorithms, as their papers write them, have one of four gradients."""
-    assert {ratio_one.mean_of(name) for name in ratio_one.LOSSES} == ratio_one.LEFT.keys()
+    toy, moved = ratio_one.Toy(), ratio_one.Toy(moved=0.5)
+    for row, losses in ratio_one.losses(toy).items():
+        assert {ratio_one.find_mean(loss, toy) for loss in losses.values()} == {row}
+    for losses in ratio_one.losses(moved).values():
+        found = {ratio_one.find_mean(loss, moved, tolerance=0.01) for loss in losses.values()}
+        assert found == {"none"}
+
+
+def test_tries_of_a_response():
+    """The values are those before a try, before its verdict, and behind the verdict."""
+    tries = [
+        "2 + 3 = 5 <",
+        "3 + 2 = 5 <",
+        "2 - 3 = -1 <",
+        "4 * 3 = 12 >",
+        "7 + 5 = 12 !",
+        "4 * 3 = 12 !",
+    ]
+    tokens = " \n ".join(tries).split(" ") + ["end"]
+    label = {"numbers": [2, 3, 4, 8], "target": 12}
+    sample = {"tokens": tokens, "values": list(range(len(tokens))), "label": label}
+    kinds = ["new miss", "repeated try", "new miss", "overlooked hit", "false claim", "true hit"]
+    expected = [(kind, 7 * k, 7 * k + 5, 7 * k + 6) for k, kind in enumerate(kinds)]
+    assert findings.read_tries(sample) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, folders, words, rows",
-    [
-        ("chain", ["."], ["--picture", "chain.png"], 60),
-        ("teacher", ["."], ["--pictures", "."], 20),
-        ("critic", ["critic", "alone"], [], 15),
-    ],
-)
-def test_the_studies_print_their_tables_from_their_archives(name, folders, words, rows, tmp_path):
+def test_the_studies_print_their_tables_from_the_archive(tmp_path):
     """A row has a 95 % interval. Where runs are absent, one line says so."""
-    unpack(ROOT / "studies" / f"{name}_runs.tar.xz", tmp_path)
-    script = ROOT / "studies" / ("pays.py" if name == "critic" else f"{name}.py")
-    told = run_python(script, *folders, *words, cwd=tmp_path).stdout
-    assert len(re.findall(r"^.* \| .*\d\.?\d* \[.*\]", told, re.MULTILINE)) > rows
-    assert bool(list(tmp_path.glob("*.png"))) == bool(words)
+    unpack(ROOT / "studies" / "runs.tar.xz", tmp_path)
+    script = ROOT / "studies" / "findings.py"
+    told = run_python(script, ".", "--picture", "chain.png", cwd=tmp_path).stdout
+    assert len(re.findall(r"^.* \| .*\d\.?\d* \[.*\]", told, re.MULTILINE)) > 90
+    assert (tmp_path / "chain.png").exists()
     (tmp_path / "empty").mkdir()
-    said = run_python(script, *["empty" for _ in folders], cwd=tmp_path, code=2).stderr
+    said = run_python(script, "empty", cwd=tmp_path, code=2).stderr
     assert said.startswith("error: ") and said.count("\n") == 1
