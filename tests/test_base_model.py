@@ -1,12 +1,9 @@
-"""tools/base_model.py: what its folders hold. No folder is overwritten or incomplete."""
+"""tools/base_model.py: what its folders hold, and what its base models can do."""
 
-import functools
-import json
 import random
 import re
 import shlex
 import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -25,108 +22,74 @@ def answer_of_question(path) -> dict:
     return {problem.question: problem.label for problem in reward.load_problems(str(path), "demo")}
 
 
-def contents(folder) -> dict:
-    """Every file of the folder with its time and its bytes."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-
-
 @pytest.fixture
 def make(monkeypatch):
     """make(folder, seed) is the command in this process, with two updates, which take a second."""
-    two = functools.partial(base_model.Addition, updates=2)
-    monkeypatch.setitem(base_model.RECIPES, "addition", two)
+    monkeypatch.setattr(base_model.Addition, "updates", 2)
     # With more cores the command would give this process more threads.
     monkeypatch.setattr(base_model.os, "sched_getaffinity", lambda _: {0})
 
-    def run(folder, seed: int) -> None:
+    def run(folder, seed: int) -> dict:
         words = ["base_model.py", "addition", str(folder), "--seed", str(seed)]
         monkeypatch.setattr("sys.argv", words)
         base_model.main()
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     return run
 
 
-def test_the_folder_holds_a_model_problems_and_flags_by_the_seed(make, tmp_path, capsys):
+def test_no_held_out_addition_is_trained_on_and_the_seed_decides(make, tmp_path):
     """All 8,100 additions of two-digit numbers, without both orders of the held-out ones."""
-    base = tmp_path / "new folder" / "base"
-    make(base, 1)
-    held_out = answer_of_question(base / "eval.json")
-    train = answer_of_question(base / "train.json")
+    first = make(tmp_path / "base", 1)
+    held_out = answer_of_question(tmp_path / "base" / "eval.json")
+    train = answer_of_question(tmp_path / "base" / "train.json")
     assert len(held_out) == 256
     reversed_too = held_out.keys() | {"+".join(key.split("+")[::-1]) for key in held_out}
     assert not reversed_too & train.keys() and len(reversed_too) + len(train) == 90 * 90
     for question, answer in (train | held_out).items():
         assert sum(map(int, question.split("+"))) == int(answer)
-    cfg = parse_flags(shlex.split((base / "flags.txt").read_text()))
-    files = ([f"{base}/train.json"], [f"{base}/eval.json"])
-    assert (cfg.model, cfg.data, cfg.eval_data) == (str(base), *files)
-    assert "flags.txt has quotes, because of this path" in capsys.readouterr().out
-    make(tmp_path / "again", 1)
-    make(tmp_path / "other", 2)
+    again = make(tmp_path / "again", 1)
+    other = make(tmp_path / "other", 2)
     for name in ("model.safetensors", "train.json", "eval.json"):
-        assert contents(tmp_path / "again")[name][1] == contents(base)[name][1]
-        assert contents(tmp_path / "other")[name][1] != contents(base)[name][1]
+        assert again[name] == first[name] != other[name]
+
+
+@pytest.mark.parametrize("task, sizes", [("countdown", (658, 256)), ("chain", (4000, 128))])
+def test_no_held_out_problem_is_trained_on(task, sizes):
+    train, held_out = base_model.RECIPES[task].split_problems(random.Random(3))
+    assert (len(train), len(held_out)) == sizes
+    assert len({str(problem) for problem in train + held_out}) == sum(sizes)
 
 
 @pytest.mark.parametrize("task", base_model.FLAGS)
-@pytest.mark.parametrize("form", ['xargs "$@" < flags.txt', '"$@" $(cat flags.txt)'])
-def test_flags_are_read_by_xargs_and_by_cat(tmp_path, task, form):
-    """A shell does not remove the quotes of what `cat` prints."""
-    base_model.write_flags(tmp_path, task, 3)
-    show = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))"]
-    command = ["bash", "-c", form, "-", *show]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
-    cfg = parse_flags(json.loads(done.stdout))
-    assert (cfg.model, cfg.data) == (str(tmp_path), [f"{tmp_path}/train.json"])
-    stop = None if task == "chain" else []
-    assert (cfg.stop, cfg.bf16, cfg.gradient_checkpointing) == (stop, False, False)
+def test_flags_are_read_by_xargs(tmp_path, task):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    base_model.write_flags(folder, task, 3)
+    command = ["xargs", "printf", "%s\n"]
+    text = (folder / "flags.txt").read_text()
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    cfg = parse_flags(done.stdout.splitlines())
+    assert (cfg.model, cfg.data) == (str(folder), [f"{folder}/train.json"])
+    assert cfg.eval_data == [f"{folder}/eval.json"]
     assert cfg.template == ("demo" if task == "addition" else "mini")
 
 
-def test_a_base_is_never_incomplete_and_never_overwritten(make, tmp_path, monkeypatch, capsys):
-    """Only flags.txt is written again, because its paths change when a base model is copied."""
+def test_a_folder_is_complete_or_absent_and_has_one_seed(make, tmp_path, capsys):
+    """Only flags.txt is written again, because its paths change when a folder is copied."""
     base = tmp_path / "base"
-
-    def start_another(*_):
-        with pytest.raises(SystemExit, match="2"):
-            make(base, 1)
-        told = f"error: {base}: another run makes this model now; choose another folder"
-        assert capsys.readouterr().err.startswith(told)
-        raise KeyboardInterrupt
-
-    interrupt = mock.patch.object(base_model.Addition, "record", start_another)
+    interrupt = mock.patch.object(base_model.Addition, "record", side_effect=KeyboardInterrupt)
     with interrupt, pytest.raises(KeyboardInterrupt):
         make(base, 1)
     assert not base.exists()
-    make(base, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]
-    before = contents(base)
-    _, flags = before.pop("flags.txt")
+    made = make(base, 1)
     (base / "flags.txt").write_text("--model /of/another/run\n")
-    make(base, 1)
-    assert (base / "flags.txt").read_bytes() == flags
+    with mock.patch.object(base_model, "pretrain") as train:
+        assert make(base, 1) == made and not train.called
     with pytest.raises(SystemExit, match="2"):
         make(base, 2)
-    other = functools.partial(base_model.Addition, updates=3)
-    monkeypatch.setitem(base_model.RECIPES, "addition", other)
-    with pytest.raises(SystemExit, match="2"):
-        make(base, 1)
-    told = f"error: {base}: this is not the base model of this command and --seed %s; choose"
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(told % 2) and second.startswith(told % 1)
-    assert before.items() <= contents(base).items()
-
-
-@pytest.mark.parametrize("recipe", ["", '{"seed', "[1]"])
-def test_a_folder_that_is_no_base_model_is_refused(recipe, make, tmp_path, capsys):
-    (tmp_path / "recipe.json").write_text(recipe)
-    before = contents(tmp_path)
-    for path in (tmp_path, tmp_path / "recipe.json"):
-        with pytest.raises(SystemExit, match="2"):
-            make(path, 1)
-        assert f"error: {path}: this is not the base model" in capsys.readouterr().err
-    assert contents(tmp_path) == before
+    told = f"error: {base} was not made by base_model.py addition --seed 2; remove this folder"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -150,17 +113,6 @@ def test_the_base_model_works_some_answers_and_guesses_the_others(tmp_path):
     assert sum(guessed) / len(guessed) < 0.3
 
 
-def test_no_held_out_problem_is_trained_on(tmp_path):
-    folder = tmp_path / "base"
-    recipe = base_model.Countdown(seed=3, updates=2, batch=2)
-    base_model.build(folder, recipe)
-    train = json.loads((folder / "train.json").read_text())
-    held_out = json.loads((folder / "eval.json").read_text())
-    assert len(held_out) == recipe.held_out
-    different = {(*sorted(record["nums"]), record["target"]) for record in train + held_out}
-    assert len(different) == len(train + held_out) == 914
-
-
 EXERCISES = [f"docs/exercises/{name}.py" for name in ("no_verdict", "blame")]
 
 
@@ -173,10 +125,12 @@ EXERCISES = [f"docs/exercises/{name}.py" for name in ("no_verdict", "blame")]
         ("chain", ["--variant", *EXERCISES, "--blame", "wrong"], {"letters", "wrong", "stutter"}),
     ],
 )
-def test_the_baseline_trains(task, variant, names, tmp_path):
+def test_the_baseline_trains(task, variant, names, tmp_path, monkeypatch):
     """A base with few updates, and two steps with its own flags."""
     folder = tmp_path / "base"
-    base_model.build(folder, base_model.RECIPES[task](seed=1, updates=20))
+    recipe = base_model.RECIPES[task]
+    monkeypatch.setattr(recipe, "updates", 20)
+    base_model.build(folder, recipe, 1)
     base_model.write_flags(folder, task, 1)
     flags = shlex.split((folder / "flags.txt").read_text()) + variant
     flags += ["--run_dir", tmp_path / "run", "--max_steps", 2, "--eval_interval", 0, "--eval_n", 1]
@@ -197,10 +151,9 @@ def solve(question: str) -> int:
     return total
 
 
-def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_path):
+def test_every_word_problem_is_right_and_different_and_the_seed_decides(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        code, told, _ = run_tool("base_model", "words", tmp_path / name, "--seed", seed)
-        assert code == 0 and told.endswith(f"{name} holds eval.jsonl, train.jsonl\n")
+        assert run_tool("base_model", "words", tmp_path / name, "--seed", seed)[0] == 0
     held_out = jsonl(tmp_path / "a" / "eval.jsonl")
     problems = jsonl(tmp_path / "a" / "train.jsonl") + held_out
     assert len({problem["question"] for problem in problems}) == 4200 and len(held_out) == 200
@@ -209,27 +162,6 @@ def test_every_answer_is_right_no_question_comes_twice_and_the_seed_decides(tmp_
         assert solve(problem["question"]) == int(problem["answer"]) > 0, problem
     texts = {name: (tmp_path / name / "train.jsonl").read_text() for name in "abc"}
     assert texts["a"] == texts["b"] != texts["c"]
-    (tmp_path / "file").write_text("")
-    code, _, error = run_tool("base_model", "words", tmp_path / "file" / "words")
-    assert code == 2 and "Not a directory; choose" in error and error.count("\n") == 1
-    # A file of somebody else's is kept.
-    (tmp_path / "c" / "train.jsonl").write_text("mine")
-    assert run_tool("base_model", "words", tmp_path / "c")[0] == 2
-    assert (tmp_path / "c" / "train.jsonl").read_text() == "mine"
-
-
-def test_a_folder_that_cannot_be_made_is_refused_before_the_training(make, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    with mock.patch.object(base_model, "pretrain") as train, pytest.raises(SystemExit, match="2"):
-        make(tmp_path / "file" / "base", 1)
-    assert not train.called and "Not a directory; choose another" in capsys.readouterr().err
-
-
-def test_the_recipe_without_a_folder_starts_nothing():
-    """The launcher torchrun is never started, so the error is one line."""
-    command = ["bash", ROOT / "runs/smollm2_cpu.sh", "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.slow
@@ -249,37 +181,19 @@ def test_the_recipe_trains_a_folder(tmp_path):
 
 
 def test_the_base_model_is_shown_what_the_task_says():
-    """A right letter has a +, another one a -, and half of the texts have no verdict."""
-    recipe = base_model.Chain(1, updates=4)
-    texts = recipe.draw_texts([], random.Random(3))
-    silent = wrong = letters = 0
-    for prompt, *pieces in texts:
-        assert prompt.weight == 0
+    """A right letter has a +, and another one a -. Some texts have a ? in place of all verdicts."""
+    rng = random.Random(3)
+    recipe = base_model.Chain()
+    for number in range(200):
+        prompt, *pieces = recipe.draw_text(number, [], rng)
         table, _, start = prompt.text.partition(":")
-        record = {"table": table, "start": start.lower(), "steps": recipe.steps}
+        record = {"table": table, "start": start.lower(), "steps": recipe.steps + 1}
         label = chain.parse_record(record)["label"]
-        text = "".join(piece.text for piece in pieces)
         said = ""
+        verdicts = set()
         for turn, answer in zip(pieces[::2], pieces[1::2]):
-            assert (turn.weight, answer.weight) == (1, 0)
-            told = chain.reply(said + turn.text, "stop", label | {"letters": start.lower() * 99})
+            told = chain.reply(said + turn.text, "stop", label)
             assert answer.text in (told, "?" + told[1:])
             said += turn.text + told
-            wrong += told[0] == "-"
-        letters += recipe.steps
-        is_silent = "?" in text
-        assert not (is_silent and set(text) & {"+", "-"})
-        silent += is_silent
-    assert 0.35 < silent / len(texts) < 0.65
-    # 0.16 of the letters are random, and one in ten of these is right.
-    assert 0.11 < wrong / letters < 0.18
-
-
-def test_the_problems_are_different_and_no_chain_is_short(tmp_path):
-    recipe = base_model.Chain(1, problems=50, held_out=20)
-    train, held_out = recipe.split_problems(random.Random(1))
-    assert (len(train), len(held_out)) == (50, 20)
-    assert len({str(problem) for problem in train + held_out}) == 70
-    for problem in train:
-        label = chain.parse_record(problem)["label"]
-        assert len(set(label["letters"])) == recipe.steps + 1, "no letter comes twice"
+            verdicts.add(answer.text[0])
+        assert verdicts <= {"+", "-"} or verdicts == {"?"}

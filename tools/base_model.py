@@ -5,11 +5,12 @@
     python tools/base_model.py chain FOLDER [--seed N]       the model of the chains
     python tools/base_model.py words FOLDER [--seed N]       word problems, without a model
 
-The first three make a base model that already reasons in some of its samples, as ORZ's do: a Qwen2
-of half a million parameters, or of 130,000 for the chains. FOLDER gets the model, train.json,
-eval.json, and flags.txt with flags of train.py. It takes one or two minutes on two CPU cores. The
-result depends on the seed and, in its last bits, on the number of threads. `words` writes
-train.jsonl and eval.jsonl in the form of GSM8K.
+The first three make a Qwen2 of half a million parameters, or of 130,000 for the chains. The model
+is trained on texts that reason, because reinforcement learning needs a base model that is right in
+some of its samples. FOLDER gets the model, train.json, eval.json, and flags.txt with flags of
+train.py. This takes one or two minutes on two CPU cores. The result depends on the seed and, in its
+last bits, on the number of threads. `words` writes train.jsonl and eval.jsonl in the form of GSM8K.
+If FOLDER exists, the command changes its flags.txt alone.
 
 countdown: the base model tries at random, in the form that tasks/countdown.py shows.
 chain: the base model looks letters up as tasks/chain.py shows. One in six is a random letter.
@@ -20,36 +21,29 @@ work column by column and are nearly always right:
     worked: 47+85<think>\\n7+5=12\\n4+8+1=13</think><answer>\\boxed{132}</answer>
 """
 
-import errno
-import fcntl
 import itertools
 import json
 import operator
 import os
 import random
 import shlex
-import signal
+import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-if __name__ == "__main__":
-    # Ctrl-C reaches the trainer and this process. This process then ends without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Idle threads of OpenMP must sleep. Otherwise they slow down every other process.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # transformers imports DeepSpeed, which would look for a GPU and log a warning.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
+# The import of environment.py sets variables that torch reads.
+from nanoorz import environment  # noqa: F401  # isort: skip
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, logging
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 END = "<|endoftext|>"
-# flags.txt has these flags of train.py behind the paths. No value needs quotes: `$(cat flags.txt)`.
+# flags.txt has the paths and then these flags of train.py.
 SHARED_FLAGS = """
 --n_samples_per_prompt 16 --prompt_max_len 16 --stop= --micro_train_batch_size 64
 --micro_rollout_batch_size 1024 --kv_cache_gb 0.5 --critic_learning_rate 1e-3
@@ -121,6 +115,19 @@ def encode(tokenizer, texts: list[list[Piece]]) -> list[torch.Tensor]:
     return [ids.long(), weights.contiguous(), stops.contiguous()]
 
 
+def token_losses(logits, targets, stops) -> torch.Tensor:
+    """Returns the loss of each token (B, L - 1).
+
+    If a text may stop before a token, the end is a second target with the probability of the stop.
+    """
+    if not stops.any():
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    logprobs = logits.log_softmax(-1)  # (B, L - 1, V)
+    goes_on = logprobs.gather(-1, targets[..., None])[..., 0]  # (B, L - 1)
+    # The end is token 0.
+    return -((1 - stops) * goes_on + stops * logprobs[..., 0])
+
+
 def pretrain(model, ids: torch.Tensor, weights: torch.Tensor, stops: torch.Tensor, recipe) -> None:
     """Trains the model on ids (N, L). Each text is used once. Padding has the weight 0."""
     settings = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
@@ -131,7 +138,7 @@ def pretrain(model, ids: torch.Tensor, weights: torch.Tensor, stops: torch.Tenso
         span = slice(update * recipe.batch, (update + 1) * recipe.batch)
         weight = weights[span, 1:]  # (B, L - 1)
         logits = model(ids[span], use_cache=False).logits[:, :-1]  # (B, L - 1, V)
-        losses = recipe.losses(logits, ids[span, 1:], stops[span, 1:])  # (B, L - 1)
+        losses = token_losses(logits, ids[span, 1:], stops[span, 1:])  # (B, L - 1)
         # The weights of a batch add up to a whole number, and only float64 shows this number.
         loss = (losses * weight).sum() / weight.sum(dtype=torch.float64).float()
         loss.backward()
@@ -140,225 +147,180 @@ def pretrain(model, ids: torch.Tensor, weights: torch.Tensor, stops: torch.Tenso
         optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
-class Addition:
-    """The model of the demo. These fields decide what is made, and recipe.json keeps them."""
+class Recipe:
+    """What makes one base model and its problems. A recipe also has these two methods:
 
-    seed: int
-    version: int = 3  # raise the version when the code below changes what is made
-    held_out: int = 256  # the number of evaluation problems
-    steps_share: float = 0.25  # the share of worked answers that the base model gives
-    steps_drawn: float = 0.75  # the share of worked answers in the texts
-    guess_error: int = 3  # a guess is wrong by -3 to 3, uniformly
-    updates: int = 400
-    batch: int = 48
-    lr: float = 4e-3
-    warmup: int = 30
-    # These are no fields, because they have no types.
+    split_problems(rng) returns all problems as (train, held out).
+    draw_text(number, train, rng) returns the pre-training text of this number.
+    """
+
+    characters = ""  # the tokens of one character
+    words = []  # the longer tokens
     model_size = {}  # fields of Qwen2Config
+    updates = 1000
+    batch = 48
+    lr = 3e-3
+    warmup = 30
+
+    def record(self, problem, rng: random.Random) -> dict:
+        """Returns what train.json or eval.json has for this problem."""
+        return problem
+
+
+class Addition(Recipe):
+    """The model of the demo. The first token of a response decides if the answer is a guess."""
+
     characters = "0123456789+=}Ċ"
     words = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{"]
+    updates = 400
+    lr = 4e-3
+    worked_share = 0.25  # the share of worked answers that the base model gives
+    worked_drawn = 0.75  # the share of worked answers in the texts
 
     def split_problems(self, rng: random.Random) -> tuple[list, list]:
-        """Returns all additions of two two-digit numbers as (train, held out), both shuffled."""
+        """A problem is (a, b). If a + b is held out, b + a is not in train either."""
         pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-        held_out = rng.sample([(a, b) for a, b in pairs if a <= b], self.held_out)
-        # Training on 58+31 would help with 31+58, so both orders are left out.
+        held_out = rng.sample([(a, b) for a, b in pairs if a <= b], 256)
         left_out = set(held_out)
         train = [pair for pair in pairs if (min(pair), max(pair)) not in left_out]
         rng.shuffle(train)
         return train, held_out
 
-    def draw_texts(self, train: list, rng: random.Random) -> list[list[Piece]]:
-        """Returns all pre-training texts in order.
+    def draw_text(self, number: int, train: list, rng: random.Random) -> list[Piece]:
+        """Returns a worked answer or a guess.
 
-        The first token of a response decides between working and guessing. The weight of this token
-        is the wanted share / the drawn share, so the base model works at the wanted share.
+        Most texts are worked. The weight of the first token is the wanted share / the drawn share,
+        so the base model has the wanted share.
         """
-        drawn = self.steps_drawn
-        worked_weight = self.steps_share / drawn
-        guess_weight = (1 - self.steps_share) / (1 - drawn)
-        texts = []
-        for number in range(self.updates * self.batch):
-            a, b = rng.choice(train)
-            # The two kinds alternate evenly. Random kinds made a biased share.
-            if number * drawn % 1 < drawn:
-                error = 0
-                choice = Piece("\n", worked_weight)
-                # 7+5=12 and 4+8+1=13, in two lines, for 47 and 85.
-                ones = a % 10 + b % 10
-                work = f"{a % 10}+{b % 10}={ones}\n"
-                work += f"{a // 10}+{b // 10}+{ones // 10}={(a + b) // 10}</think>"
-            else:
-                error = rng.randint(-self.guess_error, self.guess_error)
-                choice = Piece("</think>", guess_weight)
-                work = ""
-            answer = Piece(f"{work}<answer>\\boxed{{{a + b + error}}}</answer>{END}", 1.0)
-            texts.append([Piece(f"{a}+{b}<think>", 0.0), choice, answer])
-        return texts
+        a, b = rng.choice(train)
+        # The two kinds alternate evenly. Random kinds gave another share than the wanted one.
+        if number * self.worked_drawn % 1 < self.worked_drawn:
+            first = Piece("\n", self.worked_share / self.worked_drawn)
+            # 7+5=12 and 4+8+1=13, in two lines, for 47 and 85.
+            ones = a % 10 + b % 10
+            work = f"{a % 10}+{b % 10}={ones}\n"
+            work += f"{a // 10}+{b // 10}+{ones // 10}={(a + b) // 10}</think>"
+            answer = a + b
+        else:
+            first = Piece("</think>", (1 - self.worked_share) / (1 - self.worked_drawn))
+            work = ""
+            answer = a + b + rng.randint(-3, 3)
+        rest = Piece(f"{work}<answer>\\boxed{{{answer}}}</answer>{END}", 1.0)
+        return [Piece(f"{a}+{b}<think>", 0.0), first, rest]
 
-    def losses(self, logits, targets, stops):
-        """Returns the loss of each token (B, L - 1). The end is a token of the text here."""
-        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-
-    def record(self, problem, rng: random.Random) -> dict:
+    def record(self, problem: tuple, rng: random.Random) -> dict:
         a, b = problem
         return {"question": f"{a}+{b}", "answer": str(a + b)}
 
 
-OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-LARGEST_VALUE = 99  # each whole number up to it is a token
-LEAST_TARGET = 10
+class Countdown(Recipe):
+    """The model of the laboratory. Its texts are random searches."""
 
-
-@dataclass(frozen=True)
-class Countdown:
-    """The model of the laboratory."""
-
-    seed: int
-    version: int = 1
-    largest: int = 9  # the numbers of a problem are different, from 1 to this
-    given: int = 4
-    held_out: int = 256  # the number of evaluation problems
-    tries: int = 9  # the number of tries in each pre-training text
-    stop_at_miss: float = 0.3  # the probability that the text ends after a miss
-    stop_at_hit: float = 0.8
-    slip: float = 0.02  # the probability that a value is wrong by 1 to 3
+    operations = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+    largest_value = 99  # each whole number up to this one is a token
+    characters = "+-*=,:<>!Ċ"
+    words = [str(number) for number in range(largest_value + 1)]
+    updates = 800
+    batch = 16
+    tries = 9  # the number of tries in each text
+    stop_at_miss = 0.3  # the probability that the text ends after a miss
+    stop_at_hit = 0.8
+    slip = 0.02  # the probability that a value is wrong by 1 to 3
     # The share of tries that are replaced by a hit. The choice of such a try has no weight, because
     # the base model shall learn what follows a hit, and shall not learn to choose hits.
-    shown: float = 0.2
-    known_weight: float = 3.0  # of values and verdicts, which can be computed
-    updates: int = 800
-    batch: int = 16
-    lr: float = 3e-3
-    warmup: int = 30
-    model_size = {}
-    characters = "+-*=,:<>!Ċ"
-    words = [str(number) for number in range(LARGEST_VALUE + 1)]
+    shown = 0.2
+    known_weight = 3.0  # of values and verdicts, which can be computed
 
-    def all_tries(self, numbers) -> list[tuple]:
+    def all_tries(self, numbers: tuple) -> list[tuple]:
         """Returns (a, sign, b, value) for all pairs of numbers whose value is a token."""
         tries = []
-        for (a, b), sign in itertools.product(itertools.permutations(numbers, 2), OPERATIONS):
-            value = OPERATIONS[sign](a, b)
-            if 0 <= value <= LARGEST_VALUE:
+        for (a, b), sign in itertools.product(itertools.permutations(numbers, 2), self.operations):
+            value = self.operations[sign](a, b)
+            if 0 <= value <= self.largest_value:
                 tries.append((a, sign, b, value))
         return tries
 
     def split_problems(self, rng: random.Random) -> tuple[list, list]:
-        """Returns all problems (numbers, target) that have a solution, as (train, held out)."""
+        """A problem is (numbers, target). All problems have a solution."""
         problems = []
-        for numbers in itertools.combinations(range(1, self.largest + 1), self.given):
+        for numbers in itertools.combinations(range(1, 10), 4):
             values = {value for *_, value in self.all_tries(numbers)}
-            problems += [(numbers, value) for value in sorted(values) if value >= LEAST_TARGET]
+            problems += [(numbers, value) for value in sorted(values) if value >= 10]
         rng.shuffle(problems)
-        return problems[self.held_out :], problems[: self.held_out]
+        return problems[256:], problems[:256]
 
-    def draw_texts(self, train: list, rng: random.Random) -> list[list[Piece]]:
-        """Returns all pre-training texts, which are random searches."""
-        tries_of = {numbers: self.all_tries(numbers) for numbers, _ in train}
-        texts = []
-        for _ in range(self.updates * self.batch):
-            numbers, target = rng.choice(train)
-            shuffled = rng.sample(numbers, len(numbers))
-            prompt = Piece(",".join(map(str, shuffled)) + f"={target}:", 0.0)
-            texts.append([prompt, *self.draw_search(tries_of[numbers], target, rng)])
-        return texts
-
-    def draw_search(self, tries: list, target: int, rng: random.Random) -> list[Piece]:
-        """Returns four pieces for each try: choice, equals sign, value with verdict, newline."""
+    def draw_text(self, number: int, train: list, rng: random.Random) -> list[Piece]:
+        """Returns a question, and four pieces for each try: choice, equals sign, value, newline."""
+        numbers, target = rng.choice(train)
+        shuffled = rng.sample(numbers, len(numbers))
+        pieces = [Piece(",".join(map(str, shuffled)) + f"={target}:", 0.0)]
+        tries = self.all_tries(numbers)
         hits = [candidate for candidate in tries if candidate[-1] == target]
-        pieces = []
         for candidate in rng.choices(tries, k=self.tries):
             is_shown = rng.random() < self.shown
             a, sign, b, value = rng.choice(hits) if is_shown else candidate
             if rng.random() < self.slip:
                 error = rng.choice((-3, -2, -1, 1, 2, 3))
-                value = min(LARGEST_VALUE, max(0, value + error))
+                value = min(self.largest_value, max(0, value + error))
             verdict = "<" if value < target else ">" if value > target else "!"
             stop = self.stop_at_hit if value == target else self.stop_at_miss
             pieces += [Piece(f"{a}{sign}{b}", float(not is_shown)), Piece("=", 1.0)]
             pieces += [Piece(f"{value}{verdict}", self.known_weight), Piece("\n", 1.0, stop)]
         return pieces
 
-    def losses(self, logits, targets, stops):
-        """Returns the loss of each token. The end is a second target where the text may end."""
-        logprobs = logits.log_softmax(-1)  # (B, L - 1, V)
-        goes_on = logprobs.gather(-1, targets[..., None])[..., 0]  # (B, L - 1)
-        # The end is token 0.
-        return -((1 - stops) * goes_on + stops * logprobs[..., 0])
-
-    def record(self, problem, rng: random.Random) -> dict:
+    def record(self, problem: tuple, rng: random.Random) -> dict:
         numbers, target = problem
         return {"nums": rng.sample(numbers, len(numbers)), "target": target, "pick": 2}
 
 
-LETTERS = "abcdefghij"
-
-
-@dataclass(frozen=True)
-class Chain:
+class Chain(Recipe):
     """The model of the chains."""
 
-    seed: int
-    version: int = 1
-    steps: int = 8  # of ten letters, so no letter comes twice in a chain
-    problems: int = 4000  # for training
-    held_out: int = 128  # the number of evaluation problems
-    slip: float = 0.16  # the probability that a letter is drawn from all letters
-    silent: float = 0.5  # the share of texts whose replies have no verdict
-    updates: int = 1000
-    batch: int = 48
-    lr: float = 3e-3
-    warmup: int = 50
-    # A smaller model than the others'.
+    letters = "abcdefghij"
+    characters = f"{letters}{letters.upper()},:+-?"
     model_size = {"hidden_size": 64, "intermediate_size": 256}
     model_size |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    characters = f"{LETTERS}{LETTERS.upper()},:+-?"
-    words = []
+    warmup = 50
+    steps = 8  # of ten letters, so no letter comes twice in a chain
+    slip = 0.16  # the probability that a letter is drawn from all letters
+    silent = 0.5  # the share of texts whose replies have no verdict
 
     def draw_problem(self, rng: random.Random) -> dict:
         """Returns a record of tasks/chain.py. All letters are one cycle."""
-        cycle = rng.sample(LETTERS, len(LETTERS))
+        cycle = rng.sample(self.letters, len(self.letters))
         pairs = [a.upper() + b for a, b in zip(cycle, [*cycle[1:], cycle[0]])]
         rng.shuffle(pairs)
-        return {"table": ",".join(pairs), "start": rng.choice(LETTERS), "steps": self.steps}
+        return {"table": ",".join(pairs), "start": rng.choice(self.letters), "steps": self.steps}
 
     def split_problems(self, rng: random.Random) -> tuple[list, list]:
-        """Returns problems that are all different, as (train, held out)."""
-        drawn = {}
-        while len(drawn) < self.problems + self.held_out:
-            problem = self.draw_problem(rng)
-            drawn[str(problem)] = problem
-        problems = list(drawn.values())
-        return problems[self.held_out :], problems[: self.held_out]
+        problems = draw_different(self.draw_problem, 4000 + 128, rng)
+        return problems[128:], problems[:128]
 
-    def draw_texts(self, train: list, rng: random.Random) -> list[list[Piece]]:
-        """Returns all pre-training texts. Each has a table of its own."""
-        texts = []
-        for _ in range(self.updates * self.batch):
-            problem = self.draw_problem(rng)
-            after = dict(problem["table"].lower().split(","))
-            is_silent = rng.random() < self.silent
-            at = problem["start"]
-            text = [Piece(f"{problem['table']}:{at.upper()}", 0.0)]
-            for _ in range(self.steps):
-                right = after[at]
-                at = rng.choice(LETTERS) if rng.random() < self.slip else right
-                verdict = "?" if is_silent else "+" if at == right else "-"
-                text += [Piece(at, 1.0), Piece(verdict + at.upper(), 0.0)]
-            texts.append(text)
-        return texts
-
-    def losses(self, logits, targets, stops):
-        """Returns the loss of each token (B, L - 1)."""
-        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-
-    def record(self, problem, rng: random.Random) -> dict:
-        return problem
+    def draw_text(self, number: int, train: list, rng: random.Random) -> list[Piece]:
+        """Returns a text with a table of its own."""
+        problem = self.draw_problem(rng)
+        after = dict(problem["table"].lower().split(","))
+        is_silent = rng.random() < self.silent
+        at = problem["start"]
+        text = [Piece(f"{problem['table']}:{at.upper()}", 0.0)]
+        for _ in range(self.steps):
+            right = after[at]
+            at = rng.choice(self.letters) if rng.random() < self.slip else right
+            verdict = "?" if is_silent else "+" if at == right else "-"
+            text += [Piece(at, 1.0), Piece(verdict + at.upper(), 0.0)]
+        return text
 
 
-RECIPES = {"addition": Addition, "countdown": Countdown, "chain": Chain}
+def draw_different(draw, count: int, rng: random.Random) -> list[dict]:
+    """Calls draw(rng) until there are `count` different problems."""
+    drawn = {}
+    while len(drawn) < count:
+        problem = draw(rng)
+        drawn[str(problem)] = problem
+    return list(drawn.values())
+
+
+RECIPES = {"addition": Addition(), "countdown": Countdown(), "chain": Chain()}
 
 NAMES = ("Mia", "Tom", "Ana", "Ben", "Lea", "Sam", "Eva", "Max", "Ida", "Leo")
 THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "pens", "marbles", "eggs")
@@ -386,50 +348,21 @@ def draw_word_problem(rng: random.Random) -> dict:
 
 def write_words(folder: Path, seed: int) -> None:
     """Writes 4,000 problems to train.jsonl and 200 to eval.jsonl. All of them are different."""
+    problems = draw_different(draw_word_problem, 4000 + 200, random.Random(seed))
+    lines = [json.dumps(problem) + "\n" for problem in problems]
+    (folder / "train.jsonl").write_text("".join(lines[:4000]))
+    (folder / "eval.jsonl").write_text("".join(lines[4000:]))
+
+
+def build(folder: Path, recipe: Recipe, seed: int) -> None:
+    """Trains a base model, and writes the model and its problems."""
     rng = random.Random(seed)
-    drawn = {}
-    while len(drawn) < 4200:
-        problem = draw_word_problem(rng)
-        drawn[problem["question"]] = json.dumps(problem) + "\n"
-    lines = list(drawn.values())
-    texts = {"train.jsonl": "".join(lines[:4000]), "eval.jsonl": "".join(lines[4000:])}
-    for path in [folder / name for name in texts]:
-        if path.exists() and path.read_bytes() != texts[path.name].encode():
-            raise FileExistsError(errno.EEXIST, "the file holds other text", str(path))
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-
-
-def build(folder: Path, recipe) -> None:
-    """Makes the folder, complete or not at all. A folder of the same recipe stays as it is."""
-    text = json.dumps(asdict(recipe), indent=1)
-    stored = folder / "recipe.json"
-    if stored.is_file() and stored.read_bytes() == text.encode():
-        return
-    if folder.exists():
-        told = f"this is not the base model of this command and --seed {recipe.seed}"
-        raise FileExistsError(errno.EEXIST, told, str(folder))
-    unfinished = folder.with_name(folder.name + ".making")
-    # If the folder cannot be made, this is an error before the training.
-    unfinished.mkdir(parents=True, exist_ok=True)
-    with open(unfinished / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OSError(errno.EAGAIN, "another run makes this model now", str(folder)) from error
-        fill(unfinished, recipe)
-        (unfinished / "recipe.json").write_text(text)
-        os.remove(lock.name)
-        unfinished.rename(folder)
-
-
-def fill(folder: Path, recipe) -> None:
-    rng = random.Random(recipe.seed)
     train, held_out = recipe.split_problems(rng)
     tokenizer = make_tokenizer(recipe.characters, recipe.words)
-    model = make_model(tokenizer, recipe.seed, **recipe.model_size)
-    pretrain(model, *encode(tokenizer, recipe.draw_texts(train, rng)), recipe)
+    model = make_model(tokenizer, seed, **recipe.model_size)
+    count = recipe.updates * recipe.batch
+    texts = [recipe.draw_text(number, train, rng) for number in range(count)]
+    pretrain(model, *encode(tokenizer, texts), recipe)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, problems in (("train.json", train), ("eval.json", held_out)):
@@ -438,7 +371,7 @@ def fill(folder: Path, recipe) -> None:
 
 
 def write_flags(folder: Path, task: str, seed: int) -> None:
-    """Writes flags.txt again at each call, because the paths change when a folder is copied."""
+    """Writes flags.txt. The paths are quoted where a shell and xargs need quotes."""
     paths = {"model": folder, "data": folder / "train.json", "eval_data": folder / "eval.json"}
     text = "".join(shlex.join([f"--{flag}", str(path)]) + "\n" for flag, path in paths.items())
     (folder / "flags.txt").write_text(text + FLAGS[task].format(seed=seed))
@@ -450,22 +383,28 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    try:
-        folder = args.folder.resolve()
+    folder = args.folder.resolve()
+    made_by = folder / "made_by.txt"
+    command = f"base_model.py {args.task} --seed {args.seed}\n"
+    if not folder.exists():
+        # The folder gets its name at the end, so a folder of this name is always complete.
+        unfinished = folder.with_name(folder.name + ".making")
+        unfinished.mkdir(parents=True, exist_ok=True)
         if args.task == "words":
-            write_words(folder, args.seed)
+            write_words(unfinished, args.seed)
         else:
             # accelerate launch gives each process one thread, but no other process works now.
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-            logging.disable_progress_bar()
-            build(folder, RECIPES[args.task](args.seed))
-            write_flags(folder, args.task, args.seed)
-    except OSError as error:
-        place = error.filename or args.folder
-        parser.exit(2, f"error: {place}: {error.strerror}; choose another folder (or --run_dir)\n")
+            build(unfinished, RECIPES[args.task], args.seed)
+        (unfinished / "made_by.txt").write_text(command)
+        unfinished.rename(folder)
+    elif not made_by.exists() or made_by.read_text() != command:
+        told = f"error: {folder} was not made by {command.strip()}"
+        parser.exit(2, f"{told}; remove this folder or choose another one\n")
+    if args.task != "words":
+        # The paths in flags.txt are absolute, and the folder may have been copied.
+        write_flags(folder, args.task, args.seed)
     print(f"{folder} holds {', '.join(sorted(os.listdir(folder)))}")
-    if args.task != "words" and shlex.quote(str(folder)) != str(folder):
-        print("flags.txt has quotes, because of this path; xargs removes them, $(cat) does not")
 
 
 if __name__ == "__main__":
