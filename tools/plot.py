@@ -92,8 +92,6 @@ def draw_curves(ax, metrics: pd.DataFrame, curves: dict) -> list[tuple[float, st
     for name in metrics.columns.intersection(list(curves)):
         text, colour = curves[name]
         curve = metrics[name].dropna()
-        if curve.empty:
-            continue
         means = runs.smooth(curve, len(curve))
         marker = "o" if name.startswith("accuracy ") or len(curve) < 3 else ""
         if len(curve) >= 40:

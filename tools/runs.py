@@ -67,7 +67,7 @@ def make_table(lines: Iterable[dict]) -> pd.DataFrame:
     if table.empty:
         return table
     table = table.drop_duplicates("step", keep="last").set_index("step").sort_index()
-    return table.select_dtypes("number").astype(float)
+    return table.select_dtypes("number").astype(float).dropna(axis="columns", how="all")
 
 
 class Run(NamedTuple):
