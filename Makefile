@@ -56,18 +56,9 @@ test: $(CPU_VENV)/.installed ## run the tests on the CPU (about 8 minutes)
 test-slow: $(CPU_VENV)/.installed ## run the slow tests (about 10 minutes)
 	$(CPU_VENV)/bin/python -m pytest -m slow
 
-# `make test-gpu` runs the tests on a GPU in parts, and prints a line for each part. PARTS="kernels runs" chooses parts. If
-# nvidia-smi finds no GPU, the target ends before it installs anything.
-test-gpu: find-gpu $(INSTALLED) ## run the tests that need a GPU
-	$(BIN)/python tools/card.py $(or $(PARTS),cycle kernels sampler compiled runs two_cards) --out out/card
-
-find-gpu:
-	@[ $(STACK) = cuda ] || { echo "error: nvidia-smi finds no GPU here, and the tests of make test-gpu need one"; exit 2; }
-
-# `make card` runs the tests on a GPU and all measurements on a GPU, and writes a page of docs/cards. PARTS="zero2 lab"
-# chooses parts. Without a GPU the shapes are tiny.
-card: $(INSTALLED) ## run all tests and measurements on a GPU, and write a page of results
-	$(BIN)/python tools/card.py $(PARTS)
+# tools/bench.py also runs if a test has failed. Then the target fails at the end.
+card: $(INSTALLED) ## run the tests that need a GPU and all measurements, and write a page of docs/cards
+	$(BIN)/python -m pytest -n 0 -vv -m gpu tests/test_gpu.py; code=$$?; $(BIN)/python tools/bench.py --page && exit $$code
 
 bench: $(INSTALLED) ## measure the speed of this machine
 	$(BIN)/python tools/bench.py
@@ -109,4 +100,4 @@ CAN_COMPILE = @command -v $${CC:-gcc} >/dev/null || { echo "error: $${CC:-gcc} n
 	$(if $(findstring cpu,$<),$(INSTALL_CPU),$(PIP) install --quiet -r $< || $(FAILED))
 	touch $@
 
-.PHONY: help demo lab chain check test test-slow test-gpu find-gpu card bench lint install
+.PHONY: help demo lab chain check test test-slow card bench lint install

@@ -67,7 +67,7 @@ class Killed:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_kill_loses_a_checkpoint(tmp_path, ranks):
-    bench.random_model(str(tmp_path / "model"), "tiny")
+    bench.random_model(str(tmp_path / "model"))
     bench.write_problems(tmp_path / "problems.jsonl")
     rng = random.Random()
     with held_port() as port:

@@ -33,14 +33,12 @@ def make(folder, words: str, path=os.environ["PATH"], **programs) -> list[str]:
         ("install", NO_CARD, None, CPU, "touch .venv/.installed"),
         ("test", "exit 127", None, CPU, ".venv/bin/python -m pytest"),
         ("demo", NO_CARD, None, CPU, "tools/compare.py out/run"),
-        ("card PARTS=lab", NO_CARD, None, CPU, ".venv/bin/python tools/card.py lab"),
         # With the CUDA stack `make test` fails: two ranks, one GPU, no vLLM for CPUs.
         ("test", CARD, None, CPU_BESIDE_CUDA, ".venv-cpu/bin/python -m pytest"),
         ("test STACK=cpu", CARD, None, CPU, ".venv/bin/python -m pytest"),
         ("test-slow", CARD, None, CPU_BESIDE_CUDA, ".venv-cpu/bin/python -m pytest -m slow"),
         ("install", CARD, None, CUDA, "touch .venv/.installed-cuda"),
-        ("card", CARD, None, CUDA, ".venv/bin/python tools/card.py "),
-        ("test-gpu PARTS=kernels", CARD, None, CUDA, "tools/card.py kernels --out out/card"),
+        ("bench", CARD, None, CUDA, ".venv/bin/python tools/bench.py"),
         # A login node has no GPU, so nothing looks for one.
         ("install STACK=cuda", NO_CARD, None, CUDA, "touch .venv/.installed-cuda"),
         # The other stack does not stay.
@@ -104,23 +102,32 @@ def test_make_without_a_target_prints_the_targets(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "target, lacks, programs",
+    "lacks, programs",
     [
         # Triton compiles the first kernel with gcc and Python.h.
-        ("install", "gcc not found; Triton ", {}),
-        ("install", "Python.h not found; Triton ", {"gcc": "exit 0"}),
-        ("test-gpu", "nvidia-smi finds no GPU here", {"nvidia_smi": NO_CARD}),
+        ("gcc not found; Triton ", {}),
+        ("Python.h not found; Triton ", {"gcc": "exit 0"}),
     ],
 )
-def test_make_looks_for_compiler_and_gpu_first(target, lacks, programs, tmp_path):
+def test_make_looks_for_a_compiler_first(lacks, programs, tmp_path):
     (tmp_path / "requirements.txt").touch()
     programs = {
         "nvidia_smi": CARD,
         "python3.11": 'case "$2" in *Python.h*) exit 1; esac',
     } | programs
-    line, end = make(tmp_path, target, path="", **programs)
+    line, end = make(tmp_path, "install", path="", **programs)
     assert line.startswith(f"error: {lacks}") and "Error 2" in end
     assert not (tmp_path / ".venv").exists()
+
+
+def test_make_card_measures_after_a_failed_test_and_then_fails(tmp_path):
+    (tmp_path / "requirements-cpu.txt").touch()
+    (tmp_path / ".venv").mkdir()
+    script = 'case "$*" in *pytest*) exit 1; esac; echo measured'
+    stand_in(tmp_path / ".venv" / "bin", "python", script)
+    (tmp_path / ".venv" / ".installed").touch()
+    *_, line, end = make(tmp_path, "card STACK=cpu")
+    assert line == "measured" and "Error 1" in end
 
 
 def test_the_gpu_stack_cannot_be_a_torch_for_cpus():
