@@ -40,17 +40,18 @@ FALL_AT_ONCE = [0.3, 0.1] + [0.01] * 18
         ("lost verdicts", {"reward_lost": 3}),
         # A variant pays for something else, and the policy learns it.
         ("another pay", {"reward": 0.2, "paid": RISE}),
-        ("truncated answers, too slow", {"reward": 0.2, "truncated": 0.5, "answered": 0.5}),
-        ("format never met, too slow", {"reward": 0.0, "answered": 0.0}),
-        ("problems too hard, too slow", {"reward": 0.0}),
-        ("entropy collapse, too slow", {"reward": 0.3, "entropy": [0.5] * 10 + [0.01] * 10}),
-        ("flat groups, too slow", {"reward": 0.25, "advantage_abs": 0.05}),
-        ("critic explains nothing, too slow", {"reward": 0.3, "explained_variance": -0.1}),
+        ("truncated answers", {"reward": 0.2, "truncated": 0.5, "answered": 0.5}),
+        ("format never met", {"reward": 0.0, "answered": 0.0}),
+        ("problems too hard", {"reward": 0.0}),
+        ("too slow", {"reward": 0.3}),
+        ("entropy collapse", {"reward": 0.3, "entropy": [0.5] * 10 + [0.01] * 10}),
+        ("flat groups", {"reward": 0.25, "advantage_abs": 0.05}),
+        ("critic explains nothing", {"reward": 0.3, "explained_variance": -0.1}),
     ],
 )
 def test_the_doctor_names_each_cause_and_none_if_all_is_well(causes, changes):
     run = doctor.Run(well(**changes), pd.DataFrame(), {})
-    found = list(doctor.faults(run, 1.0)) or list(doctor.causes(run))
+    found = list(doctor.faults(run, 1.0)) or doctor.causes(run)
     assert ", ".join(text.partition(":")[0] for text in found) == causes
 
 

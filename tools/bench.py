@@ -42,7 +42,6 @@ from nanoorz.log import versions
 from nanoorz.ranks import start_distributed
 from tools import base_model, plan
 from tools.runs import read_lines
-from tools.shapes import FIELDS, SHAPES, model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = torch.cuda.is_available()
@@ -70,7 +69,7 @@ def random_model(folder: str, **changes) -> str:
     """Writes a random Qwen2 of 0.5B, on a CPU a tiny one, and its tokenizer. Returns the folder."""
     fields = {"vocab_size": 512}
     if ON_GPU:
-        fields = dict(zip(FIELDS, SHAPES["Qwen/Qwen2.5-0.5B"]))
+        fields = dict(zip(plan.FIELDS, plan.SHAPES["Qwen/Qwen2.5-0.5B"]))
     fields |= {"max_position_embeddings": 32768, "initializer_range": 0.02} | changes
     # Every token has a text: first the end of a text, then each byte, then words.
     tokens = sorted(ByteLevel.alphabet())
@@ -125,7 +124,7 @@ def bench_update(folder: str) -> dict[str, float]:
     shape, lengths, rows = {}, [4096] * 8, [4096, 16384]
     if not ON_GPU:
         # The model has 30 million parameters.
-        shape = dict(zip(FIELDS, (512, 4, 8, 8, 1408, 32768, True)))
+        shape = dict(zip(plan.FIELDS, (512, 4, 8, 8, 1408, 32768, True)))
         lengths, rows = torch.linspace(24, 512, 8).int().tolist(), [2048, 512]
     model = random_model(folder, **shape)
     ids = [torch.randint(1, 512, (n,)) for n in lengths]
@@ -222,11 +221,10 @@ def held_gib() -> float:
 def planned(words: list[str]) -> dict[str, float]:
     """Returns {phase: planned GiB} for this GPU. Without a GPU: for a card of 80 GB."""
     cfg = train.parse_flags(words)
-    card_gib = 80 * plan.VISIBLE
+    card = 80 * plan.VISIBLE * plan.GIB
     if ON_GPU:
-        card_gib = torch.cuda.mem_get_info()[1] / plan.GIB
-    estimate = plan.estimate(cfg, model_config(cfg.model), 1, card_gib)
-    return {phase: estimate.peak(phase) for phase in estimate.phases}
+        card = torch.cuda.mem_get_info()[1]
+    return plan.Plan(cfg, plan.model_config(cfg.model), 1, card).peaks()
 
 
 PARTS = {

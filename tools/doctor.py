@@ -118,63 +118,67 @@ def faults(run: Run, loss_sign: float) -> Iterator[str]:
         )
 
 
-def causes(run: Run) -> Iterator[str]:
+def causes(run: Run) -> list[str]:
     """What holds a run back in which all numbers are true."""
+    found = []
     first, last = run.first, run.last
     if run.falls:
         since = "from the first steps on" if run.best_step <= run.window else "then"
-        yield (
+        found.append(
             f"steps too large: the reward was {run.best:.2f} and fell {since}, to "
             f"{last.reward:.2f}. Entropy went from {first.entropy:.2f} to {last.entropy:.2f}, "
             f"truncated from {first.truncated:.0%} to {last.truncated:.0%}. Divide "
             "--actor_learning_rate by 3 to 10, draw more samples a step, or add --variant kl_loss"
         )
-        return
-    if max(first.truncated, last.truncated) > 0.3 and not run.rises and last.reward < SOLVED:
-        yield (
+        return found
+    if max(first.truncated, last.truncated) > 0.2 and not run.rises and last.reward < SOLVED:
+        found.append(
             f"truncated answers: the limit of tokens ends {first.truncated:.0%} of the responses "
             f"in the first steps and {last.truncated:.0%} in the last steps (truncated). A "
             "truncated response gets no reward. Raise --generate_max_len"
         )
     if run.in_form < 0.7:
-        yield (
+        found.append(
             f"format never met: {run.in_form:.0%} of the responses that end have an answer in the "
             f"form of --answer_form{find_hint(run)}. tools/samples.py shows the responses. Look at "
             "--template, --answer_form and --stop"
         )
     elif run.table.reward.mean() < 0.02:
-        yield (
+        found.append(
             f"problems too hard: nearly no response of {run.steps} steps was right. Take easier "
             "problems, or a better base model. If tools/samples.py shows right answers, check the "
             "labels"
         )
     if run.steps < FEWEST_STEPS or run.rises or last.reward > SOLVED:
-        return
+        return found
     if last.entropy < max(0.02, 0.1 * first.entropy):
-        yield (
+        found.append(
             f"entropy collapse: the responses to a problem have become alike (entropy "
             f"{first.entropy:.3f} to {last.entropy:.3f}), and the reward is {last.reward:.2f}. "
             "Start from an earlier checkpoint, with --temperature 1 and a lower "
             "--actor_learning_rate"
         )
     elif last.advantage_abs < 0.1 and last.reward > 0.02:
-        yield (
+        found.append(
             f"flat groups: the mean size of the advantages is {last.advantage_abs:.2f} "
             "(advantage_abs): in most groups all responses are right, or all are wrong. Take "
             "problems that the model solves sometimes, or raise --n_samples_per_prompt"
         )
-    if last.explained_variance < 0.02:
-        yield (
+    # Without right responses there is nothing to explain.
+    if last.explained_variance < 0.02 and last.reward > 0.05:
+        found.append(
             f"critic explains nothing: it explains {last.explained_variance:.2f} of the variance "
             "of the returns (explained_variance). Set --critic_learning_rate to 1 to 5 times the "
             "policy's, or take --estimator grpo, which has no critic"
         )
-    full_rate = run.config.get("actor_learning_rate", np.nan)
-    yield (
-        f"too slow: {run.steps} steps brought the reward from {first.reward:.2f} to "
-        f"{last.reward:.2f}. policy_lr is {last.policy_lr:.1e} of {full_rate:.1e}. If no cause "
-        "stands above, train longer, or multiply --actor_learning_rate by 3"
-    )
+    if not found:
+        full_rate = run.config.get("actor_learning_rate", np.nan)
+        found.append(
+            f"too slow: {run.steps} steps brought the reward from {first.reward:.2f} to "
+            f"{last.reward:.2f}, and policy_lr is {last.policy_lr:.1e} of {full_rate:.1e}. Train "
+            "longer, or multiply --actor_learning_rate by 3"
+        )
+    return found
 
 
 def fit_of_labels(samples: pd.DataFrame, config: dict) -> tuple[float, float]:
@@ -238,7 +242,7 @@ def main() -> None:
     lines = itertools.islice(read_lines(folder / "samples.jsonl"), MOST_SAMPLES)
     run = Run(metrics, pd.DataFrame(lines), config)
     print(f"{len(metrics)} steps; {heading(run)}")
-    found = list(faults(run, read_loss_sign(folder, config))) or list(causes(run))
+    found = list(faults(run, read_loss_sign(folder, config))) or causes(run)
     print("\n".join(found or ["nothing looks wrong"]))
 
 
