@@ -16,6 +16,7 @@ def well(steps: int = 20, **changes) -> pd.DataFrame:
     columns = {"step": range(1, steps + 1), "reward": rewards, "paid": rewards, "answered": 0.8}
     columns |= {"truncated": 0.1, "entropy": 0.5, "advantage_abs": 0.8, "approx_kl": 0.001}
     columns |= {"explained_variance": 0.2, "reward_lost": 0, "policy_lr": 1e-6}
+    columns |= {"drawn_tokens": 6400, "response_length": 100.0}
     return pd.DataFrame(columns | changes).set_index("step")
 
 

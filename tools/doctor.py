@@ -32,6 +32,7 @@ MOST_SAMPLES = 20_000  # samples.jsonl of a long run has gigabytes. Its beginnin
 # A metric that a run has not logged is NaN. Every comparison with NaN is false.
 METRICS = ["reward", "paid", "pass_at_n", "answered", "truncated", "response_length", "entropy"]
 METRICS += ["advantage_abs", "approx_kl", "explained_variance", "reward_lost", "policy_lr"]
+METRICS += ["drawn_tokens"]
 
 
 class Run:
@@ -80,11 +81,12 @@ def heading(run: Run) -> str:
 def faults(run: Run, loss_sign: float) -> Iterator[str]:
     """The causes that make all later numbers false. loss_sign: of `read_loss_sign`."""
     first, last, samples = run.first, run.last, run.samples
-    lost = run.table.reward_lost.sum() / max(1, len(samples))
+    drawn = (run.table.drawn_tokens / run.table.response_length).sum()
+    lost = run.table.reward_lost.sum() / drawn
     if lost > 0.01:
         yield (
-            f"lost verdicts: {run.table.reward_lost.sum():.0f} answers got no verdict, and counted "
-            "as wrong (reward_lost). Read what the run printed: it may say why the grader fails"
+            f"lost verdicts: {lost:.0%} of the answers got no verdict, and counted as wrong "
+            "(reward_lost). Read what the run printed: it may say why the grader fails"
         )
     if len(samples):
         moved, own = fit_of_labels(samples, run.config)
@@ -93,9 +95,10 @@ def faults(run: Run, loss_sign: float) -> Iterator[str]:
                 f"moved labels: {moved:.0%} of the answers fit the label of a neighbouring "
                 f"problem, and {own:.0%} fit their own. Look at how the file was made"
             )
+    if "advantages" in samples and not run.config.get("teacher_weight"):
         advantages = samples.advantages.map(np.mean, na_action="ignore").astype(float)
         sign = run.agreement(samples.paid, advantages)
-        if sign < -0.5 and not run.config.get("teacher_weight"):
+        if sign < -0.5:
             yield (
                 f"wrong sign: the advantages point away from the pay (correlation {sign:.2f}). "
                 "Look at the estimator, and at the variants that change advantages"
