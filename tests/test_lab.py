@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL, arguments, jsonl, run_python, run_tool, start_python, wait_until
@@ -108,6 +109,17 @@ def test_a_setting_has_the_flags_of_base_first(tmp_path):
     assert lab.read_plan(plan, "/out/base") == {"one": flags}
 
 
+def test_two_files_of_a_setting_are_cut_apart(tmp_path):
+    words = []
+    for number, name in enumerate(("train.json", "eval.json", "more/eval.json")):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps([number, 8, 9]))
+        words.append(lab.cut_data(f"{path}[:1]", tmp_path / "setting"))
+    assert [json.loads(Path(word).read_text()) for word in words] == [[0], [1], [2]]
+    assert [Path(word).stem for word in words] == ["train", "eval", "eval"]
+
+
 def test_a_folder_belongs_to_one_line_and_to_the_texts_of_its_variants(tmp_path):
     variant = tmp_path / "mine.py"
     variant.write_text("import ppo\n\n\nclass Mine(ppo.Recipe):\n    pass\n")
@@ -122,7 +134,7 @@ def test_a_folder_belongs_to_one_line_and_to_the_texts_of_its_variants(tmp_path)
     folder = tmp_path / "mine"
     flags = lab.prepare(folder, line)
     assert flags[:-3] == line[:-3]
-    assert json.loads((folder / "first_2.json").read_text()) == [1, 2]
+    assert json.loads(Path(flags[-3]).read_text()) == [1, 2]
     # Without a saved step nothing is lost, so the setting may change.
     lab.prepare(folder, [*line, "--lambd", "0.95"])
     assert lab.prepare(folder, line) == flags

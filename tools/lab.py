@@ -77,8 +77,11 @@ def cut_data(word: str, folder: Path) -> str:
     match = re.fullmatch(r"(.+\.json)\[:([0-9]+)\]", word)
     if not match:
         return word
-    records = json.loads(Path(match[1]).read_text())[: int(match[2])]
-    path = folder / f"first_{match[2]}.json"
+    source = Path(match[1])
+    records = json.loads(source.read_text())[: int(match[2])]
+    # Two files of one setting may have one name.
+    path = folder / f"first_{match[2]}" / re.sub(r"\W", "_", str(source.parent)) / source.name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(records))
     return str(path)
 

@@ -288,8 +288,8 @@ def print_plan(plan: Plan, name: str, card_gb: float) -> None:
     print(f"{name}: {size}, on {plan.world} GPU(s) of {card_gb:g} GB")
     print(f"A step draws {samples} samples of at most {cfg.generate_max_len} tokens.")
     at_once = min(plan.kv_tokens // cfg.max_len, cfg.micro_rollout_batch_size)
-    told = f"The cache of a sampler holds {plan.kv_tokens:,} tokens of keys and values"
-    print(f"{told}: {at_once} samples of --max_len {cfg.max_len} at a time.")
+    told = f"its cache holds {plan.kv_tokens:,} tokens"
+    print(f"A sampler draws {at_once} samples of --max_len {cfg.max_len} at a time: {told}.")
     print(f"\nGiB of each GPU, of {plan.card / GIB:.1f}, while ...")
     table = pd.DataFrame(plan.phases) / GIB
     table = table.reindex(dict.fromkeys(x for items in plan.phases.values() for x in items))
