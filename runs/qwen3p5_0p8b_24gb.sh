@@ -3,7 +3,7 @@
 # recurrent, so each sample has a row of its own (docs/models.md). Install flash-linear-attention and causal-conv1d first:
 # without these packages transformers computes the recurrent layers with slow code.
 # This recipe only tests that the run works at these sizes. We know of no published run of these sizes.
-export CARD_GB=24
+export CARD_GB="${CARD_GB:-24}"
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen3.5-0.8B --data "openai/gsm8k:main?split=train" \
     --eval_data "openai/gsm8k:main?split=test" --run_dir out/qwen3p5_0p8b_24gb --answer_form boxed_anywhere \
     --template chat --chat_template_kwargs '{"enable_thinking": false}' --system "Put the final answer into \\boxed{}." \

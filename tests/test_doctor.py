@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT, run_python, run_tool
@@ -31,6 +32,7 @@ FALL_AT_ONCE = [0.3, 0.1] + [0.01] * 18
         ("", {}),
         # Too few steps to compare.
         ("", {"steps": 6, "reward": 0.2}),
+        ("", {"steps": 1, "reward": 0.2}),
         # It is sure of what it solves, and longer responses pay in spite of the limit.
         ("", {"entropy": 0.001}),
         ("", {"truncated": 0.4}),
@@ -54,6 +56,13 @@ def test_the_doctor_names_each_cause_and_none_if_all_is_well(causes, changes):
     run = doctor.Run(well(**changes), pd.DataFrame(), {})
     found = list(doctor.faults(run, 1.0)) or doctor.causes(run)
     assert ", ".join(text.partition(":")[0] for text in found) == causes
+
+
+def test_a_flat_reward_of_few_samples_does_not_fall():
+    """The best of many means of three steps lies far above the mean."""
+    rewards = np.random.default_rng(1).binomial(64, 0.2, (20, 300)) / 64
+    for row in rewards:
+        assert not doctor.Run(well(300, reward=row.tolist()), pd.DataFrame(), {}).falls
 
 
 def write_run(folder, metrics: pd.DataFrame, samples: list[dict]) -> None:

@@ -17,8 +17,10 @@ def test_a_run_gives_its_flags_its_variants_and_its_problems(tiny, tmp_path):
     """The base model has the numbers of the run at step 0, and nothing but --model is named."""
     run = tmp_path / "run"
     flags = {"max_steps": 2, "variant": ["log_ratio", "distill"], "stop": "9"}
+    # --eval_temperature has the value that it would have without --temperature.
+    flags |= SAMPLING | {"temperature": 0.5, "eval_temperature": 1.0}
     teacher = shutil.copytree(tiny["model"], tmp_path / "teacher")
-    launch(run, **tiny | SAMPLING | flags, teacher=teacher, teacher_weight=0.5)
+    launch(run, **tiny | flags, teacher=teacher, teacher_weight=0.5)
     # An evaluation needs no teacher.
     shutil.rmtree(teacher)
     words = [ROOT / "tools" / "evaluate.py", run]

@@ -68,6 +68,20 @@ def test_the_table_is_the_one_worked_by_hand(tmp_path):
     assert runs.accuracies_at(found[1], "tokens", 800).to_dict() == {1: 0.325, 2: 0.375}
 
 
+def test_two_settings_of_one_name_are_two_rows(tmp_path):
+    for name, end in (("a", 0.3), ("b", 0.6)):
+        write_run(tmp_path / name / "ppo" / "seed1", 10, [0.3, end])
+    folders = [tmp_path / name / "ppo" for name in "ab"]
+    told = run_tool("compare", *folders, "--out", tmp_path / "both")[1]
+    assert f"| {folders[0]} | 0.300 " in told and f"| {folders[1]} | 0.450 " in told
+
+
+def test_a_setting_with_its_own_model_has_no_flags_of_the_base(tmp_path):
+    assert lab.make_base({"a": ["--model=m"], "b": ["--model", "m"]}, tmp_path / "base") == []
+    assert not (tmp_path / "base").exists()
+    assert lab.has_model(["--model=m"]) and not lab.has_model(["--model_x", "m"])
+
+
 def test_runs_of_other_evaluation_sets_are_not_compared(tmp_path):
     for name in ("plain", "math"):
         write_run(tmp_path / name / "seed1", 10, [0.2, 0.3])

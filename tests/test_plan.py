@@ -89,6 +89,8 @@ def test_zero_divides_what_it_shards_by_the_gpus(name, policy, critic, stage):
         ),
         (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.7", "with --gpu_memory_utilization 0.5."),
         (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.1", "too small for one sample of --max_len"),
+        (f"{LARGE} --gpus 8 --gpu_memory_utilization 0.2", "with --gpu_memory_utilization 0.5."),
+        (f"{GSM8K} --kv_cache_gb 24", "It fits with --kv_cache_gb 12."),
         (f"{LARGE} --card_gb 24", "No flag changes this: take larger cards"),
     ],
 )

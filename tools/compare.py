@@ -40,7 +40,12 @@ HEADER = """\
 
 def compare(folders: list[Path], seeds: int | None, out: str) -> None:
     """Prints the table, and writes it and the picture. The first folder is the baseline."""
-    settings = {folder.name: runs.read_setting(folder, seeds) for folder in folders}
+    names = [folder.name for folder in folders]
+    settings = {}
+    for folder in folders:
+        # Two laboratories may have settings of one name.
+        name = folder.name if names.count(folder.name) == 1 else str(folder)
+        settings[name] = runs.read_setting(folder, seeds)
     for name in [name for name, found in settings.items() if not found]:
         print(f"{name} has no finished run, and is left out")
         del settings[name]

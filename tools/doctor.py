@@ -52,7 +52,9 @@ class Run:
         # The error of a mean over a window, from the differences of neighbours.
         self.error = table.reward.diff().std() / np.sqrt(2 * self.window)
         self.rises = self.gain > max(0.02, 3 * self.error)
-        means = table.reward.rolling(3, min_periods=1).mean()
+        # The first update can break a policy, so the best mean is over few steps.
+        size = max(3, self.steps // 20)
+        means = table.reward.rolling(size, min_periods=min(3, self.steps)).mean()
         self.best, self.best_step = means.max(), means.idxmax()
         fall = self.best - self.last.reward
         self.falls = fall > 0.4 * self.best and fall > max(0.02, 3 * self.error)

@@ -21,6 +21,8 @@ from tools.runs import read_lines, run_folder
 
 # Flags that an evaluation does not need, or that have another value in it.
 NOT_TAKEN = {"model", "critic", "data", "run_dir", "resume", "variant", "log_with", "attention"}
+# train.py has no fixed default for these.
+ALWAYS = {"eval_temperature", "eval_top_p"}
 
 
 def words_of_run(run: Path) -> list[str]:
@@ -29,7 +31,7 @@ def words_of_run(run: Path) -> list[str]:
     words = ["--variant", *kept_files(run, config["variants"])]
     for name, default in flags_of(train.parse_flags(words)).items():
         value = config[name]
-        if name not in NOT_TAKEN and value != default:
+        if name in ALWAYS or (name not in NOT_TAKEN and value != default):
             words += [f"--{name}", *value] if isinstance(value, list) else [f"--{name}={value}"]
     words += ["--eval_only", "true", "--model", str(run / "policy")]
     return [*words, "--run_dir", str(run / "evaluation")]

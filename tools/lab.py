@@ -10,7 +10,7 @@ baseline. The flags of the line `base` come before those of each setting.
     mine: --variant kl_loss my_idea.py --lambd 0.95
     few: --data {base}/train.json[:64]
 
-If no setting names a --model, tools/base_model.py makes a base model in OUT/base, and the flags of
+For settings without a --model tools/base_model.py makes a base model in OUT/base, and the flags of
 this model come first. The model is that of Countdown, or of the chains in a plan with --task chain.
 Each run is a process with one thread on a core of its own. OUT/NAME has the runs of a setting, and
 OUT/PLAN.md and OUT/PLAN.png compare them.
@@ -60,9 +60,13 @@ def read_plan(path: Path, base: Path) -> dict[str, list[str]]:
     return {name: [*shared, *flags] for name, flags in settings.items()}
 
 
+def has_model(flags: list[str]) -> bool:
+    return any(word.partition("=")[0] == "--model" for word in flags)
+
+
 def make_base(settings: dict[str, list[str]], folder: Path) -> list[str]:
-    """Makes the base model that the settings need. Returns its flags of train.py."""
-    if all("--model" in flags for flags in settings.values()):
+    """Makes the base model of the settings without a --model. Returns its flags of train.py."""
+    if all(map(has_model, settings.values())):
         return []
     is_chain = any("chain" in flags for flags in settings.values())
     task = "chain" if is_chain else "countdown"
@@ -169,7 +173,8 @@ def main() -> None:
         settings = read_plan(args.plan, out / "base")
         shared = make_base(settings, out / "base")
         for place, flags in settings.items():
-            settings[place] = prepare(out / place, [*shared, *flags])
+            base = [] if has_model(flags) else shared
+            settings[place] = prepare(out / place, [*base, *flags])
     except (OSError, ValueError, UserError) as error:
         refuse(f"{place}: {error}")
     # Runs go seed by seed, so a laboratory that is stopped early can compare all settings.

@@ -260,11 +260,15 @@ def find_help(plan: Plan) -> list[str]:
 
 
 def sampler_share(plan: Plan) -> dict[str, float]:
-    """The share of the card that is free for the sampler, if it is less than the flag has."""
+    """The flag that gives the sampler what is free on the card."""
     room = USABLE * plan.card - sum(plan.always().values())
+    kv_cache_gb = plan.cfg.kv_cache_gb
+    if kv_cache_gb is not None:
+        beside = plan.sampler() - kv_cache_gb * GIB
+        cache = math.floor((room - beside) / GIB)
+        return {"kv_cache_gb": cache} if cache > 0 else {}
     share = math.floor(20 * room / plan.card) / 20
-    is_less = 0 < share < plan.cfg.gpu_memory_utilization
-    return {"gpu_memory_utilization": share} if is_less else {}
+    return {"gpu_memory_utilization": share} if share > 0 else {}
 
 
 def as_words(flags: dict) -> list[str]:
