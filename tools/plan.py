@@ -130,7 +130,7 @@ class Plan:
         if cfg.offload == "none":
             # fp32 weights, and two moments of AdamW. Without ZeRO the weights are fp32 already.
             size = 12 if cfg.zero_stage else 8
-            items["optimizer's fp32 weights and moments"] = size * trained / self.shards(1)
+            items["optimizer: exact weights, two averages"] = size * trained / self.shards(1)
         if cfg.zero_stage == 3:
             # ZeRO-3 keeps the sums of gradients, and a bucket for each model.
             sums = 0 if cfg.offload == "optimizer" else 4 * trained / self.world
@@ -184,12 +184,14 @@ class Plan:
         activations = row * (config.num_hidden_layers * kept + 2.5 * wide)
         gathered = self.gathered()
         layer = row * layer + gathered + self.reduction(min(self.embedding, learnt))
-        points = [{"activations": activations, "a layer's backward pass": layer}]
+        points = [{"intermediate results": activations, "work space of a layer": layer}]
         if has_head:
             # A gradient in fp32 and one in bf16, and copies of a chunk of logits.
             head = max(4 * self.embedding + 2 * CHUNK, 6 * self.embedding + 1.5 * CHUNK)
             name = f"logits, {CHUNK // 2**20} MiB at a time"
-            points.append({"activations": activations, name: head + 4 * row * hidden + gathered})
+            points.append(
+                {"intermediate results": activations, name: head + 4 * row * hidden + gathered}
+            )
         if cfg.offload == "none":
             step = 8 * min(self.embedding, learnt / self.shards(2))
             if cfg.zero_stage == 3:
@@ -235,8 +237,8 @@ class Plan:
         return total / GIB
 
 
-def find_help(plan: Plan) -> list[str]:
-    """The flags that make the run fit: one that suffices, or several. Without any: []."""
+def find_help(plan: Plan) -> dict:
+    """The flags that make the run fit: one that suffices, or several. Without any: {}."""
     cfg = plan.cfg
     values = {
         "gradient_checkpointing": True,
@@ -248,15 +250,15 @@ def find_help(plan: Plan) -> list[str]:
     changes = {name: value for name, value in values.items() if value != getattr(cfg, name)}
     for flags in [sampler_share(plan), *({name: value} for name, value in changes.items())]:
         if plan.with_flags(flags).fits():
-            return as_words(flags)
+            return flags
     changes |= sampler_share(plan.with_flags(changes))
     if not plan.with_flags(changes).fits():
-        return []
+        return {}
     for name in list(changes):
         fewer = {key: value for key, value in changes.items() if key != name}
         if plan.with_flags(fewer).fits():
             changes = fewer
-    return as_words(changes)
+    return changes
 
 
 def sampler_share(plan: Plan) -> dict[str, float]:
@@ -271,17 +273,17 @@ def sampler_share(plan: Plan) -> dict[str, float]:
     return {"gpu_memory_utilization": share} if share > 0 else {}
 
 
-def as_words(flags: dict) -> list[str]:
-    return [f"--{name} {str(value).lower()}" for name, value in flags.items()]
+def as_words(flags: dict) -> str:
+    return " ".join(f"--{name} {str(value).lower()}" for name, value in flags.items())
 
 
 # ---- what is printed -----------------------------------------------------------------------------
 
 PHASES = {
-    "rollout": "it samples",
+    "rollout": "answers are drawn",
     "critic": "the critic learns",
-    "policy": "the policy learns",
-    "sync": "weights are copied",
+    "policy": "the model learns",
+    "sync": "new weights are copied",
 }
 
 
@@ -294,10 +296,12 @@ def print_plan(plan: Plan, name: str, card_gb: float) -> None:
     at_once = min(plan.kv_tokens // cfg.max_len, cfg.micro_rollout_batch_size)
     told = f"its cache holds {plan.kv_tokens:,} tokens"
     print(f"A sampler draws {at_once} samples of --max_len {cfg.max_len} at a time: {told}.")
-    print(f"\nGiB of each GPU, of {plan.card / GIB:.1f}, while ...")
+    usable = f"{USABLE * plan.card / GIB:.1f} of its {plan.card / GIB:.1f} GiB"
+    print(f"\nGiB of each GPU while ... ({usable} may be used)")
     table = pd.DataFrame(plan.phases) / GIB
     table = table.reindex(dict.fromkeys(x for items in plan.phases.values() for x in items))
-    table.loc["all"] = table.sum()
+    table.loc["sum"] = table.sum()
+    table.loc["left"] = USABLE * plan.card / GIB - table.loc["sum"]
     print(table.rename(columns=PHASES).to_string(float_format="%.1f", na_rep="-"))
     print()
     if cfg.offload == "optimizer":
@@ -314,16 +318,18 @@ def print_plan(plan: Plan, name: str, card_gb: float) -> None:
 def conclusion(plan: Plan) -> str:
     """The sentence at the end."""
     if plan.fits():
-        left = f"{1 - USABLE:.0%} of the card stay free for what the plan does not see"
-        return f"It fits, with {plan.spare():.1f} GiB of each GPU to spare ({left})."
+        return f"It fits, with {plan.spare():.1f} GiB of each GPU to spare."
     peaks = plan.peaks()
     phase = max(peaks, key=peaks.get)
-    need = f"{peaks[phase]:.1f} GiB of each GPU, and {USABLE * plan.card / GIB:.1f} are there"
-    told = f"It does not fit: while {PHASES[phase]}, it needs {need}."
+    told = (
+        f"It does not fit: while {PHASES[phase]}, {-plan.spare():.1f} GiB of each GPU are missing."
+    )
     if plan.spare() >= 0:
         told = "It does not fit: the cache of a sampler is too small for one sample of --max_len."
-    if flags := find_help(plan):
-        return f"{told} It fits with {' '.join(flags)}."
+    flags = find_help(plan)
+    if flags:
+        spare = plan.with_flags(flags).spare()
+        return f"{told} With {as_words(flags)} it fits, with {spare:.1f} GiB to spare."
     return f"{told} No flag changes this: take larger cards, more cards, or a smaller model."
 
 
