@@ -201,7 +201,7 @@ def group_stats(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor
 # ---- the recipe ------------------------------------------------------------------------------
 
 
-# CHANGE HERE a decision of a run: edit a method, or write a variant (CONTRIBUTING.md).
+# CHANGE HERE a decision of a run: edit a method, or write a variant (docs/change.md).
 @dataclass
 class Recipe:
     """The decisions of a run. The fields are flags, and the methods come in the order of a run.
@@ -330,7 +330,7 @@ class Recipe:
     def reply_function(self, task):
         """The function that replies to a turn, or None: then a response has one turn.
 
-        By default it is the function `reply` of the task, if there is one: docs/turns.md.
+        By default it is the function `reply` of the task, if there is one: docs/change.md.
         """
         return getattr(task, "reply", None)
 

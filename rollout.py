@@ -6,7 +6,7 @@ works. This file never sees a loss.
 
 A response may have several turns. A turn is what the policy draws until it stops. Then a reply may
 come: text that the policy does not draw, such as the result of a tool. The policy goes on behind
-the reply with its next turn (docs/turns.md).
+the reply with its next turn (docs/change.md).
 
 Deviations from Open-Reasoner-Zero (ORZ):
 - There is no Ray, and the sampler has no process of its own. Sampler and trainer use the same GPU,

@@ -127,7 +127,7 @@ class Learning(ppo.Recipe):
         8000, "The limit of a response, in tokens. Behind a long prompt max_len lowers it.", least=1
     )
     max_len: int = flag(8192, "The limit of prompt and response together, in tokens.")
-    max_turns: int = flag(16, "The limit of turns, if a tool replies (docs/turns.md).", least=1)
+    max_turns: int = flag(16, "The limit of turns, if a tool replies (docs/change.md).", least=1)
     # ---- updates
     max_norm: float = flag(1.0, "A gradient of a larger norm is scaled down to this. 0: never.")
     bf16: bool = flag(True, "Train in bf16, with master weights and gradient sums in fp32.")

@@ -1,6 +1,6 @@
-"""A lesson: from REINFORCE to PPO's advantages, a teacher and turns. `python docs/lesson.py`
+"""A lesson: from REINFORCE to PPO's advantages and a teacher. `python docs/lesson.py`
 
-Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 6 end with a
+Each cell begins with `# %%`, so an editor can run the cells one by one. Cells 1 to 5 end with a
 question, and the next cell answers it. An advantage is what a token is paid. All advantages but
 the first come from ppo.py and variants/distill.py. The pictures are written to out/lesson. The
 lesson takes half a minute on one free core, and less with `--quick`. With `--quick` the models
@@ -23,10 +23,7 @@ from variants.distill import Distill
 torch.set_num_threads(1)
 OUT = Path("out/lesson")
 OUT.mkdir(parents=True, exist_ok=True)
-QUICK = sys.argv[1:] == ["--quick"]
-if sys.argv[1:] and not QUICK:
-    print(f"error: {' '.join(sys.argv[1:])}: the lesson knows --quick alone", file=sys.stderr)
-    sys.exit(2)
+QUICK = "--quick" in sys.argv
 SEEDS = range(1 if QUICK else 10)
 UPDATES = 20 if QUICK else 120
 TRIALS = 100 if QUICK else 400  # batches that measure the noise of a gradient
@@ -75,14 +72,18 @@ class TableCritic:
         self.table = torch.full((PROBLEMS, TOKENS, TOKENS + 1), 0.5, dtype=torch.float64)
         self.rate = rate
 
-    def values(self, problems, right):
-        return self.table[problems[:, None], torch.arange(TOKENS), right[:, :-1]]  # (N, 12)
+    def index(self, problems, right):
+        return problems[:, None], torch.arange(TOKENS), right[:, :-1]  # together (N, 12)
 
-    def learn(self, problems, right, returns):
-        place = (problems[:, None].expand_as(returns), torch.arange(TOKENS).expand_as(returns))
-        index = (*place, right[:, :-1])
-        count = torch.zeros_like(self.table).index_put(index, torch.ones_like(returns), True)
-        total = torch.zeros_like(self.table).index_put(index, returns, True)
+    def values(self, problems, right):
+        return self.table[self.index(problems, right)]  # (N, 12)
+
+    def learn(self, problems, right, rewards):
+        # The target of each token is the reward. With lambda 1 this is also the target in ppo.py.
+        index = self.index(problems, right)
+        empty = torch.zeros_like(self.table)
+        count = empty.index_put(index, torch.ones_like(rewards)[:, None], accumulate=True)
+        total = empty.index_put(index, rewards[:, None], accumulate=True)
         seen = count > 0
         self.table[seen] += self.rate * (total[seen] / count[seen] - self.table[seen])
 
@@ -92,98 +93,98 @@ def problems_of(group):
     return torch.arange(64 // group).repeat_interleave(group) % PROBLEMS
 
 
-def train(estimator, seed, lambd=1.0, shift=0.0, group=8, rate=1.0, pay=None):
-    """The solved share of the responses of each update. All updates have the same length, as those
-    of Adam nearly have. So only the direction counts, and noise makes a direction worse.
-    pay: a function that replaces the advantages."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
-    critic = TableCritic() if estimator == "gae" else None
+def draw_gradient(
+    logits, generator, estimator, lambd=1.0, shift=0.0, group=8, critic=None, pay=None
+):
+    """Draws 64 responses. Returns their gradient, problems, right tokens and rewards.
+
+    shift: a number that is added to all rewards. pay: a function that replaces the advantages.
+    """
     problems = problems_of(group)
-    curve = []
-    for _ in range(UPDATES):
-        tokens, right, rewards = draw(logits, problems, generator)
-        curve.append(rewards.mean().item())
-        values = critic.values(problems, right) if critic else None
-        groups = torch.arange(len(problems)) // group
-        advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
-        if pay:
-            advantages = pay(logits, tokens, problems, advantages)
-        direction = gradient(logits, tokens, problems, advantages)
-        logits -= rate * direction / direction.norm().clamp(min=1e-9)
-        if critic:
-            # With lambda 1 this is also the target in ppo.py.
-            critic.learn(problems, right, rewards[:, None].expand(-1, TOKENS))
-    return curve
+    tokens, right, rewards = draw(logits, problems, generator)
+    values = critic.values(problems, right) if critic else None
+    groups = torch.arange(len(problems)) // group
+    advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
+    if pay:
+        advantages = pay(logits, tokens, problems, advantages)
+    return gradient(logits, tokens, problems, advantages), problems, right, rewards
+
+
+def train(estimator, **how):
+    """For each seed the solved share of the responses of each update. `how` is for draw_gradient.
+
+    All updates have the same length, as those of Adam nearly have. So only the direction counts,
+    and noise makes a direction worse.
+    """
+    curves = []
+    for seed in SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
+        critic = TableCritic() if estimator == "gae" else None
+        curve = []
+        for _ in range(UPDATES):
+            direction, problems, right, rewards = draw_gradient(
+                logits, generator, estimator, critic=critic, **how
+            )
+            curve.append(rewards.mean().item())
+            logits -= direction / direction.norm().clamp(min=1e-9)
+            if critic:
+                critic.learn(problems, right, rewards)
+        curves.append(curve)
+    return curves
 
 
 def true_gradient():
     """The exact mean of the gradient of the first policy, whose tokens are all equally likely."""
-    # E[R (1{token = v} - p)] = p (E[R | token = v] - E[R]), and 3 of 4 tokens are wrong.
-    solved = [[chance(TOKENS - 1, k - right) for right in (1, 0, 0, 0)] for k in need.tolist()]
-    solved = torch.tensor(solved, dtype=torch.float64)  # (8, 4)
-    size = -(solved - solved.mean(1, keepdim=True)) / VOCABULARY / PROBLEMS / TOKENS
-    return size[:, None].expand(-1, TOKENS, -1)
+    # The gradient for the logit of token v is p (E[R | token = v] - E[R]), with p = 1/4. A token
+    # decides the reward R if exactly need - 1 of the 11 other tokens are right.
+    decides = [comb(11, k - 1) * 3 ** (12 - k) / 4**11 for k in need.tolist()]
+    decides = torch.tensor(decides, dtype=torch.float64)  # (8,)
+    gain = decides[:, None] * torch.tensor([3 / 4, -1 / 4, -1 / 4, -1 / 4])  # (8, 4)
+    return (-gain / VOCABULARY / PROBLEMS / TOKENS)[:, None].expand(-1, TOKENS, -1)
 
 
-def chance(tokens, least):
-    """The probability that at least `least` of these tokens are right."""
-    ways = [comb(tokens, k) * 3 ** (tokens - k) for k in range(max(least, 0), tokens + 1)]
-    return sum(ways) / 4**tokens
-
-
-def noise(estimator, lambd=1.0, shift=0.0, group=8, critic=None, pay=None, truth=None):
+def noise(estimator, truth=None, **how):
     """The noise and the bias of the first gradient, both divided by the size of the true gradient.
 
     The noise is the std over batches. The bias is the error of the mean over batches, less the
-    error that the noise explains.
+    error that the noise explains. `how` is for draw_gradient.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.zeros(PROBLEMS, TOKENS, VOCABULARY, dtype=torch.float64)
-    problems = problems_of(group)
-    groups = torch.arange(len(problems)) // group
-    found = []
-    for _ in range(TRIALS):
-        tokens, right, rewards = draw(logits, problems, generator)
-        values = critic.values(problems, right) if critic else None
-        advantages = advantages_of(estimator, make_batch(rewards + shift, groups, values), lambd)
-        if pay:
-            advantages = pay(logits, tokens, problems, advantages)
-        found.append(gradient(logits, tokens, problems, advantages))
+    found = [draw_gradient(logits, generator, estimator, **how)[0] for _ in range(TRIALS)]
     found = torch.stack(found)  # (TRIALS, 8, 12, 4)
     truth = true_gradient() if truth is None else truth
     variance = found.var(0).sum()
     error = (found.mean(0) - truth).square().sum() - variance / TRIALS
-    return tuple((x.clamp(min=0).sqrt() / truth.norm()).item() for x in (variance, error))
+    size = truth.norm()
+    return (variance.sqrt() / size).item(), (error.clamp(min=0).sqrt() / size).item()
 
 
-def picture(number, title, curves, bars, measure="noise of the first gradient: std / size"):
+def picture(number, title, curves, bars):
     """Writes a picture of learning curves (means over seeds, with bands) and of bars."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
+    left, right = figure.subplots(1, 2)
     for name, runs in curves.items():
-        smooth = np.apply_along_axis(np.convolve, 1, np.array(runs), np.ones(9) / 9, "valid")
-        [line] = axes[0].plot(smooth.mean(0), label=name)
-        band = (range(smooth.shape[1]), smooth.min(0), smooth.max(0))
-        axes[0].fill_between(*band, color=line.get_color(), alpha=0.2)
-    if curves:
-        axes[0].set(xlabel="update", ylabel="solved", ylim=(0, 1))
-        axes[0].legend(frameon=False)
+        smooth = np.lib.stride_tricks.sliding_window_view(runs, 9, axis=1).mean(-1)
+        left.plot(smooth.mean(0), label=name)
+        left.fill_between(range(smooth.shape[1]), smooth.min(0), smooth.max(0), alpha=0.2)
+    left.set(xlabel="update", ylabel="solved", ylim=(0, 1))
+    left.legend(frameon=False)
     for name, height in bars.items():
-        axes[-1].barh(name, height)
-    axes[-1].set(xlabel=measure)
-    axes[-1].invert_yaxis()
+        right.barh(name, height)
+    right.set(xlabel="noise of the first gradient: std / size")
+    right.invert_yaxis()
     figure.savefig(OUT / f"{number}.png", dpi=80)
 
 
 def tell(curves, bars):
-    solved = (f"{name}: {np.mean(runs):.2f}" for name, runs in curves.items())
+    solved = [f"{name}: {np.mean(runs):.2f}" for name, runs in curves.items()]
     print(f"   solved, mean over {UPDATES} updates:", ", ".join(solved))
     if bars:
-        print(
-            "   noise of the first gradient:", ", ".join(f"{k}: {v:.1f}" for k, v in bars.items())
-        )
+        noises = [f"{name}: {x:.1f}" for name, x in bars.items()]
+        print("   noise of the first gradient:", ", ".join(noises))
 
 
 def show(title, numbers):
@@ -198,7 +199,7 @@ def plain(rewards, values, mask, groups, cfg):
 
 ppo.ESTIMATORS["plain"] = ppo.Estimator(plain)
 names = {"reward 0 or 1": 0.0, "reward 1 or 2": 1.0}
-curves = {name: [train("plain", seed, shift=x) for seed in SEEDS] for name, x in names.items()}
+curves = {name: train("plain", shift=x) for name, x in names.items()}
 bars = {name: noise("plain", shift=x)[0] for name, x in names.items()}
 picture(1, "1. REINFORCE learns, and a constant in the reward slows it", curves, bars)
 print("1. REINFORCE pays all tokens of a response its reward.")
@@ -210,8 +211,7 @@ print("   QUESTION: which number should be subtracted from all rewards?\n")
 # ANSWER to 1: a number near the mean. Then a response better than usual is paid more than 0, and a
 # response worse than usual less than 0. A number that does not depend on the response adds nothing
 # to the mean of the gradient, because the probabilities of all tokens add up to 1.
-curves = {"no baseline": curves["reward 0 or 1"]}
-curves["mean of the batch"] = [train("reinforce", seed) for seed in SEEDS]
+curves = {"no baseline": curves["reward 0 or 1"], "mean of the batch": train("reinforce")}
 bars["mean of the batch"] = noise("reinforce")[0]
 picture(2, "2. The mean of the batch as a baseline", curves, bars)
 print("2. A baseline: pay the reward minus the mean of the batch.")
@@ -227,20 +227,17 @@ print("   QUESTION: what does one mean for all problems do to the easiest proble
 # ANSWER to 2: nearly all responses to the easiest problem are right, and these are paid much more
 # than 0, whatever they say. This pay teaches nothing, and adds noise.
 curves = {"mean of the batch": curves["mean of the batch"]}
-for name in ("rloo", "grpo"):
-    curves[name] = [train(name, seed) for seed in SEEDS]
+curves["rloo"] = train("rloo")
+curves["grpo"] = train("grpo")
 bars["rloo, groups of 8"] = noise("rloo")[0]
 bars["rloo, groups of 2"] = noise("rloo", group=2)[0]
 picture(3, "3. A baseline for each problem", curves, bars)
 print("3. Groups: pay the reward minus the mean of the other responses to the problem (RLOO).")
 tell(curves, bars)
-print(
-    f"   A right response to the easiest problem was paid {1 - solved.mean():+.2f} in part 2, and"
-)
-print(
-    f"   is paid {1 - solved[0]:+.2f} now. In groups of 2 the baseline is one other response, which"
-)
-print("   is a bad mean. GRPO divides the pay by the group's standard deviation.")
+print(f"""\
+   A right response to the easiest problem was paid {1 - solved.mean():+.2f} in part 2, and
+   is paid {1 - solved[0]:+.2f} now. In groups of 2 the baseline is one other response, which
+   is a bad mean. GRPO divides the pay by the group's standard deviation.""")
 generator = torch.Generator().manual_seed(3)
 problems = torch.full((64,), 2)
 tokens, right, rewards = draw(uniform, problems, generator)
@@ -258,9 +255,8 @@ critic = TableCritic(rate=0.02)
 generator = torch.Generator().manual_seed(1)
 for _ in range(50 if QUICK else 1500):
     seen = draw(uniform, problems_of(8), generator)
-    critic.learn(problems_of(8), seen[1], seen[2][:, None].expand(-1, TOKENS))
-curves = {"rloo": curves["rloo"]}
-curves["critic, groups of 8"] = [train("gae", seed) for seed in SEEDS]
+    critic.learn(problems_of(8), seen[1], seen[2])
+curves = {"rloo": curves["rloo"], "critic, groups of 8": train("gae")}
 bars.pop("reward 1 or 2")
 bars["a critic that has learnt"] = noise("gae", critic=critic)[0]
 bars["a critic that is new"] = noise("gae", critic=TableCritic())[0]
@@ -288,8 +284,8 @@ new = {x: noise("gae", lambd=x, critic=TableCritic()) for x in LAMBDAS}
 bars = {f"lambda {x:g}, learnt": learnt[x][0] for x in LAMBDAS}
 bars |= {f"lambda {x:g}, new": new[x][0] for x in LAMBDAS}
 curves = {"lambda 1": curves["critic, groups of 8"]}
-for lambd in (0.95, 0.8):
-    curves[f"lambda {lambd:g}"] = [train("gae", seed, lambd=lambd) for seed in SEEDS]
+curves["lambda 0.95"] = train("gae", lambd=0.95)
+curves["lambda 0.8"] = train("gae", lambd=0.8)
 picture(5, "5. Lambda trades the noise for the critic's mistakes", curves, bars)
 print("5. Lambda: believe the critic more, and the reward less.")
 tell(curves, {})
@@ -299,15 +295,12 @@ print("            | a critic that has learnt | a new critic")
 print("     lambda |       noise         bias |    noise         bias")
 for x in LAMBDAS:
     print("{:11.2f} |{:12.1f} {:12.2f} |{:9.1f} {:12.2f}".format(x, *learnt[x], *new[x]))
-print(
-    "   With lambda 1 there is no bias: the number is the error of this measurement. A critic that"
-)
-print(
-    "   has learnt lowers the noise at little bias. A new critic with lambda 0 pays only the last"
-)
-print("   token, so its gradient is small and wrong.")
-print("   ORZ takes lambda 1. With 0.95 the reward counts 0.006 for a token 100 places before")
-print("   the end. The critic decides the rest. docs/critic.md shows what a real critic knows.")
+print("""\
+   With lambda 1 there is no bias: the number is the error of this measurement. A critic that
+   has learnt lowers the noise at little bias. A new critic with lambda 0 pays only the last
+   token, so its gradient is small and wrong.
+   ORZ takes lambda 1. With 0.95 the reward counts 0.006 for a token 100 places before
+   the end. The critic decides the rest. docs/lab.md shows what a real critic knows.""")
 print("   QUESTION: a larger model already solves the problems. Can it pay the tokens?\n")
 
 # %% [6] A teacher: a model that already solves the problems scores each drawn token
@@ -336,10 +329,10 @@ log_p = start.log_softmax(-1)  # (8, 12, 4)
 logits = teacher.expand(PROBLEMS, TOKENS, -1)
 rewards_of_teacher = draw(logits, torch.arange(PROBLEMS).repeat_interleave(1000), generator)[2]
 curves = {"lambda 0.8": curves["lambda 0.8"]}
-for name, weight in (("teacher", 1.0), ("half teacher, half GRPO", 0.5)):
-    curves[name] = [train("grpo", seed, pay=teach(weight)) for seed in SEEDS]
-bars = {"lambda 0.8": learnt[0.8][0]}
-bars["teacher"] = noise("grpo", pay=teach(1.0), truth=start.grad)[0]
+curves["teacher"] = train("grpo", pay=teach(1.0))
+curves["half teacher, half GRPO"] = train("grpo", pay=teach(0.5))
+of_teacher = noise("grpo", pay=teach(1.0), truth=start.grad)[0]
+bars = {"lambda 0.8": learnt[0.8][0], "teacher": of_teacher}
 picture(6, "6. A teacher scores each token", curves, bars)
 print("6. A teacher: pay each token log p of the teacher minus log p of the policy.")
 tell(curves, bars)
@@ -348,42 +341,4 @@ for name, runs in curves.items():
     show(name, [f"{np.mean([run[-10:] for run in runs]):.2f}"])
 print("   A teacher needs no reward. A policy that learns from a teacher alone ends with what the")
 print("   teacher solves.")
-print("   QUESTION: a tool writes a part of a response. Which tokens are paid?\n")
-
-# %% [7] Turns: a tool writes a part of the response
-# ANSWER to 6: those that the policy has drawn. The reply of a tool is read, as the prompt is. If
-# the policy were paid for the reply, it would learn to write the tool's text.
-drawn = torch.ones(TOKENS, dtype=torch.bool)
-drawn[5:7] = False  # tokens 5 and 6 are a reply: 0 if two of the first five are right, else 1
-PROBLEM = torch.full((64,), 2)
-found = {"drawn tokens": [], "reply too": []}
-for _ in range(TRIALS):
-    tokens, _, _ = draw(uniform, PROBLEM, generator)
-    tokens[:, ~drawn] = ((tokens[:, :5] == 0).sum(1) < 2).long()[:, None]
-    rewards = ((tokens[:, drawn] == 0).sum(1) >= need[2]).double()
-    ids = tokens.tolist()
-    batch = ppo.Batch(
-        [[0]] * 64, ids, PROBLEM, rewards, torch.device("cpu"), {}, [], [drawn.tolist()] * 64
-    )
-    pay = ppo.Recipe(estimator="rloo").raw_advantages(batch)  # (T,): 10 drawn tokens a response
-    advantages = torch.zeros(64, TOKENS, dtype=torch.float64)
-    advantages[:, drawn] = pay.reshape(64, -1)
-    found["drawn tokens"].append(gradient(uniform, tokens, PROBLEM, advantages))
-    advantages[:, ~drawn] = advantages[:, :1]
-    found["reply too"].append(gradient(uniform, tokens, PROBLEM, advantages))
-sizes = {name: torch.stack(x).mean(0)[2].norm(dim=-1) for name, x in found.items()}  # (12,)
-bars = {}
-for name, size in sizes.items():
-    bars[f"paid: {name}; policy's tokens"] = 1000 * size[drawn].mean()
-    bars[f"paid: {name}; tool's tokens"] = 1000 * size[~drawn].mean()
-title = "7. A reply is read, and not learnt"
-picture(7, title, {}, bars, "size of the gradient for a token, times 1000")
-print("7. Turns: tokens 5 and 6 are the reply of a tool.")
-for name, size in sizes.items():
-    show(f"paid: {name}", [f"{1000 * x:.1f}" for x in size])
-print("   These are sizes of the gradient for each token, times 1000. If the reply is paid")
-print(
-    "   too, it has the largest ones: right responses often have the reply 0, and the policy would"
-)
-print("   learn to write it. docs/turns.md says how a task replies.")
 print(f"The pictures are in {OUT}")

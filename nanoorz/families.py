@@ -1,6 +1,6 @@
 """Which models can be trained, and what differs between their families.
 
-A family is the model_type of a config of transformers. docs/models.md has a table of the families
+A family is the model_type of a config of transformers. docs/run.md lists the families
 that were tried. A model that reads images, too, is trained by its text part (text_part.py).
 """
 
@@ -87,7 +87,7 @@ def load_config(source, flag="--model"):
     told = f"{flag} {source}: models of the family {config.model_type} cannot be trained"
     # The head in chunks is linear and has no bias.
     is_linear = isinstance(head, nn.Linear) and head.bias is None
-    require(is_linear, f"{told} (docs/models.md)")
+    require(is_linear, f"{told} (docs/run.md)")
     return config
 
 

@@ -1,7 +1,7 @@
 r"""Reads files of problems: where a record has its question and its label, the right answer.
 
 Public sets lay out their records in many ways. QUESTIONS and LABELS list the known paths, and
-docs/rewards.md names the sets. A record that cannot be used is left out, and a line on stderr says
+docs/data.md names the sets. A record that cannot be used is left out, and a line on stderr says
 how many and why. Other tasks have records of other forms, and give `read_file` their own function.
 """
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # This recipe trains the text part of Qwen3.5-0.8B on GSM8K on one card of 24 GB, with GRPO. Three of its four layers are
-# recurrent, so each sample has a row of its own (docs/models.md). Install flash-linear-attention and causal-conv1d first:
+# recurrent, so each sample has a row of its own (docs/run.md). Install flash-linear-attention and causal-conv1d first:
 # without these packages transformers computes the recurrent layers with slow code.
 # This recipe only tests that the run works at these sizes. We know of no published run of these sizes.
 export CARD_GB="${CARD_GB:-24}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# This recipe trains Qwen2.5-1.5B on one GPU of 80 GB, with Python as a tool (docs/rewards.md). The machine needs
+# This recipe trains Qwen2.5-1.5B on one GPU of 80 GB, with Python as a tool (docs/data.md). The machine needs
 # bubblewrap.
 # This recipe was not run. We know of no published run of these sizes.
 exec "$(dirname "$0")/launch.sh" 1 1 --task python_tool --max_turns 4 \

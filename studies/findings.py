@@ -1,13 +1,13 @@
-"""Prints the tables of the pages that come from recorded runs.
+"""Prints the tables of docs/lab.md that come from recorded runs.
 
     mkdir -p out/runs && tar xf studies/runs.tar.xz -C out/runs
     python studies/findings.py out/runs [--picture docs/chain.png]
 
-critic/: docs/critic.md, and "Does the critic pay?" in docs/laboratory.md. chain/: docs/chain.md.
-teacher/: docs/teacher.md, and "Several rewards" in docs/rewards.md. Brackets have 95 % intervals:
-Student's t of a mean, or of a mean difference between runs of one seed, and Wilson's of a share.
+critic/: whether the critic pays, and what it sees. chain/: what breaks a run. teacher/: a teacher,
+and two rewards. Brackets have 95 % intervals: Student's t of a mean, or of a mean difference
+between runs of one seed, and Wilson's of a share.
 
-The table of docs/critic.md needs samples token by token. They are too large for the archive, so it
+The table of what the critic sees needs samples token by token. They are too large for the archive, so it
 has tries.csv of five runs. This writes the file into each run:
 
     echo 'ppo_tokens: --log_samples 0 --log_tokens 256' > tokens.txt

@@ -1,4 +1,4 @@
-"""What named losses become at ratio 1, where pi = pi_old = sampler: docs/stripped.md.
+"""What named losses become at ratio 1, where pi = pi_old = sampler: docs/ppo.md.
 
     python studies/ratio_one.py
 

@@ -3,7 +3,7 @@
 The program has no network, none of our environment variables, and its own process numbers. It can
 read /usr, the system's libraries and Python, and no other file of this machine. It can write into
 its folder /tmp, which is in memory and ends with the program. prlimit limits each process.
-docs/rewards.md says what is not protected, and what a machine needs. To use this file elsewhere, on
+docs/data.md says what is not protected, and what a machine needs. To use this file elsewhere, on
 Linux, copy nanoorz/ranks.py, too.
 """
 

@@ -1,18 +1,23 @@
-"""Links of pages resolve, their commands can be given, and the lesson and the studies run."""
+"""Links of pages resolve, commands can be given, examples run; so do the lesson and the studies."""
 
 import re
 import shlex
+import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, run_python, unpack
+import torch
+from conftest import ROOT, SMALL, arguments, config, jsonl, run_python, unpack
 
+import ppo
 import train
 from studies import findings, ratio_one
 
 PAGES = ["README.md", "CONTRIBUTING.md"]
-for folder in ("docs", "docs/exercises"):
-    PAGES += [f"{folder}/{path.name}" for path in sorted((ROOT / folder).glob("*.md"))]
+PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+CHANGE = (ROOT / "docs" / "change.md").read_text()
+EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```", CHANGE, re.MULTILINE | re.DOTALL))
 DEMO = ["--model", "demo", "--data", "demo"]
 BLOCK = r"^```(\w*)\n(.*?)^```"
 COMMAND = r"(\w+=\S+ )*(accelerate launch .*train\.py|make |bash runs/|sbatch |sed |\S*python ).*"
@@ -72,10 +77,106 @@ def check_command(words: list[str]):
             assert f"--{option}" in text or hasattr(train.Config(), option), words
 
 
+def test_the_page_s_estimator_has_its_advantages(monkeypatch):
+    """The example is run as if it were pasted into ppo.py."""
+    # ppo.Recipe has the same dict.
+    monkeypatch.delitem(ppo.ESTIMATORS, "w_reinforce", raising=False)
+    exec(EXAMPLES["estimator"], dict(vars(ppo)))
+    responses = [[2], [2, 2], [2]]
+    rewards = torch.tensor([1, 0, 1], dtype=torch.float64)
+    batch = ppo.Batch([[1]] * 3, responses, torch.arange(3), rewards, torch.device("cpu"), {}, [])
+    ppo.compute_advantages(batch, config(estimator="w_reinforce"))
+    assert batch.per_token["advantages"].tolist() == pytest.approx([0.1, -1, -1, 0.1])
+
+
+def test_the_page_s_variant_pays_truncated_responses_less(tmp_path):
+    path = tmp_path / "my_idea.py"
+    path.write_text(EXAMPLES["variant"])
+    ends = {"stop": 1.0, "length": 0.0}
+    samples = [SimpleNamespace(finish_reason=x, reward=r, rewards=None) for x, r in ends.items()]
+    assert config(variant=path, cut_cost=0.25).paid(samples) == [1.0, -0.25]
+
+
+def test_the_page_s_task_grades_by_length(tmp_path):
+    """The example has all that a run asks of a task."""
+    path = tmp_path / "my_task.py"
+    path.write_text(EXAMPLES["task"])
+    task = train.load_task(config(task=path))
+    assert {"load_problems", "text_metrics"} <= vars(task).keys()
+    with task.Grader(2, "orz") as grader:
+        assert grader.submit("right", "one two three", "stop", "3") == "one two three"
+        assert grader.submit("cut", "one two", "length", "4") is None
+        grader.submit("far", "one " * 9, "stop", "3")
+        assert grader.pending(0) == 0
+        assert grader.results() == {"right": 1.0, "cut": 0.5, "far": 0.0}
+        assert grader.results() == {}
+        assert grader.lost == 0
+
+
+def test_the_step_with_numbers_is_right(process_group):
+    """The shipped code computes all of the table in docs/ppo.md out of token, r, V and p."""
+    page = (ROOT / "docs" / "ppo.md").read_text()
+    rows = re.findall(r"^`(.+?)` (\d) \| `.*?` \|(.*)", page, re.MULTILINE)
+    names = [row[:2] for row in rows]
+    table = torch.tensor([[float(x) for x in row[2].split("|")] for row in rows]).double().T
+    r, value, raw, whitened, p, log_p, loss = table  # (T,) each
+    starts = [k for k, name in enumerate(names) if name not in names[:k]]
+    lengths = [names.count(names[k]) for k in starts]
+    groups = torch.tensor([int(names[k][0] == "4+4=") for k in starts])
+    responses = [[7] * n for n in lengths]
+    batch = ppo.Batch([[1]] * 4, responses, groups, r[starts], torch.device("cpu"), {}, [])
+    batch.per_token["values"] = value.float()
+    recipe = ppo.Recipe()
+    assert recipe.raw_advantages(batch).tolist() == pytest.approx(raw.tolist(), abs=1e-6)
+    ppo.compute_advantages(batch, recipe)
+    advantages = batch.per_token["advantages"]
+    assert advantages.tolist() == pytest.approx(whitened.tolist(), abs=0.005)
+    assert batch.per_token["returns"].tolist() == pytest.approx(r.tolist(), abs=1e-6)
+    assert p.log().tolist() == pytest.approx(log_p.tolist(), abs=0.005)
+    losses = recipe.token_loss(p.log(), None, advantages, batch, None, {})
+    assert losses.tolist() == pytest.approx(loss.tolist(), abs=0.005)
+
+    def losses_of(learner, batch, micro, cfg, stats):
+        return losses[micro.flat_index]
+
+    learner = SimpleNamespace(name="policy", backward=lambda *_: None, apply_update=lambda _: 0.0)
+    told = ppo.update(learner, losses_of, batch, [0, 1, 2, 3], 0.1, recipe)
+    numbers = (f"{told['policy_loss']:.3f}", f"{raw.mean():.3f}", f"{raw.std(correction=0):.3f}")
+    assert all(f" {number}" in page for number in numbers)
+    scores = ppo.Recipe(estimator="grpo").raw_advantages(batch)
+    assert scores.tolist() == [1.0] * 2 + [-1.0] * 4 + [0.0] * 5
+
+
+@pytest.mark.slow
+def test_the_three_edits_do_what_the_page_says(tiny, tmp_path):
+    """Each diff of docs/change.md applies to the shipped code, and the run shows its effect."""
+    diffs = re.findall("^```diff\n(.*?)^```", CHANGE, re.MULTILINE | re.DOTALL)
+    lines = {}
+    for name, diff in zip(("none", "reward", "advantage", "loss"), ["", *diffs], strict=True):
+        folder = tmp_path / name
+        shutil.copytree(ROOT / "nanoorz", folder / "nanoorz")
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, folder)
+        if diff:
+            (folder / "my.diff").write_text(diff)
+            subprocess.run(["git", "apply", "my.diff"], cwd=folder, check=True)
+        words = arguments(SMALL | tiny | {"max_steps": 1, "run_dir": folder / "run"})
+        run_python("train.py", *words, cwd=folder)
+        [lines[name]] = jsonl(folder / "run" / "metrics.jsonl")
+    plain = lines["none"]
+    cut = plain["reward"] - 0.5 * plain["truncated"]
+    assert plain["truncated"] > 0 and lines["reward"]["paid"] == pytest.approx(cut)
+    # The advantages had the mean 0. Without the negative ones it is half of the mean size.
+    half = pytest.approx(plain["advantage_abs"] / 2)
+    assert lines["advantage"]["advantage"] == lines["advantage"]["advantage_abs"] == half
+    loss = plain["policy_loss"] - 0.1 * plain["entropy"]
+    assert lines["loss"]["policy_loss"] == pytest.approx(loss, rel=1e-4)
+
+
 def test_each_part_of_the_lesson_lowers_the_noise_of_the_part_before(tmp_path):
-    """The lesson runs, shortened, and draws a picture in each of its seven parts."""
+    """The lesson runs, shortened, and draws a picture in each of its six parts."""
     told = run_python(ROOT / "docs" / "lesson.py", "--quick", cwd=tmp_path).stdout
-    assert len(list((tmp_path / "out" / "lesson").glob("*.png"))) == 7
+    assert len(list((tmp_path / "out" / "lesson").glob("*.png"))) == 6
     names = ("reward 0 or 1", "mean of the batch", "rloo, groups of 8", "a critic that has learnt")
     noise = [float(re.search(f"noise.*{name}: ([0-9.]+)", told)[1]) for name in names]
     assert noise == sorted(noise, reverse=True)

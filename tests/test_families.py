@@ -1,6 +1,6 @@
 """Tiny random models of eight families are trained. In packed rows samples do not see each other.
 
-Most of these tests are slow. docs/models.md has the families that were tried by hand.
+Most of these tests are slow. docs/run.md has the families that were tried by hand.
 """
 
 import json

@@ -242,7 +242,7 @@ def test_tables_of_the_hub_are_refused(monkeypatch):
         read("someone/tables")
 
 
-def test_reward_py_shows_what_is_read_as_the_page_says(tmp_path):
+def test_reward_py_shows_what_is_read(tmp_path):
     rows = []
     for question, label in (("6 times 7", "42"), ("half of 7", r'["\\frac{7}{2}"]'), ("5 + 5", "")):
         prompt = [{"role": "user", "content": f"What is {question}?"}]
@@ -250,8 +250,9 @@ def test_reward_py_shows_what_is_read_as_the_page_says(tmp_path):
     rows.append({"question": "Is 7 odd?", "answer": True})
     path = write(tmp_path, "mine.jsonl", "\n".join(map(json.dumps, rows)))
     done = run_python(ROOT / "reward.py", path)
-    said = f"{done.stderr}{done.stdout}".replace(path, "mine.jsonl")
-    assert f"```\n{said}```\n" in (ROOT / "docs/rewards.md").read_text()
+    assert "1 of 4 records are left out: 1 with no label in the columns prompt" in done.stderr
+    assert "question  What is half of 7?\nlabel     \\frac{7}{2}\n" in done.stdout
+    assert done.stdout.endswith("1 of 3 labels are no numbers\n  true\n")
     path = write(tmp_path, "odd.csv", "id,task,key\n1,2+2?,4\n2,3+3?,6\n")
     done = run_python(ROOT / "reward.py", path, code=2)
     assert "2 with no question in the columns id, task, key" in done.stderr

@@ -185,7 +185,7 @@ def reward_of(task, label, parts) -> float:
 
 
 def test_the_page_s_task_looks_words_up(tmp_path, monkeypatch):
-    page = (conftest.ROOT / "docs" / "turns.md").read_text()
+    page = (conftest.ROOT / "docs" / "change.md").read_text()
     path = tmp_path / "my_tool.py"
     path.write_text(re.search(r"^```python\n# tool\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1])
     (tmp_path / "words.json").write_text('{"tree": "a plant"}')

@@ -3,7 +3,7 @@
 A new critic's values are random, so the policy's first advantages would be poor. The policy's
 warm-up begins when the policy begins to learn. VAPO (arXiv 2504.05118) also trains its critic
 first.
-In the chains, with a small lambda, fewer runs break: docs/chain.md.
+In the chains, with a small lambda, fewer runs break: docs/lab.md.
 """
 
 from dataclasses import dataclass

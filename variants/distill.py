@@ -7,7 +7,7 @@ distribution, is minus the reverse KL divergence, KL(policy, teacher).
 Source: "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation, 2025). GKD (arXiv
 2306.13649) uses all tokens of the vocabulary, and not only the drawn one. In MiniLLM (arXiv
 2306.08543) later tokens count, too.
-What the laboratory measured: docs/teacher.md.
+What the laboratory measured: docs/lab.md.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ The advantage is sum_k w_k (r_k - group mean) / group std, whitened over the bat
 2601.05242). The weights are --reward_weights. GRPO sums the rewards first, so different
 combinations of rewards can get the same advantage. If the task names no rewards, this is GRPO with
 whitening.
-What the laboratory measured: docs/rewards.md.
+What the laboratory measured: docs/lab.md.
 """
 
 import dataclasses

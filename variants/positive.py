@@ -2,7 +2,7 @@
 
 The paper (arXiv 2506.01347, section 2) claims that pass@k is then worse than with all responses.
 In the laboratory (3 seeds) the accuracy is 0.574 with positive and 0.570 with PPO. In the chains it
-is 0.16 above REINFORCE (docs/chain.md).
+is 0.16 above REINFORCE (docs/lab.md).
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 The loss is -min(r A, clip(r, 1 - 0.2, 1 + 0.2) A), where r = p / p_old and p_old is the policy
 before the first update (eq. 7). Open-Reasoner-Zero makes one update in a step. In this update each
-ratio is 1, so ORZ needs none of this file, and has the same gradient (docs/stripped.md). In the
+ratio is 1, so ORZ needs none of this file, and has the same gradient (docs/ppo.md). In the
 paper each sample is in several updates. Here each sample is in one update.
 In the laboratory (PPO, 3 seeds) the last accuracy is 0.551 with eight updates and 0.570 with one.
 """

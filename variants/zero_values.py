@@ -3,7 +3,7 @@
 With lambda 1 each token gets the reward. With a smaller lambda the reward fades towards the
 beginning of a response, so the control shows what the fading does alone.
 In the chains (20 seeds, lambda 0.95, equal samples) its accuracy does not differ from that of PPO
-(docs/chain.md).
+(docs/lab.md).
 """
 
 from dataclasses import dataclass

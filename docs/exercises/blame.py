@@ -6,7 +6,7 @@ These tokens keep theirs:
 - --blame wrong, right: the wrong letters of tasks/chain.py, or the right ones.
 - --blame random: letters at random places, in each response as many as are wrong.
 In the chains GRPO breaks at a high learning rate, and holds if only wrong letters are blamed:
-docs/chain.md.
+docs/lab.md.
 """
 
 import math

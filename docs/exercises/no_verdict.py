@@ -2,7 +2,7 @@
 
 So the policy and the critic are not told whether a letter was right. The model of
 `tools/base_model.py chain` has seen half of its texts in this form.
-In the chains such a critic explains nothing, and more runs break: docs/chain.md.
+In the chains such a critic explains nothing, and more runs break: docs/lab.md.
 """
 
 import ppo
