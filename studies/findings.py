@@ -7,8 +7,8 @@ critic/: whether the critic pays, and what it sees. chain/: what breaks a run. t
 and two rewards. Brackets have 95 % intervals: Student's t of a mean, or of a mean difference
 between runs of one seed, and Wilson's of a share.
 
-The table of what the critic sees needs samples token by token. They are too large for the archive, so it
-has tries.csv of five runs. This writes the file into each run:
+The table of what the critic sees needs samples token by token. They are too large for the archive,
+so it has tries.csv of five runs. This writes the file into each run:
 
     echo 'ppo_tokens: --log_samples 0 --log_tokens 256' > tokens.txt
     python tools/lab.py tokens.txt --seeds 5
