@@ -225,7 +225,7 @@ class RunLog:
             elif kept.read_bytes() != file.read_bytes():
                 edited.append(name)
         if edited:
-            told = f"edited after the run began: {', '.join(edited)}; {folder} has the old texts"
+            told = f"the run began with other texts of {', '.join(edited)}; {folder} has them"
             print0(f"WARNING: {told}")
 
     def write(self, name, value):

@@ -105,6 +105,8 @@ def read_file(path, parse_record, split="train") -> list[dict]:
         reasons = []
         for reason, numbers in sorted(left_out.items(), key=lambda item: -len(item[1]))[:5]:
             reasons.append(f"{len(numbers)} with {reason} (first: record {numbers[0]})")
+        if len(left_out) > 5:
+            reasons.append("others")
         count = len(rows) - len(records)
         told = f"{path}: {count} of {len(rows)} records are left out: {'; '.join(reasons)}"
         if count > len(records):

@@ -134,7 +134,7 @@ def test_the_first_and_the_last_files_of_a_run(make_log, tmp_path, capsys):
     code = {path.name: path.read_text() for path in (tmp_path / "code").iterdir()}
     stages = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in log_file.STAGES}
     assert code == stages | {"ppo.py": "old", "task.py": "old"}
-    told = f"WARNING: edited after the run began: ppo.py, task.py; {tmp_path}/code has the old"
+    told = f"WARNING: the run began with other texts of ppo.py, task.py; {tmp_path}/code has"
     assert capsys.readouterr().out.startswith(told)
     make_log(tmp_path, start=0)
     assert (tmp_path / "code" / "task.py").read_text() == stages["reward.py"]
