@@ -57,7 +57,7 @@ class Clock:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            advice = "lower --packing_max_len or --gpu_memory_utilization"
+            advice = "lower --packing_max_len, --kv_cache_gb or --gpu_memory_utilization"
             used = f"{memory_in_use():.1f} GiB"
             error.add_note(f"{used} were in use in the phase {phase}; {advice}")
             raise
