@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# This recipe tests that a 7B run fits and works on one machine of 8 GPUs. It has ORZ's debug sizes: 16 problems, 2 samples
+# This script tests that a 7B run fits and works on one machine of 8 GPUs. It has ORZ's debug sizes: 16 problems, 2 samples
 # of each problem, 1 update of the critic.
 # The run should make three steps and a checkpoint after each step, and end with exit code 0. Its rewards are near 0.
 exec "$(dirname "$0")/launch.sh" 1 8 --model Qwen/Qwen2.5-7B --data data/orz_math_57k_collected.json \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# This recipe trains Qwen2.5-1.5B on one GPU of 80 GB. ORZ's 7B is the teacher, and scores each token (docs/change.md).
-# This recipe was not run. If the tokenizers differ, the run ends at its start.
+# This script trains Qwen2.5-1.5B on one GPU of 80 GB. ORZ's 7B is the teacher, and scores each token (docs/change.md).
+# This script was not run. If the tokenizers differ, the run ends at its start.
 exec "$(dirname "$0")/launch.sh" 1 1 --variant distill --teacher Open-Reasoner-Zero/Open-Reasoner-Zero-7B \
     --model Qwen/Qwen2.5-1.5B --data data/orz_math_57k_collected.json \
     --eval_data data/math500.json data/aime2024.json --eval_n 4 --run_dir out/distill_1p5b_1gpu \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# This recipe trains on GSM8K with the settings of a published verl run (github.com/chrisjmccormick/stacks,
+# This script trains on GSM8K with the settings of a published verl run (github.com/chrisjmccormick/stacks,
 # stacks/qwen-gsm8k): one H100, Qwen2.5-0.5B-Instruct, verl's prompt in Qwen's chat form, GRPO, and one pass of 467 steps with
 # 16 problems and 16 samples of each problem.
 # In the verl run the test accuracy (mean of 8 samples) rose from 30.2 % to 54.8 %. The best of 8 samples rose from 60.4 % to

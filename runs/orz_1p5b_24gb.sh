@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# This recipe trains all weights of ORZ 1.5B on one card of 24 GB. DeepSpeed keeps the masters and the moments in 32 GiB of CPU
+# This script trains all weights of ORZ 1.5B on one card of 24 GB. DeepSpeed keeps the masters and the moments in 32 GiB of CPU
 # memory, so the machine needs 40 GB.
-# This recipe only tests that the run works at these sizes. ORZ has published no run of these sizes.
+# Its sizes are planned and were not run. ORZ has published no run of these sizes.
 export CARD_GB="${CARD_GB:-24}"
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen2.5-1.5B --data data/orz_math_57k_collected.json \
     --eval_data data/math500.json --run_dir out/orz_1p5b_24gb --estimator grpo --skip_flat true --zero_stage 2 --offload optimizer \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# This recipe trains the text part of Qwen3.5-0.8B on GSM8K on one card of 24 GB, with GRPO. Three of its four layers are
+# This script trains the text part of Qwen3.5-0.8B on GSM8K on one card of 24 GB, with GRPO. Three of its four layers are
 # recurrent, so each sample has a row of its own (docs/run.md). Install flash-linear-attention and causal-conv1d first:
 # without these packages transformers computes the recurrent layers with slow code.
-# This recipe only tests that the run works at these sizes. We know of no published run of these sizes.
+# Its sizes are planned and were not run. We know of no published run of these sizes.
 export CARD_GB="${CARD_GB:-24}"
 exec "$(dirname "$0")/launch.sh" 1 1 --model Qwen/Qwen3.5-0.8B --data "openai/gsm8k:main?split=train" \
     --eval_data "openai/gsm8k:main?split=test" --run_dir out/qwen3p5_0p8b_24gb --answer_form boxed_anywhere \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# This recipe trains Qwen2.5-1.5B on one GPU of 80 GB, with Python as a tool (docs/data.md). The machine needs
+# This script trains Qwen2.5-1.5B on one GPU of 80 GB, with Python as a tool (docs/data.md). The machine needs
 # bubblewrap.
-# This recipe was not run. We know of no published run of these sizes.
+# This script was not run. We know of no published run of these sizes.
 exec "$(dirname "$0")/launch.sh" 1 1 --task python_tool --max_turns 4 \
     --model Qwen/Qwen2.5-1.5B --data data/orz_math_57k_collected.json \
     --eval_data data/math500.json data/aime2024.json --eval_n 4 --run_dir out/tool_1p5b_1gpu --estimator grpo --skip_flat true \

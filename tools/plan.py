@@ -36,7 +36,7 @@ CUDA_GRAPHS = GIB
 SUBGROUP = 10**9  # elements that ZeRO-3's optimizer handles at once: DeepSpeed's default
 CHUNK = 2**29  # bytes of a chunk of fp32 logits in nanoorz/head.py
 
-# The configs of the recipes' models, which need no network.
+# The configs of the models of runs/, which need no network.
 FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 FIELDS += ("intermediate_size", "vocab_size", "tie_word_embeddings")
 SHAPES = {
