@@ -122,13 +122,13 @@ def test_the_page_s_task_pays_half_for_an_answer_that_is_near(tmp_path):
 def test_the_step_with_numbers_is_right(process_group):
     """The shipped code computes all of the table in docs/ppo.md out of token, r, V and p."""
     page = (ROOT / "docs" / "ppo.md").read_text()
-    rows = re.findall(r"^`(.+?)` (\d) \| `.*?` \|(.*)", page, re.MULTILINE)
-    names = [row[:2] for row in rows]
-    table = torch.tensor([[float(x) for x in row[2].split("|")] for row in rows]).double().T
+    rows = re.findall(r"^([ab]\d) \| `.*?` \|(.*)", page, re.MULTILINE)
+    names = [name for name, _ in rows]
+    table = torch.tensor([[float(x) for x in row.split("|")] for _, row in rows]).double().T
     r, value, raw, whitened, p, log_p, loss = table  # (T,) each
     starts = [k for k, name in enumerate(names) if name not in names[:k]]
     lengths = [names.count(names[k]) for k in starts]
-    groups = torch.tensor([int(names[k][0] == "4+4=") for k in starts])
+    groups = torch.tensor([int(names[k].startswith("b")) for k in starts])
     responses = [[7] * n for n in lengths]
     batch = ppo.Batch([[1]] * 4, responses, groups, r[starts], torch.device("cpu"), {}, [])
     batch.per_token["values"] = value.float()
@@ -145,10 +145,12 @@ def test_the_step_with_numbers_is_right(process_group):
     def losses_of(learner, batch, micro, cfg, stats):
         return losses[micro.flat_index]
 
+    micro, _ = next(ppo.micro_batches(batch, [0, 1, 2, 3], recipe))
+    critic_loss = recipe.critic_loss(value[micro.flat_index].float(), batch, micro, {}).mean()
     learner = SimpleNamespace(name="policy", backward=lambda *_: None, apply_update=lambda _: 0.0)
     told = ppo.update(learner, losses_of, batch, [0, 1, 2, 3], 0.1, recipe)
-    numbers = (f"{told['policy_loss']:.3f}", f"{raw.mean():.3f}", f"{raw.std(correction=0):.3f}")
-    assert all(f" {number}" in page for number in numbers)
+    numbers = [told["policy_loss"], raw.mean(), raw.std(correction=0), critic_loss]
+    assert all(f" {number:.3f}" in page for number in numbers)
     scores = ppo.Recipe(estimator="grpo").raw_advantages(batch)
     assert scores.tolist() == [1.0] * 2 + [-1.0] * 4 + [0.0] * 5
 
