@@ -21,7 +21,7 @@ LENGTHS = [2, 3, 5, 6, 8, 9]  # of six sequences, 33 tokens together
 GROUPS = [0, 0, 0, 1, 1, 1]
 REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 BETA = 0.1  # of the KL penalties
-# The rows of the page's table.
+# The first three are rows of the page's table.
 TOKEN, SEQUENCE = "token mean", "sequence mean"
 SCALED, SHIFTED = "token mean times mean length", "token mean, beta added to the advantages"
 
