@@ -233,6 +233,16 @@ def test_datasets_are_read_by_folder_name_and_split(tmp_path, monkeypatch):
             read(path)
 
 
+def test_five_reasons_are_told_and_that_there_are_others(tmp_path, capsys):
+    """A reason names the columns of its record."""
+    rows = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(9)]
+    rows += [{"question": "1+1?", f"column_{n}": ""} for n in range(7)]
+    path = write(tmp_path, "odd.jsonl", "\n".join(map(json.dumps, rows)))
+    assert len(read(path)) == 9
+    told = capsys.readouterr().err
+    assert "7 of 16 records are left out" in told and told.strip().endswith("; others")
+
+
 def test_tables_of_the_hub_are_refused(monkeypatch):
     """The datasets library would read the label 007 as 7."""
     datasets = pytest.importorskip("datasets")

@@ -6,7 +6,7 @@
 All flags but the three of this program are train.py's. The plan needs no GPU, no weights and no
 data: the model's config is enough. It ends with a sentence: the run fits, or which flag helps. It
 counts what docs/run.md explains, in bf16 with varlen attention. It was compared with runs of
-0.5B on one card, and one of them needed 7 % more.
+0.5B on one card, and one of them needed 8 % more.
 """
 
 import argparse
